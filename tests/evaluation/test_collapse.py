@@ -1,4 +1,4 @@
-"""Collapsed features warn; normal features, tiny sets and copied images do not."""
+"""Tests of collapse detection: warnings for collapsed features, and none for valid features."""
 
 import pytest
 import torch
@@ -47,26 +47,26 @@ def test_normal_features_do_not_warn_at_any_scale(metric, scale, caplog):
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_similar_but_rankable_features_do_not_warn(metric, caplog):
-    """Features of an untrained model have cosine similarities of 0.9999 and more."""
+    """Features of an untrained model can have cosine similarities above 0.9999."""
     queries, gallery, ids = random_set(0)
     metrics, text = evaluate(1 + 5e-3 * queries, 1 + 5e-3 * gallery, ids, caplog, metric=metric)
     assert "num_indistinct" not in metrics and text == ""
 
 
-def test_float64_resolves_small_distances(caplog):
+def test_float64_features_with_small_distances_do_not_warn(caplog):
     queries, gallery, ids = random_set(0)
     metrics, text = evaluate(1 + 1e-6 * queries.double(), 1 + 1e-6 * gallery.double(), ids, caplog)
     assert "num_indistinct" not in metrics and text == ""
 
 
-def test_partly_collapsed_features_warn(caplog):
+def test_warns_if_some_features_are_identical_across_identities(caplog):
     queries, gallery, ids = random_set(0)
     gallery[::4] = 0
     metrics, text = evaluate(queries, gallery, ids, caplog)
     assert metrics["num_indistinct"] == 30 and "30 of 150 features" in text
 
 
-def test_tiny_sets_and_copied_images_do_not_warn(caplog):
+def test_single_identity_and_few_copied_images_do_not_warn(caplog):
     ids = Identities(*(torch.tensor(side) for side in ([1], [1], [0], [1])))
     assert evaluate(torch.ones(1, 4), torch.ones(1, 4), ids, caplog)[1] == ""  # only one identity
     ids = Identities(*(torch.tensor(side) for side in ([1], [1, 2], [0], [1, 1])))
@@ -81,8 +81,8 @@ def test_tiny_sets_and_copied_images_do_not_warn(caplog):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("factor", [1e-6, 1e-1, 10.0])
-def test_bound_holds_for_every_pair(metric, factor, monkeypatch):
-    """The bound is an upper bound, and at most twice the largest distance."""
+def test_distance_bound_is_one_to_two_times_the_largest_distance(metric, factor, monkeypatch):
+    """For squared distances, the factor is 4 instead of 2."""
     monkeypatch.setattr(collapse, "_NUM_PROBED", 1000)
     queries, gallery, _ = random_set(0)
     sides = 1 + factor * queries.double(), 1 + factor * gallery.double()
@@ -93,7 +93,7 @@ def test_bound_holds_for_every_pair(metric, factor, monkeypatch):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_probing_few_features_keeps_the_verdict(metric, monkeypatch):
+def test_collapse_detection_is_independent_of_number_of_probed_features(metric, monkeypatch):
     queries, gallery, _ = random_set(0)
     verdicts = {}
     for few in (1, 3, 1000):
@@ -107,7 +107,7 @@ def test_probing_few_features_keeps_the_verdict(metric, monkeypatch):
 
 
 @pytest.mark.parametrize("few", [1, 5, 1000])
-def test_rows_equal_in_probed_columns_are_compared_in_all_columns(few, monkeypatch):
+def test_features_that_differ_only_outside_probed_columns_are_distinct(few, monkeypatch):
     monkeypatch.setattr(collapse, "_NUM_PROBED", few)
     queries, gallery, ids = random_set(0)
     width = gallery.shape[1]

@@ -1,4 +1,4 @@
-"""Evaluators: module modes, flip test, precision, order of images, output files and distributed runs."""
+"""Tests of evaluators: module modes, flip test, precision, image order, output files and distributed runs."""
 
 import json
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from fastamp.utils.errors import ConfigError, DataError, TrainingError
 
 
 class Model(nn.Module):
-    """Model that is not mirror-invariant and records the dtype of its matrix product."""
+    """Model that is not invariant to mirroring and records the dtype of its matrix product."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ def batches(n=6, size=4):
     ]  # fmt: skip
 
 
-def test_flip_averages_mirror_image_and_keeps_batch():
+def test_flip_test_averages_features_and_does_not_modify_batch():
     model, loader = Model(), batches()
     before = [batch["images"].clone() for batch in loader]
     plain = inference_on_dataset(model, loader, Keep())["features"]
@@ -66,14 +66,14 @@ def test_flip_averages_mirror_image_and_keeps_batch():
     assert all(torch.equal(a, batch["images"]) for a, batch in zip(before, loader, strict=True))
 
 
-def test_modes_are_restored_for_frozen_modules():
+def test_evaluation_restores_modes_of_trained_and_frozen_modules():
     model = Model().train()
     model.bn.eval()
     inference_on_dataset(model, batches(), Keep())
     assert model.training and model.fc.training and not model.bn.training
 
 
-def test_policy_applies_and_features_are_float32():
+def test_evaluation_uses_precision_policy_and_returns_float32_features():
     model = Model()
     policy = PrecisionPolicy("cpu", torch.bfloat16, "test")
     features = inference_on_dataset(model, batches(), Keep(), policy=policy)["features"]
@@ -82,7 +82,7 @@ def test_policy_applies_and_features_are_float32():
     assert model.dtypes == {torch.bfloat16, torch.float32}
 
 
-def test_result_is_independent_of_batch_order():
+def test_metrics_are_independent_of_batch_order():
     cfg = get_cfg()
     loader = batches(size=1)
     evaluator = ReidEvaluator(cfg, num_query=3)
@@ -115,7 +115,7 @@ def test_evaluate_without_images_raises():
 
 
 class OnlyInTraining(nn.Module):
-    """Layer that computes in float32 with gradients, and overflows in float16 without."""
+    """Layer that computes in float32 if gradients are enabled, and otherwise overflows in float16."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class OnlyInTraining(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_nonfinite_features_name_the_module(dtype):
+def test_error_for_nonfinite_features_names_the_module(dtype):
     """The model is finite in training and overflows only in evaluation."""
 
     class Model(nn.Module):
@@ -186,7 +186,7 @@ def evaluator_with(features, cfg, folder=None):
     return evaluator
 
 
-def test_unwritable_output_raises(tmp_path):
+def test_evaluate_raises_if_output_folder_cannot_be_created(tmp_path):
     (tmp_path / "taken").write_text("")
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True"])
@@ -194,7 +194,7 @@ def test_unwritable_output_raises(tmp_path):
         evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
 
 
-def test_evaluator_sorts_batches_and_writes_files(tmp_path):
+def test_evaluator_orders_shuffled_batches_and_writes_requested_files(tmp_path):
     features = random_set(3)
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
@@ -210,7 +210,7 @@ def test_evaluator_sorts_batches_and_writes_files(tmp_path):
     assert not (tmp_path / "Other").exists()
 
 
-def test_device_without_memory_ranks_on_cpu(monkeypatch):
+def test_ranking_uses_cpu_if_device_memory_is_insufficient(monkeypatch):
     features = torch.zeros(1000, 2048)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -223,7 +223,7 @@ def test_device_without_memory_ranks_on_cpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def evaluated_folder(made_once):
-    """Folder with the results of 1, 2 and 3 processes."""
+    """Folder with the evaluation results of 1, 2 and 3 processes."""
     with made_once("evaluate_ranks") as (folder, missing):
         if missing:
             preloaded.run(evaluate_ranks.__file__, folder).check_returncode()

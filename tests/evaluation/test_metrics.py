@@ -1,4 +1,4 @@
-"""Metrics from features: combined options, confidence intervals, precision and errors."""
+"""Tests of compute_metrics: combined options, confidence intervals, precision and errors."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_confidence_intervals_contain_mean_and_shrink_with_queries():
     assert "intervals" not in compute_metrics(queries, gallery, ids, protocol("TEST.BOOTSTRAP", "0")).metrics()
 
 
-def test_all_options_with_small_memory_budget():
+def test_reranking_expansion_and_roc_are_independent_of_memory_budget():
     queries, gallery, ids = random_set(2, queries=200, gallery=300)
     opts = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"]
     whole = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
@@ -59,7 +59,7 @@ def test_all_options_with_small_memory_budget():
         ("vehicleid", "4 images"),
     ],
 )
-def test_no_match_raises(rule, message):
+def test_evaluation_raises_if_no_query_has_a_match(rule, message):
     ids = Identities(*(torch.tensor(side) for side in ([1, 2], [3, 4], [0, 0], [1, 1])))
     with pytest.raises(DataError, match=f"(?s){message}"):
         compute_metrics(torch.eye(2), torch.eye(2), ids, Protocol(rule=rule))
@@ -78,7 +78,7 @@ def test_autocast_gradients_and_float16_do_not_change_metrics(opts):
 
 
 @pytest.mark.parametrize("opts", [["TEST.RERANK", "on"], ["TEST.AQE", "on"], []])
-def test_overflow_raises(opts):
+def test_features_whose_squared_distances_overflow_raise(opts):
     queries, gallery, ids = random_set(7)
     limit = 1e50 if opts else 1e160
     with pytest.raises(DataError, match="overflow"):
@@ -96,7 +96,7 @@ def test_overflow_raises(opts):
         ["TEST.PROTOCOL", "cuhk03", "TEST.ROC", "on"],
     ],
 )
-def test_cuda_equals_cpu(opts):
+def test_metrics_on_cuda_equal_metrics_on_cpu(opts):
     queries, gallery, ids = random_set(4, queries=200, gallery=2000, width=256, pids=60, noise=2.0)
     on_cpu = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
     allowed = torch.backends.cuda.matmul.allow_tf32

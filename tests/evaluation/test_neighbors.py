@@ -1,4 +1,4 @@
-"""Nearest neighbors: equality with float64 distances for each backend."""
+"""Tests of nearest-neighbor search: equality with a search by float64 distances for each backend."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def exact(queries, gallery, k):
-    """Sort by float64 distance, ties in gallery order."""
+    """Sort by float64 distance, with ties in gallery order."""
     x, y = queries.double().numpy(), gallery.double().numpy()
     distances = np.square(x[:, None] - y[None]).sum(-1)
     order = np.argsort(distances, axis=1, kind="stable")
@@ -37,8 +37,8 @@ def test_neighbors_equal_float64_search(backend, budget, k):
     st.integers(0, 2**32 - 1), st.integers(2, 60), st.integers(1, 30), st.booleans(), st.sampled_from([0, 1e-7, 1e-3])
 )
 @example(2**32 - 1, 23, 18, True, 1e-7)
-def test_ties_have_same_order_for_every_backend(seed, size, k, grid, shift):
-    """Exact copies of features, and copies that differ by less than float32 rounding."""
+def test_backends_order_ties_identically(seed, size, k, grid, shift):
+    """Ties are exact copies of features, and copies that differ by less than float32 rounding."""
     random = np.random.default_rng(seed)
     features = random.integers(-1, 2, (size, 6)) if grid else random.standard_normal((size, 6))
     features = features[random.integers(0, max(1, size // 3), size)] + shift * random.standard_normal((size, 6))
@@ -59,7 +59,7 @@ def test_ties_have_same_order_for_every_backend(seed, size, k, grid, shift):
 
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
 def test_large_feature_does_not_increase_tolerance(backend, monkeypatch):
-    """Few distances are computed in float64."""
+    """The tolerance determines how many distances are computed again in float64."""
     exactly = neighbors._exact_distances
     settled = []
     monkeypatch.setattr(neighbors, "_exact_distances", lambda *args: settled.append(args[2].numel()) or exactly(*args))
@@ -70,7 +70,7 @@ def test_large_feature_does_not_increase_tolerance(backend, monkeypatch):
     assert sum(settled) < 100
 
 
-def test_collapsed_features_keep_gallery_order(monkeypatch):
+def test_neighbors_of_identical_features_are_in_gallery_order(monkeypatch):
     features = torch.ones(200, 8)
     for backend, most in (("torch", 1024), ("faiss", 1024), ("torch", 50)):
         monkeypatch.setattr(neighbors, "_MAX_EXACT", most)
@@ -79,7 +79,7 @@ def test_collapsed_features_keep_gallery_order(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pair_distances(dtype):
+def test_pair_distances_equal_squared_differences(dtype):
     x, y, _ = random_set(1, queries=40, gallery=50)
     random = torch.Generator().manual_seed(0)
     rows, columns = torch.randint(40, (700,), generator=random), torch.randint(50, (700,), generator=random)
@@ -89,7 +89,7 @@ def test_pair_distances(dtype):
     assert pair_distances(x, y, rows[:0], columns[:0]).shape == (0,)
 
 
-def test_zero_neighbors_and_unknown_backend():
+def test_nearest_neighbors_accepts_k_zero_and_rejects_unknown_backend():
     assert nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
     with pytest.raises(ConfigError, match="TEST.KNN_BACKEND.*annoy"):
         nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")

@@ -1,4 +1,4 @@
-"""Sampled pairs: equality with a loop over all pairs, and exclusions."""
+"""Tests of sampled pairs: equality with a loop over all pairs, and excluded pairs."""
 
 import itertools
 
@@ -21,7 +21,7 @@ def small_set():
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("cross_camera", [True, False])
-def test_small_set_uses_all_pairs(metric, cross_camera):
+def test_scores_of_small_set_include_all_pairs(metric, cross_camera):
     queries, gallery, ids = small_set()
     genuine, impostor = [], []
     for q, g in itertools.product(range(4), range(60)):
@@ -49,7 +49,7 @@ def test_small_set_uses_all_pairs(metric, cross_camera):
     assert found.percentile_of(low) == (0, 0) and found.percentile_of(high) == (1, 1)
 
 
-def test_large_set_is_sampled_by_seed(monkeypatch):
+def test_sampled_pairs_of_large_set_depend_on_seed(monkeypatch):
     monkeypatch.setattr(pairs, "_QUERIES", 50)
     monkeypatch.setattr(pairs, "_GALLERY", 400)
     monkeypatch.setattr(pairs, "_MATCHES", 6)
@@ -74,7 +74,7 @@ def test_image_is_not_paired_with_itself():
     assert PairScores(**found.state_dict()).num_impostor == found.num_impostor == 2
 
 
-def test_no_genuine_or_no_impostor_pairs_is_none():
+def test_sample_pairs_returns_none_without_genuine_or_impostor_pairs():
     features = torch.eye(2)
     for each in ([1, 2], [1, 1], [-1, -1]):
         pids = torch.tensor(each)

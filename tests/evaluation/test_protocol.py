@@ -1,4 +1,4 @@
-"""Protocols: selection of gallery images, and compatibility of options."""
+"""Tests of protocols: selection of gallery images, and compatibility of options."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError
 
 
-def test_many_matches_are_split_into_spans(monkeypatch):
+def test_ranking_is_unchanged_if_matches_are_split_into_spans(monkeypatch):
     distances, ids = random_distances(4, 40, 100, 50, pids=3)
     whole = rank_distances(distances, ids)
     monkeypatch.setattr(module, "_MAX_PAIRS", 60)
@@ -26,7 +26,7 @@ def test_many_matches_are_split_into_spans(monkeypatch):
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
-def test_no_junk_without_cameras():
+def test_ranker_without_junk_includes_images_from_same_camera():
     distances, ids = random_distances(0, 5, 60, 20)
     ranker = Ranker(ids, junk=None)
     ranker.add(0, distances.clone())
@@ -38,7 +38,7 @@ def test_no_junk_without_cameras():
 
 @pytest.fixture
 def other_cameras(monkeypatch):
-    """Custom rule: all images of the query's camera are junk, of any identity."""
+    """Custom rule: all images from the query's camera are junk, whatever their identity."""
     rule = RankingRule(text="only other cameras", junk=Junk(same_camera, same_identity_only=False))
     monkeypatch.setitem(RULES, "other_cameras", rule)
     return rule
@@ -96,7 +96,7 @@ def test_custom_rule_without_matches_does_not_suggest_missing_camera_labels(monk
     assert "camera" not in str(error.value)
 
 
-def test_much_junk_is_split_into_spans(other_cameras, monkeypatch):
+def test_junk_pairs_are_unchanged_if_split_into_spans(other_cameras, monkeypatch):
     _, ids = random_distances(4, 40, 100, 50, pids=60)
     matches = Matches(ids, junk=other_cameras.junk)
     whole = matches.pairs(0, 40)
@@ -131,20 +131,20 @@ def test_identity_minus_one_is_excluded_under_trapezoid_ap():
         ),
     ],
 )
-def test_describe_is_one_line(opts, words):
+def test_protocol_description_is_one_line_with_all_options(opts, words):
     line = protocol(*opts).describe()
     assert "\n" not in line and all(word in line for word in words)
 
 
 @pytest.mark.parametrize("key", ["RERANK", "AQE", "ROC"])
-def test_random_gallery_rejects_incompatible_options(key):
+def test_random_gallery_rejects_reranking_expansion_roc_and_trapezoid_ap(key):
     with pytest.raises(ConfigError, match=rf"TEST.{key}.ENABLED.*vehicleid"):
         protocol("TEST.PROTOCOL", "vehicleid", f"TEST.{key}", "on")
     with pytest.raises(ConfigError, match="TEST.AP_METHOD.*vehicleid"):
         protocol("TEST.PROTOCOL", "vehicleid", "TEST.AP_METHOD", "trapezoid")
 
 
-def test_key_choices_match_implementations():
+def test_choices_of_config_keys_match_implementations():
     choices = {
         "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,

@@ -1,4 +1,4 @@
-"""Query expansion: equality with FastReID and with a naive loop."""
+"""Tests of query expansion: equality with FastReID and with a naive loop."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def naive(features, pool, k, alpha, *, own):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.5, 3.0, -1.5])
-def test_targets_and_real_alpha_equal_naive_loop(alpha):
+def test_expansion_of_query_or_gallery_equals_naive_loop(alpha):
     queries, gallery, _ = random_set(0)
     new_queries, same = expand(queries, gallery, QueryExpansion(alpha=alpha, target="query"))
     assert torch.equal(same, gallery)
@@ -52,7 +52,7 @@ def test_expanded_query_is_independent_of_other_queries():
     torch.testing.assert_close(together[3:4], single)
 
 
-def test_negative_similarities_and_tiny_sets_are_finite():
+def test_expansion_is_finite_for_negative_similarities_and_k_above_set_size():
     features = torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]])
     for alpha in (0, 0.5, 1, 2.5, -2):
         for target in ("both", "query", "gallery"):
@@ -60,7 +60,7 @@ def test_negative_similarities_and_tiny_sets_are_finite():
             assert all(torch.isfinite(side).all() for side in both)
 
 
-def test_invalid_options_and_overflow_raise():
+def test_invalid_options_and_overflowing_weights_raise():
     with pytest.raises(ConfigError, match="TEST.AQE.TARGET.*'queries'.*'query'"):
         QueryExpansion(target="queries")
     with pytest.raises(ConfigError, match="QE_K.*0"):
@@ -73,14 +73,14 @@ def test_invalid_options_and_overflow_raise():
         assert result.ap.max() <= 1 and result.inp.max() <= 1
 
 
-def test_k_of_one_keeps_features():
+def test_expansion_with_k_1_does_not_change_features():
     queries, gallery, _ = random_set(4)
     for target in ("both", "query", "gallery"):
         found = expand(queries, gallery, QueryExpansion(k=1, target=target))
         torch.testing.assert_close(found, (queries, gallery))
 
 
-def test_expansion_improves_clustered_features():
+def test_expansion_increases_map_on_clustered_features():
     queries, gallery, ids = random_set(2, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     for target in ("both", "query", "gallery"):

@@ -1,4 +1,4 @@
-"""Ranking: equality with reference implementations and a naive loop."""
+"""Tests of ranking: equality with reference implementations and with a naive loop."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_ranking_in_blocks_equals_fastreid(name, metric, memory_budget_mb):
         check(result, name, metric)
 
 
-def test_no_valid_query():
+def test_ranking_without_valid_queries_has_zero_ap_and_no_first_match():
     data, _, _, ids = load("g5_single_camera")
     result = rank_distances(torch.from_numpy(data["fr_dist_cosine"]), ids)
     assert result.num_valid == 0
@@ -65,7 +65,7 @@ def test_no_valid_query():
 
 
 @pytest.mark.parametrize("name, metric", [case for case in CASES if case[0][:2] in ("g1", "g4", "g7")])
-def test_per_query_ap_equals_fastreid_and_trapezoid_equals_market1501_code(name, metric):
+def test_ap_equals_fastreid_and_trapezoid_ap_equals_market1501_code(name, metric):
     data, _, _, ids = load(name)
     distances = torch.from_numpy(data[f"fr_dist_{metric}"])
     result = rank_distances(distances, ids)
@@ -94,8 +94,8 @@ def test_ranking_equals_naive_loop_with_ties_junk_and_distractors(seed, num_quer
     st.sampled_from([3, 30, 300]),
     st.sampled_from([np.float32, np.float64]),
 )
-def test_large_galleries_equal_naive_loop(seed, num_gallery, levels, pids, dtype):
-    """Covers counting, sorting, and selecting the images up to the last match."""
+def test_ranking_of_large_gallery_equals_naive_loop(seed, num_gallery, levels, pids, dtype):
+    """Galleries of these sizes cover both counting the images before a match and sorting those up to the last match."""
     distances, ids = random_distances(seed, 4, num_gallery, levels, dtype, pids)
     distances[seed % 4][ids.gallery_pids == ids.query_pids[seed % 4]] /= 100  # matches of one query are close
     before = distances.clone()
@@ -124,7 +124,7 @@ def test_infinite_distances_rank_last():
         assert ours == pytest.approx(expected, abs=1e-12)
 
 
-def test_invalid_distances_raise():
+def test_wrong_shape_and_nan_distances_raise():
     distances, ids = random_distances(2, 5, 60, 20)
     with pytest.raises(DataError, match=r"\(5, 60\).*\(5, 59\)"):
         rank_distances(distances[:, 1:], ids)
@@ -133,14 +133,14 @@ def test_invalid_distances_raise():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bfloat16, torch.float16])
-def test_other_dtypes_of_distances(dtype):
+def test_ranking_accepts_integer_and_half_precision_distances(dtype):
     distances, ids = random_distances(3, 5, 60, 20)
     assert torch.equal(rank_distances(distances.to(dtype), ids).ap, rank_distances(distances, ids).ap)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_blocks_equal_full_distance_matrix(metric, dtype):
+def test_distance_blocks_equal_full_distance_matrix(metric, dtype):
     queries, gallery, _ = random_set(0, queries=150, gallery=99)
     queries, gallery = queries.to(dtype), (3 * gallery).to(dtype)
     expected = pairwise_distance(queries, gallery, metric)
@@ -178,7 +178,7 @@ def test_float16_features_are_ranked_in_float32():
     assert torch.equal(half.ap, full.ap)
 
 
-def test_invalid_features_raise():
+def test_rank_features_rejects_invalid_features_and_unknown_metric():
     _, qf, gf, ids = load("g1_small_junk")
     with pytest.raises(ConfigError, match="TEST.METRIC.*'cosin'"):
         rank_features(qf, gf, ids, metric="cosin")

@@ -1,4 +1,4 @@
-"""Re-ranking: equality with reference implementations and a naive loop."""
+"""Tests of re-ranking: equality with reference implementations and with a naive loop."""
 
 import numpy as np
 import pytest
@@ -30,14 +30,14 @@ def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **op
     [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)],
 )
 def test_reranking_equals_reference_implementations(name, backend, budget, variant, key, tolerance):
-    """The reference of the authors' variant computes in float16."""
+    """The tolerance for the authors' implementation is larger because it computes in float16."""
     data, queries, gallery, _ = load(name)
     found = final(queries, gallery, variant=variant, backend=backend, budget=budget)
     np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
 
 
 def naive(queries, gallery, k1, k2, lambda_value, variant):
-    """Equations 1 to 12 of the paper with sets, in float64."""
+    """Compute equations 1 to 12 of the paper with Python sets, in float64."""
     x = torch.nn.functional.normalize(torch.cat((queries, gallery)).double(), dim=1).numpy()
     squared = np.square(x[:, None] - x[None]).sum(-1)
     order = np.argsort(squared, axis=1, kind="stable")
@@ -82,7 +82,7 @@ def test_reranking_equals_naive_loop(seed, variant, k1, k2, lambda_value):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_reranking_improves_clustered_features_with_both_backends():
+def test_reranking_increases_map_equally_for_both_backends():
     queries, gallery, ids = random_set(0, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     ranked = [
@@ -93,8 +93,8 @@ def test_reranking_improves_clustered_features_with_both_backends():
     assert torch.equal(ranked[0].ap, ranked[1].ap)
 
 
-def test_more_copies_than_neighbors():
-    """Some copies are not among their own k nearest neighbors."""
+def test_reranking_is_finite_with_more_copies_than_neighbors():
+    """With many copies, an image may not be among its own k nearest neighbors."""
     features = torch.zeros(60, 4)
     features[30:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
     for metric in ("cosine", "euclidean"):
@@ -103,7 +103,7 @@ def test_more_copies_than_neighbors():
         assert found[:15, :15].max() < found[:15, 15:].min()
 
 
-def test_reranking_is_invariant_to_offset():
+def test_euclidean_reranking_is_invariant_to_offset_of_features():
     queries, gallery, _ = random_set(3)
     expected = final(queries, gallery, metric="euclidean")
     for backend in ("torch", "faiss"):
@@ -111,7 +111,7 @@ def test_reranking_is_invariant_to_offset():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
-def test_invalid_options_raise():
+def test_invalid_reranking_options_raise():
     queries, gallery, _ = random_set(4)
     for options, message in (
         ({"variant": "zong"}, "Did you mean 'zhong'"),
@@ -124,7 +124,7 @@ def test_invalid_options_raise():
         final(queries, gallery, metric="cosin")
 
 
-def test_features_stay_as_they_are():
+def test_reranking_does_not_modify_features_and_accepts_float16():
     queries, gallery, _ = random_set(2)
     before = queries.clone(), gallery.clone()
     final(queries, gallery)

@@ -1,4 +1,4 @@
-"""Retrieval examples: equality with naive loops, and bounded size."""
+"""Tests of retrieval examples: equality with naive loops, and bounded size."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ def evaluate(report_options=ALL, **protocol):
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
-def test_camera_pairs_are_rankings_of_their_images_alone(rule):
+def test_camera_matrix_equals_rankings_restricted_to_camera_pairs(rule):
     result, queries, gallery, ids = evaluate(rule=rule, memory_budget_mb=0.01)
     matrix, distances = result.examples.cameras, pairwise_distance(queries, gallery, "cosine")
     assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.num_omitted == 0
@@ -39,7 +39,7 @@ def test_camera_pairs_are_rankings_of_their_images_alone(rule):
     assert own_camera.all() == (rule == "market1501")
 
 
-def test_rank_lists_are_nearest_images_without_junk():
+def test_rank_lists_contain_nearest_images_without_junk():
     result, queries, gallery, ids = evaluate()
     distances = pairwise_distance(queries, gallery, "cosine").numpy()
     shown = [one for lists in result.examples.lists.values() for one in lists]
@@ -65,13 +65,13 @@ def test_best_and_worst_lists_cover_many_identities():
     assert ap[best[0]] == ap.max() and ap[worst[0]] == ap[result.ranking.valid].min()
 
 
-def test_few_queries_are_in_at_most_one_of_best_and_worst():
+def test_best_and_worst_lists_are_disjoint_with_few_queries():
     queries, gallery, ids = random_set(3, queries=3)
     examples = compute_metrics(queries, gallery, ids, report_options=ALL).examples
     assert [len(examples.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
 
 
-def test_roc_equals_verification():
+def test_roc_curve_of_examples_equals_roc_curve_of_metrics():
     plain, *_ = evaluate()
     asked, *_ = evaluate(false_accept_rates=(0.1,))
     assert plain.roc is None and not plain.examples.roc_uses_all_pairs and asked.examples.roc is asked.roc
@@ -79,7 +79,7 @@ def test_roc_equals_verification():
     assert plain.metrics().keys() < asked.metrics().keys()
 
 
-def test_large_sets_are_sampled():
+def test_examples_of_large_set_use_sampled_queries():
     result, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
     examples = result.examples
     assert (examples.sampled, examples.queries) == (40, 90)
@@ -101,7 +101,7 @@ def test_large_sets_are_sampled():
         {"expansion": QueryExpansion(k=3, alpha=1.0, times=1, target="both")},
     ],
 )
-def test_examples_do_not_change_metrics(protocol):
+def test_retrieval_examples_do_not_change_metrics(protocol):
     with_examples, *_, ids = evaluate(**protocol)
     without, *_ = evaluate(None, **protocol)
     assert without.examples is None and with_examples.metrics() == without.metrics()
@@ -114,7 +114,7 @@ def test_examples_do_not_change_metrics(protocol):
         assert one.matches.tolist() == same.tolist()
 
 
-def test_single_camera_has_no_matrix():
+def test_camera_matrix_is_none_with_single_camera():
     queries, gallery, ids = random_set(3)
     ids = dataclasses.replace(ids, query_camids=ids.query_camids * 0, gallery_camids=ids.gallery_camids * 0)
     examples = compute_metrics(queries, gallery, ids, Protocol(rule="no_camera"), ALL).examples

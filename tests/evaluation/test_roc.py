@@ -1,4 +1,4 @@
-"""Verification: equality with counted pairs and scikit-learn."""
+"""Tests of verification: equality with counted pairs and with scikit-learn."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def test_roc_equals_scikit_learn(name):
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("budget", [256, 0.01])
-def test_roc_equals_counted_pairs(metric, budget):
+def test_roc_equals_fractions_of_counted_pairs(metric, budget):
     queries, gallery, ids = random_set(0)
     curve = roc_of(queries, gallery, ids, metric=metric, memory_budget_mb=budget)
     distances = pairwise_distance(queries, gallery, metric)
@@ -54,15 +54,15 @@ def test_roc_equals_counted_pairs(metric, budget):
     assert curve.tar[-1] == curve.far[-1] == 1 and (curve.tar - curve.far).mean() > 0
 
 
-def test_separable_identities_are_accepted_at_every_rate():
-    """Separable identities; the negative control inverts the similarities."""
+def test_true_accept_rate_is_one_for_separable_identities():
+    """The negative control inverts the similarities."""
     queries, gallery, ids = random_set(1, noise=0.01)
     assert roc_of(queries, gallery, ids).tar_at(1e-4) == 1.0
     exchanged = roc_of(-queries, gallery, ids)
     assert exchanged.tar_at(1e-4) == exchanged.tar_at(1e-2) == 0.0
 
 
-def test_large_feature_does_not_reduce_resolution():
+def test_single_large_feature_does_not_reduce_roc_resolution():
     queries, gallery, ids = random_set(5, queries=100, gallery=400)
     ids.gallery_pids[0], ids.query_pids[0] = 0, 99
     expected = [roc_of(queries, gallery, ids, metric="euclidean").tar_at(rate) for rate in RATES]
@@ -73,7 +73,7 @@ def test_large_feature_does_not_reduce_resolution():
     assert expected[2] > 0.1
 
 
-def test_roc_of_zero_and_tiny_features():
+def test_roc_is_valid_for_zero_and_tiny_features():
     queries, gallery, ids = random_set(6)
     expected = roc_of(queries, gallery, ids, metric="euclidean")
     tiny = roc_of(queries * 1e-12, gallery * 1e-12, ids, metric="euclidean")
@@ -81,7 +81,7 @@ def test_roc_of_zero_and_tiny_features():
     assert roc_of(queries * 0, gallery * 0, ids, metric="euclidean").tar_at(0.5) == 0.0
 
 
-def test_roc_with_reranking_and_without_cameras():
+def test_roc_is_valid_with_reranking_and_without_cameras():
     from fastamp.evaluation.rerank import ReRanking
 
     queries, gallery, ids = random_set(2)
@@ -102,18 +102,18 @@ def test_write_roc_writes_npz_and_png(tmp_path):
     assert saved["num_impostor"] == curve.num_impostor and paths[1].read_bytes()[1:4] == b"PNG"
 
 
-def test_missing_matplotlib_skips_plot(tmp_path, monkeypatch, caplog):
+def test_roc_plot_is_skipped_without_matplotlib(tmp_path, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     paths = write_roc(roc_of(*random_set(3)), RATES, tmp_path)
     assert [path.name for path in paths] == ["roc.npz"] and 'pip install "fastamp[vis]"' in caplog.text
 
 
-def test_random_gallery_rejects_roc():
+def test_roc_with_random_gallery_raises():
     with pytest.raises(ConfigError, match="TEST.ROC.ENABLED"):
         Protocol(rule="vehicleid", false_accept_rates=RATES)
 
 
-def test_no_impostors_has_no_roc(caplog):
+def test_roc_is_none_without_impostor_pairs(caplog):
     queries, gallery, ids = random_set(4, pids=1)
     ids.gallery_pids.fill_(1)
     result = compute_metrics(queries, gallery, ids, Protocol(false_accept_rates=RATES))

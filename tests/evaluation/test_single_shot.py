@@ -1,4 +1,4 @@
-"""Protocols with random galleries: equality with loops over the same trials and with expectations."""
+"""Tests of protocols with random galleries: equality with loops over the same trials, and with expected values."""
 
 import numpy as np
 import pytest
@@ -14,12 +14,12 @@ def evaluate(features, **options):
 
 
 def rank_of(distances, images, match):
-    """Return the 0-based rank of ``match`` among ``images``, by distance, then by index."""
+    """Return the 0-based rank of ``match`` among ``images`` sorted by distance, with ties sorted by index."""
     return sorted(images, key=lambda g: (distances[g], g)).index(match)
 
 
 def test_cuhk03_cmc_equals_expectation_over_trials():
-    """The expectation enumerates all galleries; each image of an identity has the same probability."""
+    """The expectation is over all possible galleries; the images of an identity are equally probable."""
     features = random_set(3, queries=12, gallery=14, pids=4, cameras=2)
     queries, gallery, ids = features
     distances = pairwise_distance(queries, gallery, "cosine").tolist()
@@ -43,7 +43,7 @@ def test_cuhk03_cmc_equals_expectation_over_trials():
         assert result.hits(1)[q].item() == pytest.approx(first, abs=0.04)
 
 
-def test_cuhk03_ap_uses_full_gallery():
+def test_cuhk03_ap_and_inp_are_computed_over_full_gallery():
     features = random_set(4)
     single, whole = evaluate(features, rule="cuhk03").ranking, evaluate(features).ranking
     assert torch.equal(single.ap, whole.ap) and torch.equal(single.inp, whole.inp)
@@ -51,7 +51,7 @@ def test_cuhk03_ap_uses_full_gallery():
     assert torch.equal(single.valid, whole.valid)
 
 
-def test_cuhk03_with_one_image_per_identity_equals_market1501():
+def test_cuhk03_equals_market1501_with_one_gallery_image_per_identity():
     queries, gallery, ids = random_set(5, gallery=8)
     ids = Identities(ids.query_pids, torch.arange(1, 9), ids.query_camids, ids.gallery_camids)
     single, whole = evaluate((queries, gallery, ids), rule="cuhk03").ranking, evaluate((queries, gallery, ids)).ranking
@@ -82,7 +82,7 @@ def test_vehicleid_equals_naive_loop_over_trials():
 
 
 @pytest.mark.parametrize("rule", ["cuhk03", "vehicleid"])
-def test_trials_depend_only_on_seed(rule):
+def test_random_galleries_depend_only_on_seed(rule):
     features = random_set(7, queries=100)
     first = evaluate(features, rule=rule, seed=1).ranking
     again = evaluate(features, rule=rule, seed=1, memory_budget_mb=0.01).ranking
@@ -97,7 +97,7 @@ def test_vehicleid_excludes_identities_with_one_image():
     assert not found.valid[0] and found.ap[0] == 0 and found.valid[1:].any()
 
 
-def test_market1501_equals_naive_loop():
+def test_market1501_ap_equals_naive_loop():
     queries, gallery, ids = random_set(9)
     result = rank_features(queries, gallery, ids)
     expected = list(naive(pairwise_distance(queries, gallery, "cosine").tolist(), ids))

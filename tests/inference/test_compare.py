@@ -1,4 +1,4 @@
-"""Comparison of two images with genuine and impostor pairs."""
+"""Tests of image comparison, with genuine and impostor pairs as reference."""
 
 import json
 import shutil
@@ -52,7 +52,7 @@ def test_compare_uses_pairs_of_checkpoint(predictor, run_folder, two):
     assert torch.equal(final["genuine"], comparison.pairs.genuine)
 
 
-def test_extraction_has_same_pairs_as_evaluation(predictor, checkpoint, two, tmp_path):
+def test_pair_scores_of_extraction_equal_those_of_evaluation(predictor, checkpoint, two, tmp_path):
     extraction, _ = extract(predictor, "Demo", tmp_path / "demo.npz")
     own, found = (
         PairScores(**predictor.extra["pairs"]["Demo"]),
@@ -75,7 +75,7 @@ def test_extraction_has_same_pairs_as_evaluation(predictor, checkpoint, two, tmp
         assert sample_pair_scores(train, cross_camera=False).num_genuine == 16 * 6 * 5
 
 
-def test_invalid_references_raise(predictor, checkpoint, two, tmp_path):
+def test_compare_raises_for_invalid_references(predictor, checkpoint, two, tmp_path):
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.jpg"
     shutil.copy(two[0], image)
@@ -89,7 +89,7 @@ def test_invalid_references_raise(predictor, checkpoint, two, tmp_path):
         predictor.compare(np.zeros((2, 8, 8, 3), np.uint8), two[0])
 
 
-def test_compare_with_euclidean_metric(checkpoint, two):
+def test_compare_uses_euclidean_distance_if_configured(checkpoint, two):
     predictor = Predictor(checkpoint, device="cpu", opts=["TEST.METRIC", "euclidean"])
     comparison = predictor.compare(*two)
     a, b = predictor.features(list(two))
@@ -100,7 +100,7 @@ def test_compare_with_euclidean_metric(checkpoint, two):
     assert "nearer than 100.0 % of impostor pairs; farther than 50.0 % of genuine pairs" in text
 
 
-def test_checkpoints_have_pairs_only_if_evaluated(demo, tmp_path):
+def test_only_checkpoints_written_after_evaluation_contain_pairs(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "3", "TEST.EVAL_PERIOD", "2"))
     trainer.train()
     held = {path.name: "pairs" in torch.load(path, weights_only=True) for path in tmp_path.glob("model_*.pth")}
@@ -111,7 +111,7 @@ def test_checkpoints_have_pairs_only_if_evaluated(demo, tmp_path):
     DefaultTrainer(trainer.cfg).resume_or_load(resume=True)
 
 
-def test_command(checkpoint, two, capsys):
+def test_compare_command_prints_json_and_text(checkpoint, two, capsys):
     assert run_command(command, checkpoint, *two, "--device", "cpu", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 <= found["impostor_share"] <= 1 and found["source"] == "Demo"

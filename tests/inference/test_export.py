@@ -1,4 +1,4 @@
-"""Export: parity with the model, metadata, and no file after a failed parity check."""
+"""Tests of export: parity with the PyTorch model, metadata, and failed parity checks."""
 
 import argparse
 import json
@@ -42,7 +42,7 @@ def run(*arguments):
 
 
 def first_batch(predictor):
-    """Load the first test batch of the demo."""
+    """Load the first test batch of the demo dataset."""
     return next(iter(build_reid_test_loader(predictor.cfg, "Demo")[0]))
 
 
@@ -63,7 +63,7 @@ def build_asking_backbone(cfg):
 
 
 def untrained(path, *opts):
-    """Save a model with random weights, and return its predictor."""
+    """Save a model with random weights, and return a predictor that loads it."""
     cfg = get_cfg()
     small = ("MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH), "INPUT.SIZE_TEST", "(64, 32)")
     cfg.merge_from_list(
@@ -74,7 +74,7 @@ def untrained(path, *opts):
 
 
 def loaded(path):
-    """Load an exported file: (function from inputs to features, metadata)."""
+    """Load an exported file; return a function from inputs to features, and the metadata."""
     if path.suffix == ".onnx":
         import onnxruntime
 
@@ -98,7 +98,9 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
-def test_export_equals_model_and_guide_code_runs(demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch):
+def test_exported_model_and_code_in_guide_reproduce_features(
+    demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch
+):
     path = tmp_path / f"model{suffix}"
     assert run(checkpoint, path, "--device", "cpu") == 0
     out, err = capfd.readouterr()
@@ -143,7 +145,7 @@ def test_export_equals_model_and_guide_code_runs(demo, checkpoint, predictor, su
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
-def test_fp16_with_external_normalization_and_unit_length(demo, checkpoint, suffix, tmp_path):
+def test_fp16_export_with_external_normalization_returns_unit_features(demo, checkpoint, suffix, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
     path = tmp_path / f"model{suffix}"
     report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # 8 queries only
@@ -160,7 +162,7 @@ def test_fp16_with_external_normalization_and_unit_length(demo, checkpoint, suff
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
-def test_model_with_camera_embeddings(tmp_path, monkeypatch):
+def test_exported_model_uses_camera_embeddings(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
     opts = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
@@ -175,7 +177,7 @@ def test_model_with_camera_embeddings(tmp_path, monkeypatch):
     assert torch.equal(other[0], found[0]) and not torch.allclose(other[1], found[1])
 
 
-def test_training_only_modules_are_not_exported(tmp_path):
+def test_export_omits_modules_used_only_in_training(tmp_path):
     moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4096")
     predictor = untrained(tmp_path / "moco.pth", "MODEL.BACKBONE.NAME", "build_tiny_backbone", *moco)
     report = export(predictor, tmp_path / "moco.pt2")
@@ -183,7 +185,7 @@ def test_training_only_modules_are_not_exported(tmp_path):
 
 
 def distorted(monkeypatch, change):
-    """Make .pt2 files return ``change(features)``."""
+    """Patch the .pt2 format so that exported models return ``change(features)``."""
     plain = FORMATS[".pt2"]
 
     def runner(content):
@@ -193,7 +195,7 @@ def distorted(monkeypatch, change):
     monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))
 
 
-def test_failed_parity_check_raises_and_keeps_old_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_failed_parity_check_raises_and_keeps_existing_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "out" / "model.pt2"
     path.parent.mkdir()
     path.write_text("the last one")
@@ -210,7 +212,7 @@ def test_failed_parity_check_raises_and_keeps_old_file(demo, checkpoint, tmp_pat
     assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
 
 
-def test_map_decrease_raises_and_increase_passes(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_map_decrease_above_tolerance_raises(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
     monkeypatch.setitem(exporting.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
@@ -221,13 +223,13 @@ def test_map_decrease_raises_and_increase_passes(demo, checkpoint, tmp_path, mon
     assert run(checkpoint, path, "--tolerance", str(float(lost) + 0.1), "--device", "cpu") == 0 and path.exists()
 
 
-def test_unknown_test_set_in_config_is_skipped(checkpoint, tmp_path, caplog):
+def test_export_skips_unknown_test_set_of_config(checkpoint, tmp_path, caplog):
     opts = ["DATASETS.TESTS", "('validation part of X',)"]
     report = export(fastamp.Predictor(checkpoint, device="cpu", opts=opts), tmp_path / "model.pt2")
     assert report.map_difference is None and "--data NAME" in caplog.text
 
 
-def test_missing_test_set_uses_random_images(checkpoint, tmp_path, monkeypatch, predictor, caplog):
+def test_parity_check_uses_random_images_if_test_set_is_missing(checkpoint, tmp_path, monkeypatch, predictor, caplog):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setattr(exporting, "RankedImages", missing)
     report = export(predictor, tmp_path / "model.pt2")
@@ -243,7 +245,7 @@ def missing(*args):
 
 
 @needs_onnx
-def test_invalid_arguments_raise(predictor, checkpoint, tmp_path, monkeypatch):
+def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "folder.onnx").mkdir()
     for path, options, message in (
         ("model.engine", {}, r"model.*\.onnx.*\.pt2"),
@@ -267,7 +269,7 @@ def test_invalid_arguments_raise(predictor, checkpoint, tmp_path, monkeypatch):
     assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 
-def test_untraceable_model_raises(tmp_path, capfd):
+def test_export_of_untraceable_model_raises(tmp_path, capfd):
     with pytest.raises(ExportError, match="GuardOnDataDependent"):
         export(
             untrained(tmp_path / "asking.pth", "MODEL.BACKBONE.NAME", "build_asking_backbone"), tmp_path / "model.pt2"
@@ -276,7 +278,7 @@ def test_untraceable_model_raises(tmp_path, capfd):
 
 
 @needs_onnx
-def test_model_larger_than_onnx_limit_raises(predictor, tmp_path, monkeypatch):
+def test_export_of_model_above_onnx_size_limit_raises(predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(export_formats, "_PROTOBUF_LIMIT", 1000)
     with pytest.raises(ExportError, match="2 GiB"):
         export(predictor, tmp_path / "model.onnx", data="")

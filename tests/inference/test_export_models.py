@@ -1,4 +1,4 @@
-"""Export of every backbone, head and meta-architecture to both formats in both precisions."""
+"""Tests of export for every backbone, head and meta-architecture, in both formats and both precisions."""
 
 import zipfile
 
@@ -38,7 +38,7 @@ def every_export():
 
 
 @pytest.mark.parametrize("model, suffix, precision", [*every_export()])
-def test_every_model_is_exported(model, suffix, precision, tmp_path, caplog):
+def test_exported_model_equals_pytorch_model(model, suffix, precision, tmp_path, caplog):
     if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         pytest.skip("ONNX export needs PyTorch 2.7")
     backbone, opts = MODELS[model]
@@ -62,7 +62,7 @@ def test_every_model_is_exported(model, suffix, precision, tmp_path, caplog):
 
 
 def bytes_of_weights(report):
-    """Return the size of an exported file without its graph."""
+    """Return the approximate size of the weights in an exported file."""
     if report.path.suffix == ".onnx":
         return report.size - 2**20
     with zipfile.ZipFile(report.path) as archive:

@@ -1,4 +1,4 @@
-"""Extraction: features of the evaluation, columns, and bit-identical resume."""
+"""Tests of extraction: equality with evaluation, columns, and bit-identical resume."""
 
 import json
 import multiprocessing
@@ -29,7 +29,7 @@ def predictor(demo, checkpoint):
 
 @pytest.fixture
 def images(demo, tmp_path):
-    """Folder with 11 images in nested folders, and other files."""
+    """Folder with 11 images in nested folders, and with files that are not images."""
     folder = tmp_path / "images"
     for number, item in enumerate(build_dataset("Demo").gallery[:11]):
         place = folder / "abc"[number % 3] / str(number)
@@ -40,7 +40,7 @@ def images(demo, tmp_path):
     return folder
 
 
-def test_extraction_of_dataset_gives_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
+def test_metrics_from_extraction_equal_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
     found, left_out = extract(predictor, "Demo", tmp_path / "demo.npz")
     dataset, rows = build_dataset("Demo"), []
     for split in ("query", "gallery", "train"):
@@ -65,7 +65,7 @@ def test_extraction_of_dataset_gives_metrics_of_evaluation(predictor, run_folder
     assert judged["mAP"] == pytest.approx(evaluated["Demo/mAP"], abs=1e-3)
 
 
-def test_folder_is_searched_at_any_depth(predictor, images, tmp_path):
+def test_extraction_of_folder_includes_nested_images(predictor, images, tmp_path):
     found, _ = extract(predictor, images, tmp_path / "out.npz")
     paths = sorted(images.rglob("?/*.jpg")) + sorted(images.rglob("??/*.jpg"))
     assert sorted(found.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
@@ -75,7 +75,7 @@ def test_folder_is_searched_at_any_depth(predictor, images, tmp_path):
     assert np.array_equal(found.features, expected.numpy())
 
 
-def test_csv_with_names_and_boxes(predictor, images, tmp_path):
+def test_extraction_of_csv_file_stores_names_and_boxes(predictor, images, tmp_path):
     first, second = sorted(images.rglob("[0-9].jpg"))[:2]
     listed = tmp_path / "mine.csv"
     listed.write_text(f"path,pid,camid,x0,y0,x1,y1\n{first},ann,1,0,0,9,20\n{second},bob,2,4,4,9,30\n")
@@ -87,7 +87,7 @@ def test_csv_with_names_and_boxes(predictor, images, tmp_path):
 
 
 def killed_after(number, monkeypatch):
-    """Kill the process while it writes part ``number`` (0-based)."""
+    """Interrupt extractions when they write part ``number`` (0-based)."""
     write = module._Parts.write
 
     def dying(self, *args):
@@ -141,7 +141,7 @@ def contents(folder):
         {"of.json": '["model", "images"]', "a/b": ""},
     ],
 )
-def test_parts_folder_with_other_files_is_not_used(predictor, images, tmp_path, files):
+def test_extraction_raises_if_parts_folder_contains_other_files(predictor, images, tmp_path, files):
     parts = tmp_path / "out.npz.parts"
     for name, text in files.items():
         (parts / name).parent.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ def test_parts_folder_with_other_files_is_not_used(predictor, images, tmp_path, 
 
 
 @pytest.mark.parametrize("target", ["a file", "a folder", "an extraction's folder", "nothing"])
-def test_parts_folder_that_is_a_link_is_not_followed(predictor, images, tmp_path, monkeypatch, target):
+def test_extraction_raises_if_parts_folder_is_a_link(predictor, images, tmp_path, monkeypatch, target):
     elsewhere = tmp_path / "elsewhere"
     if target == "a file":
         elsewhere.write_text("mine")
@@ -172,7 +172,7 @@ def test_parts_folder_that_is_a_link_is_not_followed(predictor, images, tmp_path
     assert contents(tmp_path) == before and (tmp_path / "out.npz.parts").is_symlink()
 
 
-def test_other_files_in_parts_folder_are_kept(predictor, images, tmp_path, monkeypatch):
+def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_path, monkeypatch):
     out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
     with monkeypatch.context() as patch:
         killed_after(1, patch)
@@ -193,8 +193,8 @@ def test_other_files_in_parts_folder_are_kept(predictor, images, tmp_path, monke
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
 
-def test_concurrent_extractions_to_one_file_raise(predictor, images, tmp_path, monkeypatch):
-    """The second one raises; after the first was killed, it resumes."""
+def test_concurrent_extraction_to_same_file_raises(predictor, images, tmp_path, monkeypatch):
+    """The second extraction raises while the first is running, and resumes from its parts after it was killed."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
     out, fork = tmp_path / "out.npz", multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
@@ -242,7 +242,7 @@ def test_unreadable_image_raises_or_is_skipped(predictor, images, tmp_path, caps
     assert not (tmp_path / "none.npz.parts").exists()
 
 
-def test_invalid_sources_and_outputs_raise(predictor, images, tmp_path):
+def test_extraction_rejects_invalid_sources_and_outputs(predictor, images, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for source, out, error in (
@@ -259,7 +259,7 @@ def test_invalid_sources_and_outputs_raise(predictor, images, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "images"]
 
 
-def test_full_disk_raises_and_resume_works(predictor, images, tmp_path, monkeypatch):
+def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images, tmp_path, monkeypatch):
     def full(*args, **options):
         raise OSError(28, "No space left on device")
 
@@ -270,7 +270,7 @@ def test_full_disk_raises_and_resume_works(predictor, images, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("size", [0, 10, 2000, -3])
-def test_damaged_extraction_raises(predictor, images, tmp_path, size):
+def test_truncated_or_incomplete_extraction_raises(predictor, images, tmp_path, size):
     extract(predictor, images, tmp_path / "out.npz")
     content = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[:size])

@@ -1,4 +1,4 @@
-"""Damaged, unsupported and inconsistent extractions and indices raise DataError and no other exception."""
+"""Tests of damaged, unsupported and inconsistent extractions and indices, which must raise only DataError."""
 
 import io
 import zipfile
@@ -30,7 +30,7 @@ def write(path, arrays):
 
 
 def entry_field(content, offset_local, offset_central, value):
-    """Change a 16-bit field in both zip headers of ``features.npy``."""
+    """Change a 16-bit field in the local and the central zip header of ``features.npy``."""
     data = bytearray(content)
     local, central = content.index(b"PK\x03\x04"), content.index(b"PK\x01\x02")
     for place in (local + offset_local, central + offset_central):
@@ -39,7 +39,7 @@ def entry_field(content, offset_local, offset_central, value):
 
 
 def with_header(text, version=(1, 0)):
-    """Return an extraction whose features have another npy header."""
+    """Return the bytes of an extraction in which the features have the npy header ``text``."""
     arrays, file = arrays_of(FILES / "gallery.npz"), io.BytesIO()
     features = arrays.pop("features")
     write_arrays(file, arrays)
@@ -70,7 +70,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_unreadable_archives_raise(tmp_path, capsys, name):
+def test_damaged_or_unsupported_archives_raise(tmp_path, capsys, name):
     path = tmp_path / "bad.npz"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fastamp extract"):
@@ -80,7 +80,7 @@ def test_unreadable_archives_raise(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_archives_are_read_and_damage_raises(tmp_path, method):
+def test_compressed_archives_load_and_damaged_ones_raise(tmp_path, method):
     path = tmp_path / "packed.npz"
     with zipfile.ZipFile(FILES / "gallery.npz") as source, zipfile.ZipFile(path, "w", method) as archive:
         for name in source.namelist():
@@ -97,7 +97,7 @@ def test_compressed_archives_are_read_and_damage_raises(tmp_path, method):
     assert refused > 20
 
 
-def test_flipped_bits_raise_data_error_or_load(tmp_path):
+def test_archive_with_flipped_bit_raises_only_data_error(tmp_path):
     path, refused = tmp_path / "flipped.npz", 0
     for place in range(0, len(GALLERY), 11):
         path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
@@ -111,8 +111,8 @@ def test_flipped_bits_raise_data_error_or_load(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("width", [7, 9, 10**18])
-def test_shape_that_does_not_match_bytes_raises(tmp_path, width, compressed):
-    """A larger memory-mapped shape would extend into the next array."""
+def test_array_whose_shape_does_not_match_its_bytes_raises(tmp_path, width, compressed):
+    """A memory map with a larger shape would extend into the next array."""
     header = {"descr": "<f4", "fortran_order": False, "shape": (5, width)}
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, header)
@@ -127,7 +127,7 @@ def test_shape_that_does_not_match_bytes_raises(tmp_path, width, compressed):
 
 
 @pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])
-def test_bugs_are_not_reported_as_damaged_files(error):
+def test_programming_errors_are_not_reported_as_damaged_files(error):
     with pytest.raises(error), features_file.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
         raise error
 
@@ -164,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_invalid_columns_raise(tmp_path, name):
+def test_columns_of_wrong_shape_or_dtype_raise(tmp_path, name):
     changes, message = WRONG[name]
     path = write(tmp_path / "wrong.npz", arrays_of(FILES / "gallery.npz") | changes)
     with pytest.raises(DataError, match=rf"wrong\.npz.*({message})"):
@@ -172,7 +172,7 @@ def test_invalid_columns_raise(tmp_path, name):
 
 
 def rebuilt(path, index, **changes):
-    """Write the faiss index of one file with the changed metadata of the flat one and a valid checksum."""
+    """Write the faiss index of ``index`` with the metadata of the flat index, ``changes`` and a valid checksum."""
     file = io.BytesIO()
     with zipfile.ZipFile(FILES / "flat.index") as archive:
         meta = {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}
@@ -184,8 +184,8 @@ def rebuilt(path, index, **changes):
     return path
 
 
-def test_rebuilt_index_loads(tmp_path):
-    """Negative control of the next test."""
+def test_index_with_matching_metadata_loads(tmp_path):
+    """Negative control for test_index_with_mismatching_metadata_raises."""
     for kind in KINDS:
         assert len(load_index(rebuilt(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
 
@@ -210,14 +210,14 @@ def test_rebuilt_index_loads(tmp_path):
         ("flat", {"config_hash": np.zeros(3)}, "config_hash"),
     ],
 )
-def test_index_that_does_not_match_metadata_raises(tmp_path, kind, changes, message):
+def test_index_with_mismatching_metadata_raises(tmp_path, kind, changes, message):
     path = rebuilt(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
     with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}"):
         load_index(path)
 
 
-def test_unsupported_faiss_index_raises(tmp_path):
-    """A faiss index of an unsupported kind with valid metadata."""
+def test_unsupported_kind_of_faiss_index_raises(tmp_path):
+    """The file has valid metadata, but a faiss index of an unsupported kind."""
     path = tmp_path / "pq.index"
     index = faiss.IndexScalarQuantizer(16, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)
     index.train(np.random.default_rng(0).random((30, 16), dtype=np.float32))

@@ -1,4 +1,4 @@
-"""Gallery index: equality with exact search, and errors for invalid files and arguments."""
+"""Tests of the gallery index: equality with exact search, and errors for invalid files and arguments."""
 
 import json
 
@@ -24,12 +24,12 @@ def predictor(checkpoint):
 
 @pytest.fixture
 def gallery(demo, predictor, tmp_path):
-    """Extraction of the demo test set."""
+    """Extraction of the query and gallery images of the demo dataset."""
     return extract(predictor, "Demo", tmp_path / "gallery.npz", splits=["query", "gallery"])[0]
 
 
 def clustered(path, metric, count=1500, width=24):
-    """Write an extraction of clustered features; return it with 40 queries."""
+    """Write an extraction with clustered features, and return it and 40 query features."""
     random = np.random.default_rng(0)
     centres = 3 * random.standard_normal((count // 10, width))
     features = (centres.repeat(10, 0) + random.standard_normal((count, width))).astype(np.float32)
@@ -65,7 +65,7 @@ def test_every_kind_finds_nearest_neighbors(tmp_path, metric):
         assert index.search(queries[:1], 5000).rows.shape == (1, 1500)
 
 
-def test_lower_effort_has_lower_recall(tmp_path):
+def test_search_with_lower_effort_has_lower_recall(tmp_path):
     extraction, queries = clustered(tmp_path / "a.npz", "cosine")
     index = build_index(extraction, tmp_path / "ivf.index", kind="ivf")
     exact = index.search(queries, 10, exact=True).rows
@@ -73,7 +73,7 @@ def test_lower_effort_has_lower_recall(tmp_path):
     assert recall[0] < recall[1] == 1
 
 
-def test_default_kind_depends_on_size():
+def test_default_index_kind_depends_on_gallery_size():
     assert [choose_kind(count) for count in (1, 50_000, 50_001, 200_000, 10**6)] == [
         "flat",
         "flat",
@@ -83,7 +83,7 @@ def test_default_kind_depends_on_size():
     ]
 
 
-def test_predictor_search(predictor, gallery, tmp_path):
+def test_predictor_search_returns_matching_gallery_images(predictor, gallery, tmp_path):
     query = build_dataset("Demo").query[0]
     result = predictor.search(query.path, gallery.path, 3)
     assert (tmp_path / "gallery.index").exists()
@@ -98,7 +98,7 @@ def test_predictor_search(predictor, gallery, tmp_path):
     assert open_gallery(gallery.path, kind="hnsw").kind == "hnsw"
 
 
-def test_index_of_another_model_raises(predictor, gallery, checkpoint, tmp_path):
+def test_search_in_index_of_different_model_raises(predictor, gallery, checkpoint, tmp_path):
     other = Predictor(checkpoint, device="cpu", opts=["INPUT.SIZE_TEST", "(32, 32)"])
     index = open_gallery(gallery.path)
     for each in (gallery.path, index.path, index):
@@ -125,7 +125,7 @@ def test_damaged_index_raises(gallery, tmp_path):
         open_gallery(tmp_path)
 
 
-def test_failed_write_leaves_no_file(gallery, tmp_path, monkeypatch):
+def test_failed_index_write_leaves_no_file(gallery, tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="existing folder"):
         build_index(gallery, tmp_path / "no" / "a.index")
 
@@ -158,7 +158,7 @@ def test_invalid_search_arguments_raise(gallery, tmp_path):
         build_index(gallery, tmp_path / "b.index", kind="tree")
 
 
-def test_command(gallery, checkpoint, tmp_path, capsys):
+def test_search_command_prints_json_and_text(gallery, checkpoint, tmp_path, capsys):
     query = build_dataset("Demo").query[0].path
     arguments = (checkpoint, query, "--gallery", gallery.path, "-k", 2, "--device", "cpu", "--opts", "SEED", 3)
     assert run_command(command, *arguments, "--index", tmp_path / "b.index", "--json") == 0

@@ -1,4 +1,4 @@
-"""Evaluation, Predictor, extraction and export use the same resizing, cropping and interpolation."""
+"""Tests that evaluation, Predictor, extraction and export resize, crop and interpolate images identically."""
 
 import json
 import re
@@ -28,7 +28,7 @@ CROPPED = ("INPUT.SIZE_TRAIN", "(72, 40)", "INPUT.SIZE_TEST", "(72, 40)", "INPUT
 
 @pytest.fixture(scope="module")
 def cropped_run(demo_root, tmp_path_factory):
-    """OUTPUT_DIR of a run of one epoch with random crops and bilinear resizing."""
+    """OUTPUT_DIR of a one-epoch run with random crops and bilinear resizing."""
     folder = tmp_path_factory.mktemp("cropped")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -37,12 +37,12 @@ def cropped_run(demo_root, tmp_path_factory):
 
 
 def by_hand(path):
-    """Preprocess an image like FastReID's test pipeline, with PIL."""
+    """Preprocess an image with PIL as in FastReID's test pipeline."""
     image = Image.open(path).convert("RGB").resize((40, 72), Image.Resampling.BILINEAR).crop((8, 12, 32, 60))
     return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
 
 
-def test_model_trained_on_crops_uses_center_crops_everywhere(demo, cropped_run, tmp_path):
+def test_predictor_extraction_and_export_use_center_crops_of_model_trained_on_crops(demo, cropped_run, tmp_path):
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu", opts=["TEST.IMS_PER_BATCH", "8"])
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
     batch = next(iter(loader))
@@ -64,7 +64,7 @@ def test_model_trained_on_crops_uses_center_crops_everywhere(demo, cropped_run, 
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_uses_center_crops(demo, cropped_run):
+def test_evaluation_of_model_trained_on_crops_uses_center_crops(demo, cropped_run):
     line = json.loads((cropped_run / "metrics.json").read_text().splitlines()[-1])
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu")
     results = DefaultTrainer.test(predictor.cfg, predictor.model)
@@ -89,8 +89,10 @@ METADATA = [
 
 
 @pytest.mark.parametrize("opts, expected", list(zip(VARIANTS, METADATA, strict=True)))
-def test_metadata_describe_preprocessing(demo, checkpoint, tmp_path, monkeypatch, opts, expected):
-    """The code in the guide uses only the metadata, and gives the pixels of the evaluator for images of any size."""
+def test_code_in_guide_reproduces_preprocessing_from_export_metadata(
+    demo, checkpoint, tmp_path, monkeypatch, opts, expected
+):
+    """The code uses only the metadata, and must return the same pixels as the predictor for images of any size."""
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32", *opts])
     metadata = export(predictor, tmp_path / "model.pt2", data="").metadata
     keys = ("resize", "aspect", "interpolation", "antialias", "center_crop")
@@ -115,7 +117,7 @@ def test_metadata_describe_preprocessing(demo, checkpoint, tmp_path, monkeypatch
         assert difference.max() <= 2 and difference.mean() < 0.1
 
 
-def test_hash_depends_on_crop_and_interpolation_and_keeps_earlier_hashes(checkpoint):
+def test_config_hash_depends_on_crop_and_test_interpolation(checkpoint):
     def digest(*opts):
         return fastamp.Predictor(checkpoint, device="cpu", opts=opts).config_hash
 
@@ -127,7 +129,7 @@ def test_hash_depends_on_crop_and_interpolation_and_keeps_earlier_hashes(checkpo
     assert digest("INPUT.INTERPOLATION", "bilinear", "INPUT.INTERPOLATION_TEST", "bicubic") == plain
 
 
-def test_images_of_different_sizes_require_batch_size_one(demo, checkpoint, tmp_path):
+def test_images_of_different_sizes_raise_unless_batch_size_is_one(demo, checkpoint, tmp_path):
     opts = ["INPUT.SIZE_TEST", "(24,)", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     images = [np.zeros((50, 25, 3), np.uint8), np.zeros((40, 30, 3), np.uint8)]

@@ -1,7 +1,7 @@
-"""Files of an earlier version load with the same features and search results.
+"""Tests that files written by an earlier version load with the same features and search results.
 
-``tests/reference/previous_version`` holds a checkpoint, an extraction of 30 images and an index of each kind, and what
-that version returned for them. Never write them again with a later version: they are what users have on disk.
+``tests/reference/previous_version`` contains a checkpoint, an extraction of 30 images, an index of each kind, and the
+results of the earlier version. Never regenerate these files with a later version: they represent files that users have.
 """
 
 import json
@@ -25,18 +25,18 @@ IMAGES = torch.arange(2 * 3 * 64 * 32).reshape(2, 3, 64, 32).remainder(251).to(t
 QUERIES = np.stack([np.linspace(-1, 1, tiny.WIDTH), np.linspace(1, -1, tiny.WIDTH)]).astype(np.float32)
 
 
-def test_features_are_unchanged():
+def test_features_of_earlier_checkpoint_are_unchanged():
     features = Predictor(FILES / "model_final.pth", device="cpu").features(list(IMAGES))
     torch.testing.assert_close(features, torch.tensor(EXPECTED["features"]), rtol=1e-3, atol=1e-4)
 
 
-def test_checkpoint_has_entries_for_resume():
+def test_earlier_checkpoint_has_entries_for_resume():
     content = read_checkpoint(FILES / "model_final.pth")
     assert {"model", "optimizer", "trainer", "random", "config"} <= content.keys()
     assert content["trainer"]["iteration"] > 0
 
 
-def test_extraction_loads():
+def test_earlier_extraction_loads():
     extraction = read_extraction(FILES / "gallery.npz")
     np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
     assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
@@ -44,7 +44,7 @@ def test_extraction_loads():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_index_results_are_unchanged(kind):
+def test_search_results_of_earlier_index_are_unchanged(kind):
     index = load_index(FILES / f"{kind}.index")
     found = index.search(QUERIES, 3)
     assert (index.kind, len(index), index.width) == (kind, 30, tiny.WIDTH)
@@ -52,8 +52,8 @@ def test_index_results_are_unchanged(kind):
     np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=1e-5)
 
 
-def test_model_searches_gallery_of_earlier_version(tmp_path):
-    """Gallery and index match the model by their hashes, so neither is computed again."""
+def test_earlier_index_is_used_without_rebuilding(tmp_path):
+    """The hashes in the gallery and the index match the model, so neither file is computed again."""
     shutil.copy(FILES / "gallery.npz", tmp_path / "gallery.npz")
     shutil.copy(FILES / "flat.index", tmp_path / "gallery.index")
     before = (tmp_path / "gallery.index").read_bytes()
@@ -72,7 +72,7 @@ def test_model_searches_gallery_of_earlier_version(tmp_path):
         {"pairs": {"Demo": {"metric": 1}}},
     ],
 )
-def test_malformed_entries_raise(tmp_path, changes):
+def test_checkpoint_with_malformed_entries_raises(tmp_path, changes):
     torch.save(read_checkpoint(FILES / "model_final.pth") | changes, tmp_path / "changed.pth")
     with pytest.raises(WeightsError, match=rf"changed\.pth(.|\n)*{next(iter(changes))}"):
         Predictor(tmp_path / "changed.pth", device="cpu")
