@@ -291,7 +291,8 @@ def _masked(error: BaseException) -> str:
     if cause is None or isinstance(cause, UserError) or not str(cause):
         return text
     frames = traceback.extract_tb(cause.__traceback__)
-    if frames and os.path.abspath(frames[-1].filename).startswith(f"{REPOSITORY}/"):
+    # A compiled module has a relative file name.
+    if frames and frames[-1].filename.startswith(f"{REPOSITORY}/"):
         return text
     for found in (str(cause), str(cause).splitlines()[0]):
         text = text.replace(found, f"<{type(cause).__name__}>")
