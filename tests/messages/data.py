@@ -374,6 +374,9 @@ def transforms(record):
     ):
         with record(f"transforms {' '.join(opts)}"):
             build_transforms(tiny_config(record.root / "run", *opts), is_train=True)
+    with record("test images smaller than INPUT.CROP.SIZE"):
+        opts = ("INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", "(128, 64)")
+        build_transforms(tiny_config(record.root / "run", *opts), is_train=False)
     with record("images of two sizes in a batch"):
         opts = ("INPUT.SIZE_TEST", "(32,)")
         transforms = build_transforms(tiny_config(record.root / "run", *opts), is_train=False)
