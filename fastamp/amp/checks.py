@@ -68,10 +68,10 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             "  fix:   build the optimizer last, from the parameters of the final model"
         )
     raise TrainingError(
-        f"no optimizer holds {len(missing)} of the trainable parameters: {names}.\n"
+        f"{len(missing)} trainable parameters are not in any optimizer: {names}.\n"
         f"{found}"
         "  cause: a part of the model, e.g. its head, was replaced after the optimizer was built.\n"
-        "  fix:   build the optimizer after that, or set requires_grad to False for these parameters"
+        "  fix:   build the optimizer from the final model, or set requires_grad to False for these parameters"
     )
 
 

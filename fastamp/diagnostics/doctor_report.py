@@ -158,7 +158,7 @@ class AmpReport:
         elif self.healthy:
             head = f"{amp} works for this model."
         elif self.configured.usable(self.float32):
-            head = f"{amp} fails with this config, and works with the modules below in float32."
+            head = f"{amp} fails with this config, but works with the modules below in float32."
         elif self.configured.force_fp32 is not None and not self.configured.refused:
             head = f"{amp} changes the ranking: mAP {self._difference(self.configured, 'mAP')}."
         else:

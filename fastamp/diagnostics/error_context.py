@@ -102,7 +102,7 @@ class ErrorContext:
         explained = explain_device_error(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
         if explained is not None:
             raise explained from error
-        reason = "an error of the model or the data, not of mixed precision"
+        reason = "an error in the model or the data, not in mixed precision"
         if self.precision != "float32":
             reason = "it passes in float32, so a module does not support this precision"
         raise TrainingError(

@@ -70,7 +70,7 @@ class LayerError:
         fix = f"SOLVER.AMP.FORCE_FP32 \"['{self.name}']\", or " if self.name else ""
         return (
             f"{found}: {size}, expected at most {self.limit:.2g} from rounding.\n"
-            f"  cause: the kernel of this device or PyTorch version {cause}, or the code of the layer does.\n"
+            f"  cause: the kernel of this device or PyTorch version, or the code of the layer, {cause}.\n"
             f"  fix:   set {fix}SOLVER.AMP False, or use another version of PyTorch"
         )
 

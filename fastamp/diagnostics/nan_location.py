@@ -65,7 +65,7 @@ class NonFiniteLocation:
     def describe(self) -> str:
         """Format the location and the fix in a few lines."""
         if self.kind == "batch not finite":
-            return "batch not finite: the input of the model has Inf or NaN"
+            return "batch not finite: the input of the model contains Inf or NaN"
         kind = "NaN or Inf" if self.kind == "not finite in float32" else self.kind
         lines = [f"{kind} in {self.name}: first non-finite value: {self.part} ({self.dtype})"]
         details = []

@@ -142,7 +142,7 @@ def check_float32(
         location, note = try_locate(model, slice_batch(batch, count), lambda each: find(each, float32), frozen=frozen)
         found = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
-            "the model fails on the first training batch in float32: an error of the model or the data, not of mixed "
+            "the model fails on the first training batch in float32: an error in the model or the data, not in mixed "
             f"precision.\n  found: {found}\n{_describe_location(location, note)}"
         )
     return Float32Check(problem, location, trained.losses, unreached, features, count)

@@ -125,7 +125,7 @@ class PrecisionDiagnostics:
             step.disable_loss_scaling()
             return candidate
         if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
-            logger.info("initial loss scale %g: gradients of the first batch overflow above this", report.loss_scale)
+            logger.info("initial loss scale %g: gradients of the first batch overflow above it", report.loss_scale)
             step.scaler.lower_to(report.loss_scale)
         return policy
 

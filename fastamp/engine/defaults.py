@@ -330,7 +330,7 @@ class DefaultTrainer:
         return self.checkpointer
 
     def build_eval_hook(self) -> hooks.EvalHook:
-        """Build the hook that evaluates and saves the best model."""
+        """Build the hook that evaluates the model and saves the best one."""
         period, checkpointer = self.cfg.TEST.EVAL_PERIOD, self.build_best_checkpointer()
         return hooks.EvalHook(
             period, self.evaluate, checkpointer, self.writers, self.best_metric, self.evaluated_weights
@@ -403,7 +403,7 @@ class DefaultTrainer:
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
-        """Evaluate ``model`` on ``DATASETS.TESTS`` under the policy of the config, log the results, write the report.
+        """Evaluate ``model`` on ``DATASETS.TESTS`` under the config's policy, log the results and write the report.
 
         Returns:
             dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty

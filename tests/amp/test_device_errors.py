@@ -59,7 +59,7 @@ def test_out_of_memory_in_evaluation_lists_batch_and_config_keys(error):
     assert "TEST.IMS_PER_BATCH" in str(raised.value) and "INPUT.SIZE_TEST" in str(raised.value)
 
 
-def test_other_errors_pass_through():
+def test_errors_unrelated_to_the_device_pass_through():
     model = Failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
         make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.float32).train(0, 1, 5)

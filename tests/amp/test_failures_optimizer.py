@@ -174,7 +174,7 @@ def test_missing_parameters_are_listed_unless_frozen():
     check_optimizers(model, [optimizer])
 
 
-def test_replaced_head_is_listed():
+def test_error_lists_the_replaced_head():
     model, optimizer = replaced_head(make_net())
     with pytest.raises(TrainingError) as error:
         check_optimizers(model, [optimizer])

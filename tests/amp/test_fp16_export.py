@@ -35,7 +35,7 @@ def test_weights_become_float16_except_in_norms_and_heads(tmp_path):
     assert not torch.equal(found, expected)  # the negative control: it computes in float16
 
 
-def test_output_matches_autocast():
+def test_float16_output_matches_autocast():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
@@ -69,7 +69,7 @@ def test_module_with_a_float32_method_stays_in_float32():
     assert block(x.half()).dtype == torch.float16
 
 
-def test_buffers_are_converted_too():
+def test_buffers_become_float16_too():
     class Biased(nn.Module):
         def __init__(self):
             super().__init__()

@@ -135,7 +135,7 @@ def calls_outside_amp(root=ROOT):
                     yield f"{path}:{node.lineno}"
 
 
-def test_only_amp_uses_autocast_scaler_and_half():
+def test_only_the_amp_package_uses_autocast_scaler_and_half():
     assert list(calls_outside_amp()) == []
 
 
@@ -153,7 +153,7 @@ def test_only_amp_uses_autocast_scaler_and_half():
         "from torch.cuda.amp import autocast",
     ],
 )
-def test_forbidden_call_is_found(tmp_path, call):
+def test_autocast_outside_the_amp_package_is_found(tmp_path, call):
     for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")

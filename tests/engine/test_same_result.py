@@ -61,7 +61,7 @@ def evaluations(folder):
 
 
 @pytest.mark.parametrize("way, count", [("gathered", 24), ("soft", 6)])
-def test_two_processes_match_one(folders, way, count):
+def test_two_processes_match_one_process(folders, way, count):
     one, two = (folder / way for folder in folders)
     assert len(steps(one)) == count
     assert_same_steps(one, two)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""autocast with a missing or wrong device type; evaluation in another precision than training (RF-DETR)."""
+"""autocast with a missing or wrong device type; evaluation in a different precision than training (RF-DETR)."""
 
 import io
 import logging

@@ -84,7 +84,7 @@ def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
     assert "30.00 (mAP on A)" in caplog.text and "20.00" not in caplog.text
 
 
-def test_nan_is_never_the_best(tmp_path):
+def test_nan_score_is_never_the_best(tmp_path):
     hook = hook_for(tmp_path, "mAP", [float("nan"), 10.0, float("nan"), 20.0, float("nan")])
     hook.trainer.train(0, 5, 2)
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 20.0, "iteration": 8}
