@@ -316,9 +316,9 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
     if backbone.SIE_CAMERAS and not dataset.items.camids.is_integer:
         raise ConfigError(
-            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but the cameras of {title} are not integers that "
-            "identify the same cameras in training and test.\n"
-            "  fix: MODEL.BACKBONE.SIE_CAMERAS 0, or a single training set whose cameras are integers"
+            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but the cameras of {title} are not integers. Only "
+            "integers identify the same camera in training and test.\n"
+            "  fix: set MODEL.BACKBONE.SIE_CAMERAS to 0, or train on a single dataset with integer cameras"
         )
     viewids = dataset.items.viewids
     for key, number, plural, ids in (

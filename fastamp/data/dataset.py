@@ -148,7 +148,8 @@ class ReidDataset(Dataset):
                 if not self.relabel or "fix:" in str(error):
                     raise
                 raise DataError(
-                    f"{error}\n  fix: restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT skip"
+                    f"{error}\n  fix: restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to "
+                    "skip"
                 ) from error
             self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
@@ -158,7 +159,7 @@ class ReidDataset(Dataset):
             except DataError as error:
                 self._warn_once(str(error))
         raise DataError(
-            f"cannot read any image of the identity of {self.items[index].path} (DATALOADER.ON_CORRUPT is skip)"
+            f"cannot read {self.items[index].path} or another image of its identity (DATALOADER.ON_CORRUPT is skip)"
         )
 
     def _read_augmented(self, key: SampleKey) -> Tensor:

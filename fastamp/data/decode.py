@@ -81,7 +81,7 @@ def read_image(
     left, top, right, bottom = box
     height, width = image.shape[1:]
     if right > width or bottom > height:
-        raise DataError(f"box {left} {top} {right} {bottom} exceeds the image {path}: it has {width} x {height} pixels")
+        raise DataError(f"box {left} {top} {right} {bottom} exceeds the image {path} of {width} x {height} pixels")
     return image[:, top:bottom, left:right]
 
 

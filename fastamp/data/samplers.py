@@ -136,7 +136,7 @@ class IdentitySampler(EpochSampler):
         self.seed = seed
         if len(self.identities) < self.identities_per_batch:
             raise DataError(
-                f"too few identities: the training set has {len(self.identities)}, a batch needs "
+                f"too few identities: the training set has {len(self.identities)}, but a batch needs "
                 f"{self.identities_per_batch} (SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
                 f"{num_instances}).\n  fix: reduce SOLVER.IMS_PER_BATCH, increase DATALOADER.NUM_INSTANCE, or set "
                 f"DATALOADER.SAMPLER_TRAIN to TrainingSampler"

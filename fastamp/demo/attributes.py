@@ -74,7 +74,7 @@ VALUES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAttributes:
-    """Attributes of one image; ``VALUES`` lists the values of text attributes.
+    """Attributes of one image; ``VALUES`` lists the possible values of text attributes.
 
     None (empty in a CSV file) means not applicable.
 

@@ -8,7 +8,7 @@ from PIL import Image, ImageFilter
 
 @dataclass(frozen=True)
 class Camera:
-    """One camera. Angles are in radians, color values are gains, lengths are in pixels of the output image.
+    """Simulated camera. Angles are in radians, color values are gains, lengths are in pixels of the output image.
 
     Attributes:
         scene (str): name of the background.

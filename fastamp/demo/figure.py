@@ -88,7 +88,7 @@ class _Figure:
         return self.foot_x + right * self.unit, self.foot_y - up * self.unit
 
     def _half_width(self, breadth: float, depth: float) -> float:
-        """Return half the projected width of an ellipse with these half axes, in body heights."""
+        """Return half the projected width of an ellipse with the given semi-axes, in body heights."""
         return math.hypot(breadth * self.cos, depth * self.sin)
 
     def _limb(self, start: Point, end: Point, start_width: float, end_width: float, color: Color) -> None:

@@ -183,14 +183,14 @@ def _occluder(
 
 
 def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) -> Paint:
-    """Return a function that paints a shape of ``PIL.ImageDraw``."""
+    """Return a function that draws a shape with ``PIL.ImageDraw``."""
     return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
 
 
 def _composite(
     rng: np.random.Generator, background: np.ndarray, canvas: Image.Image, shadow: tuple[float, float, float]
 ) -> np.ndarray:
-    """Blend background, shadow on the ground and shaded figures to a (H, W, 3) float32 image."""
+    """Blend background, shadow on the ground and shaded figures into a (H, W, 3) float32 image."""
     height, width = background.shape[:2]
     layer = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.float32)
     color, alpha = layer[:, :, :3], layer[:, :, 3:] / 255

@@ -34,7 +34,7 @@ def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) 
 
 
 def crop_scene(rng: np.random.Generator, scene: np.ndarray, camera: Camera, width: int, height: int) -> np.ndarray:
-    """Crop a random (height, width, 3) float32 view, with the wall's foot at the camera's ``wall_foot``."""
+    """Crop a random (height, width, 3) float32 view, in which the wall ends at the camera's ``wall_foot``."""
     left = int(rng.integers(scene.shape[1] - width + 1))
     wall_foot = camera.wall_foot + rng.uniform(-0.1, 0.1)
     top = int(np.clip(height * (1 - wall_foot), 0, scene.shape[0] - height))

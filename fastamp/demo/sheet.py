@@ -1,4 +1,4 @@
-"""Contact sheet of the demo dataset: one row per person, one column per camera."""
+"""Contact sheet of the demo dataset: one row per person, with images from alternating cameras."""
 
 import re
 from collections import defaultdict

@@ -166,7 +166,7 @@ def test_dataset_smaller_than_a_batch_raises(market, cfg):
     cfg.SOLVER.IMS_PER_BATCH = 24
     assert build_reid_train_loader(cfg).iters_per_epoch == 1
     cfg.DATALOADER.SAMPLER_TRAIN = "NaiveIdentitySampler"
-    with pytest.raises(DataError, match=r"has 6, a batch needs 12"):
+    with pytest.raises(DataError, match=r"has 6, .* needs 12"):
         build_reid_train_loader(cfg)
 
 

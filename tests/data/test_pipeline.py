@@ -113,12 +113,12 @@ def test_corrupt_image_raises_with_file_name(root, tmp_path, cache, workers):
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
     victim.write_bytes(b"no image")
     options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
-    with pytest.raises(DataError, match=f"{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT skip"):
+    with pytest.raises(DataError, match=f"{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT to skip"):
         batches(config(tmp_path, *options), count=30)
 
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
-def test_skip_replaces_corrupt_image_with_same_identity(root, tmp_path, cache, caplog):
+def test_skip_replaces_corrupt_image_with_image_of_same_identity(root, tmp_path, cache, caplog):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     options = ["INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"]
     before = batches(config(tmp_path, *options), count=30)
@@ -146,7 +146,7 @@ def test_skip_raises_if_identity_has_no_readable_image(root, tmp_path):
     for file in files:
         if file.name[:4] == files[0].name[:4]:
             file.write_bytes(b"no image")
-    with pytest.raises(DataError, match="identity of .*DATALOADER.ON_CORRUPT"):
+    with pytest.raises(DataError, match="identity .*DATALOADER.ON_CORRUPT"):
         batches(config(tmp_path, "DATALOADER.ON_CORRUPT", "skip"), count=30)
 
 

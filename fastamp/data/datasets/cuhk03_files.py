@@ -52,7 +52,7 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
                     view = 1 + number // _IMAGES_PER_VIEW
                     image.save(folder / f"{pair}_{person:03d}_{view}_{number + 1:02d}.png")
             if done in (len(persons) // 2, len(persons)):
-                logger.info("CUHK03 %s: images of %d of %d people", kind, done, len(persons))
+                logger.info("CUHK03 %s: extracted the images of %d of %d people", kind, done, len(persons))
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:

@@ -64,7 +64,7 @@ class Market1501(MarketStyleDataset):
             camera = 1 + max(item.camid for item in [*self.query, *items])
             files = list_files(type(self).__name__, self._distractors, self.suffix)
             logger.info(
-                "%s: added %d distractors of %s to the gallery", type(self).__name__, len(files), self._distractors
+                "%s: added %d distractors from %s to the gallery", type(self).__name__, len(files), self._distractors
             )
             items += [ImageItem(str(file), _DISTRACTOR, camera) for file in files]
         return items

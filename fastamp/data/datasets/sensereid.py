@@ -41,5 +41,5 @@ class SenseReID(FilenameDataset):
     def _load(self, split: str) -> list[ImageItem]:
         if split != "train":
             return super()._load(split)
-        logger.warning("SenseReID: training on its query and gallery images; results on SenseReID are not valid")
+        logger.warning("SenseReID: training on the query and gallery images; results on SenseReID are not valid")
         return self._add_name_prefix([*self.query, *self.gallery])

@@ -82,7 +82,7 @@ class VehicleID(ImageDataset):
             gallery.append(items[chosen])
             query += items[:chosen] + items[chosen + 1 :]
         name = type(self).__name__
-        logger.info("%s: drew %d gallery images of %s with seed %d", name, len(gallery), self._test_list, self._seed)
+        logger.info("%s: drew %d gallery images from %s with seed %d", name, len(gallery), self._test_list, self._seed)
         return query, gallery
 
     def _read(self, file: Path) -> list[ImageItem]:

@@ -258,7 +258,7 @@ def test_market1501_500k_distractors_are_added_to_gallery(root, caplog):
         with caplog.at_level(logging.INFO):
             gallery = build("Market1501", root, MARKET1501_500K="True").gallery
         assert labels_of(gallery) == [(0, 4), (1, 1), (0, 5), (0, 5)]
-        assert f"2 distractors of {place}" in caplog.text
+        assert f"2 distractors from {place}" in caplog.text
         shutil.rmtree(place)
 
 
@@ -279,9 +279,7 @@ def test_keys_of_one_dataset_do_not_affect_another(root):
     ("V1", ("V1", "V2"), "V1"),
 ])  # fmt: skip
 @pytest.mark.parametrize("validation", [False, True])
-def test_msmt17_version_and_validation_select_lists(
-    version, available, expected_version, validation, root, caplog
-):
+def test_msmt17_version_and_validation_select_lists(version, available, expected_version, validation, root, caplog):
     trees = {"V1": msmt("MSMT17_V1", "train", "test"), "V2": msmt("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
     for each in available:
         write(root, trees[each])
