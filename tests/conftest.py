@@ -19,7 +19,7 @@ import torch
 
 @pytest.fixture(scope="session")
 def demo_root(tmp_path_factory):
-    """Data root with the smallest demo dataset."""
+    """Data root that contains the smallest demo dataset."""
     root = tmp_path_factory.mktemp("datasets")
     tiny.make_demo(root)
     return root
@@ -27,7 +27,7 @@ def demo_root(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def made_once(tmp_path_factory):
-    """Context manager of a folder shared by all test processes, and whether it must still be filled."""
+    """Context manager that yields a folder shared by all test processes, and True if the caller must fill it."""
     base = tmp_path_factory.getbasetemp()
     root = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -53,7 +53,7 @@ def demo(demo_root, monkeypatch):
 
 @pytest.fixture(scope="session")
 def run_folder(demo_root, tmp_path_factory):
-    """OUTPUT_DIR of a bfloat16 run of one epoch."""
+    """OUTPUT_DIR of a one-epoch bfloat16 run."""
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -69,7 +69,7 @@ def checkpoint(run_folder):
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Start each test with the same random state, and remove its log handlers."""
+    """Start each test with the same random state, and remove log handlers after the test."""
     torch.manual_seed(0)
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)

@@ -1,4 +1,4 @@
-"""Recipes in configs/, and the commands, keys and links of the README."""
+"""Recipes in configs/, and commands, keys and links in the README."""
 
 import ast
 import dataclasses
@@ -87,7 +87,7 @@ PRIVATE = {"Market1501/bagtricks_vit.yml": {"MODEL.BACKBONE.PRETRAIN_PATH": ""}}
 
 
 def of_fastamp_alone(recipe):
-    """Return the keys without counterpart in FastReID that select FastReID's variant of a formula."""
+    """Return the keys that select FastReID's variant of a formula and that FastReID itself does not have."""
     if RECIPES[recipe].get("MODEL.LOSSES.TRI.HARD_MINING", False):
         return {}
     return {"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}
@@ -105,7 +105,7 @@ def test_recipes_equal_fastreid_recipes(subtests):
 
 
 def in_fastreids_spelling(settings):
-    """Return YAML in the style of FastReID's files: quoted names, lists of names as text of a tuple, plain numbers."""
+    """Format YAML in FastReID's style: quoted names, lists of names as tuple literals in strings, plain numbers."""
     lines, section = [], ()
     for path in sorted(settings):
         *sections, name = path.split(".")
@@ -151,7 +151,7 @@ def test_recipe_runs_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypa
 
 
 def test_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_path, monkeypatch):
-    """The schedule of the release changes the learning rate at each iteration, including the warm-up."""
+    """The schedule of the release changes the learning rate at every iteration, also during warm-up."""
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     old = old_configs.write(tmp_path) / "v0.1.1/configs/Market1501/sbs_R50-ibn.yml"
     code = train_net.cli([

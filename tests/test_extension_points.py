@@ -1,4 +1,4 @@
-"""Custom loss, transform, backbone and dataset: one Python file and one YAML file each."""
+"""Custom loss, transform, backbone and dataset, each defined by one Python file and one YAML file."""
 
 import json
 
@@ -145,7 +145,7 @@ def own_registries(monkeypatch):
 
 @pytest.fixture
 def project(demo, tmp_path):
-    """Function that writes the two files and returns their paths; the recipe trains two iterations."""
+    """Function that writes the Python file and the YAML file (two iterations) of a project and returns their paths."""
 
     def write(code, text):
         (tmp_path / "component.py").write_text(code)

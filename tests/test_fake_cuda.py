@@ -1,4 +1,4 @@
-"""CUDA code paths on fake tensors: every tensor is on the device, and a step reads the device once."""
+"""CUDA code paths on fake tensors: all tensors are on the device, and each step reads from the device once."""
 
 import itertools
 
@@ -110,7 +110,7 @@ class HostTensor(nn.Module):
 
 
 class ReadingLoss(nn.Module):
-    """Loss that reads its value."""
+    """Loss that reads its value from the device."""
 
     loss_name = "loss_read"
 
@@ -120,7 +120,7 @@ class ReadingLoss(nn.Module):
 
 
 class SelectingLoss(nn.Module):
-    """Loss with shapes that depend on values."""
+    """Loss with value-dependent tensor shapes."""
 
     loss_name = "loss_selecting"
 

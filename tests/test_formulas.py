@@ -1,6 +1,6 @@
-"""Formulas of the core compared with naive float64 implementations of their definitions, including extreme inputs.
+"""Core formulas compared with naive float64 implementations of their definitions, including extreme inputs.
 
-Cases: features at scales 1e-3, 1 and 1e3, with ties, all equal, of one identity, of one image.
+Inputs: features at scales 1e-3, 1 and 1e3, with ties, all equal, from one identity, and from a single image.
 """
 
 import math
@@ -103,7 +103,7 @@ def logits(request):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, -1.0])
 def test_label_smoothed_cross_entropy_matches_definition(logits, epsilon):
-    """Szegedy et al. 2016, arXiv:1512.00567, section 7, with eps / (K - 1) for the other classes, as FastReID."""
+    """Szegedy et al. 2016, arXiv:1512.00567, section 7, with eps / (K - 1) for the other classes, as in FastReID."""
     values, targets = logits
     losses = []
     for row, target in zip(values, targets, strict=True):
@@ -131,7 +131,7 @@ def test_focal_loss_matches_definition(logits, gamma):
 
 @pytest.mark.parametrize("temperature", [1.0, 16.0])
 def test_distillation_loss_matches_definition(logits, temperature):
-    """Hinton et al. 2015, arXiv:1503.02531, section 2; symmetric, as FastReID."""
+    """Hinton et al. 2015, arXiv:1503.02531, section 2; symmetric, as in FastReID."""
     student, _ = logits
     teacher = np.roll(student, 1, axis=1)
     total = 0.0
@@ -267,7 +267,7 @@ def test_center_loss_matches_definition(case):
 
 
 def test_memory_bank_loss_excludes_own_key(case):
-    """Pairwise CosFace of queries against the bank, each query's own key excluded."""
+    """Pairwise CosFace between queries and the bank; each query's own key is excluded."""
     features, ids = case
     bank = MemoryBank(feature_dim=6, size=20, margin=0.25, gamma=32.0)
     old, old_ids = BASE[:5], np.array([0, 1, 1, 2, 9])

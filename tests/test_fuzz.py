@@ -1,4 +1,4 @@
-"""Fuzz tests: any config, image list, image or checkpoint gives exit code 0, or 2 with one error message.
+"""Fuzz tests: any config, image list, image or checkpoint leads to exit code 0, or to 2 with one error message.
 
 Tracebacks, hangs, executed programs and files outside OUTPUT_DIR are failures. Each kind of input has a few examples;
 ``FASTAMP_FUZZ=5000 python -m pytest -n 0 tests/test_fuzz.py`` runs 5000 new ones of each kind.
@@ -80,7 +80,7 @@ class Place:
         self.output.mkdir()
 
     def run(self, *argv, opts=()):
-        """Return the exit code and stderr, after checking the invariants of every run."""
+        """Run the program, check the invariants of every run, and return the exit code and stderr."""
         out, err = io.StringIO(), io.StringIO()
         # Keys that would write elsewhere or take long.
         kept = (
@@ -114,7 +114,7 @@ class Place:
 
 
 class NoChange(random.Random):
-    """Random source whose choices change nothing."""
+    """Random source that always chooses no change."""
 
     def choice(self, options):
         return options[0]
@@ -246,7 +246,7 @@ SLOWEST: dict[str, float] = {}
 
 @contextlib.contextmanager
 def read_in_time(kind):
-    """Run a call that must return a result or raise a UserError; record the maximum time of each kind."""
+    """Check that a call returns a result or raises a UserError; record the maximum time per kind of input."""
     started = time.perf_counter()
     with fuzz.bounded(), WATCH.over(Path("/nowhere")):
         try:

@@ -1,4 +1,4 @@
-"""Import order of packages, and cost of importing."""
+"""Import order of packages, and modules that are imported lazily."""
 
 import ast
 import subprocess

@@ -1,4 +1,4 @@
-"""The language check: what it finds, and that the repository's text passes it."""
+"""Language check: it finds planted violations and accepts code spans."""
 
 import pytest
 from language import banned_words, check_paths, check_text

@@ -1,4 +1,4 @@
-"""Modules neither use private attributes nor assign attributes of objects of other modules."""
+"""Modules neither use private attributes nor assign attributes of objects from other modules."""
 
 import ast
 from collections.abc import Iterator
@@ -84,7 +84,7 @@ def own_attributes(tree: ast.Module) -> set[str]:
 
 
 def assigned(tree: ast.Module) -> Iterator[ast.Attribute]:
-    """Yield the attributes that are assigned or deleted."""
+    """Yield the attributes that the source assigns or deletes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
             yield node

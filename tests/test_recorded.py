@@ -1,6 +1,6 @@
-"""Files, names and keys of an earlier version: they load, resume with identical results, and exist.
+"""Compatibility with an earlier version: its files load, its runs resume identically, its names and keys exist.
 
-``tests/reference/recorded`` holds them and says how they were written.
+``tests/reference/recorded`` contains the files and documents how they were written.
 """
 
 import copy
@@ -80,7 +80,7 @@ def stored(name):
 
 
 def resumable(folder, name, content=None):
-    """Copy a stored run folder, optionally with other content of its checkpoint."""
+    """Copy a stored run folder, optionally with modified checkpoint content."""
     shutil.copytree(FILES / name, folder / name)
     if content is not None:
         torch.save(content, folder / name / "model_interrupted.pth")
@@ -89,7 +89,7 @@ def resumable(folder, name, content=None):
 
 @pytest.fixture(scope="module")
 def straight(demo_root, tmp_path_factory):
-    """Function that trains a run without interruption and returns its checkpoints at the stop and at the end."""
+    """Function that trains a run without interruption; returns the checkpoints at the recorded stop and at the end."""
     found = {}
 
     def train(name):
@@ -103,7 +103,7 @@ def straight(demo_root, tmp_path_factory):
 
 
 def assert_same_end(start, first, second, *, exact):
-    """Check that two trainings, equal at ``start``, have equal checkpoints at the end."""
+    """Check that two trainings with equal checkpoints at ``start`` have equal final checkpoints."""
     parts = [key for key in first if key not in ("config", "policy", "pairs", "random")]
     ours, theirs = (
         {name: value for name, value in recorded.flat({key: content[key] for key in parts}) if not LATER.match(name)}
@@ -138,7 +138,7 @@ def resume_and_compare(straight, name, folder):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_resumed_run_equals_uninterrupted_run(demo, tmp_path, straight, name):
-    """Bit-identical on the machine that wrote the file; elsewhere within rounding, which is less than a lost state."""
+    """Bit-identical on the machine that wrote the file; elsewhere within a tolerance that a lost state exceeds."""
     content = stored(name)
     assert content["trainer"]["iteration"] == STOP and STOP % content["trainer"]["iters_per_epoch"]
     folder = resumable(tmp_path, name)
@@ -205,7 +205,7 @@ def test_comparison_detects_a_lost_state(demo, tmp_path, straight, name, lose):
 
 
 def assert_hooks_continue(content, cfg):
-    """Check that each stored state equals that of a hook after the resume, and differs from that of a new hook."""
+    """Check that each hook state after resuming equals the stored state and differs from that of a new hook."""
     new = DefaultTrainer(cfg).trainer.state_dict()["hooks"]
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=True)
@@ -314,7 +314,7 @@ def test_recorded_trial_continues_from_its_checkpoint(demo, tmp_path):
 
 
 def with_the_search_split(cfg):
-    """Return ``cfg`` with the datasets of the trials of the stored search."""
+    """Return ``cfg`` with the training and validation split of the stored search."""
     from autotuner.split import register_split
 
     facts = json.loads((FILES / "search/search/search.json").read_text())

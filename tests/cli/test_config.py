@@ -11,7 +11,7 @@ from fastamp.config import get_cfg
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Config file with a base file."""
+    """Config file that inherits from a base file."""
     (tmp_path / "base.yml").write_text("SOLVER: {AMP: bf16, BASE_LR: 0.1, OPT_ARGS: {eps: 1.0e-6}}\n")
     (tmp_path / "top.yml").write_text("_BASE_: base.yml\nSOLVER.BASE_LR: 2e-1\nMODEL: {DEVICE: cpu}\n")
     return tmp_path / "top.yml"
@@ -19,7 +19,7 @@ def recipe(tmp_path):
 
 @pytest.fixture
 def config(capsys):
-    """Run `fastamp config`; return its exit code, and the lines on stdout, or on stderr after an error."""
+    """Function that runs `fastamp config` and returns the exit code and the lines of stdout, or of stderr on error."""
 
     def run(*words):
         code = main(["config", *map(str, words)])

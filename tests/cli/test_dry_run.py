@@ -1,4 +1,4 @@
-"""Command `fastamp train --dry-run`: report, cleanup, and the errors of a training."""
+"""Command `fastamp train --dry-run`: report, cleanup, and errors equal to those of a training."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def dry_run(demo, tmp_path, monkeypatch, capfd):
-    """Function that dry-runs the tiny run, checks that no file changed, and returns exit code, stdout and stderr."""
+    """Function that dry-runs the tiny config, checks that no file changed, and returns exit code, stdout and stderr."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
@@ -35,12 +35,12 @@ def dry_run(demo, tmp_path, monkeypatch, capfd):
 
 
 def content(folder):
-    """Return the bytes of each file of a folder; None if it does not exist."""
+    """Return the bytes of each file in a folder; None if the folder does not exist."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} if folder.is_dir() else None
 
 
 def rows(out):
-    """Parse the rows of the report, the last table of the output."""
+    """Parse the report, which is the last table in the output, into a dict."""
     lines = [line for line in out[out.index("| dry run") :].splitlines() if line.startswith("|")][2:]
     return dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
 
@@ -160,7 +160,7 @@ def test_signal_removes_temporary_files_and_restores_handler(dry_run, monkeypatc
 
 @pytest.mark.slow
 def test_dry_run_with_two_processes_reports_once(demo_root, tmp_path):
-    """`python -m fastamp` launches two processes; only rank 0 reports; no folder is left behind."""
+    """`python -m fastamp` launches two processes; only rank 0 prints the report, and no folder is left behind."""
     (tmp_path / "scratch").mkdir()
     options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")
     command = [sys.executable, "-m", "fastamp", "train", "--dry-run", "--num-gpus", "2"]

@@ -16,7 +16,7 @@ from fastamp.utils.errors import ConfigError
 
 @pytest.fixture
 def weights(run_folder):
-    """Checkpoint of a bfloat16 run with a model other than the default."""
+    """Checkpoint of a bfloat16 run with a non-default model."""
     return run_folder / "model_best.pth"
 
 

@@ -60,7 +60,7 @@ def test_command_choices_match_the_inference_api():
 
 
 def run_with_closed_stdout(*command):
-    """Run a program whose stdout has no reader; return its exit code and stderr."""
+    """Run a program with a closed stdout pipe; return its exit code and stderr."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -83,7 +83,7 @@ def run_with_closed_stdout(*command):
     ],
 )
 def test_closed_stdout_keeps_the_exit_code(argv, code):
-    """With ``| head``, for example, there is no traceback or warning at exit."""
+    """For example with ``| head``: there is no traceback or warning at exit."""
     argv = [str(ROOT / word) if word.startswith("tools/") else word for word in argv]
     found, stderr = run_with_closed_stdout(*argv)
     assert found == code, stderr
@@ -109,7 +109,7 @@ def test_only_broken_stdout_pipe_is_ignored(read, tmp_path):
 
 
 def test_closed_console_does_not_end_the_run(tmp_path):
-    """The reader of the console may stop during a training; log.txt still has the lines."""
+    """The console may be closed during a training; log.txt still contains all lines."""
     script = tmp_path / "log.py"
     script.write_text(
         "import logging, sys; from fastamp.utils.logger import setup_logger; setup_logger()\n"

@@ -1,4 +1,4 @@
-"""Differences between two configs, as logged on resume."""
+"""Comparison of two configs, as logged on resume."""
 
 import pytest
 

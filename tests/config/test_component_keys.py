@@ -1,4 +1,4 @@
-"""Config keys declared in the files of components."""
+"""Config keys that components declare in their own files."""
 
 import compileall
 import importlib

@@ -1,4 +1,4 @@
-"""Config tree: shorthands, conversions, error messages, atomic merges."""
+"""Config tree: shorthands, conversions, error messages and atomic merges."""
 
 import copy
 import pickle

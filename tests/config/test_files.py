@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 @pytest.fixture
 def write(tmp_path):
-    """Function that writes a file below tmp_path and returns its path."""
+    """Function that writes a file in tmp_path and returns its path."""
 
     def write_file(name, content):
         file = tmp_path / name

@@ -1,4 +1,4 @@
-"""Translation of config files of FastReID v0.1.1 and v1.0.0."""
+"""Translation of config files from FastReID v0.1.1 and v1.0.0."""
 
 import logging
 
@@ -130,7 +130,7 @@ BACKBONES = {
 
 
 def expected(name):
-    """Return the differences from the current defaults: of the method, the backbone and the dataset."""
+    """Return the expected differences from the current defaults, by method, backbone and dataset."""
     release, _, *folder, file = name.removesuffix(".yml").split("/")
     method, part = file.split("_") if folder else ("Base", file.removeprefix("Base-"))
     if not folder:
@@ -157,7 +157,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Function that writes a mapping to a file and loads it."""
+    """Function that writes a mapping to a config file and loads the file."""
 
     def read(mapping, release=""):
         (tmp_path / "old.yml").write_text(yaml.safe_dump(mapping))
@@ -185,7 +185,7 @@ def test_all_25_config_files_per_release_are_tested():
     "name", ["v0.1.1/configs/Market1501/sbs_R50-ibn.yml", "v1.0.0/configs/DukeMTMC/mgn_R50-ibn.yml"]
 )
 def test_wrong_release_gives_another_recipe(root, name):
-    """Negative control of the comparison above."""
+    """Negative control for the comparison above."""
     right, other = load(root / name), {"v0.1.1": "v1.0.0", "v1.0.0": "v0.1.1"}[name.split("/")[0]]
     wrong = load(root / name, release=other)
     differ = {key for key, value in flat(wrong).items() if value != flat(right)[key]}
@@ -203,7 +203,7 @@ def test_every_renamed_key_in_a_file_is_logged(root, subtests):
 
 
 def read_layers_of(path):
-    """Yield name and dotted settings of a file and its bases, read independently."""
+    """Yield the name and the dotted settings of a file and of each base, without using fastamp."""
     mapping = yaml.safe_load(path.read_text())
     if base := mapping.pop("_BASE_", None):
         yield from read_layers_of((path.parent / base).resolve())
@@ -258,7 +258,7 @@ def test_unset_keys_get_the_defaults_of_the_release(recipe):
 
 @pytest.mark.parametrize("release", RELEASE_DEFAULTS)
 def test_file_with_all_release_defaults_equals_empty_file(recipe, release):
-    """A run of that release saved a config with every key."""
+    """Runs of that release saved configs with every key."""
     whole = {
         key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
     }
@@ -402,7 +402,7 @@ def test_value_of_wrong_type_error_names_file_and_old_key(recipe):
 
 
 def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recipe):
-    """Files of v1.0.0 for vehicles kept the key names of v0.1.1."""
+    """The vehicle configs in v1.0.0 still used key names from v0.1.1."""
     solver = {"FP16_ENABLED": True, "MAX_EPOCH": 120, "WARMUP_EPOCHS": 10, "NESTEROV": True}
     cfg = recipe({"SOLVER": solver | {"MAX_ITER": 60, "WARMUP_ITERS": 5, "STEPS": [30, 50]}})
     assert "FastReID v1.0.0 by" in cfg.translation_notes()[0]
@@ -411,7 +411,7 @@ def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recip
 
 
 def test_warmup_longer_than_the_training_is_read_as_iterations(recipe):
-    """Releases after v1.0.0 had some of the old keys and the current schedule."""
+    """Releases after v1.0.0 used some of the old keys with the current schedule."""
     cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
     assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
     assert any("WARMUP_ITERS 2000" in line for line in cfg.translation_notes())

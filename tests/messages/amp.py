@@ -34,7 +34,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def devices(record):
-    """MODEL.DEVICE."""
+    """Trigger the messages about MODEL.DEVICE."""
     for name in ("gpu", "xla", "cuda", "mps"):
         with record(f"MODEL.DEVICE {name}"):
             resolve_device(name)
@@ -45,7 +45,7 @@ def devices(record):
 
 
 def policies(record):
-    """SOLVER.AMP."""
+    """Trigger the messages about SOLVER.AMP."""
     with record("SOLVER.AMP on, without native bfloat16"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.amp.policy.native_bfloat16", lambda device: (False, "this CPU has no native bfloat16"))
         PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "on"), torch.device("cpu"))
@@ -86,7 +86,7 @@ def policies(record):
 
 
 def optimizers(record):
-    """Optimizers that do not hold the model's parameters."""
+    """Check optimizers without the model's parameters, and models with non-finite buffers."""
     model = make_net()
     with record("the optimizer of a copy"):
         check_optimizers(model, [sgd(copy.deepcopy(model))])
@@ -106,11 +106,11 @@ def optimizers(record):
 
 
 def fp16_compress_hook():
-    """Stand for PyTorch's hook of this name."""
+    """Replace PyTorch's hook of the same name."""
 
 
 class Weighted(Net):
-    """Its loss is changed."""
+    """Network with a modified loss."""
 
     def __init__(self, change, **options):
         super().__init__(**options)
@@ -121,7 +121,7 @@ class Weighted(Net):
 
 
 def losses(record):
-    """Losses that cannot be trained on."""
+    """Train with invalid losses and with frozen modules."""
     changes = {
         "a tensor": lambda found: found["loss_cls"],
         "no loss": lambda found: {},
@@ -156,7 +156,7 @@ def losses(record):
 
 
 def steps(record):
-    """Optimizer steps that are skipped or change nothing."""
+    """Run optimizer steps that are skipped, change nothing or are called in the wrong order."""
     for title, lr, change in (
         ("a tiny learning rate", 1e-12, lambda found: found),
         ("learning rate 0", 0.0, lambda found: found),
@@ -196,7 +196,7 @@ def steps(record):
 
 
 def out_of_memory(record):
-    """Errors of the device that are explained."""
+    """Raise device errors, to which the trainer adds an explanation."""
 
     class Failing(Net):
         def forward(self, batch):

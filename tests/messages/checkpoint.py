@@ -1,4 +1,4 @@
-"""Messages of fastamp/checkpoint: weights files, weights of another model, resumes and pretrained weights."""
+"""Messages of fastamp/checkpoint: weights files, weights of other models, resuming and pretrained weights."""
 
 import io
 import os
@@ -26,7 +26,7 @@ SITES = ["fastamp/checkpoint"]
 
 
 class Model(nn.Module):
-    """Five linear layers and a classifier."""
+    """Model with five linear layers and a classifier."""
 
     def __init__(self, width=4, classes=3):
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 class State:
-    """A part of a run whose state is checked."""
+    """Checkpoint entry that rejects every state."""
 
     def state_dict(self):
         return {"value": 1}
@@ -63,14 +63,14 @@ def saved(record, name, state):
 
 
 def flip_byte(path):
-    """Damage a record of a file that torch.save wrote."""
+    """Flip a byte in a record of a file that was written by torch.save."""
     data = bytearray(path.read_bytes())
     data[data.index(np.arange(6, dtype=np.float32).tobytes()) + 8] ^= 1
     path.write_bytes(data)
 
 
 def weights_files(record):
-    """Files that are not weights."""
+    """Load files that are not weights."""
     good = saved(record, "good.pth", {"weight": torch.arange(6.0)})
     record.file("empty.pth")
     record.file("truncated.pth", good.read_bytes()[:-50])
@@ -114,7 +114,7 @@ def weights_files(record):
 
 
 def weights(record):
-    """Weights of another model."""
+    """Load weights of other models."""
     state = Model().state_dict()
     cases = {
         "the same model": state,
@@ -139,7 +139,7 @@ def weights(record):
 
 
 def run_checkpoints(record):
-    """Checkpoints that cannot be resumed."""
+    """Resume from invalid checkpoints."""
     folder = record.root / "checkpoints"
     run = Checkpointer(Model(), folder, part=State())
     run.save("model_0000")
@@ -167,7 +167,7 @@ def run_checkpoints(record):
 
 
 def stripped(record, run):
-    """fastamp strip."""
+    """Run `fastamp strip`."""
     best = run / "model_best.pth"
     record.fastamp("strip", best, record.root / "stripped.txt")
     record.fastamp("strip", best, best)
@@ -192,7 +192,7 @@ def stripped(record, run):
 
 
 def pretrained(record, patch):
-    """MODEL.BACKBONE.PRETRAIN."""
+    """Load pretrained weights."""
 
     def build(*opts):
         cfg = get_cfg()

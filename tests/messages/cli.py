@@ -29,14 +29,14 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 class Parts(nn.Module):
-    """A model that names its parts to compile."""
+    """Model that lists the modules to compile."""
 
     trunks = ("backbone",)
     backbone = nn.Identity()
 
 
 def commands(record, run):
-    """Command lines with a fault."""
+    """Run commands with invalid arguments."""
     best = run / "model_best.pth"
     empty = record.root / "empty"
     empty.mkdir()
@@ -81,7 +81,7 @@ def commands(record, run):
 
 
 def files(record):
-    """Files that cannot be written, and folders that are locked."""
+    """Write to unwritable files and locked folders."""
     with record("writing a file in a folder that is missing"), writing(record.root / "missing/a.txt"):
         (record.root / "missing/a.txt").write_text("")
     with record("writing on a full disk"), writing(record.root / "a.txt"):
@@ -114,7 +114,7 @@ def files(record):
 
 
 def names(record):
-    """Names that do not exist, or are old."""
+    """Access unknown and former names."""
     with record("fastamp.Predicter"):
         fastamp.Predicter  # noqa: B018
     with record("check_choice"):

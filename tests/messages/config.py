@@ -23,7 +23,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def every_key(record):
-    """Set each key to a value out of bounds, else of another type."""
+    """Set each key to a value that is out of bounds, or to a value of a wrong type if the key has no bounds."""
     for key, _ in get_cfg().keys_below():
         lowest = key.low if key.low is not None else key.above
         if lowest is not None:
@@ -45,7 +45,7 @@ def every_key(record):
 
 
 def files(record):
-    """Merge files that are not configs."""
+    """Merge invalid config files."""
     contents = {
         "unknown.yml": "SOLVER: {BASE_LRR: 1}",
         "section.yml": "SOLVER: 3",
@@ -86,7 +86,7 @@ def files(record):
 
 
 def command_lines(record):
-    """Pairs of KEY VALUE, and `fastamp config`."""
+    """Merge invalid KEY VALUE pairs, and run `fastamp config`."""
     for words in (
         ["SOLVER.BASE_LRR", "1"],
         ["SOLVERS.BASE_LR", "1"],
@@ -114,7 +114,7 @@ def command_lines(record):
 
 
 def python(record):
-    """Calls of a config's methods."""
+    """Call methods of a config with invalid arguments."""
     cfg = get_cfg()
     frozen = get_cfg()
     frozen.freeze()

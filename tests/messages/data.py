@@ -49,7 +49,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def tables(record):
-    """CSV files with a fault."""
+    """Read invalid CSV datasets."""
     for name, text in {
         "header": "path,id,camid\na,1,1",
         "box_header": "path,pid,x0,y0\na,1,1,1",
@@ -74,7 +74,7 @@ def tables(record):
 
 
 def folders(record):
-    """Folders with a fault."""
+    """Read invalid folder datasets."""
     people = record.root / "people"
     for identity in range(10):
         for camera in range(3):
@@ -101,7 +101,7 @@ def folders(record):
 
 
 def data_set_names(record):
-    """Names in DATASETS.NAMES that are not datasets."""
+    """Use unknown names in DATASETS.NAMES."""
     for name in ("csv:", "csv:mine.csv", "folder:mine", "/data/mine.csv", "data/mine", "csv:a.csv,csv:b.csv",
                  "cvs:mine", "Market"):  # fmt: skip
         with record(f"DATASETS.NAMES {name}"), pytest.MonkeyPatch.context() as patch:
@@ -130,7 +130,7 @@ MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"
 
 
 def public_data_sets(record, patch):
-    """Public datasets whose folder is missing, incomplete or has another layout."""
+    """Read public datasets with a missing, incomplete or differently organized folder."""
 
     def build(title, name, files, *opts):
         root = record.root / "public/root"
@@ -171,7 +171,7 @@ def public_data_sets(record, patch):
 
 
 def cuhk03(record, patch):
-    """CUHK03 with a damaged folder."""
+    """Read CUHK03 from a damaged folder."""
     for title, files in {
         "images without splits": {"images_detected/1_001_1_01.png": ""},
         "splits that are not JSON": {"images_detected/1_001_1_01.png": "", "splits_new_detected.json": "{"},
@@ -202,14 +202,14 @@ def cuhk03(record, patch):
 
 
 class UserDataset(ImageDataset):
-    """A dataset as in FastReID, with its files checked by the base class."""
+    """Dataset in FastReID's style; the base class checks the files."""
 
     def __init__(self, root="datasets"):
         self.check_before_run([f"{root}/nowhere"])
 
 
 def user_data_sets(record):
-    """Datasets that a user registers."""
+    """Read invalid datasets that a user has registered."""
     with record("check_before_run of a missing folder"):
         UserDataset(str(record.root))
     with record("a class with left_out"):
@@ -232,7 +232,7 @@ def user_data_sets(record):
 
 
 def demo(record, patch):
-    """The generated dataset."""
+    """Generate the demo dataset with invalid options."""
     small = {"train_identities": 2, "test_identities": 2, "images_per_identity": 4, "distractors": 1, "cameras": 2,
              "image_size": (64, 32), "workers": 1}  # fmt: skip
     folder = record.root / "demo"
@@ -255,7 +255,7 @@ def demo(record, patch):
 
 
 def training_data(record):
-    """Configs whose training data cannot be batched."""
+    """Build training loaders that cannot form a batch."""
     for opts in (
         ("DATASETS.NAMES", "()"),
         ("SOLVER.IMS_PER_BATCH", "400"),
@@ -328,7 +328,7 @@ def training_data(record):
 
 
 def test_data(record):
-    """Test sets that cannot be evaluated."""
+    """Build loaders of test sets that cannot be evaluated."""
     cfg = tiny_config(record.root / "run")
     train_only = record.file("train_only.csv", "path,pid\na.png,1")
     with record(f"DATASETS.TESTS csv:{train_only}"):
@@ -356,7 +356,7 @@ def test_data(record):
 
 
 def transforms(record):
-    """Keys of the augmentation that exclude each other."""
+    """Build transforms from incompatible INPUT keys."""
     from fastamp.data.transforms import build_transforms
     from fastamp.data.transforms.build import TRANSFORM_REGISTRY
 
@@ -387,7 +387,7 @@ def transforms(record):
 
 
 def images(record):
-    """Files that are not images, and boxes."""
+    """Decode files that are not images, and invalid boxes."""
     Image.new("RGB", (32, 64)).save(record.root / "image.jpg")
     content = (record.root / "image.jpg").read_bytes()
     record.file("cut.jpg", content[:100])
@@ -412,7 +412,7 @@ def images(record):
 
 
 def workers(record):
-    """Workers that end, and resources that are exhausted."""
+    """Simulate killed workers and exhausted resources."""
     for text in ("Killed.", "Bus error. It is possible", "Segmentation fault."):
         error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
         error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {text} ")
@@ -432,7 +432,7 @@ def workers(record):
 
 
 def cache(record):
-    """DATALOADER.CACHE."""
+    """Build image caches that fail or print a warning."""
     items = []
     for number in range(3):
         Image.fromarray(np.zeros((8, 4, 3), np.uint8)).save(record.root / f"small{number}.png")
@@ -471,7 +471,7 @@ def cache(record):
 
 
 def samplers(record):
-    """Splits and weighted sampling."""
+    """Build samplers and splits from invalid arguments."""
     items = [ImageItem(f"{number}.jpg", f"set_{number // 3}", f"set_c{number % 3}") for number in range(30)]
     for fraction in (0.0, 0.95):
         with record(f"hold_out {fraction}"):

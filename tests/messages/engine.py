@@ -1,4 +1,4 @@
-"""Messages of fastamp/engine and fastamp/diagnostics: trainings, resumes, evaluations, pre-flight and replay."""
+"""Messages of fastamp/engine and fastamp/diagnostics: training, resuming, evaluation, pre-flight and replay."""
 
 import resource
 import shutil
@@ -46,7 +46,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def register():
-    """Register models with a fault; the registries forget them afterwards."""
+    """Register faulty models; they are removed from the registries afterwards."""
 
     @META_ARCH_REGISTRY.register("MessagesLoud")
     class Loud(Baseline):
@@ -73,7 +73,7 @@ def register():
 
 
 def configs(record):
-    """Configs that no component can check by itself."""
+    """Train with configs that only the cross-component checks reject."""
     for opts in (
         ("MODEL.LOSSES.NAME", "()"),
         ("SOLVER.AMP.MIN_SCALE", "8", "SOLVER.AMP.MAX_SCALE", "4"),
@@ -101,7 +101,7 @@ def configs(record):
 
 
 def trainings(record):
-    """Trainings that succeed, with the options that log something."""
+    """Run successful trainings with options that add log lines."""
     folder = record.root / "run"
     options = ("SOLVER.FREEZE_ITERS", "1", "MODEL.FREEZE_LAYERS", "backbone", "SOLVER.EMA", "True",
                "SOLVER.FREEZE_FC_ITERS", "1", "TEST.PRECISE_BN", "True", "TEST.PRECISE_BN.DATASET", "Demo",
@@ -117,7 +117,7 @@ def trainings(record):
 
 
 def resumes(record):
-    """--resume from folders that do not fit the run."""
+    """Use --resume with incompatible run folders."""
     folder = record.root / "run"
     record.train("--resume", "OUTPUT_DIR", folder)
     record.train("--resume", "OUTPUT_DIR", record.root / "new")
@@ -136,7 +136,7 @@ def resumes(record):
 
 
 def changed_checkpoints(record):
-    """--resume from checkpoints with changed entries."""
+    """Use --resume with modified checkpoints."""
     folder = record.root / "changed"
     record.train("OUTPUT_DIR", folder, "SOLVER.EMA", "True", "TEST.REPORT", "True")
     good = torch.load(folder / "model_final.pth", weights_only=True)
@@ -156,7 +156,7 @@ def changed_checkpoints(record):
 
 
 def failures(record):
-    """Trainings that fail after some steps."""
+    """Run trainings that fail after several steps."""
     record.train("SOLVER.BASE_LR", "1e30", "SOLVER.WARMUP_ITERS", "0", "SOLVER.OPT", "SGD", "SOLVER.AMP", "off")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
@@ -192,7 +192,7 @@ def failures(record):
 
 
 def several_processes(record):
-    """Configs that only fail in several processes."""
+    """Train with configs that only fail with several processes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.utils.comm.get_world_size", lambda: 2)
         for opts in (("MODEL.DEVICE", "cpu:0"), ("MODEL.BACKBONE.NORM", "syncBN"), ("SOLVER.IMS_PER_BATCH", "2")):
@@ -201,7 +201,7 @@ def several_processes(record):
 
 
 def doctor(record):
-    """fastamp doctor."""
+    """Run `fastamp doctor`."""
     overflow = ("MODEL.BACKBONE.NAME", "build_messages_overflow_backbone", "SOLVER.AMP", "fp16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
@@ -218,7 +218,7 @@ class Interrupt(HookBase):
 
 
 def interruptions(record):
-    """Signals, and errors within a step."""
+    """Interrupt trainings by signals and by errors within a step."""
     with record("SIGTERM"):
         trainer = DefaultTrainer(tiny.tiny_config(record.root / "interrupted"))
         trainer.register_hooks([Interrupt()])
@@ -238,7 +238,7 @@ def interruptions(record):
 
 
 def evaluations(record):
-    """--eval-only."""
+    """Run --eval-only."""
     weights = record.root / "resumed/model_best.pth"
     record.train("--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", record.root / "evaluated")
     record.train("--eval-only", "MODEL.WEIGHTS", weights, "SOLVER.EMA", "False", "TEST.METRIC", "manhattan")
@@ -248,7 +248,7 @@ def evaluations(record):
 
 
 def preflights(record):
-    """The check before the first step."""
+    """Run the pre-flight on faulty models, and replay crash dumps."""
     overflow = ("MODEL.BACKBONE.NAME", "build_messages_overflow_backbone", "SOLVER.AMP", "fp16")
     folder = record.root / "overflow"
     record.train("OUTPUT_DIR", folder, *overflow)
@@ -281,7 +281,7 @@ def preflights(record):
 
 
 def precision(record):
-    """Reports of the pre-flight and of the doctor."""
+    """Check the precision of faulty models, and run `fastamp doctor` with invalid arguments."""
     for title, model, batch, dtype in (
         ("a model for gray images", Net(1), make_batch(3), torch.bfloat16),
         ("NaN in float32", Net(3, gain=float("nan")), make_batch(), torch.float16),
@@ -302,7 +302,7 @@ def precision(record):
 
 
 def processes(record, patch):
-    """launch()."""
+    """Call launch() with invalid process counts and addresses."""
     for numbers in ((0, 1, 0), (1, 2, 2), (1, 2, 0)):
         with record(f"launch(main, {numbers})"):
             launch(print, *numbers)
@@ -313,7 +313,7 @@ def processes(record, patch):
 
 
 def files(record):
-    """Files of a run that cannot be read or written."""
+    """Use run files that cannot be read or written."""
     with record("SimpleTrainer.load_state_dict of another batch size"):
         model = Net(3)
         trainer = SimpleTrainer(model, [make_batch()] * 2, [torch.optim.SGD(model.parameters(), lr=0.1)],

@@ -32,7 +32,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def protocols(record):
-    """TEST keys that exclude each other, and arguments out of range."""
+    """Evaluate with incompatible TEST keys, and with arguments out of range."""
     for opts in (
         ("TEST.PROTOCOL", "vehicleid", "TEST.RERANK", "True"),
         ("TEST.PROTOCOL", "vehicleid", "TEST.AQE", "True"),
@@ -57,7 +57,7 @@ def protocols(record):
 
 
 def features(record):
-    """Features that cannot be ranked."""
+    """Evaluate features that cannot be ranked."""
     queries, gallery, ids = random_set(3)
     nan, infinite, huge = queries.clone(), queries.clone(), queries.clone()
     nan[2], infinite[0, 0], huge[0] = float("nan"), float("inf"), 1e30
@@ -99,7 +99,7 @@ def features(record):
 
 
 def models(record):
-    """Evaluations of a model."""
+    """Evaluate a model."""
     from fastamp.data import build_reid_test_loader
     from fastamp.engine import DefaultTrainer
     from fastamp.evaluation import ReidEvaluator, update_bn_statistics
@@ -126,7 +126,7 @@ def models(record):
 
 
 def figures(record):
-    """Figures and similarity maps."""
+    """Draw figures and similarity maps."""
     record.file("history/metrics.json/x")
     with record("read_history of a folder"):
         read_history(record.root / "history/metrics.json")

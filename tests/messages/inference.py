@@ -1,4 +1,4 @@
-"""Messages of fastamp/inference: predictors, extractions, indices, comparisons and exports."""
+"""Messages of fastamp/inference: prediction, extraction, gallery indices, comparison and export."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def checkpoints(record, checkpoint):
-    """Checkpoints that a Predictor does not take."""
+    """Load invalid checkpoints in a Predictor."""
     content = torch.load(checkpoint, weights_only=True)
     nan = {name: value.clone() for name, value in content["model"].items()}
     nan["backbone.0.weight"].fill_(float("nan"))
@@ -63,7 +63,7 @@ def checkpoints(record, checkpoint):
 
 
 def images(record, predictor, checkpoint):
-    """Arguments that are not images or boxes."""
+    """Pass invalid images and boxes to a Predictor."""
     array, path = np.zeros((8, 8, 3), np.uint8), record.root / "image.png"
     PIL.Image.fromarray(array).save(path)
     for title, call in {
@@ -99,7 +99,7 @@ def images(record, predictor, checkpoint):
 
 
 def extractions(record, predictor, folder):
-    """fastamp extract."""
+    """Run `fastamp extract`."""
     out = record.root / "gallery.npz"
     (record.root / "no_images").mkdir()
     train_only = record.file("train_only.csv", "path,pid\na.png,1")
@@ -157,7 +157,7 @@ def extractions(record, predictor, folder):
 
 
 def features_files(record, gallery):
-    """Damaged extractions."""
+    """Read damaged extractions."""
     with np.load(gallery, allow_pickle=False) as file:
         arrays = dict(file)
     content = gallery.read_bytes()
@@ -197,14 +197,14 @@ def features_files(record, gallery):
 
 
 def npy(array):
-    """Return an array in the npy format."""
+    """Serialize an array in the npy format."""
     file = io.BytesIO()
     np.save(file, array)
     return file.getvalue()
 
 
 def rewrite(source, target, entries, changes):
-    """Copy an index, whose archive follows faiss's data, with changed entries."""
+    """Copy an index file and change entries of its archive, which follows faiss's data."""
     with zipfile.ZipFile(source) as archive:
         start = min(entry.header_offset for entry in archive.infolist())
     target.write_bytes(source.read_bytes()[:start])
@@ -215,7 +215,7 @@ def rewrite(source, target, entries, changes):
 
 
 def indices(record, predictor, checkpoint, gallery):
-    """Gallery indices."""
+    """Build, read and search invalid gallery indices."""
     extraction = read_extraction(gallery)
     path = record.root / "gallery.index"
     with record("build_index"):
@@ -268,14 +268,14 @@ def indices(record, predictor, checkpoint, gallery):
 
 
 def comparisons(record, predictor, checkpoint, folder):
-    """fastamp compare with a reference."""
+    """Run `fastamp compare` with a reference."""
     pair = (folder / "0.png", folder / "1.png")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "one_identity.npz")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "other.npz")
 
 
 def exports(record, predictor, checkpoint):
-    """fastamp export."""
+    """Run `fastamp export`."""
     for argv in (
         ("model.pb",),
         ("missing/model.onnx",),

@@ -42,12 +42,12 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
 
 
 def build(record, *opts, **classes):
-    """Build the tiny model with options."""
+    """Build the tiny model with the given options."""
     return build_model(tiny_config(record.root / "run", "MODEL.HEADS.NUM_CLASSES", classes.get("classes", "4"), *opts))
 
 
 def models(record):
-    """Backbones, heads and meta-architectures whose options do not fit each other."""
+    """Build models with incompatible backbone, head and meta-architecture options."""
     with record("EmbeddingHead(neck_feat='behind')"):
         EmbeddingHead(feat_dim=4, num_classes=2, neck_feat="behind")
     with record("a ViT with camera embeddings without cameras"):
@@ -110,7 +110,7 @@ def models(record):
 
 
 def batches(record):
-    """Calls of a model."""
+    """Call models with invalid batches."""
     model = build(record)
     images = torch.zeros(2, 3, 64, 32)
     for title, training, batch in (
@@ -128,7 +128,7 @@ def batches(record):
 
 
 def losses(record):
-    """MODEL.LOSSES."""
+    """Trigger the messages about MODEL.LOSSES."""
     for opts in (
         ("MODEL.LOSSES.NAME", "CrossEntropy"),
         ("MODEL.LOSSES.NAME", "('TripletLoss', 'TripletLoss')"),
@@ -149,7 +149,7 @@ def losses(record):
 
 
 def teachers(record):
-    """KD.MODEL_CONFIG and KD.MODEL_WEIGHTS."""
+    """Build teachers from invalid KD.MODEL_CONFIG and KD.MODEL_WEIGHTS."""
     cfg = tiny_config(record.root / "run", "MODEL.HEADS.NUM_CLASSES", "4")
     config = record.file("teacher.yml", cfg.dump())
     state = build_model(cfg).state_dict()
@@ -184,7 +184,7 @@ def teachers(record):
 
 
 def memory(record):
-    """Models that do not fit into memory."""
+    """Build models that do not fit into memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(out_of_memory, "available_memory", lambda: 10**9)
         for opts in (
@@ -200,7 +200,7 @@ def memory(record):
 
 
 def stored_weights(record, run):
-    """Models from files."""
+    """Load models from checkpoints, and import weights."""
     with record("load_model without MODEL.WEIGHTS"):
         load_model(get_cfg())
     cfg = tiny_config(record.root / "run", "MODEL.WEIGHTS", str(run / "model_best.pth"))
@@ -243,7 +243,7 @@ def fail(*_, **__):
 
 
 def layers(record):
-    """Distances and norms."""
+    """Compute distances and build norms with invalid arguments."""
     with record("check_metric('manhattan')"):
         check_metric("manhattan")
     with record("group_norm(10)"):
@@ -251,7 +251,7 @@ def layers(record):
 
 
 def optimizers(record):
-    """SOLVER."""
+    """Trigger the messages about SOLVER."""
     model = build(record)
     for opts in (
         ("SOLVER.OPT", "Adm"),

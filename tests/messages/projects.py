@@ -52,7 +52,7 @@ SPACES = (
 
 
 def search_spaces(record):
-    """Search spaces of FastTune."""
+    """Read invalid FastTune search spaces."""
     from autotuner.space import default_space, read_space
 
     for text in SPACES:
@@ -69,7 +69,7 @@ def search_spaces(record):
 
 
 def searches(record):
-    """Searches that do not start."""
+    """Start FastTune searches with invalid settings."""
     import tune_net
     from autotuner import disk
     from autotuner.algorithms import check_installed
@@ -135,7 +135,7 @@ def searches(record):
 
 
 def saved_features(record):
-    """tools/evaluate_features.py."""
+    """Run tools/evaluate_features.py."""
     import evaluate_features
 
     random = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def saved_features(record):
 
 
 def imports(record, checkpoint):
-    """tools/import_checkpoint.py."""
+    """Run tools/import_checkpoint.py."""
     import import_checkpoint
 
     content = torch.load(checkpoint, weights_only=True)
@@ -196,7 +196,7 @@ def imports(record, checkpoint):
 
 
 def open_loop(record):
-    """tools/plain_train_net.py."""
+    """Run tools/plain_train_net.py."""
     import plain_train_net
 
     from fastamp.cli.train import argument_parser
@@ -216,7 +216,7 @@ def open_loop(record):
 
 
 def soak(record):
-    """tools/soak.py."""
+    """Run tools/soak.py."""
     import soak as tool
 
     config = ("--config-file", record.root / "plain.yml")

@@ -1,6 +1,6 @@
-"""The wording of all messages: each file here invokes one package's, and snapshot/ holds what a user reads.
+"""Snapshot of all messages: each file triggers those of one package, and snapshot/ stores them as shown to a user.
 
-`python tests/messages/update.py` writes the snapshot again.
+Run `python tests/messages/update.py` to update the snapshot.
 """
 
 import gc
@@ -22,7 +22,7 @@ NOT_REACHED = "## Sites that no invocation above reaches"
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """Hide GPUs, the properties of the CPU, and the components of other tests, which messages would contain."""
+    """Hide GPUs, CPU properties and components of other tests, on which messages depend."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     replaced = {"native_bfloat16": lambda device: (True, "native bfloat16"), "available_cores": lambda: 2}
     for module in [each for name, each in sys.modules.items() if name.startswith("fastamp.")]:

@@ -1,4 +1,4 @@
-"""Write the snapshot of messages again: `python tests/messages/update.py [SECTION ...]`; review its diff."""
+"""Update the snapshot of messages: `python tests/messages/update.py [SECTION ...]`; review the diff afterwards."""
 
 import os
 import sys

@@ -67,7 +67,7 @@ def test_importance_is_zero_for_equal_scores_and_values():
 
 
 def population():
-    """Return four trials of three epochs. Scores grow with the epoch; within an epoch the learning rate decides."""
+    """Return four trials of three epochs. Scores grow with the epoch, and depend on the learning rate within one."""
     random = np.random.default_rng(1)
     made = []
     for number in range(4):
@@ -97,7 +97,7 @@ def test_figure_draws_lineage_of_trials(tmp_path):
 
 
 def test_trials_with_equal_scores_are_sorted_by_name():
-    """Otherwise the weights of the winner may have been deleted earlier."""
+    """With another order, the weights of the winner might already have been deleted."""
     equal = [outcome(name, draw(np.random.default_rng(0)), [(4, 7.0)]) for name in ("trial_1", "trial_0", "trial_2")]
     assert best_first(equal)[0].name == best_first(equal[::-1])[0].name == "trial_0"
 

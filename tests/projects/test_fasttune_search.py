@@ -73,7 +73,7 @@ def run(tmp_path, capfd, *flags, opts=(), space=SPACE):
 
 
 def own_images(tmp_path):
-    """Return options that name a CSV file of the demo's images, and its name."""
+    """Return options that select a CSV dataset of the demo images, and the name of that dataset."""
     demo = build_dataset("Demo")
     name = f"csv:{tmp_path / 'mine.csv'}"
     with (tmp_path / "mine.csv").open("w", newline="") as file:
@@ -215,7 +215,7 @@ def test_pbt_ends_when_all_trials_fail(demo, tmp_path):
 
 
 def test_pbt_does_not_wait_for_ended_trials(demo, tmp_path):
-    """The population is perturbed without the ended trial, immediately if the others are waiting for it."""
+    """The population is perturbed without the ended trial, immediately if all other trials are waiting for it."""
     tune = pytest.importorskip("ray.tune")
     from autotuner.algorithms import ray_space, scheduler
     from autotuner.search import start_ray

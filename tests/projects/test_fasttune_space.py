@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def draw(parameter, random):
-    """Sample as a search algorithm does: choices and steps by index."""
+    """Draw a sample like a search algorithm, with choices and steps by index."""
     low, high = parameter.values[0], parameter.values[-1]
     if parameter.kind == "choice":
         return parameter.decode(random.integers(len(parameter.values)))

@@ -1,4 +1,4 @@
-"""FastTune: loaders of the training and validation parts."""
+"""FastTune: loaders of the training and validation splits."""
 
 from autotuner.split import register_split
 

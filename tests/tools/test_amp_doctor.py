@@ -19,7 +19,7 @@ from fastamp.modeling import BACKBONE_REGISTRY
 
 @BACKBONE_REGISTRY.register()
 def build_doctors_backbone(cfg):
-    """Build the tiny backbone with its second convolution multiplied by SIE_COE."""
+    """Build the tiny backbone and multiply its second convolution by SIE_COE."""
     net = tiny.build_tiny_backbone(cfg)
     with torch.no_grad():
         net[4].weight.mul_(cfg.MODEL.BACKBONE.SIE_COE)
@@ -94,7 +94,7 @@ def test_amp_without_low_precision_operations_fails(demo, tmp_path, capfd):
 
 @BACKBONE_REGISTRY.register()
 def build_rare_backbone(cfg):
-    """Build a tiny backbone that overflows float16 in evaluation with more than 16 images."""
+    """Build a tiny backbone that overflows float16 in evaluation if a batch has more than 16 images."""
 
     class Rare(nn.Module):
         def forward(self, x):

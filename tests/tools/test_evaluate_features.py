@@ -187,7 +187,7 @@ def test_invalid_paths_are_errors(capsys, tmp_path):
 
 
 def write(path, features, *, names=str):
-    """Write (query features, gallery features, ids) with the identities as ``names`` makes them."""
+    """Write (query features, gallery features, ids); ``names`` converts the identities."""
     queries, gallery, ids = features
     columns = {"features": (queries.numpy(), gallery.numpy())}
     columns["pids"] = [np.array([names(pid) for pid in side.tolist()]) for side in (ids.query_pids, ids.gallery_pids)]
@@ -224,7 +224,7 @@ def test_identity_minus_one_as_text_is_excluded(capsys, tmp_path):
 
 
 def test_float64_features_are_ranked_in_float64(capsys, tmp_path):
-    """The features differ by less than the resolution of float32."""
+    """The features differ by less than float32 resolution."""
     queries = np.ones((2, 4))
     gallery = np.ones((4, 4)) + 1e-12 * np.arange(4)[:, None] * np.array([1.0, -1, 0, 0])
     path = tmp_path / "fine.npz"

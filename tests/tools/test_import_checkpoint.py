@@ -49,7 +49,7 @@ def features(made):
 
 
 def renamed(state, names):
-    """Return ``state`` with names replaced according to ``names``, new -> old."""
+    """Return ``state`` with its tensors renamed; ``names`` maps new names to old names."""
     for new, old in names.items():
         state = {name.replace(new, old): value for name, value in state.items()}
     return state

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Files of the tiny demo."""
+    """Folder of the tiny demo images."""
     return tiny.make_demo(tmp_path / "pictures")
 
 

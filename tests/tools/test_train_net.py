@@ -25,7 +25,7 @@ def run(capfd, *argv):
 
 @pytest.fixture
 def assert_input_error(demo, tmp_path, capfd):
-    """Function that runs with invalid input and checks exit code 2, one message, and that no file was overwritten."""
+    """Function that checks that invalid input gives exit code 2 and one message, and overwrites no file."""
 
     def check(*opts, argv=(), message):
         output = tmp_path / "output"
@@ -406,7 +406,7 @@ def test_missing_config_file_exits_with_2_without_traceback():
 
 
 def test_invalid_checkpoint_entries_are_errors(demo, tmp_path, capfd):
-    """Entries other than the weights are validated too; in an untrusted file they may have any type."""
+    """Entries other than the weights are also validated; in an untrusted file they may have any type."""
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *options)[0] == 0
     good = torch.load(tmp_path / "model_final.pth", weights_only=True)
