@@ -87,4 +87,4 @@ try:
 except TrainingError as error:
     message = str(error)
 print(f"\na three-channel model on one-channel images, after {trainer.steps_taken} steps: {message}")
-check("not of mixed precision" in message and "expected 3 channels, got 1" in message, "the number of channels")
+check("in float32" in message and "expected 3 channels, got 1" in message, "the number of channels")
