@@ -32,7 +32,7 @@ def count_indistinct(
     metric: str,
     dtype: torch.dtype,
 ) -> int:
-    """Count images whose features cannot be distinguished from those of another identity, and warn about them.
+    """Count images whose features cannot be distinguished from those of another identity, and log a warning.
 
     If the largest distance between two features is below the resolution of ``dtype``, all images are counted. This
     distance is bounded by twice the largest distance from the mean, so that pairs need not be compared. Otherwise,
@@ -116,7 +116,7 @@ def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch
 
 
 def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray) -> int:
-    """Count rows that are bit-identical to a row of another identity, by 64-bit hashes.
+    """Count rows that are bit-identical to a row of another identity, by comparing 64-bit hashes.
 
     A subset of the columns is hashed first. All columns are hashed only for rows that are equal in this subset.
     """

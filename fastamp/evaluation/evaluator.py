@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
 LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
-"""Default locator of ``inference_on_dataset``, imported only after a failure: diagnostics imports evaluation."""
+"""Default locator of ``inference_on_dataset``, imported only on failure because diagnostics imports evaluation."""
 
 
 class DatasetEvaluator:

@@ -60,8 +60,8 @@ def update_bn_statistics(
     """Recompute the running statistics of batch norm layers for the current weights (precise BN).
 
     During the forward passes, batch norm layers use batch statistics, and all other modules are in evaluation mode. The
-    mean and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576, section
-    3). Layers without running statistics and frozen layers (in evaluation mode) are not changed.
+    mean and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576,
+    section 3). Layers without running statistics and frozen layers (in evaluation mode) are not changed.
 
     Args:
         model: model whose batch norm buffers are updated; the mode of each module is restored.

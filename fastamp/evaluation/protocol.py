@@ -264,7 +264,7 @@ RULES = {
     ),
     "no_camera": RankingRule(text="no cameras (no junk)", junk=None),
 }
-"""``TEST.PROTOCOL`` -> rule; ``single_shot`` adds the rules with a random gallery.
+"""Rule for each value of ``TEST.PROTOCOL``; ``single_shot`` adds the rules with a random gallery.
 
 ``choices`` in ``KEYS`` repeats the names, because the config is read without importing this module.
 """
@@ -326,7 +326,8 @@ class Protocol:
         for name, part in parts.items():
             if part is not None:
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED requires a fixed gallery, but TEST.PROTOCOL {self.rule} draws random ones.\n"
+                    f"TEST.{name}.ENABLED requires a fixed gallery, but TEST.PROTOCOL {self.rule} draws random "
+                    "galleries.\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
         if self.trapezoid:
@@ -359,7 +360,7 @@ class Protocol:
         )
 
     def plain(self) -> "Protocol":
-        """Return the protocol for baselines: the same rule with cosine distances, without re-ranking and expansion."""
+        """Return the protocol for baselines: the same rule, with cosine distances and no re-ranking or expansion."""
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:

@@ -110,7 +110,7 @@ def expand(
         ):
             raise ConfigError(
                 f"TEST.AQE.ALPHA {options.alpha:g}: similarities raised to this power overflow in float32.\n"
-                "  fix: use a smaller absolute value"
+                "  fix: reduce the absolute value of TEST.AQE.ALPHA"
             )
     return query_features, gallery_features
 

@@ -36,8 +36,8 @@ class RankingResult:
         ap: (Q,) float64, average precision in 0..1; 0 for queries that are not ``valid``.
         inp: (Q,) float64, inverse negative penalty in 0..1: number of matches divided by the rank of the last match
             (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 for queries that are not ``valid``.
-        first_match: (Q, R) int64, 0-based rank of the first match, not counting junk, in each of R random galleries (R
-            = 1 for a fixed gallery); -1 if the query has no match or is itself in the gallery of that trial.
+        first_match: (Q, R) int64, 0-based rank of the first match, not counting junk, in each of R random galleries;
+            R is 1 for a fixed gallery. -1 if the query has no match or is itself in the gallery of that trial.
     """
 
     ap: torch.Tensor

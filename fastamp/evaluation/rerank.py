@@ -133,7 +133,7 @@ class ReRankedDistances(DistanceBlocks):
         self.limit = None if options.variant == "fastreid" else 1.0
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """See ``DistanceBlocks``."""
+        """Compute the re-ranked distances of queries ``start:stop``, see ``DistanceBlocks``."""
         lambda_value = self.options.lambda_value
         self._original.rows(start, stop, out)
         if self.options.variant != "fastreid":

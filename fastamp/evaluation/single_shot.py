@@ -49,7 +49,7 @@ class SingleGalleryShotRanker(Ranker):
         self._choice = generator.random((num_trials, len(identities.query_pids)))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
-        """See ``Ranker``."""
+        """Rank the gallery in each trial, see ``Ranker.rank``."""
         ap, inp, _ = super().rank(start, distances)
         pairs = self.matches.pairs(start, start + len(distances))
         counts = np.bincount(pairs.rows, minlength=len(distances))
@@ -85,7 +85,7 @@ class VehicleIDRanker(Ranker):
         self._drawn = _draw_gallery(self.matches.groups, num_trials, np.random.default_rng(seed))
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
-        """See ``Ranker``."""
+        """Rank the gallery in each trial, see ``Ranker.rank``."""
         images = np.arange(start, start + len(distances))
         group = self.matches.groups.find(self.matches.query_pids[images])
         first_match = np.full((len(distances), self.num_trials), -1)

@@ -55,7 +55,7 @@ class ExportReport:
         size: file size in bytes.
         comparisons: comparisons of features on random images and on the test set.
         data: description of the test images for the mAP comparison; "" if only random images were compared.
-        expected_map, found_map: mAP in percent of the PyTorch model and of the exported model; None without ``data``.
+        expected_map, found_map: mAP of the PyTorch model and of the exported model, in percent; None without ``data``.
     """
 
     path: Path

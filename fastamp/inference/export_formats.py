@@ -66,7 +66,7 @@ class Format:
         if opset is None:
             return
         if not self.packages:
-            raise ConfigError(f"--opset {opset} is only supported for ONNX, not for {self.title}")
+            raise ConfigError(f"--opset {opset} is not supported for {self.title} files: only ONNX files have an opset")
         highest = importlib.import_module("onnx").defs.onnx_opset_version()
         if not _LOWEST_OPSET <= opset <= highest:
             raise ConfigError(f"--opset must be in {_LOWEST_OPSET}..{highest}; got {opset}")

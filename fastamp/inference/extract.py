@@ -67,7 +67,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
 
     Args:
         source: dataset name as in DATASETS.NAMES, including ``csv:FILE`` and ``folder:FOLDER``; a CSV file; or a folder
-            whose images at any depth are used without identities and cameras.
+            whose images, including those in subfolders, are used without identities and cameras.
         cfg: config; only DATASETS is read.
         splits: splits of a dataset to include. Default: query, gallery, train.
 
@@ -86,7 +86,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         if folder.is_dir():
             items = [ImageItem(file, 0, -1) for file in image_files(folder)]
             if not items:
-                raise DataError(f"no images found in {folder.absolute()} and its subfolders")
+                raise DataError(f"no images found in {folder.absolute()} or its subfolders")
             return Listing(PackedItems.of(items), np.full(len(items), -1))
         if name.endswith(".csv"):
             name = f"csv:{name}"
@@ -293,7 +293,7 @@ class _Parts:
         if problem:
             raise ConfigError(
                 f"cannot store the parts of the extraction in {self.folder}, because it {problem}.\n"
-                "  fix: choose another --output, or move it away"
+                "  fix: choose another --output, or move that file or folder to another location"
             )
 
     def _read_marker(self) -> Any:

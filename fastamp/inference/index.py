@@ -229,7 +229,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     meta = {name: getattr(extraction, name, None) for name in _META} | {"kind": kind}
     with writing(out):
         write_atomically(out, lambda file: _write(file, _build_filled(kind, extraction), meta))
-    logger.info("wrote %s: %d features of %d, %s", out, *extraction.features.shape, kind)
+    logger.info("wrote %s: %d features of dimension %d, index kind %s", out, *extraction.features.shape, kind)
     return load_index(out, verify=False)
 
 
@@ -261,7 +261,7 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
         size, crc = (_number(path, name, meta[name]) for name in ("size", "crc"))
         with open(path, "rb") as file:
             if verify and _checksum(file, size) != crc:
-                raise ValueError("checksum mismatch of the index")
+                raise ValueError("checksum mismatch in the faiss index")
         # Older versions of faiss map only the lists of an IVF index, and read other kinds into memory.
         index = faiss.read_index(str(path), getattr(faiss, "IO_FLAG_MMAP_IFC", faiss.IO_FLAG_MMAP))
     _check_parts(path, index, meta)
@@ -291,8 +291,8 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
     kind, metric = texts["kind"], texts["metric"]
     if kind not in classes or not isinstance(index, classes[kind]) or index.metric_type != metrics.get(metric):
         raise DataError(
-            f"{path}: index does not match its metadata: expected kind {kind!r} and metric {metric!r}, got "
-            f"{type(index).__name__} of metric {index.metric_type}.\n  fix: {_BUILD_AGAIN}"
+            f"{path}: the index does not match its metadata: expected kind {kind!r} and metric {metric!r}, got "
+            f"{type(index).__name__} with faiss metric {index.metric_type}.\n  fix: {_BUILD_AGAIN}"
         )
     check_columns(path, meta, index.ntotal, fix=_BUILD_AGAIN)
 

@@ -357,8 +357,8 @@ class Predictor:
             if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
-                    f"the model has embeddings for {name}: expected {count} values in 0..{limit - 1}, one per image; "
-                    f"got {found}"
+                    f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
+                    f"image; got {found}"
                 )
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
