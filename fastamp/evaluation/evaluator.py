@@ -48,7 +48,7 @@ class DatasetEvaluator:
         raise NotImplementedError
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the metrics; None on ranks other than 0."""
+        """Compute and return the metrics; return None on ranks other than 0."""
         raise NotImplementedError
 
 

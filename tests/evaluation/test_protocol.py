@@ -131,7 +131,7 @@ def test_identity_minus_one_is_excluded_under_trapezoid_ap():
         ),
     ],
 )
-def test_protocol_description_is_one_line_with_all_options(opts, words):
+def test_protocol_description_lists_options_in_one_line(opts, words):
     line = protocol(*opts).describe()
     assert "\n" not in line and all(word in line for word in words)
 

@@ -60,7 +60,7 @@ def test_expansion_is_finite_for_negative_similarities_and_k_above_set_size():
             assert all(torch.isfinite(side).all() for side in both)
 
 
-def test_invalid_options_and_overflowing_weights_raise():
+def test_query_expansion_rejects_invalid_options_and_overflowing_weights():
     with pytest.raises(ConfigError, match="TEST.AQE.TARGET.*'queries'.*'query'"):
         QueryExpansion(target="queries")
     with pytest.raises(ConfigError, match="QE_K.*0"):
