@@ -193,7 +193,7 @@ def test_custom_transform_is_applied_in_training(project):
     assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "Darken", "RandomErasing"]
 
 
-def test_custom_backbone_trains(project, tmp_path, capsys):
+def test_custom_backbone_trains_and_its_weights_are_recognized(project, tmp_path, capsys):
     text = "MODEL: {BACKBONE: {NAME: build_patchnet_backbone, DEPTH: wide, FEAT_DIM: 32, WITH_GATE: True}}"
     component, recipe = project(BACKBONE, text)
     assert len(train(component, recipe)) == 2

@@ -266,7 +266,7 @@ def test_center_loss_matches_definition(case):
     check(center_loss, features, ids, centers, expected=expected)
 
 
-def test_memory_bank_loss_excludes_own_key(case):
+def test_memory_bank_loss_matches_definition(case):
     """Pairwise CosFace between queries and the bank; each query's own key is excluded."""
     features, ids = case
     bank = MemoryBank(feature_dim=6, size=20, margin=0.25, gamma=32.0)

@@ -42,5 +42,5 @@ def test_banned_words_are_read_from_the_glossary():
     assert banned_words()["floor"] == "baseline"
 
 
-def test_text_of_the_repository_passes():
+def test_repository_text_passes_the_language_check():
     assert not (findings := check_paths(["."])), "\n".join(map(str, findings))

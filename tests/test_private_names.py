@@ -126,7 +126,7 @@ def test_attributes_of_other_modules_are_not_assigned():
     ],
 )
 def test_check_finds_planted_assignment(source, expected):
-    """Negative control."""
+    """Negative control for the check above."""
     assert list(foreign_assignments(source)) == expected
 
 
@@ -150,7 +150,7 @@ def test_private_attributes_of_other_modules_are_not_used():
     ],
 )
 def test_check_finds_planted_private_attribute(source, expected):
-    """Negative control."""
+    """Negative control for the check above."""
     assert list(foreign(source)) == expected
 
 

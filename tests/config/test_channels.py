@@ -21,7 +21,7 @@ def test_rgb_to_luma_conversion_matches_pillow(color):
 @pytest.mark.parametrize(
     ("count", "channels", "expected"), [(3, 4, "4"), (1, 3, "3"), (4, 3, "3"), (2, 1, "1 or 3"), (4, 1, "1 or 3")]
 )
-def test_wrong_number_of_values_is_an_error(count, channels, expected):
+def test_wrong_number_of_channel_values_is_an_error(count, channels, expected):
     with pytest.raises(ConfigError) as raised:
         per_channel("MODEL.PIXEL_STD", (1.0,) * count, channels=channels)
     for text in ("MODEL.PIXEL_STD", f"INPUT.CHANNELS {channels}", f"{expected} values", f"got {count}", "fix: "):

@@ -70,7 +70,7 @@ def test_keys_are_sorted_by_file_name(package):
     assert list(cfg.MODEL.LOSSES)[-2:] == ["A", "B"] and cfg.MODEL.LOSSES.A == 1.0
 
 
-def test_duplicate_key_is_an_error(package):
+def test_key_declared_by_two_components_is_an_error(package):
     (package / "modeling/losses/c.py").write_text('\nKEYS = (Key("MODEL.LOSSES.B", 1.0, "Weight."),)\n')
     with pytest.raises(ValueError, match=r"c\.py.*MODEL\.LOSSES\.B"):
         component_keys(package)

@@ -61,7 +61,7 @@ AMP_SHORTHANDS = [
 
 @pytest.mark.parametrize(("text", "enabled", "dtype"), AMP_SHORTHANDS)
 @pytest.mark.parametrize("quote", ["", "'"])
-def test_amp_shorthand_in_yaml_base_and_command_line(text, enabled, dtype, quote, from_yaml, tmp_path):
+def test_amp_shorthand_sets_enabled_and_dtype(text, enabled, dtype, quote, from_yaml, tmp_path):
     in_file = from_yaml(f"SOLVER: {{AMP: {quote}{text}{quote}}}")
     (tmp_path / "child.yml").write_text("_BASE_: config.yml\nSEED: 3\n")
     through_base = get_cfg()
@@ -73,7 +73,7 @@ def test_amp_shorthand_in_yaml_base_and_command_line(text, enabled, dtype, quote
         assert bool(merged.SOLVER.AMP) is enabled
 
 
-def test_amp_shorthand_by_attribute(cfg):
+def test_amp_shorthand_can_be_assigned_as_attribute(cfg):
     cfg.SOLVER.AMP = True
     assert cfg.SOLVER.AMP
     assert cfg.SOLVER.AMP.ENABLED is True
@@ -103,7 +103,7 @@ def test_amp_off_keeps_dtype_of_base(tmp_path):
     assert (cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE) == (True, "float16")
 
 
-def test_wrong_dtype_suggests_nearest():
+def test_invalid_amp_dtype_suggests_nearest():
     with pytest.raises(ConfigError, match=r"command line: SOLVER.AMP.DTYPE: .*'bf17'.*'bf16'"):
         from_list("SOLVER.AMP", "bf17")
 
@@ -198,7 +198,7 @@ def test_values_are_converted_to_key_type_without_loss(key, value, expected, way
         assert [type(element) for element in node[name]] == [type(element) for element in expected]
 
 
-def test_yaml_list_with_scientific_notation(from_yaml):
+def test_scientific_notation_in_yaml_becomes_float(from_yaml):
     # YAML 1.1 reads 3e-4 (no dot) as a string.
     assert from_yaml("DATALOADER: {SET_WEIGHT: [3e-4, 1e-3]}").DATALOADER.SET_WEIGHT == (3e-4, 1e-3)
     assert from_yaml("SOLVER: {BASE_LR: 3e-4}").SOLVER.BASE_LR == 3e-4

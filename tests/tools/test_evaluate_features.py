@@ -62,7 +62,7 @@ def test_json_output_matches_reference_metrics(capsys, features, opts, key):
     assert found["num_valid_queries"] == 40
 
 
-def test_options_in_any_order_and_per_query_file(capsys, features, tmp_path):
+def test_options_are_accepted_in_any_order_and_per_query_file_is_written(capsys, features, tmp_path):
     out = tmp_path / "each.results"
     code, text, _ = run(capsys, features, "TEST.METRIC", "euclidean", "--per-query", str(out), "--json")
     assert code == 0 and json.loads(text)["num_valid_queries"] == 40
@@ -197,7 +197,7 @@ def write(path, features, *, names=str):
     return str(path)
 
 
-def test_result_equals_evaluator(capsys, tmp_path):
+def test_metrics_equal_those_of_the_evaluator(capsys, tmp_path):
     features = random_set(0)
     queries, gallery, ids = features
     evaluator = ReidEvaluator(get_cfg(), len(queries))

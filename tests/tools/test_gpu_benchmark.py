@@ -39,7 +39,7 @@ def run(gpu, output, part, match, *opts):
         ("rank", "market1501 re-ranking", "ratio"),
     ],
 )
-def test_measurement_runs_on_a_cpu(gpu, part, match, figure, tmp_path):
+def test_each_measurement_runs_on_a_cpu(gpu, part, match, figure, tmp_path):
     results = run(gpu, tmp_path / "gpu.json", part, match)
     assert all(figures[figure] is not None for name, figures in results[part].items() if "read" not in name)
 

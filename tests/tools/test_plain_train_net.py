@@ -29,7 +29,7 @@ def test_script_has_at_most_130_lines():
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_weights_equal_train_net(demo, tmp_path, precision):
+def test_final_weights_equal_those_of_train_net(demo, tmp_path, precision):
     options = ("SOLVER.AMP", precision, "SOLVER.CLIP_GRADIENTS", "True", "SOLVER.MAX_EPOCH", "2")
     assert train_net.cli(tiny.tiny_options(tmp_path / "hooks", *options)) == 0
     code, (results,) = run(*tiny.tiny_options(tmp_path / "plain", *options))

@@ -174,7 +174,7 @@ def test_missing_and_empty_datasets_are_errors(assert_input_error, tmp_path, mon
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_corrupt_image_is_named(demo_root, tmp_path, monkeypatch, capfd, workers):
+def test_corrupt_image_is_named_in_the_error(demo_root, tmp_path, monkeypatch, capfd, workers):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     image = sorted(root.rglob("bounding_box_train/*.jpg"))[5]
@@ -297,7 +297,7 @@ def test_invalid_numbers_of_processes_are_errors(assert_input_error, flags):
     assert_input_error(argv=flags, message=["--num-gpus", "--machine-rank"])
 
 
-def test_several_machines_need_dist_url(assert_input_error):
+def test_several_machines_without_dist_url_is_an_error(assert_input_error):
     assert_input_error(argv=["--num-machines", "2"], message="--dist-url")
 
 
