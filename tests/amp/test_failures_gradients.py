@@ -226,7 +226,7 @@ def two_optimizers(model):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_scaler_fails_on_an_optimizer_without_gradients(dtype):
+def test_plain_pytorch_scaler_fails_on_an_optimizer_without_gradients(dtype):
     model = make_net(Alternating)
     optimizers, scaler = two_optimizers(model), plain_scaler()
     with autocast(dtype):

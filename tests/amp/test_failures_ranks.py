@@ -54,7 +54,7 @@ def statistics(step):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_plain_ddp_keeps_non_finite_statistics_of_rank_0(ranks, dtype, bad_rank):
+def test_plain_pytorch_ddp_keeps_non_finite_statistics_of_rank_0(ranks, dtype, bad_rank):
     scenario = f"overflow on rank {bad_rank}, {dtype}"
     plain = histories(ranks, scenario, "plain")
     assert [finite(statistics(history[BAD_STEP])) for history in plain] == [bad_rank != 0, bad_rank != 1]
@@ -80,7 +80,7 @@ def test_skipped_step_restores_statistics_on_both_ranks(ranks, dtype, bad_rank):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype):
+def test_plain_pytorch_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "plain")
     assert (scales(first)[-1], scales(second)[-1]) == (65536.0, 32768.0)
     assert same(first[BAD_STEP - 1]["model"], second[BAD_STEP - 1]["model"])
@@ -101,7 +101,7 @@ def test_all_ranks_share_one_verdict(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_fp16_compression_skips_most_steps(ranks, dtype):
+def test_plain_pytorch_fp16_compression_skips_most_steps(ranks, dtype):
     scenario = f"compression, {dtype}"
     for rank in (0, 1):
         assert scales(ranks[rank][scenario]["plain fp16"])[-1] <= 4096.0  # at least 4 of 6 steps were skipped
@@ -158,7 +158,7 @@ def test_only_fp16_hooks_with_loss_scaling_raise(name, hook, fails):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_parameters_outside_ddp_diverge_silently(ranks, dtype):
+def test_plain_pytorch_parameters_outside_ddp_diverge_silently(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "plain")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 

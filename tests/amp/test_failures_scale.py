@@ -98,7 +98,7 @@ def test_clip_coefficient_does_not_depend_on_the_loss_scale():
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_warmup_ends_although_all_steps_are_skipped(dtype):
+def test_plain_pytorch_warmup_ends_although_all_steps_are_skipped(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer, before = sgd(model), values(model)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=10)
@@ -130,7 +130,7 @@ def test_schedule_advances_only_on_applied_steps(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_loss_scale_collapses(dtype):
+def test_plain_pytorch_loss_scale_collapses(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(40):
@@ -216,7 +216,7 @@ def test_on_failure_switches_the_dtype(on_failure, caplog):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_parameters_become_non_finite_after_145_skips(dtype):
+def test_plain_pytorch_parameters_become_non_finite_after_145_skips(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(145):

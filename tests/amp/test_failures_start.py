@@ -40,13 +40,13 @@ class Low(Net):
         return super().forward(batch | {"images": batch["images"].to(self.body[0].weight.dtype)})
 
 
-def test_plain_float16_model_fails_with_a_scaler():
+def test_plain_pytorch_float16_model_fails_with_a_scaler():
     model = make_net(Low).half()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         plain_step(model, sgd(model), GOOD, torch.float32, plain_scaler())
 
 
-def test_plain_bfloat16_model_loses_updates_silently():
+def test_plain_pytorch_bfloat16_model_loses_updates_silently():
     """Most updates are below the resolution of bfloat16 weights."""
     moved = []
     for dtype in (torch.bfloat16, torch.float32):

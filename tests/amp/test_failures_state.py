@@ -58,7 +58,7 @@ def evaluate(model, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_evaluation_stays_nan_after_an_overflow(dtype):
+def test_plain_pytorch_evaluation_stays_nan_after_an_overflow(dtype):
     model, scaler = make_net(normalize=True), plain_scaler()
     optimizer = sgd(model)
     for batch in (GOOD, BAD, *[GOOD] * 50):
@@ -211,7 +211,7 @@ def plain_skips(model, scaler):
     return skipped
 
 
-def test_plain_resume_without_scaler_state_skips_steps():
+def test_plain_pytorch_resume_without_scaler_state_skips_steps():
     model, scaler = make_net(Steep), plain_scaler()
     first = plain_skips(model, scaler)
     kept = scaler.state_dict()
@@ -278,7 +278,7 @@ EXPECTED = 1 - DECAY**UPDATES  # average of weight 1, starting from 0
 
 
 @pytest.mark.parametrize("dtype, last", [(torch.float16, 0.25), (torch.bfloat16, 0.03125)])
-def test_plain_low_precision_average_stops_changing(dtype, last):
+def test_plain_pytorch_low_precision_average_stops_changing(dtype, last):
     average, weight = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
     for _ in range(UPDATES):
         average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
@@ -351,7 +351,7 @@ def plain_window(dtype, *, inside):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_update_inside_the_accumulation_window_is_wrong(dtype):
+def test_plain_pytorch_update_inside_the_accumulation_window_is_wrong(dtype):
     right, norm, steps = plain_window(dtype, inside=None)
     assert steps == 1
     for inside in ("unscale", "step"):
