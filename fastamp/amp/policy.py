@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import inspect
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastamp.amp.fp32 import force_fp32
 from fastamp.utils.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)
@@ -174,8 +177,12 @@ class PrecisionPolicy:
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @contextmanager
-    def checked_autocast(self) -> Iterator[None]:
+    def checked_autocast(self, model: nn.Module | None = None) -> Iterator[None]:
         """Autocast context for the first forward pass: also check that at least one operation ran in low precision.
+
+        Args:
+            model: log the precision of the matrix products and convolutions in each child module of this model, and
+                warn about a large child that computes all of them in float32. Default: neither.
 
         Raises:
             TrainingError: if AMP is on, but no operation returned a tensor of the policy's dtype.
@@ -184,7 +191,7 @@ class PrecisionPolicy:
             yield
             return
         recorder = _DtypeRecorder(self.dtype)
-        with recorder, self.autocast():
+        with recorder, self.autocast(), recorder.follow(model):
             yield
         if not recorder.found:
             raise TrainingError(
@@ -195,6 +202,8 @@ class PrecisionPolicy:
                 "(SOLVER.AMP.FORCE_FP32), or the model disables autocast.\n"
                 "  fix: enable autocast in the model, shorten SOLVER.AMP.FORCE_FP32, or set SOLVER.AMP False"
             )
+        if recorder.products:
+            recorder.report(model)
 
     def in_float32(self) -> "PrecisionPolicy":
         """Return the float32 counterpart of this policy, as a reference."""
@@ -275,21 +284,84 @@ class PrecisionPolicy:
         }
 
 
+# All decorated functions share the code of the wrapper.
+_REGION = force_fp32(lambda: None).__code__
+# Operations that autocast runs in low precision and that dominate the time of a model.
+_PRODUCTS = ("convolution", "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "scaled_dot_product")
+
+
 class _DtypeRecorder(TorchDispatchMode):
-    """Record whether any operation returns a tensor of the given dtype."""
+    """Record whether any operation returns a tensor of the given dtype, and the dtypes of products per child module.
+
+    Attributes:
+        found: True if an operation other than a cast returned a tensor of ``dtype``.
+        products: name of a child module -> dtypes of its matrix products and convolutions, with counts, outside
+            ``force_fp32`` regions.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
         self.found = False
+        self.products: dict[str, Counter[torch.dtype]] = {}
+        self._child = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # A cast does not count: it shows no computation in low precision.
-        if not self.found and func is not torch.ops.aten._to_copy.default:
+        if func is not torch.ops.aten._to_copy.default and (self._child or not self.found):
             outputs = out if isinstance(out, (tuple, list)) else (out,)
-            self.found = any(isinstance(item, torch.Tensor) and item.dtype == self.dtype for item in outputs)
+            dtypes = [item.dtype for item in outputs if isinstance(item, torch.Tensor)]
+            self.found |= self.dtype in dtypes
+            is_product = any(name in func.overloadpacket.__name__ for name in _PRODUCTS)
+            if self._child and dtypes and is_product and not _in_fp32_region():
+                self.products.setdefault(self._child, Counter())[dtypes[0]] += 1
         return out
+
+    @contextmanager
+    def follow(self, model: nn.Module | None) -> Iterator[None]:
+        """Attribute operations to the child modules of ``model``; a compiled model is not followed."""
+        children = [] if model is None else list(model.named_children())
+        if any(getattr(module, "_compiled_call_impl", None) for _, child in children for module in child.modules()):
+            children = []  # a hook would compile it again
+        handles = []
+        for name, child in children:
+            handles.append(child.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_child", name)))
+            handles.append(child.register_forward_hook(lambda *_: setattr(self, "_child", "")))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def report(self, model: nn.Module) -> None:
+        """Log the dtypes of each child, and warn about large children that compute products only in float32."""
+        described = (
+            f"{name}: {' and '.join(dtype_name(dtype) for dtype in sorted(dtypes, key=str))}"
+            for name, dtypes in self.products.items()
+        )
+        logger.info("precision of matrix products and convolutions: %s", "; ".join(described))
+        total = sum(p.numel() for p in model.parameters())
+        for name, dtypes in self.products.items():
+            size = sum(p.numel() for p in model.get_submodule(name).parameters())
+            if self.dtype not in dtypes and size >= total / 10:
+                logger.warning(
+                    "SOLVER.AMP is on, but all matrix products and convolutions of %r ran in float32: mixed precision "
+                    "has no effect on this part of the model.\n"
+                    "  cause: the module disables autocast, or SOLVER.AMP.FORCE_FP32 matches all of its layers.\n"
+                    "  fix:   enable autocast in the module, or list it in SOLVER.AMP.FORCE_FP32",
+                    name,
+                )
+
+
+def _in_fp32_region() -> bool:
+    """Return True if the caller runs inside a function decorated with ``force_fp32``."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is _REGION:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.cache

@@ -364,7 +364,7 @@ class SimpleTrainer(TrainerBase):
         if self._autocast_checked:
             return self.policy.autocast()
         self._autocast_checked = True
-        return self.policy.checked_autocast()
+        return self.policy.checked_autocast(self.model)
 
     def parallel_model(self) -> nn.Module:
         """Return the model wrapped in DDP if there are several processes, else the model itself.

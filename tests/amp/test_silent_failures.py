@@ -8,7 +8,7 @@ import torch
 from loops import make_batch, make_net, make_trainer
 from torch import nn
 
-from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy
+from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, PrecisionPolicy, apply_force_fp32
 from fastamp.amp.checks import NonFiniteParameters
 from fastamp.amp.module_monitor import FIRST_CHECK
 from fastamp.amp.step import SKIP_WINDOW
@@ -275,3 +275,35 @@ def test_parameters_reset_between_steps_are_reported(caplog):
     run(model, step, 60, hook=reset)
     (message,) = warnings_of(caplog)
     assert "'backbone'" in message and "reset" in message
+
+
+class Disabled(nn.Module):
+    """A linear layer that disables autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 16)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return self.layer(x).relu()
+
+
+@pytest.mark.parametrize("forced", [False, True])
+def test_child_module_that_disables_autocast_is_reported(forced, caplog):
+    caplog.set_level(logging.INFO, "fastamp.amp")
+    model = make_net()
+    model.body = Disabled()
+    if forced:
+        apply_force_fp32(model, ["body"])
+    make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [make_batch()], torch.bfloat16).train(0, 1, 1)
+    assert ("head: bfloat16" if forced else "body: float32; head: bfloat16") in caplog.text
+    assert [("'body'" in each) for each in warnings_of(caplog)] == ([] if forced else [True])
+
+
+def test_plain_pytorch_is_silent_if_a_child_disables_autocast(caplog):
+    model = make_net()
+    model.body = Disabled()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(make_batch())["loss_cls"].backward()
+    assert not caplog.records
