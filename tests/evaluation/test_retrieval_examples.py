@@ -86,7 +86,10 @@ def test_examples_of_large_set_use_sampled_queries():
     assert examples.roc.num_genuine + examples.roc.num_impostor <= 120 * 40
     assert len(examples.cameras.query_cameras) == 2 and examples.cameras.num_omitted == 4
     again, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2), memory_budget_mb=0.005)
-    np.testing.assert_array_equal(examples.roc.tar, again.examples.roc.tar)
+    # Products in other blocks round differently, which can move a distance to the next bin of the curve.
+    rates = np.linspace(0.01, 0.99, 50)
+    curves = [np.interp(rates, each.roc.far, each.roc.tar) for each in (examples, again.examples)]
+    np.testing.assert_allclose(*curves, atol=0.01)
     np.testing.assert_allclose(examples.cameras.mean_ap, again.examples.cameras.mean_ap)
 
 

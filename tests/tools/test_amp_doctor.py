@@ -147,10 +147,8 @@ def test_layer_figure_is_written(demo, tmp_path, capfd):
 def test_missing_matplotlib_skips_the_figure_with_a_warning(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", "SOLVER.AMP", "bf16")]) == 0
-    assert (
-        'layers.png was not written: matplotlib is not installed.\n  fix: pip install "fastamp[vis]"'
-        in (tmp_path / "log.txt").read_text()
-    )
+    log = (tmp_path / "log.txt").read_text()
+    assert "layers.png" in log and 'pip install "fastamp[vis]"' in log
     assert not (tmp_path / FOLDER / "layers.png").exists()
 
 

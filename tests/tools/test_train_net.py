@@ -340,7 +340,7 @@ def test_resume_with_different_weight_average_is_an_error(demo, tmp_path, capfd)
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *swa))
     assert code == 2 and "average does not match" in stderr
     assert run(capfd, "--resume", *tiny.tiny_options(tmp_path))[0] == 0
-    assert "the ema of the weights" in (tmp_path / "log.txt").read_text()
+    assert "weight average (ema)" in (tmp_path / "log.txt").read_text()
 
 
 def test_resume_applies_and_logs_changed_learning_rate(demo, tmp_path, capfd):
