@@ -24,6 +24,17 @@ from fastamp.amp.policy import resolve_device
 SITES = ["fastamp/amp"]
 
 
+class _Float32Layer(nn.Linear):
+    """Linear layer that disables autocast."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     devices(record)
     policies(record)
@@ -73,6 +84,9 @@ def policies(record):
             patch.setattr(torch.Tensor, "__matmul__", product)
             PrecisionPolicy.from_config(tiny_config(record.root, "SOLVER.AMP", "fp16"), torch.device("cpu"))
     bf16 = PrecisionPolicy("cpu", torch.bfloat16, "test")
+    model = nn.Sequential(nn.Linear(4, 4), _Float32Layer())
+    with record("a child module that disables autocast"), bf16.checked_autocast(model):
+        model(torch.ones(2, 4))
     with record("a forward pass without low precision"), bf16.checked_autocast():
         torch.ones(3).exp()
     with record("model.half()"):
