@@ -28,11 +28,12 @@ class Checkpointer:
         model (nn.Module): model stored under ``"model"``.
         save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
         min_match (float): see ``load_model_state``. Default 0.9.
-        check (Callable | None): called with the model before each save; it prevents the save by raising an exception.
-        notes (Callable): returns additional entries to store in each file; ``resume`` does not require them.
-        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, by entry name. An optional
-            method ``form()`` returns a template of the expected structure; without it, ``state_dict()`` is the
-            template.
+        check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
+        notes (Callable): function that returns additional entries for each checkpoint; ``resume`` does not require
+            these entries.
+        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, passed under the names of
+            their checkpoint entries. ``resume`` checks that an entry has the structure of ``form()`` or, for objects
+            without this method, of ``state_dict()``.
     """
 
     def __init__(
@@ -103,8 +104,8 @@ class Checkpointer:
             folder (str | os.PathLike | None): folder to search; None for ``save_dir``.
 
         Returns:
-            Path | None: path of the checkpoint; None if the folder contains neither ``last_checkpoint`` nor any other
-            suitable checkpoint.
+            Path | None: path of the checkpoint; None if the folder contains neither a file ``last_checkpoint`` nor a
+            checkpoint to resume from.
 
         Raises:
             WeightsError: if there are checkpoints, but none is readable.
@@ -148,8 +149,8 @@ class Checkpointer:
         found = "\n  ".join(problems)
         raise WeightsError(
             f"no readable checkpoint in {folder}:\n  {found}\n"
-            "  fix: start a new run without --resume, e.g. with MODEL.WEIGHTS from a readable file such as "
-            "model_best.pth"
+            "  fix: start a new run without --resume; to start from existing weights, set MODEL.WEIGHTS to a readable "
+            "file, e.g. model_best.pth"
         )
 
     def _missing_entries(self, content: Any) -> list[str]:
@@ -160,7 +161,7 @@ class Checkpointer:
         """Load only the weights of the model.
 
         Returns:
-            dict[str, Any]: the other entries of the file; empty for a bare state dict.
+            dict[str, Any]: the remaining entries of the file, without the weights; empty for a bare state dict.
 
         Raises:
             WeightsError: see ``read_checkpoint``, ``state_dict_in`` and ``load_model_state``.
@@ -170,30 +171,30 @@ class Checkpointer:
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Restore the model and all checkpointables to continue a run exactly.
+        """Restore the model and all checkpointables, so that the run continues as if it had not been interrupted.
 
         Returns:
-            dict[str, Any]: the other entries of the file.
+            dict[str, Any]: the remaining entries of the file, which are not part of the restored state.
 
         Raises:
             WeightsError: if the file is damaged, is not a training checkpoint, or does not match the model.
         """
         content = read_checkpoint(path)
         if missing := self._missing_entries(content):
-            cause = "it is not a checkpoint of this kind of run"
+            cause = "the file is not a checkpoint of this kind of run"
             if isinstance(content, dict) and STRIPPED in content:
                 raise WeightsError(
                     f"cannot resume from {path}: it was stripped and has no training state (missing: "
                     f"{', '.join(missing)}).\n"
-                    "  fix: resume from the original checkpoint; or start a new run from its weights: set "
-                    "MODEL.WEIGHTS, without --resume"
+                    "  fix: resume from the original checkpoint; or set MODEL.WEIGHTS to this file and start a new run "
+                    "without --resume"
                 )
             if len(missing) == 1:
-                cause = "this run's config requires it"
+                cause = "the config of this run requires this entry"
             raise WeightsError(
-                f"cannot resume from {path}: missing {', '.join(missing)}; {cause}.\n"
-                "  fix: resume with the run's original config (config.yaml next to the checkpoint); or start a new run "
-                "from its weights: set MODEL.WEIGHTS, without --resume"
+                f"cannot resume from {path}: missing entries: {', '.join(missing)}; {cause}.\n"
+                "  fix: resume with the run's original config (config.yaml next to the checkpoint); or set "
+                "MODEL.WEIGHTS to the checkpoint and start a new run without --resume"
             )
         own = self.model.state_dict()
         self._check_structure(content, path)
@@ -202,7 +203,7 @@ class Checkpointer:
         differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
         if differ:
             raise WeightsError(
-                f"cannot resume from {path}: it does not match the model; mismatched tensors: {len(differ)}"
+                f"cannot resume from {path}: the file does not match the model; mismatched tensors: {len(differ)}"
                 f"{examples(sorted(differ))}.\n  fix: resume with the run's original config (config.yaml next to the "
                 "checkpoint)"
             )
@@ -231,12 +232,12 @@ class Checkpointer:
         if wrong:
             raise WeightsError(
                 f"cannot resume from {path}: the file has unexpected content or is damaged.\n  {wrong}\n"
-                "  fix: use an earlier checkpoint, or the run's original config (config.yaml next to it)"
+                "  fix: use an earlier checkpoint, or the run's original config (config.yaml next to the checkpoint)"
             )
 
 
 def _tagged_name(folder: Path) -> str | None:
-    """Read the file name in ``last_checkpoint`` without validating it; None if ``last_checkpoint`` is missing."""
+    """Return the file name in ``last_checkpoint``, even if no such file exists; None without ``last_checkpoint``."""
     pointer = folder / "last_checkpoint"
     if not pointer.is_file():
         return None

@@ -35,7 +35,7 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
         cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
     except UserError as error:
         raise WeightsError(
-            f"cannot use the config in {checkpoint}: it is from another version, or needs a plugin.\n"
+            f"cannot use the config in {checkpoint}: it is from another version of fastamp, or needs a plugin.\n"
             f"  found: {str(error).removeprefix('another config: ')}"
         ) from error
     return True
@@ -45,7 +45,7 @@ def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
     """Create the error for a checkpoint without a config."""
     return WeightsError(
         f"{checkpoint} contains no config, so the model cannot be built.\n"
-        "  fix: convert it with python tools/import_checkpoint.py, which adds a config"
+        "  fix: convert the file with python tools/import_checkpoint.py, which adds a config"
     )
 
 
@@ -53,5 +53,5 @@ def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> Weigh
     """Create the error for a damaged entry; ``wrong`` describes the mismatch."""
     return WeightsError(
         f"{checkpoint} has unexpected content or is damaged.\n  {wrong}\n"
-        "  fix: use another checkpoint of the run, or import its weights with tools/import_checkpoint.py"
+        "  fix: use another checkpoint of the run, or import the weights with tools/import_checkpoint.py"
     )

@@ -28,12 +28,12 @@ def load_evaluated_weights(
     Args:
         model (nn.Module): model to load the weights into.
         path (str | os.PathLike): a checkpoint, or a bare state dict.
-        average (str | None): weight average to load if the file contains it, ``"ema"`` or ``"swa"``; None for the
-            weights of the model.
+        average (str | None): weight average to load, ``"ema"`` or ``"swa"``. The weights of the model are loaded if
+            this is None or if the file does not contain the average.
         min_match (float): see ``load_model_state``.
 
     Returns:
-        dict[str, Any]: the other entries of the file; empty for a bare state dict.
+        dict[str, Any]: the remaining entries of the file, without the loaded weights; empty for a bare state dict.
 
     Raises:
         WeightsError: if the weights are missing or damaged, or do not match the model.
@@ -42,7 +42,7 @@ def load_evaluated_weights(
     if STRIPPED in extra:
         kind = extra[STRIPPED]
         if kind != (average or "model"):
-            logger.warning("%s was stripped and contains only the %s weights; evaluating these", path, kind)
+            logger.warning("%s was stripped and contains only the %s weights; evaluating these weights", path, kind)
         return extra
     if average is None:
         return extra

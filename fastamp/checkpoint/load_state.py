@@ -53,11 +53,11 @@ class ImportReport:
         lines = [
             f"matched  {_count(self.matched, own)} of the model's tensors, {backbone}",
             f"renamed  {_count(self.renamed, own)}{examples(self.renamed)}",
-            f"dropped  {_count(self.dropped, in_file)} of the file's{examples(self.dropped)}",
-            f"missing  {_count(self.missing, own)} of the model's{examples(self.missing)}",
+            f"dropped  {_count(self.dropped, in_file)} of the file's tensors{examples(self.dropped)}",
+            f"missing  {_count(self.missing, own)} of the model's tensors{examples(self.missing)}",
         ]
         if self.other_shape:
-            lines.append(f"not loaded (other identities)  {', '.join(self.other_shape)}")
+            lines.append(f"not loaded (different number of identities)  {', '.join(self.other_shape)}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(f"  {line}" for line in lines)
 
@@ -75,7 +75,7 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
     unchanged. ``state`` is not modified.
 
     Returns:
-        The converted state dict, and notes for the import report.
+        ``(converted, notes)``: the converted state dict, and remarks for the import report.
 
     Raises:
         WeightsError: if a module cannot convert its tensors.
@@ -92,7 +92,7 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
 
 
 def _conversion_method(module: nn.Module) -> Callable[[State, list[str]], State] | None:
-    """Return the method ``convert_state_dict`` of a module, or ``adopt_state``, its old name, if that is overridden."""
+    """Return ``convert_state_dict`` or ``adopt_state`` (its old name) from the most derived class that defines one."""
     for cls in type(module).__mro__:
         if "convert_state_dict" in vars(cls):
             return module.convert_state_dict
@@ -121,7 +121,7 @@ def load_model_state(
         backbone_prefix (str): prefix of the tensors that ``min_match`` applies to. Default ``"backbone."``.
         min_match (float): minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
         without (tuple[str, ...]): globs of tensor names that ``min_match`` ignores.
-        fit (Callable | None): transforms the converted state dict before it is compared.
+        fit (Callable | None): function that transforms the converted state dict before it is compared with the model.
 
     Returns:
         ImportReport: matched, renamed, dropped and missing tensors; also logged.
@@ -215,15 +215,15 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
     if unexpected and backbone_prefix:
         logger.warning(
-            "the backbone in %s has %d tensors that the model lacks%s; the features will differ unless these tensors "
-            "are unused (see MODEL.BACKBONE.WITH_NL, WITH_SE, DEPTH)",
+            "the backbone in %s has %d tensors that the model does not have%s; if the original model uses these "
+            "tensors, the features will differ (check MODEL.BACKBONE.WITH_NL, WITH_SE and DEPTH)",
             report.source,
             len(unexpected),
             examples(unexpected),
         )
     if report.missing:
         logger.warning(
-            "%d tensors are missing in %s and keep their initial values%s",
+            "%d tensors of the model are missing from %s and keep their initial values%s",
             len(report.missing),
             report.source,
             examples(report.missing),
@@ -232,7 +232,8 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
         if own[key].shape[0] == 0:
             continue  # a head that is built for evaluation only has no classes
         logger.warning(
-            "%s keeps its initial values: its shape is %s in %s but %s in the model (other identities)",
+            "%s was not loaded and keeps its initial values: the shape is %s in %s but %s in the model (different "
+            "number of identities)",
             key,
             tuple(converted[key].shape),
             report.source,
@@ -241,7 +242,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
 
 
 def classifiers(model: nn.Module) -> set[str]:
-    """Collect the names of tensors that depend on the training identities, from ``classifiers`` of each module."""
+    """Collect the names of tensors that depend on the training identities, as listed in ``module.classifiers``."""
     return {
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()

@@ -2,8 +2,8 @@
 
 PyTorch's restricted unpickler does not execute code, but a few bytes can block it for hours: a dictionary key of nested
 tuples that share elements has exponentially many leaves, which are hashed in C without handling signals; keys with
-colliding hashes take quadratic time; deeply nested tuples overflow the stack. Therefore the opcodes are simulated
-first, without creating objects.
+colliding hashes take quadratic time; deeply nested tuples overflow the stack. Therefore ``check_pickle`` first
+simulates the opcodes, without creating objects.
 """
 
 import pickletools
@@ -63,17 +63,18 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
     Args:
         file (IO[bytes] | bytes): file positioned at the start of the pickle, which is read to its end; or the bytes of
             the pickle.
-        hash_items (bool): True if the reader hashes the elements of the result. Default False.
+        hash_items (bool): True if the caller hashes the elements of the loaded object. Default False.
 
     Raises:
         PickleLimitError: if loading would exceed the limits of this module, or an object contains itself.
-        ValueError, LookupError and other errors of ``pickletools``: if the pickle is damaged; loading it fails too.
+        ValueError, LookupError and other errors of ``pickletools``: if the pickle is damaged, so that loading it would
+            also fail.
     """
     _Machine(file).run(hash_items)
 
 
 class _Machine:
-    """Unpickler that simulates the stack and the memo with ``_Object`` entries."""
+    """Simulated unpickler, whose stack and memo contain ``_Object`` entries."""
 
     def __init__(self, file: IO[bytes] | bytes) -> None:
         self._opcodes = pickletools.genops(file)
@@ -197,7 +198,7 @@ class _Machine:
 
         Args:
             key (_Object): object to hash.
-            items_only (bool): hash only the elements of a tuple.
+            items_only (bool): True to count only the hashes of the elements of a tuple. Default False.
         """
         chosen = max(key.chosen - items_only, 0)
         self._keys += chosen

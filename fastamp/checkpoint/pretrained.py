@@ -41,7 +41,7 @@ class Download:
 
     Attributes:
         url (str): download URL.
-        file_name (str): file name in the cache; '' (default) for the last component of the URL.
+        file_name (str): file name in the cache. Default: the last component of the URL.
     """
 
     url: str
@@ -63,8 +63,8 @@ def load_pretrained_backbone(
     RGB weights are adapted to backbones with one or four input channels; see ``_fit_channels``.
 
     Args:
-        backbone (nn.Module): backbone that has the parameter names of the weights, or converts them in
-            ``convert_state_dict``.
+        backbone (nn.Module): backbone whose parameter names are those in the weights file, or that converts the names
+            in ``convert_state_dict``.
         path (str): local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty to use ``online``.
         online (TorchvisionWeights | Download | None): published weights; None if there are none for this backbone.
         without (tuple[str, ...]): globs of tensor names that the weights may lack.
@@ -119,7 +119,7 @@ def _fit_channels(state: dict[str, torch.Tensor], backbone: nn.Module, source: s
             )
         else:
             continue
-        logger.info("%s in %s has three input channels; %s for INPUT.CHANNELS %d", key, source, how, channels)
+        logger.info("%s in %s has three input channels; %s because INPUT.CHANNELS is %d", key, source, how, channels)
     return state | fitted
 
 
@@ -147,5 +147,5 @@ def _download(online: TorchvisionWeights | Download) -> Any:
             f"MODEL.BACKBONE.PRETRAIN is True, but the weights from {online.url} {problem}.\n"
             f"  found: {str(error).splitlines()[0]}\n"
             f"  fix: {again}download that file on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
-            "or start from random weights with MODEL.BACKBONE.PRETRAIN False"
+            "or set MODEL.BACKBONE.PRETRAIN to False to start from random weights"
         ) from error

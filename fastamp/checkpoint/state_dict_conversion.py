@@ -26,7 +26,7 @@ def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) 
 
 
 def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes: list[str]) -> dict[str, torch.Tensor]:
-    """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the names of a complete model.
+    """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the tensor names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
     the classifier belong to the backbone. The head converts the names of its own tensors.

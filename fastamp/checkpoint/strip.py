@@ -24,7 +24,7 @@ class StripReport:
         path (Path): output file.
         weights (str): kind of weights in the output: ``model``, or the evaluated average ``ema`` or ``swa``.
         removed (list[str]): names of the removed entries.
-        bytes_before, bytes_after (int): size of the input and output file.
+        bytes_before, bytes_after (int): sizes of the input file and the output file, in bytes.
     """
 
     path: Path
@@ -37,9 +37,10 @@ class StripReport:
 def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> StripReport:
     """Write a copy of a checkpoint without training state.
 
-    The copy contains the weights, the config and the entries that inference reads. If the config evaluates an average
-    of the weights (``SOLVER.EMA``, ``SOLVER.SWA``), the average replaces the weights. The copy gives the same features
-    and metrics, and training can start from it (``MODEL.WEIGHTS``) but not resume from it.
+    The copy contains the weights, the config and the entries that inference reads. If the config selects a weight
+    average for evaluation (``SOLVER.EMA``, ``SOLVER.SWA``), the average replaces the weights. The copy gives the same
+    features and metrics as the checkpoint. A new run can start from the copy (``MODEL.WEIGHTS``), but a run cannot be
+    resumed from it.
 
     Args:
         checkpoint (str | os.PathLike): checkpoint of a run.
@@ -53,7 +54,7 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
     source = expand(checkpoint)
     target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
     if target.suffix != ".pth":
-        raise ConfigError(f"{target}: the output file must end in .pth")
+        raise ConfigError(f"{target}: the name of the output file must end in .pth")
     if real_path(target) == real_path(source):
         raise ConfigError(
             f"{target} is the input checkpoint and would lose its training state; choose another output file"

@@ -27,7 +27,7 @@ _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 def _allowed_types() -> list[Any]:
     """List the additional types that may be unpickled: NumPy scalars, and argparse namespaces from other programs.
 
-    None of them runs code; a Namespace only stores attributes.
+    Unpickling these types runs no code; a Namespace only stores attributes.
     """
     kinds = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool_")
     reconstruct = np.float64(0).__reduce__()[0]  # NumPy 1 and 2 use different module names
@@ -44,7 +44,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
     """Find the first record with a wrong checksum in a file written by ``torch.save``.
 
     These files are zip archives with a CRC-32 per record, so that a single flipped bit is detected. A stored CRC of 0
-    means that none was computed (``torch.serialization.set_crc32_options``), and is not compared.
+    means that no checksum was computed (``torch.serialization.set_crc32_options``); it is ignored.
 
     Args:
         path (str | os.PathLike): file to check.
@@ -54,7 +54,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
             archives.
 
     Raises:
-        zipfile.BadZipFile, EOFError, OSError and other errors of ``zipfile``: the archive itself is damaged.
+        zipfile.BadZipFile, EOFError, OSError and other errors of ``zipfile``: if the archive itself is damaged.
     """
     with open(path, "rb") as file:
         if file.read(4) != _ZIP:
@@ -148,7 +148,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         raise WeightsError(
             f"weights file {path} ({path.stat().st_size} bytes) was rejected: "
             f"loading it would take too much time or memory.\n  found: {error}\n"
-            "  fix: do not use it; torch.save(model.state_dict(), path) does not write such files"
+            "  fix: do not use this file; torch.save(model.state_dict(), path) does not write such files"
         ) from error
     except pickle.UnpicklingError as error:
         found = _unsupported_object(error)
@@ -157,7 +157,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
                 f"weights file {path} contains objects other than tensors and plain values. They are rejected because "
                 "they can execute code.\n"
                 f"  found: {found}\n"
-                "  fix: save it again as a state dict: torch.save(model.state_dict(), path)"
+                "  fix: save only the state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged_file_error(path, _describe_damage(path), error) from error
     except WeightsError:
@@ -226,7 +226,7 @@ def _is_zip(path: Path) -> bool:
 
 
 def _unsupported_object(error: Exception) -> str:
-    """Get the name of the type that PyTorch refused to load; empty for other errors."""
+    """Extract the name of the type that PyTorch refused to load from its error; empty for other errors."""
     found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
     return (found[1] or found[2]) if found else ""
 
@@ -262,8 +262,8 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
     """Extract the state dict from the content of a checkpoint, and strip all ``module.`` prefixes from its keys.
 
     Args:
-        content (Any): ``{"model": state_dict, ...}``, a dict with the key ``"state_dict"`` or (pycls) ``"model_state"``
-            instead, or a bare state dict.
+        content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"`` or (pycls)
+            ``"model_state"``.
         path (str | os.PathLike): origin of the content, for the error message.
 
     Returns:

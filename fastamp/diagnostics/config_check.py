@@ -15,24 +15,24 @@ def check_config(cfg: CfgNode) -> None:
     """Check config values that depend on each other.
 
     Raises:
-        ConfigError: if values are inconsistent; the message states the key, the value and the fix.
+        ConfigError: if a check fails; the message gives the keys, their values and a fix.
     """
     if not cfg.MODEL.LOSSES.NAME:
-        raise ConfigError("MODEL.LOSSES.NAME is empty.\n  fix: set at least one loss")
+        raise ConfigError("MODEL.LOSSES.NAME is empty.\n  fix: set MODEL.LOSSES.NAME to at least one loss")
     if cfg.SOLVER.AMP.MIN_SCALE > cfg.SOLVER.AMP.MAX_SCALE:
         raise ConfigError(
-            f"SOLVER.AMP.MIN_SCALE ({cfg.SOLVER.AMP.MIN_SCALE:g}) must be at most SOLVER.AMP.MAX_SCALE "
-            f"({cfg.SOLVER.AMP.MAX_SCALE:g})"
+            f"SOLVER.AMP.MIN_SCALE ({cfg.SOLVER.AMP.MIN_SCALE:g}) is larger than SOLVER.AMP.MAX_SCALE "
+            f"({cfg.SOLVER.AMP.MAX_SCALE:g}).\n  fix: lower MIN_SCALE or raise MAX_SCALE"
         )
     for name in ("PIXEL_MEAN", "PIXEL_STD"):
         per_channel(f"MODEL.{name}", cfg.MODEL[name], channels=cfg.INPUT.CHANNELS)
     if not cfg.DATASETS.TESTS:
-        raise ConfigError("DATASETS.TESTS is empty.\n  fix: set at least one dataset to evaluate on")
+        raise ConfigError("DATASETS.TESTS is empty.\n  fix: set DATASETS.TESTS to at least one dataset for evaluation")
     Protocol.from_config(cfg)  # fail now instead of in the first evaluation
     if cfg.SOLVER.EMA.ENABLED and cfg.SOLVER.SWA.ENABLED:
         raise ConfigError(
-            "SOLVER.EMA and SOLVER.SWA are both enabled, but a run has only one weight average.\n"
-            "  fix: disable one of them"
+            "SOLVER.EMA and SOLVER.SWA are both enabled, but a run can use only one weight average.\n"
+            "  fix: set SOLVER.EMA.ENABLED or SOLVER.SWA.ENABLED to False"
         )
     if cfg.SOLVER.SWA.ENABLED:
         swa_start(cfg)
@@ -47,22 +47,22 @@ def check_config(cfg: CfgNode) -> None:
 
 
 def _check_distributed(cfg: CfgNode) -> None:
-    """Check config values for a distributed run."""
+    """Check config values that matter only in a distributed run."""
     if comm.get_world_size() == 1:
         return
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
-            f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, the same device for all {comm.get_world_size()} processes.\n"
-            "  fix: set MODEL.DEVICE cuda, which assigns one device to each process"
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, but {comm.get_world_size()} processes cannot share one device.\n"
+            "  fix: set MODEL.DEVICE to cuda, which assigns one device to each process"
         )
     device = resolve_device(cfg.MODEL.DEVICE)
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise ConfigError(
             f"the number of processes exceeds the number of CUDA devices on this machine "
             f"({torch.cuda.device_count()}).\n"
-            "  fix: start fewer processes (--num-gpus, --nproc-per-node), or set MODEL.DEVICE cpu"
+            "  fix: start fewer processes (--num-gpus, --nproc-per-node), or set MODEL.DEVICE to cpu"
         )
     norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
     sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
     if sync and device.type != "cuda":
-        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: set {sync[0]} BN")
+        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: set {sync[0]} to BN")

@@ -54,7 +54,7 @@ class CrashDump:
         loss_scale: loss scale of the step; 1 without loss scaling.
         micro_batch: the micro-batch with non-finite values.
         losses: loss name -> value under the policy; can be Inf or NaN.
-        location: ``NonFiniteLocation.as_dict``; None if nothing was located on this process.
+        location: ``NonFiniteLocation.as_dict``; None if no non-finite value was located in this process.
         model: parameters and buffers, including non-persistent buffers.
         evaluating: names of the modules in evaluation mode, e.g. frozen ones.
         frozen: names of the parameters with ``requires_grad=False``.
@@ -126,8 +126,8 @@ class CrashDump:
         ] + [name for name in self.model if name not in tensors]
         if differing:
             raise WeightsError(
-                f"the model in the crash dump does not match the model of its config: {len(differing)} tensors differ, "
-                f"e.g. {', '.join(differing[:3])}"
+                f"the model in the crash dump does not match the model built from its config: {len(differing)} tensors "
+                f"differ, e.g. {', '.join(differing[:3])}"
             )
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -148,7 +148,7 @@ class CrashDump:
 
 
 def _restore_counters(module: nn.Module, counters: dict[str, float]) -> None:
-    """Set only existing numeric attributes to numbers, because the file is not trusted."""
+    """Restore numeric attributes. Other entries are ignored, because the crash dump is not trusted."""
     for key, number in counters.items():
         if all(isinstance(value, bool | int | float) for value in (vars(module).get(key), number)):
             setattr(module, key, number)
@@ -169,8 +169,9 @@ def replay_failure(
     """Replay the micro-batches of a failed step, and locate the first non-finite value.
 
     Returns:
-        The location (None if the failure occurred in another process or was not reproduced); the reason as text if the
-        location was not found; the micro-batch with the failure, else the first one; and its losses under the policy.
+        ``(location, reason, micro_batch, losses)``. ``location`` is None if the failure occurred in another process or
+        was not reproduced. ``reason`` explains an error that prevented the search; else it is empty. ``micro_batch`` is
+        the one with the failure, else the first one; ``losses`` are its losses under the policy.
     """
     location, note, losses = None, "", {}
     for micro_batch in reversed(micro_batches):
@@ -226,5 +227,5 @@ def build_crash_dump(
 
 
 def _counters(module: nn.Module) -> dict[str, float]:
-    """Public numeric attributes of a module."""
+    """Return the public numeric attributes of a module."""
     return {name: value for name, value in vars(module).items() if type(value) in (int, float) and name[0] != "_"}

@@ -1,4 +1,4 @@
-"""Doctor: analysis of mixed precision for a model on its own data."""
+"""Doctor: analysis of mixed precision for the model and the datasets of a config."""
 
 import dataclasses
 import logging
@@ -50,16 +50,17 @@ T = TypeVar("T")
 
 
 def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 16, max_images: int = 512) -> AmpReport:
-    """Analyze the model of ``cfg``, with ``MODEL.WEIGHTS`` if set, on its own data.
+    """Analyze mixed precision for the model of ``cfg``, with ``MODEL.WEIGHTS`` if set, on the datasets of ``cfg``.
 
     Args:
-        cfg: a checked config.
+        cfg: config that has passed ``check_config``.
         dtypes: low precisions to analyze.
-        batch_size: number of training images, from the first batch. Default 16.
-        max_images: number of test images to rank; a larger test set is subsampled by identities. 0: all. Default 512.
+        batch_size: number of training images, taken from the first batch. Default 16.
+        max_images: largest number of test images to rank. From a larger test set, only some of the identities are used.
+            0 for all images. Default 512.
 
     Returns:
-        The report.
+        Results in float32 and in each low precision.
 
     Raises:
         UserError: if the config, the data or the weights are invalid, or memory runs out.
@@ -132,7 +133,7 @@ def _analyze(
     rank: Callable[[PrecisionPolicy], dict[str, float]],
     progress: "_Progress",
 ) -> PrecisionReport:
-    """Analyze one low precision."""
+    """Analyze the model in one low precision."""
     found = PrecisionReport(dtype_name(policy.dtype))
     amp = cfg.SOLVER.AMP
     policies = policy, policy.for_evaluation(amp.EVAL_DTYPE)
@@ -187,7 +188,7 @@ def _analyze(
 
 
 class _Progress:
-    """Progress bar and log lines with the current step and the expected remaining time.
+    """Progress bar and log lines that show the current step and the expected remaining time.
 
     Args:
         total: number of steps.

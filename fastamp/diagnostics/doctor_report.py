@@ -46,10 +46,12 @@ class PrecisionReport:
         dtype: name of the dtype.
         refused: reason why the device does not support the dtype; empty if it does.
         failure: failure with the config as given; empty if there is none.
-        force_fp32: modules to force to float32 in addition to those in the config; None if no short list helps.
-        cosine: mean cosine between the embeddings and those in float32, with ``force_fp32`` applied.
-        loss_scale: largest power of two with finite gradients; None without loss scaling.
-        zero_share: fraction of gradient elements that are 0 only in this precision, 0..1.
+        force_fp32: modules to force to float32 in addition to those in the config; None if no short list of modules is
+            sufficient.
+        cosine: mean cosine similarity between the embeddings in this precision, with ``force_fp32`` applied, and in
+            float32.
+        loss_scale: largest loss scale with finite gradients, a power of two; None without loss scaling.
+        zero_share: fraction of gradient elements that are 0 in this precision but not in float32, 0..1.
         cost: time and memory of a training pass.
         metrics: ``mAP`` and ``Rank-1`` in percent.
         layers: measurements of each layer with the config as given, in call order.
@@ -67,7 +69,7 @@ class PrecisionReport:
     layers: list[LayerReport] = field(default_factory=list)
 
     def ranking_matches(self, reference: "PrecisionReport") -> bool:
-        """Return True if the mAP is close to that in float32; rounding may lower or raise it."""
+        """Return True if the mAP differs from that in float32 by at most ``LARGEST_MAP_DIFFERENCE``."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
     ranks_as = renamed_attribute("ranks_as", "ranking_matches")
@@ -92,9 +94,9 @@ class AmpReport:
     """Report of the doctor.
 
     Attributes:
-        policy: precision of the config; if AMP is off, that of ``SOLVER.AMP True``.
+        policy: precision of the config; if AMP is off, the precision that ``SOLVER.AMP True`` selects.
         asked: True if the config enables AMP.
-        problem: message if the model fails in float32, in which case there are no other results; else empty.
+        problem: message if the model fails in float32; else empty. With a problem, there are no other results.
         float32: reference results.
         low: results in each low precision.
         force_fp32: ``SOLVER.AMP.FORCE_FP32`` of the config.
@@ -119,7 +121,7 @@ class AmpReport:
 
     @property
     def configured(self) -> PrecisionReport | None:
-        """Results for the precision of the config; None if that is float32."""
+        """Results for the precision of the config; None if the config computes in float32."""
         return next((each for each in self.low if each.dtype == dtype_name(self.policy.dtype)), None)
 
     @property
@@ -131,7 +133,7 @@ class AmpReport:
 
     @property
     def recommended(self) -> PrecisionReport | None:
-        """Recommended precision: that of the config if usable, else another one; None means float32."""
+        """Results for the recommended precision, preferably that of the config; None if only float32 is usable."""
         ranked = sorted(self.low, key=lambda each: (each is not self.configured, bool(each.force_fp32), each.dtype))
         return next((each for each in ranked if each.usable(self.float32)), None)
 
@@ -158,11 +160,11 @@ class AmpReport:
         elif self.healthy:
             head = f"{amp} works for this model."
         elif self.configured.usable(self.float32):
-            head = f"{amp} fails with this config, but works with the modules below in float32."
+            head = f"{amp} fails with this config, but works if the modules below compute in float32."
         elif self.configured.force_fp32 is not None and not self.configured.refused:
             head = f"{amp} changes the ranking: mAP {self._difference(self.configured, 'mAP')}."
         else:
-            reason = self.configured.refused or "no short list of float32 modules helps"
+            reason = self.configured.refused or "forcing a few modules to float32 is not sufficient"
             head = f"{amp} does not work for this model: {reason}."
         return f"{head} Recommended config:\n{self.yaml()}"
 
@@ -189,7 +191,7 @@ class AmpReport:
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
     def layer_table(self, each: PrecisionReport) -> str:
-        """Format a table of the layers with the largest errors and of those closest to the limit of the dtype."""
+        """Format a table of the layers with the largest errors or with values closest to the limit of the dtype."""
         erring = [layer for layer in each.layers if layer.own_error > 0]
         notable = sorted(erring, key=lambda layer: -layer.own_error)[:_SHOWN_LAYERS]
         notable += [

@@ -1,4 +1,4 @@
-"""Environment report: versions, device, driver and supported precisions, with their problems."""
+"""Environment report: versions, device, driver and supported precisions, and problems with them."""
 
 import os
 import textwrap
@@ -49,9 +49,9 @@ class EnvironmentReport:
         driver_cuda: newest CUDA version that the driver supports, e.g. ``(12, 8)``; None without a driver.
         cuda_error: reason why PyTorch cannot use a GPU; empty if it can.
         cuda_visible_devices: environment variable CUDA_VISIBLE_DEVICES; None if not set.
-        free_memory, total_memory: bytes, of the CUDA device, else of the system.
+        free_memory, total_memory: memory of the CUDA device, else of the system, in bytes.
         support: precision -> support by the device; ``"tf32"`` only for CUDA.
-        auto: dtype of ``SOLVER.AMP.DTYPE auto`` on this device, and the reason.
+        auto: ``(dtype, reason)``: dtype that ``SOLVER.AMP.DTYPE auto`` selects on this device, and why.
         loops: supported dtype -> result of the smoke test; empty if the test was not run.
         unknown: query -> error message, for failed queries.
     """
@@ -78,21 +78,21 @@ class EnvironmentReport:
 
     @property
     def driver_fits(self) -> bool | None:
-        """True if the driver supports the CUDA version of the build: the same major version or an older one."""
+        """True if the driver supports the CUDA major version of the PyTorch build; None if unknown or without CUDA."""
         if self.driver_cuda is None or not self.build.startswith("CUDA "):
             return None
         return self.driver_cuda[0] >= int(self._build_major)
 
     @property
     def capability_fits(self) -> bool | None:
-        """True if the PyTorch build has code for the device."""
+        """True if the PyTorch build contains code for the device; None if unknown."""
         if self.capability is None or not self.arch_list:
             return None
         return any(queries.runs_on(arch, self.capability) for arch in self.arch_list)
 
     @property
     def problems(self) -> list[str]:
-        """Messages about problems, each with cause and fix. A machine without a GPU is not a problem."""
+        """Messages about problems, each with its cause and a fix. The absence of a GPU is not a problem."""
         found = self._gpu_problem() or self._capability_problem()
         # Without code for the device, the smoke test fails for that reason.
         return ([found] if found else []) + (self._loop_problems() if self.capability_fits is not False else [])
@@ -110,7 +110,7 @@ class EnvironmentReport:
         if self._gpu_problem():
             rows.append(["GPU", self.cuda_error, "problem"])
         if self.capability:
-            found = f"{_dotted(self.capability)}; the build has {' '.join(self.arch_list) or 'an unknown list'}"
+            found = f"{_dotted(self.capability)}; the build supports {' '.join(self.arch_list) or 'unknown GPUs'}"
             rows.append(["compute capability", found, _VERDICTS[self.capability_fits]])
         rows += [[name, support.reason, support.state] for name, support in self.support.items()]
         if self.auto:
@@ -153,7 +153,7 @@ class EnvironmentReport:
         return f"NVIDIA driver {self.driver + ' ' if self.driver else ''}for CUDA {_dotted(self.driver_cuda)}"
 
     def _gpu_problem(self) -> str:
-        """Explain why an existing or requested GPU is not usable; empty if no GPU was requested."""
+        """Explain why PyTorch cannot use a GPU that exists or was requested; empty if there is no such problem."""
         named = next((name for name in (self.asked, self.device) if name.startswith("cuda")), "")
         if not self.cuda_error or not (named or (self.asked == "auto" and self.driver_cuda)):
             return ""
@@ -161,15 +161,15 @@ class EnvironmentReport:
         torch_version = f"PyTorch {self.versions['torch']}"
         if self.driver_cuda is None:
             cause = "no NVIDIA driver is installed, or it cannot be loaded"
-            fix = "set MODEL.DEVICE auto (or cpu), install a driver, or start the container with GPUs (--gpus all)"
+            fix = "set MODEL.DEVICE to auto or cpu, install a driver, or start the container with GPUs (--gpus all)"
         elif not self.build:
             cause = f"{torch_version} was built without CUDA, but there is an {self._driver_text()}"
-            fix = f"install a PyTorch built for CUDA {self.driver_cuda[0]} ({_INSTALL}), or set MODEL.DEVICE cpu"
+            fix = f"install a PyTorch built for CUDA {self.driver_cuda[0]} ({_INSTALL}), or set MODEL.DEVICE to cpu"
         elif self.driver_fits is False:
             cause = f"the {self._driver_text()} is too old for {torch_version}, which was built for {self.build}"
             fix = (
                 f"install a driver for CUDA {self._build_major} or a PyTorch built for CUDA {self.driver_cuda[0]} "
-                f"({_INSTALL}), or set MODEL.DEVICE cpu"
+                f"({_INSTALL}), or set MODEL.DEVICE to cpu"
             )
         elif named or (self.driver and (visible is None or visible.strip() not in ("", "-1"))):
             # nvidia-smi lists a GPU (else self.driver is None), and CUDA_VISIBLE_DEVICES does not hide it.
@@ -178,11 +178,11 @@ class EnvironmentReport:
                 cause += f"; CUDA_VISIBLE_DEVICES is {visible!r}"
             fix = (
                 "check that nvidia-smi and CUDA_VISIBLE_DEVICES list the GPU and that this process may open it (in a "
-                "container: --gpus all), restart the machine after a driver update, or set MODEL.DEVICE cpu"
+                "container: --gpus all), restart the machine after a driver update, or set MODEL.DEVICE to cpu"
             )
         else:
             return ""
-        device = f"MODEL.DEVICE is {named}" if named else "MODEL.DEVICE auto selects the CPU"
+        device = f"MODEL.DEVICE is {named}" if named else "MODEL.DEVICE is auto, which selects the CPU"
         return f"PyTorch cannot use a GPU, and {device}.\n  found: {self.cuda_error}\n  cause: {cause}.\n  fix: {fix}"
 
     def _capability_problem(self) -> str:
@@ -190,16 +190,16 @@ class EnvironmentReport:
             return ""
         return (
             f"PyTorch {self.versions['torch']} has no code for {self.device_name or self.device}.\n"
-            f"  found: compute capability {_dotted(self.capability)}; the build has {' '.join(self.arch_list)}\n"
+            f"  found: compute capability {_dotted(self.capability)}; the build supports {' '.join(self.arch_list)}\n"
             f"  cause: the GPU is newer or older than the GPUs that this build ({self.build}) supports.\n"
             f"  fix: install a PyTorch built for sm_{self.capability[0]}{self.capability[1]} ({_INSTALL}), or set "
-            "MODEL.DEVICE cpu"
+            "MODEL.DEVICE to cpu"
         )
 
     def _loop_problems(self) -> list[str]:
         failed = {name: loop.error for name, loop in self.loops.items() if loop.error}
         if "float32" in failed:
-            alternatives = "" if self.device == "cpu" else ", free memory on the device, or set MODEL.DEVICE cpu"
+            alternatives = "" if self.device == "cpu" else ", free memory on the device, or set MODEL.DEVICE to cpu"
             return [
                 f"ten training steps of a tiny model fail on {self.device} in float32.\n"
                 f"  found: {failed['float32']}\n"
@@ -219,14 +219,15 @@ class EnvironmentReport:
 def inspect_environment(device: torch.device, *, asked: str = "auto", train: bool = False) -> EnvironmentReport:
     """Collect the environment report, in about 20 ms without ``train``.
 
-    ``torch.utils.collect_env.get_env_info`` is not used because it takes about one second: it lists all packages and
-    runs a shell, and nvidia-smi several times. Random states, TF32 flags and the log are not changed. Failed queries
-    are listed in the report and never raise.
+    ``torch.utils.collect_env.get_env_info`` is not used because it takes about one second: it lists all packages, runs
+    a shell, and runs nvidia-smi several times. Random states, TF32 flags and the log are not changed. If a query fails,
+    its error is listed in the report instead of being raised.
 
     Args:
-        device: training device; it may be unavailable.
+        device: training device, which may be unavailable.
         train: also train a tiny model for ten steps in each supported precision, which takes seconds. Default False.
-        asked: ``MODEL.DEVICE``. An unusable GPU is a problem for ``"auto"`` and not for ``"cpu"``. Default auto.
+        asked: ``MODEL.DEVICE``. An unusable GPU is reported as a problem for ``"auto"``, but not for ``"cpu"``. Default
+            ``"auto"``.
     """
     unknown: dict[str, str] = {}
 

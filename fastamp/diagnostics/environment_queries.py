@@ -60,7 +60,7 @@ def build() -> str:
 
 
 def cuda_error() -> str:
-    """Return PyTorch's error message if it cannot use a GPU, else an empty string."""
+    """Return PyTorch's error message if PyTorch cannot use a GPU, else an empty string."""
     if torch.cuda.is_available():
         return ""
     try:
@@ -126,9 +126,9 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def runs_on(arch: str, capability: tuple[int, int]) -> bool:
     """Return True if code built for ``arch`` runs on a device.
 
-    Machine code (``sm_86``) runs on the same major version with the same or a higher minor version; PTX
-    (``compute_80``) on the same and all later versions. With suffix f, both run only on the same major version; with
-    suffix a, only on exactly the named version.
+    Machine code (``sm_86``) runs on GPUs with the same major and the same or a higher minor version. PTX
+    (``compute_80``) runs on GPUs with the same or any later version. With suffix f, both kinds of code run only on the
+    same major version; with suffix a, only on exactly the named version.
 
     Args:
         arch: an entry of ``torch.cuda.get_arch_list()``.
@@ -160,7 +160,7 @@ def device_name(device: torch.device) -> str:
 
 
 def memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Return free and total memory in bytes, of a CUDA device, else of the system; None if unknown."""
+    """Return ``(free, total)`` memory of a CUDA device, else of the system, in bytes; None for unknown values."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     try:
@@ -172,7 +172,7 @@ def memory(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def supported(device: torch.device) -> dict[str, Support]:
-    """Return the support of ``device`` for float32, bfloat16 and float16, on CUDA also tf32."""
+    """Return the support of ``device`` for float32, bfloat16, float16 and, only on CUDA, tf32, by precision name."""
     found = {"float32": Support("native", "all devices support float32")}
     if device.type == "cuda" and torch.version.cuda:
         found["tf32"] = _tf32(device)

@@ -24,21 +24,21 @@ def run_passes(
     frozen: tuple[str, ...] = (),
     halve_from: int | None = None,
 ) -> tuple[T, int]:
-    """Call ``run`` with isolated passes over a batch, and explain its errors.
+    """Call ``run(passes)`` with isolated passes over a batch; explain its errors as in ``ErrorContext.explain``.
 
     Args:
         model, batch, frozen: see ``IsolatedPasses``.
         run: function that runs the model.
         precision: name of the dtype, for messages.
-        halve_from: halve the batch after an out-of-memory error as long as it has at least this many images. None
-            (default) never halves it.
+        halve_from: smallest batch that is halved and tried again after an out-of-memory error, in images. Default None:
+            the batch is never halved.
 
     Returns:
-        The return value of ``run``, and the number of images of the batch.
+        ``(result, count)``: the return value of ``run``, and the number of images in the batch that was used.
 
     Raises:
         TrainingError: if memory runs out, or the model raises an exception.
-        UserError: if the model raises one.
+        UserError: if the model raises a UserError, which is passed on unchanged.
     """
     count = batch_size(batch)
     while True:
@@ -90,7 +90,7 @@ class ErrorContext:
         self._stack.pop()
 
     def explain(self, error: Exception, batch: dict[str, Any]) -> None:
-        """Convert ``error`` into a TrainingError with module, source line and batch, and raise it.
+        """Raise a TrainingError that describes ``error`` with the module, the source line and the shapes of the batch.
 
         Raises:
             TrainingError: if ``error`` is not a UserError; a UserError is raised unchanged.
@@ -104,14 +104,14 @@ class ErrorContext:
             raise explained from error
         reason = "an error in the model or the data, not in mixed precision"
         if self.precision != "float32":
-            reason = "it passes in float32, so a module does not support this precision"
+            reason = "the batch passes in float32, so a module does not support this precision"
         raise TrainingError(
             f"the model fails on the first training batch in {self.precision}: {reason}.\n"
             f"  found: {summarize_error(error)}\n"
             f"  where: {where}, {_line_of(error)}\n"
             f"  batch: {shapes_of(batch)}\n"
             f"{_channels_hint(module, args)}"
-            "  (SOLVER.AMP.PREFLIGHT off shows the full traceback)"
+            "  (set SOLVER.AMP.PREFLIGHT to off to see the full traceback)"
         ) from error
 
 
@@ -128,7 +128,7 @@ def _channels_hint(module: nn.Module, args: Any) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """Return file and line of the innermost frame outside of PyTorch."""
+    """Return ``"file:line"`` of the innermost frame outside of PyTorch."""
     frame, found = error.__traceback__, None
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename

@@ -42,16 +42,17 @@ def search_force_fp32(
 ) -> list[str] | None:
     """Find a short list of modules that must compute in float32 for the model to pass the precision check.
 
-    First the modules that overflow are added, in the order of their location. While the embeddings still
-    differ from float32, the layers with the largest errors are added. Finally, modules that are not needed are removed.
+    First, modules that overflow are added one location at a time, until the model no longer overflows. Then, if the
+    embeddings still differ from float32, the layers with the largest errors are added. Finally, modules that are not
+    needed are removed.
 
     Args:
         model: model in training mode.
         batch: batch of the checks.
         policy: the low precision.
         check: function that runs ``check_precision`` on the current model.
-        found: its result without forced modules.
-        report: function that logs a line of progress.
+        found: result of ``check`` without forced modules.
+        report: function that logs a progress message.
 
     Returns:
         Names of the modules; empty if none is needed; None if more than half of the layers would be needed.
@@ -78,7 +79,7 @@ def search_force_fp32(
         if not new or len(chosen) > max(8, len(layers) // 2):
             return None
         chosen += new
-        report(f"{state.location.kind} in {state.location.name}: forcing {', '.join(new)}")
+        report(f"{state.location.kind} in {state.location.name}: forcing {', '.join(new)} to float32")
         state = check_with(chosen)
     if state is None:
         return None
@@ -91,7 +92,7 @@ def search_force_fp32(
             if count > max(8, len(layers)) or count > 2 * len(candidates):
                 return None
             headline = state.problem.splitlines()[0].rstrip(".")
-            report(f"{headline}; forcing the {count} layers with the largest errors")
+            report(f"{headline}; forcing the {count} layers with the largest errors to float32")
             taken, count = candidates[:count], 2 * count
             state = check_with(chosen + taken)
             if state is None or state.overflow:

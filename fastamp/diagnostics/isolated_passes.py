@@ -60,14 +60,14 @@ class TrainPass:
 
 
 class IsolatedPasses:
-    """Context manager for passes over one batch, each from the same state of the model and the random generators.
+    """Context manager for passes over one batch that all start from the same model state and random state.
 
-    On exit it restores, bit for bit, buffers, gradients, training modes, random states and other attributes of modules
-    (numbers, tensors, generators, and lists, dicts and sets of them). Parameters are not saved, since passes do not
-    change them.
+    On exit, buffers, gradients, training modes, random states and other attributes of modules are restored bit for bit.
+    These attributes are numbers, tensors, generators, and lists, dicts and sets of such values. Parameters are not
+    saved, because passes do not change them.
 
     Args:
-        model: returns losses in training mode and features in evaluation mode.
+        model: model that returns losses in training mode and features in evaluation mode.
         batch: input of the model; each pass gets a copy.
         random: random state at the start of each pass (``fastamp.utils.env.random_state``). Default: the current one.
         frozen: names of frozen modules, see ``OptimizationStep``.
@@ -118,13 +118,13 @@ class IsolatedPasses:
     def train(self, policy: PrecisionPolicy, *, scale: float = 1.0, checked: bool = False) -> TrainPass:
         """Run a forward pass and the backward pass of ``scale`` times the sum of the losses.
 
-        Each module is in the mode (training or evaluation) that it had when the context was entered.
+        Each module is in the mode (training or evaluation) in which it was when the context was entered.
 
         Args:
             policy: precision of the pass.
             scale: loss scale. Default 1.
-            checked: check that at least one operation computes in the dtype of the policy, and trace each loss to the
-                parameters.
+            checked: also check that at least one operation computes in the dtype of the policy and that the autograd
+                graph connects each loss to the parameters.
 
         Raises:
             TrainingError: if ``check_losses`` or ``PrecisionPolicy.checked_autocast`` fails.
@@ -153,8 +153,8 @@ class IsolatedPasses:
     def evaluate(self, policy: PrecisionPolicy) -> torch.Tensor:
         """Run a forward pass in evaluation mode; return its output, e.g. (B, D) features, as float32.
 
-        Batch norm layers without any training step use the statistics of this batch: with initial statistics the
-        activations of a deep network may grow without bound, regardless of the precision.
+        Batch norm layers that have not been trained use the statistics of this batch. With their initial statistics,
+        the activations of a deep network could grow without bound in any precision.
         """
         statistics = self.initial_statistics()
         self._rewind()
@@ -167,7 +167,7 @@ class IsolatedPasses:
 
     @property
     def untrained(self) -> bool:
-        """True if there are batch norm layers without any training step.
+        """True if the model has batch norm layers that have not been trained.
 
         Features of such a model hardly differ between images. After batch norm has subtracted their mean, rounding
         errors of a low precision are as large as the features.
@@ -176,13 +176,13 @@ class IsolatedPasses:
 
     @torch.no_grad()
     def initial_statistics(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Compute float32 statistics of this batch for batch norm layers without any training step.
+        """Compute float32 statistics of this batch for batch norm layers that have not been trained.
 
         The first call runs a forward pass. Call this before registering hooks, so that ``evaluate`` runs only one pass
         with the hooks.
 
         Returns:
-            Pairs of a buffer and its value.
+            ``(buffer, value)`` for each buffer of these layers.
         """
         if self._statistics is None:
             self._rewind()
@@ -212,7 +212,7 @@ class IsolatedPasses:
 
     @torch.no_grad()
     def _rewind(self) -> None:
-        """Restore the training modes, attributes, buffers and random states at the start of a pass."""
+        """Set training modes, attributes, buffers and random states to the values with which every pass starts."""
         for module, attributes in self._attributes:
             for name in _attributes(module).keys() - attributes.keys():
                 del vars(module)[name]
@@ -243,7 +243,7 @@ def _copied(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Attributes of a module that may be state: all except parameters, buffers, submodules and hooks."""
+    """Return the attributes of a module that may be state: all except parameters, buffers, submodules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in _NOT_STATE}
 
 
@@ -285,7 +285,7 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Run passes on this process only: gathering losses and SyncBatchNorm use the images of this process.
+    """Run passes without communication: SyncBatchNorm and losses use only the images of this process.
 
     All processes must enter the context together; they may run different code inside.
     """
@@ -305,7 +305,7 @@ def without_collectives(model: nn.Module) -> Iterator[None]:
 
 
 def batch_size(batch: dict[str, Any]) -> int:
-    """Number of images in a batch: length of its longest tensor."""
+    """Return the number of images in a batch, which is the length of its longest tensor."""
     sizes = [len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.dim()]
     return max(sizes, default=1)
 

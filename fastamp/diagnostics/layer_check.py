@@ -1,4 +1,4 @@
-"""Check of each layer in low precision: repeatability, and error compared with float32 on the same input."""
+"""Check of each layer in low precision: repeatability, and error relative to float32 on the same input."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -47,7 +47,7 @@ class LayerError:
         repeated: relative L2 difference between two calls with the same input and random state; infinity if one of
             them is not finite; 0 if they agree.
         error: relative L2 error compared with the layer in float32, with the same (rounded) input and weights.
-        limit: largest difference or error that rounding explains.
+        limit: largest difference or error that rounding can explain.
     """
 
     name: str
@@ -80,15 +80,16 @@ def check_layers(passes: IsolatedPasses, policy: PrecisionPolicy) -> tuple[list[
 
     Each layer (module without submodules) is called again with the input that it gets under ``policy`` and the same
     random state. PyTorch layers that round once are also called in float32, with the input and weights rounded as by
-    autocast. The remaining difference is the rounding of the output and the order of summation. It does not depend on
-    depth, training or input of the model. Finally, the whole model runs a second time.
+    autocast. The remaining difference is the rounding of the output and the order of summation. This difference does
+    not depend on the depth, training or input of the model. If no error is found, the whole model runs again; if the
+    output has changed, the first module with a different output is reported.
 
     Args:
         passes: passes of a model over a batch.
         policy: the low precision.
 
     Returns:
-        Layer errors, in call order; and the output of the model, as float32.
+        ``(errors, output)``: the layer errors in call order, and the output of the model in float32.
     """
     check = _LayerCheck(passes.model, policy.dtype)
     passes.initial_statistics()
@@ -189,14 +190,14 @@ class _LayerCheck:
             self.errors[name] = LayerError(name, kind, dtype_name(self.dtype), repeated, error, limit)
 
     def _arguments(self, layer: nn.Module, args: Any) -> Any:
-        """Arguments for another call, copied if the layer may overwrite them."""
+        """Return arguments for another call of ``layer``; they are copied if the layer may overwrite them."""
         return cloned(args) if getattr(layer, "inplace", False) or not _rounds_once(layer) else args
 
     def _error(self, layer: nn.Module, args: Any, kwargs: Any, output: Any, limit: float) -> float:
-        """Smallest relative error compared with float32, over the possible roundings of autocast.
+        """Compute the error relative to float32; the smallest one, if autocast may round in several ways.
 
-        It is 0 if the float32 output is not finite or exceeds the range of the low precision: the NaN locator reports
-        that.
+        The error is 0 if the float32 output is not finite or exceeds the range of the low precision, because the NaN
+        locator reports this problem.
         """
         error, low_output = math.inf, _flat(output)
         low = isinstance(layer, _PRODUCTS) and any(t.dtype == self.dtype for t in tensors_in(output))
@@ -246,13 +247,13 @@ def _rounds_once(layer: nn.Module) -> bool:
 
 
 def _draws(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """Return True if random numbers were drawn in between; a float32 call would draw other numbers."""
+    """Return True if random numbers were drawn between two random states. A float32 call would draw other numbers."""
     return any(not torch.equal(before[key], after[key]) for key in ("torch", "cuda", "mps") if key in before)
 
 
 @contextmanager
 def _parameters(layer: nn.Module, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Temporarily replace each parameter of a layer by ``function(parameter)``; None leaves them unchanged."""
+    """Replace each parameter of a layer by ``function(parameter)`` inside the context. No effect if it is None."""
     original = dict(layer._parameters)
     try:
         if function is not None:

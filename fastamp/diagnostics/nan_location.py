@@ -19,19 +19,20 @@ class NonFiniteLocation:
         kind: ``"forward overflow"``, ``"backward overflow"``, ``"loss-scale overflow"`` (the gradients are finite with
             a smaller loss scale), ``"not finite in float32"`` (not caused by the precision), ``"batch not finite"``.
         module: name of the module; ``""`` is the whole model.
-        module_class: name of its class.
+        module_class: name of the module's class.
         part: ``"output"``, ``"gradient of its input"``, ``"gradient of <parameter>"``, or
             ``"between its submodules, before <module>"``.
         dtype: dtype of the value.
         inputs_finite: True if the inputs of the module, or the incoming gradient, are finite.
-        input_magnitude: largest absolute value of its inputs.
+        input_magnitude: largest absolute value of the module's inputs.
         float32_magnitude: largest absolute value of the same tensor in float32; None if not observed.
         parameter_magnitude: largest absolute value of the module's direct parameters; None if it has none.
         loss_scale: loss scale of the pass.
         safe_scale: largest power of two with finite gradients; only for a loss-scale overflow, else None.
-        adjacent: for a value between submodules: the layer called before it and the module called after it.
+        adjacent: for a value between submodules: names of the layer called before and the module called after the value
+            is computed.
         forced: modules already in ``SOLVER.AMP.FORCE_FP32``.
-        position: number of values checked before it.
+        position: number of values that were checked before this one.
     """
 
     kind: str
@@ -53,7 +54,7 @@ class NonFiniteLocation:
 
     @property
     def order(self) -> int:
-        """Sort key by order of computation: among several processes, the lowest is the likely cause."""
+        """Sort key by order of computation: the lowest location among several processes is the likely cause."""
         kinds = ("batch not finite", "not finite in float32", "forward overflow", "backward overflow")
         return (kinds.index(self.kind) if self.kind in kinds else len(kinds)) * 10**6 + self.position
 
@@ -93,15 +94,15 @@ class NonFiniteLocation:
         if self.kind == "loss-scale overflow":
             scale = f"{self.safe_scale:g}" if self.safe_scale else "a smaller power of two"
             return (
-                f"set SOLVER.AMP.INIT_SCALE {scale} (MIN_SCALE at most that), or SOLVER.AMP.DTYPE bfloat16, which uses "
-                "no loss scale"
+                f"set SOLVER.AMP.INIT_SCALE {scale} (lower MIN_SCALE if it is larger), or SOLVER.AMP.DTYPE bfloat16, "
+                "which uses no loss scale"
             )
         # A function between two layers computes in float32 if its input is float32.
         names = [name for name in self.adjacent if name] if self.part.startswith("between") else [self.module]
         names = list(dict.fromkeys([*self.forced, *names])) if any(names) else []
-        force = f'set SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 (fastamp.amp.force_fp32)"
+        force = f'set SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 with fastamp.amp.force_fp32"
         alternative = "" if self.dtype == "bfloat16" else ", or SOLVER.AMP.DTYPE bfloat16"
-        return f"{force}{alternative}; tools/amp_doctor.py finds all modules that need float32"
+        return f"{force}{alternative}; run tools/amp_doctor.py to find all modules that need float32"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a crash dump."""

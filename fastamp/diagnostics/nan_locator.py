@@ -32,8 +32,8 @@ def locate_in_training(
 ) -> NonFiniteLocation | None:
     """Locate the first non-finite value in a training step under ``policy``.
 
-    If the float32 step is finite, values that are not finite in float32 either, e.g. a mask of minus infinity, are
-    ignored.
+    If losses and gradients are finite in float32, intermediate values that are not finite in float32 either, e.g. a
+    mask of minus infinity, are ignored.
 
     Args:
         passes: passes of a model over a batch.
@@ -70,7 +70,7 @@ def try_locate(
     random: dict[str, Any] | None = None,
     frozen: tuple[str, ...] = (),
 ) -> tuple[NonFiniteLocation | None, str]:
-    """Locate the first non-finite value, without raising if that fails.
+    """Locate the first non-finite value; return the reason instead of raising if that fails.
 
     Args:
         model, batch, random, frozen: see ``IsolatedPasses``. The batch is halved until a float32 pass fits into
@@ -78,7 +78,8 @@ def try_locate(
         find: function that calls ``locate_in_training`` or ``locate_in_evaluation`` under a policy.
 
     Returns:
-        The location, or None; and the reason as text if ``find`` failed.
+        ``(location, reason)``: the result of ``find``, or None if it failed; and the reason for the failure, else
+        empty.
     """
     count = batch_size(batch)
     while True:
@@ -107,7 +108,7 @@ def locate_in_evaluation(passes: IsolatedPasses, policy: PrecisionPolicy) -> Non
 
 
 def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy) -> str:
-    """Describe the first non-finite value in an evaluation of ``batch``, and the fix; empty if all values are finite.
+    """Describe the first non-finite value in an evaluation of ``batch`` and suggest a fix; empty if there is none.
 
     Args:
         model: model in evaluation mode.
@@ -118,7 +119,7 @@ def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: Precisi
     if location is None:
         return note
     overflows = location.kind == "forward overflow"
-    return location.describe() + "\n  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32" * overflows
+    return location.describe() + "\n  or:    set SOLVER.AMP.EVAL_DTYPE float32 to evaluate in float32" * overflows
 
 
 def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start: float) -> float | None:
@@ -144,7 +145,7 @@ def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start:
 
 
 def _exponent_below(number: float) -> int:
-    """Largest n with 2**n < ``number``."""
+    """Return the largest integer n with 2**n < ``number``."""
     mantissa, exponent = torch.frexp(torch.tensor(number, dtype=torch.float64))
     return int(exponent) - (2 if mantissa == 0.5 else 1)
 

@@ -22,7 +22,7 @@ Key = tuple[str, str, int]
 
 
 class NonFiniteObserver:
-    """Check the inputs, outputs and gradients of all modules during one pass.
+    """Observer that checks the inputs, outputs and gradients of all modules during one pass.
 
     Args:
         model: the model.
@@ -96,7 +96,7 @@ class NonFiniteObserver:
     def _record(
         self, key: Key, value: torch.Tensor, *, module: str, part: str, inputs: tuple[bool, float] | None = None
     ) -> bool:
-        """Record one value; return True if it is finite. The first value finite only in the reference is located."""
+        """Record one value; return True if it is finite. Values that are not finite in the reference are ignored."""
         finite = bool(torch.isfinite(value).all())
         self._checked += 1
         self.magnitudes[key] = max(self.magnitudes.get(key, 0.0), magnitude(value))
@@ -168,7 +168,7 @@ class NonFiniteObserver:
 
 
 def _mapped(value: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``function`` to a tensor, or to the tensors in a tuple, that require a gradient.
+    """Apply ``function`` to a tensor or each tensor in a tuple, if the tensor requires a gradient.
 
     Lists and dicts are returned unchanged, because modules may write into them.
     """

@@ -1,4 +1,4 @@
-"""Precision check: comparison of a low precision with float32 on one batch, in layers, training and evaluation."""
+"""Precision check: comparison of a low precision with float32 on one batch: layers, training and evaluation."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,7 +63,7 @@ class Float32Check:
 
 @dataclass
 class PrecisionCheck:
-    """Findings of the precision check on one batch. Each message is empty if there is no such finding.
+    """Findings of the precision check on one batch. Messages are empty if nothing was found.
 
     Attributes:
         layers: layers that are not deterministic, or differ from float32 by more than rounding explains.
@@ -75,7 +75,8 @@ class PrecisionCheck:
         losses: loss name -> value.
         loss_scale: largest power of two with finite gradients, at most the scale of the scaler; None without loss
             scaling.
-        cosine: (mean, lowest) cosine between the embeddings and those in float32; None if not compared.
+        cosine: ``(mean, lowest)`` cosine similarity between embeddings in low precision and in float32; None if not
+            compared.
     """
 
     layers: list[LayerError] = field(default_factory=list)
@@ -94,7 +95,7 @@ class PrecisionCheck:
 
     @property
     def problem(self) -> str:
-        """Message of the first finding, causes before effects; empty if the precision passes."""
+        """Message of the first finding, with causes before effects; empty if the precision passes."""
         return self._wrong_layers() or self.unrepeatable or self.overflow or self.imprecise
 
     def _wrong_layers(self) -> str:
@@ -171,7 +172,7 @@ def check_precision(
     Args:
         model, frozen: as in ``check_float32``.
         batch: training uses the whole batch, evaluation the first ``reference.images`` images.
-        policy: precision of training; float32 passes without a check.
+        policy: precision of training. Float32 always passes and is not checked.
         reference: result of ``check_float32``, without a problem.
         eval_policy: precision of evaluation. Default: ``policy``.
         scaler: loss scaler, which is not changed. None (default) checks with a loss scale of 1.
@@ -213,7 +214,7 @@ def _check_training(
     scaler: LossScaler | None,
     frozen: tuple[str, ...],
 ) -> None:
-    """Check losses, gradients and their repeatability; fill in the fields of ``check``."""
+    """Check losses, gradients and their repeatability; store the findings in ``check``."""
     scale = scaler.scale if scaler else 1.0
     precision = dtype_name(policy.dtype)
 
@@ -251,7 +252,7 @@ def _check_embeddings(
     frozen: tuple[str, ...],
     min_cosine: float,
 ) -> None:
-    """Compare the embeddings with float32; fill in the fields of ``check``."""
+    """Compare the embeddings with those in float32; store the findings in ``check``."""
     name = dtype_name(policy.dtype)
     (low, untrained), _ = run_passes(
         model,
@@ -266,7 +267,7 @@ def _check_embeddings(
         check.overflow = (
             f"in evaluation the features are not finite in {name}, but finite in float32.\n"
             f"{_describe_location(check.location, note)}\n"
-            "  or:    SOLVER.AMP.EVAL_DTYPE float32, to evaluate in float32"
+            "  or:    set SOLVER.AMP.EVAL_DTYPE float32 to evaluate in float32"
         )
     elif low.dim() == 2:
         cosine = embedding_cosine(low, features)
@@ -284,10 +285,10 @@ def _check_embeddings(
 
 
 def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: float, first: TrainPass) -> str:
-    """Compare the gradients of two training passes from the same state; empty if they agree.
+    """Describe the difference between the gradients of two training passes from the same state; empty if they agree.
 
-    A model is not reported if its gradients differ in float32 too, because it draws new random numbers in each pass,
-    e.g. with a seed from the clock.
+    A model whose gradients differ in float32 too is not reported, because such a model draws new random numbers in each
+    pass, e.g. with a seed from the clock.
     """
     difference, name = _difference(first, passes.train(policy, scale=scale))
     if difference <= _LARGEST_REPEAT:
@@ -307,7 +308,7 @@ def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: floa
 
 
 def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
-    """Relative L2 difference between all gradients of two passes, and the parameter with the largest difference."""
+    """Return ``(difference, name)``: relative L2 difference of all gradients, and parameter with the largest one."""
     if not second.finite:
         return float("inf"), (second.bad_gradients or second.bad_losses)[0]
     names = [name for name in first.gradients if name in second.gradients]
@@ -321,7 +322,7 @@ def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
 
 
 def _not_finite(result: TrainPass, where: str = "") -> str:
-    """Describe the non-finite losses, or else the non-finite gradients."""
+    """Describe the non-finite losses; if all losses are finite, describe the non-finite gradients."""
     names = result.bad_losses or result.bad_gradients
     kind = "losses" if result.bad_losses else "gradients"
     total = len(result.losses) if result.bad_losses else result.reached

@@ -60,7 +60,7 @@ class PrecisionDiagnostics:
 
     @classmethod
     def from_config(cls, cfg: Any) -> "PrecisionDiagnostics":
-        """Build the diagnostics of ``SOLVER.AMP``."""
+        """Build the diagnostics from ``SOLVER.AMP``."""
         amp = cfg.SOLVER.AMP
         return cls(
             preflight=amp.PREFLIGHT,
@@ -77,7 +77,7 @@ class PrecisionDiagnostics:
     write_no_files = renamed_attribute("write_no_files", "disable_crash_dumps")
 
     def check(self, step: OptimizationStep, policy: PrecisionPolicy) -> None:
-        """Check the dtype and device type of the parameters, and that the optimizers hold them.
+        """Check the dtype and device type of the parameters, and that the optimizers contain these parameters.
 
         Raises:
             TrainingError: if ``PrecisionPolicy.check_model`` or ``check_optimizers`` fails.
@@ -113,7 +113,7 @@ class PrecisionDiagnostics:
                 logger.info("%s", report.describe())
                 break
             if self.preflight != "error":  # the exception has the message
-                note = "\nSOLVER.AMP.PREFLIGHT is warn: continuing" if self.preflight == "warn" else ""
+                note = "\nThe run continues because SOLVER.AMP.PREFLIGHT is warn." if self.preflight == "warn" else ""
                 logger.warning("%s%s", report.describe(), note)
             failed = failed or report
             if report.in_float32:
@@ -121,11 +121,16 @@ class PrecisionDiagnostics:
         if failed is not None and ((report.problem and self.preflight != "warn") or self.preflight == "error"):
             raise TrainingError(self._describe_failure(failed, step, batch, iteration))
         if candidate is not policy and not report.problem:
-            logger.warning("SOLVER.AMP.PREFLIGHT fallback: training in %s", dtype_name(candidate.dtype))
+            logger.warning(
+                "training in %s instead, because SOLVER.AMP.PREFLIGHT is fallback", dtype_name(candidate.dtype)
+            )
             step.disable_loss_scaling()
             return candidate
         if report.loss_scale is not None and report.loss_scale < step.scaler.scale and iteration == 0:
-            logger.info("initial loss scale %g: gradients of the first batch overflow above it", report.loss_scale)
+            logger.info(
+                "initial loss scale lowered to %g: with larger values, gradients of the first batch overflow",
+                report.loss_scale,
+            )
             step.scaler.lower_to(report.loss_scale)
         return policy
 
@@ -140,7 +145,7 @@ class PrecisionDiagnostics:
 
         Args:
             batch: the micro-batch.
-            first: True for the first micro-batch of a step; discards those of the previous step.
+            first: True for the first micro-batch of a step; the micro-batches of the previous step are discarded.
         """
         if first:
             self.begin_recording()
@@ -170,7 +175,7 @@ class PrecisionDiagnostics:
     def _explain(
         self, failure: PrecisionFailure, step: OptimizationStep, policy: PrecisionPolicy, iteration: int
     ) -> str:
-        """Replay a failure, write the crash dump, and build the message with location and replay command."""
+        """Replay a failure, write a crash dump, and create the message with the location and the replay command."""
         scale = failure.verdict.loss_scale
         with without_collectives(step.model):
             location, note, micro_batch, losses = replay_failure(
@@ -184,7 +189,7 @@ class PrecisionDiagnostics:
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)
 
     def _fallback_policies(self, policy: PrecisionPolicy, model: nn.Module) -> list[PrecisionPolicy]:
-        """List the policies to try, in order."""
+        """List the policies that the pre-flight tries, in this order."""
         policies = [policy]
         if self.preflight == "fallback" and policy.enabled:
             reason = f"the pre-flight failed in {dtype_name(policy.dtype)}"
@@ -214,7 +219,7 @@ class PrecisionDiagnostics:
         message = "pre-flight: " + report.problem
         if not report.in_float32:
             message += (
-                "\n  or:    SOLVER.AMP False, or SOLVER.AMP.PREFLIGHT fallback, to continue in a precision that passes"
+                "\n  or:    set SOLVER.AMP False, or SOLVER.AMP.PREFLIGHT fallback, to train in a precision that passes"
             )
         if report.kernel:  # a replay of the training step would not reproduce it
             return message
@@ -230,7 +235,7 @@ class PrecisionDiagnostics:
         )
 
     def _with_file(self, message: str, step: OptimizationStep, **details: Any) -> str:
-        """Write the crash dump and append the command that replays it to ``message``."""
+        """Write a crash dump and append the command for its replay to ``message``."""
         if self.folder is None or not self.trace_nonfinite:
             return message
         crash = build_crash_dump(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
@@ -244,5 +249,5 @@ class PrecisionDiagnostics:
 
 
 def _versions(batch: dict[str, Any]) -> list[int]:
-    """Version counters of the tensors in a batch; in-place operations increment them."""
+    """Return the version counters of the tensors in a batch, which in-place operations increment."""
     return [value._version for value in batch.values() if isinstance(value, torch.Tensor)]

@@ -34,9 +34,10 @@ class PreflightReport:
         location: first non-finite value, if there is one.
         losses: loss name -> (value in float32, value under the policy).
         loss_scale: largest loss scale up to the initial one with finite gradients; None without loss scaling.
-        cosine: (mean, lowest) cosine between the embeddings under the policy and in float32; None if not compared.
+        cosine: ``(mean, lowest)`` cosine similarity between embeddings under the policy and in float32; None if not
+            compared.
         unreached: names of trainable parameters without a gradient.
-        images: number of images compared with float32, and number of images in the batch.
+        images: ``(compared, total)``: number of images compared with float32, and number of images in the batch.
         kernel: True if the problem is a layer or pass that is not deterministic, or differs from float32 by more than
             rounding explains.
     """
@@ -60,7 +61,7 @@ class PreflightReport:
         if self.loss_scale is not None:
             parts.append(f"loss scale {self.loss_scale:g}")
         if self.cosine is not None:
-            parts.append(f"embedding cosine to float32 {self.cosine[0]:.5f} (lowest {self.cosine[1]:.5f})")
+            parts.append(f"embedding cosine to float32: mean {self.cosine[0]:.5f}, lowest {self.cosine[1]:.5f}")
         if self.images[0] != self.images[1]:
             parts.append(f"float32 on {self.images[0]} of {self.images[1]} images because of limited memory")
         verdict = "failed" if self.problem else "passed"
@@ -83,9 +84,9 @@ def preflight(
 ) -> PreflightReport:
     """Check one batch in float32, then under the policy, in training and evaluation.
 
-    A model that fails in float32 is reported as such; see ``check_precision`` for the checks under the policy. Buffers,
-    gradients, training modes and random states are restored bit for bit. With several processes, all of them report the
-    same problem.
+    If the model fails in float32, the report has ``in_float32`` set. See ``check_precision`` for the checks under the
+    policy. Buffers, gradients, training modes and random states are restored bit for bit. With several processes, all
+    of them report the same problem.
 
     Args:
         model: model in training mode, in which ``MODEL.FREEZE_LAYERS`` are already frozen.
@@ -97,7 +98,7 @@ def preflight(
 
     Raises:
         TrainingError: if ``check_losses`` fails, memory runs out, or the model raises an exception.
-        UserError: if the model raises one.
+        UserError: if the model raises a UserError, which is passed on unchanged.
     """
     error, report = None, PreflightReport(policy)
     try:
@@ -127,7 +128,7 @@ def _check_batch(
     scaler: LossScaler | None,
     frozen: tuple[str, ...],
 ) -> None:
-    """Check the batch of this process; fill in ``report``."""
+    """Check the batch of this process; store the result in ``report``."""
     policy = report.policy
     reference = check_float32(model, batch, policy, frozen=frozen)
     report.images = (reference.images, batch_size(batch))
@@ -151,7 +152,7 @@ def _check_batch(
     report.problem, report.kernel = check.problem, check.kernel
     if check.imprecise and check.problem == check.imprecise:
         report.problem += (
-            "\n  fix:   run tools/amp_doctor.py, which lists these layers and the SOLVER.AMP.FORCE_FP32 to set"
+            "\n  fix:   run tools/amp_doctor.py, which lists these layers and suggests a value of SOLVER.AMP.FORCE_FP32"
         )
     report.location = None if check.kernel else check.location
     report.losses = {name: (value, check.losses.get(name, value)) for name, value in reference.losses.items()}

@@ -26,13 +26,14 @@ class LayerReport:
 
     Attributes:
         name, kind: name and class of the module.
-        error: relative L2 error of the output compared with float32, with the input under the policy: accumulated
-            error of this layer and all layers before it.
-        own_error: the same with the float32 input: error of this layer only.
+        error: relative L2 error of the output compared with float32, in a pass under the policy. It includes the errors
+            of all layers before this one.
+        own_error: relative L2 error of the output if the input is taken from the float32 pass: the error of this layer
+            only.
         magnitude: largest absolute value of the output in float32.
         limit_share: ``magnitude`` divided by the largest number of the low precision; above 1 the layer overflows.
-        zero_gradients: fraction of gradient elements of its parameters that are 0 in this precision but not in
-            float32, 0..1; None without trainable parameters, or if not measured.
+        zero_gradients: fraction of the gradient elements of the layer's parameters that are 0 in this precision but not
+            in float32, 0..1; None without trainable parameters, or if not measured.
     """
 
     name: str
@@ -81,7 +82,7 @@ def measure_layers(
 def lost_gradients(
     passes: IsolatedPasses, policy: PrecisionPolicy, *, scale: float = 1.0
 ) -> dict[str, tuple[int, int]]:
-    """Count gradient elements that underflow: module name -> (number that is zero only in low precision, total)."""
+    """Count the gradient elements that are zero only in low precision: module name -> ``(lost, total)``."""
     reference = passes.train(policy.in_float32()).gradients
     low = passes.train(policy, scale=scale).gradients
     counts: dict[str, tuple[int, int]] = {}
@@ -158,8 +159,8 @@ class Cost:
     """Time and memory of a training pass in one precision.
 
     Attributes:
-        seconds: time of a forward and a backward pass, median of three.
-        relative: time relative to float32, median over alternating passes.
+        seconds: time of a forward and a backward pass, the median of three measurements.
+        relative: time divided by the time in float32, the median over alternating passes.
         memory: MiB; on CUDA the peak allocated memory, on other devices the tensors saved for the backward pass.
     """
 
@@ -169,7 +170,7 @@ class Cost:
 
 
 def measure_cost(passes: IsolatedPasses, policy: PrecisionPolicy) -> Cost:
-    """Measure time and memory of a training pass; passes in float32 alternate with it."""
+    """Measure time and memory of a training pass, alternating with passes in float32 for ``Cost.relative``."""
     memory = _memory(passes, policy)
     times = [(_seconds(passes, policy.in_float32()), _seconds(passes, policy)) for _ in range(3)]
     return Cost(

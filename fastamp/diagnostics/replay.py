@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @renamed_arguments(parts="plugin")
 def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
-    """Replay a crash dump; log the losses next to the recorded ones, and the first non-finite value.
+    """Replay a crash dump; log the recorded and the replayed losses, and the first non-finite value.
 
     Args:
         path: a crash dump, or the folder ``amp_crash``, from which the newest crash dump is replayed.

@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def magnitude(value: Any) -> float:
-    """Largest finite absolute value in a nested structure; 0 if there is none."""
+    """Return the largest finite absolute value in a nested structure; 0 if there is none."""
     found = 0.0
     for tensor in tensors_in(value):
         sizes = tensor.detach().abs().float()
@@ -41,7 +41,7 @@ def cloned(args: Any) -> Any:
 
 
 def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float:
-    """Relative L2 error: norm of the difference divided by the norm of the reference; infinity if not finite."""
+    """Compute the L2 norm of the difference divided by that of the reference; infinity if a value is not finite."""
     if value is None or value.shape != reference.shape:
         return math.inf
     norm, difference = (float(torch.linalg.vector_norm(each)) for each in (reference, value - reference))
@@ -53,7 +53,7 @@ def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float
 
 
 def embedding_cosine(low: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """Cosine similarity of each embedding to its reference.
+    """Compute the cosine similarity between each embedding and its reference.
 
     The similarity is 1 if both embeddings are all zero, because a collapsed model outputs zeros in every precision.
 

@@ -7,7 +7,7 @@ from fastamp.utils.files import ignore_closed_stdout
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that allows piping its help text to ``head``."""
+    """Argument parser whose help text can be piped to a program that exits early, e.g. ``head``."""
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         with ignore_closed_stdout():
@@ -31,7 +31,7 @@ def add_training_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the config and of distributed processes."""
+    """Add the arguments for the config and for distributed processes to ``parser``."""
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
     parser.add_argument(
         "--num-gpus", type=int, default=1, help="number of processes (GPUs) per machine (default: %(default)s)"

@@ -52,7 +52,7 @@ def is_main_process() -> bool:
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Act as a single process inside the context, for use if not all ranks run it or some have already ended."""
+    """Act as a single process inside the context, e.g. for code that runs on one rank or after others have ended."""
     global _as_single_process
     before, _as_single_process = _as_single_process, True
     try:
@@ -74,7 +74,7 @@ def main_process_first() -> Iterator[None]:
 
 
 def transport_device() -> torch.device:
-    """Device for collectives on host data: CPU if the process group supports it, else CUDA."""
+    """Return the device for collectives on data in CPU memory: the CPU if the process group supports it, else CUDA."""
     return torch.device("cpu" if "cpu" in dist.get_backend_config() else "cuda")
 
 
@@ -121,7 +121,7 @@ def sum_over_ranks(numbers: Sequence[float]) -> list[float]:
 
 
 def broadcast_scalar(number: float) -> float:
-    """Broadcast ``number`` from the main process."""
+    """Broadcast ``number`` from the main process to all ranks, and return it."""
     if not is_distributed():
         return number
     value = torch.tensor(number, dtype=torch.float64, device=transport_device())
@@ -130,7 +130,7 @@ def broadcast_scalar(number: float) -> float:
 
 
 def shard_range(count: int, multiple: int = 1) -> tuple[int, int]:
-    """Compute the start and end of this rank's shard of ``count`` rows; shards start at multiples of ``multiple``."""
+    """Compute ``(start, end)`` of this rank's shard of ``count`` rows. Shards start at multiples of ``multiple``."""
     parts = -(-count // multiple)
     bounds = [min(count, parts * rank // get_world_size() * multiple) for rank in (get_rank(), get_rank() + 1)]
     return bounds[0], bounds[1]
@@ -182,7 +182,7 @@ _single_process_group: Any = None
 
 
 def single_process_group() -> Any:
-    """Return a process group that contains only this process. All ranks must make the first call together."""
+    """Return a process group that contains only this process. The first call is a collective operation of all ranks."""
     global _single_process_group
     if _single_process_group is None:
         _single_process_group, _ = dist.new_subgroups(group_size=1)
@@ -203,7 +203,7 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
     """Select the non-empty text with the lowest ``order`` among all ranks; the lowest rank wins a tie.
 
     Returns:
-        Rank and text; -1 and "" if the texts of all ranks are empty.
+        ``(rank, text)``; ``(-1, "")`` if the texts of all ranks are empty.
     """
     orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
     texts = [each.decode() for each in gather_bytes(text.encode())]
@@ -212,7 +212,7 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
 
 
 def select_message(text: str, order: float = 0) -> str:
-    """Select a message as ``select_text`` does, and prefix it with its rank if there are several processes."""
+    """Select a message as in ``select_text``. With several processes, the message starts with the rank it is from."""
     rank, chosen = select_text(text, order)
     return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 
@@ -225,7 +225,7 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Wrap ``model`` in DDP; in a single process, or if all parameters are frozen, return it unchanged.
+    """Wrap ``model`` in DDP; in a single process, or if all parameters are frozen, return the model itself.
 
     Modules can define ``equal_on_all_ranks()``, which lists the buffers that already have equal values on all ranks;
     DDP does not broadcast them.

@@ -25,12 +25,12 @@ def compile_parts(model: nn.Module, backend: str) -> None:
     if not names:
         raise ConfigError(
             f"MODEL.COMPILE is {backend}, but {type(model).__name__} has no attribute trunks that lists the submodules "
-            'to compile.\n  fix: set MODEL.COMPILE off, or add a class attribute such as trunks = ("backbone",)'
+            'to compile.\n  fix: set MODEL.COMPILE to off, or add a class attribute such as trunks = ("backbone",)'
         )
     if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "c++", "clang++"))):
         raise ConfigError(
-            "MODEL.COMPILE inductor needs a C++ compiler, but g++, c++ and clang++ were not found.\n"
-            "  fix: install one, or set MODEL.COMPILE off"
+            "MODEL.COMPILE is inductor, which needs a C++ compiler, but g++, c++ and clang++ were not found.\n"
+            "  fix: install a C++ compiler, or set MODEL.COMPILE to off"
         )
     for name in names:
         model.get_submodule(name).compile(backend=backend)

@@ -53,7 +53,7 @@ def available_memory() -> int | None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory in MiB: memory allocated by tensors on a CUDA device, else the resident set size."""
+    """Return the peak memory in MiB: on a CUDA device that of allocated tensors, else the resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -63,8 +63,9 @@ def peak_memory_mb(device: torch.device) -> float:
 def keep_freed_memory() -> bool:
     """Configure glibc's malloc to reuse freed memory in the next training step instead of returning it to the system.
 
-    On a CPU, activations are otherwise mapped and page-faulted again in every step, which takes up to 10 % of the time
-    (ResNet-50, 256x128, batch 16: 12.1 images/s without, 13.4 with, and 1 % more peak memory).
+    By default, the memory of activations on the CPU is mapped and page-faulted again in every step, which takes up to
+    10 % of the time. For ResNet-50 with 256x128 images and batch size 16, these settings increase the speed from 12.1
+    to 13.4 images/s and the peak memory by 1 %.
 
     Returns:
         True if malloc is glibc's and accepted the settings.
@@ -79,7 +80,7 @@ def keep_freed_memory() -> bool:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and PyTorch, used for initial weights and dropout."""
+    """Seed the global generators of Python, NumPy and PyTorch, e.g. for initial weights and dropout."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -13,8 +13,8 @@ USER_ERROR_EXIT_CODE = 2
 class UserError(Exception):
     """Invalid user input. The message states what happened, what was found, and how to fix it.
 
-    Commands print only the message and exit with ``USER_ERROR_EXIT_CODE``. Other exceptions are bugs and keep their
-    traceback.
+    Commands print only the message and exit with ``USER_ERROR_EXIT_CODE``. Other exceptions are bugs; their traceback
+    is printed.
     """
 
 
@@ -23,7 +23,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Dataset that is missing, empty, unsuitable for the config, or contains an unreadable file."""
+    """Dataset that is missing, empty or unsuitable for the config, or that contains an unreadable file."""
 
 
 class NoMatchError(DataError):
@@ -31,7 +31,7 @@ class NoMatchError(DataError):
 
 
 class WeightsError(UserError):
-    """Weights file or checkpoint that is missing, damaged, or does not match the model."""
+    """Weights file or checkpoint that is missing or damaged, or that does not match the model."""
 
 
 class TrainingError(UserError):
@@ -61,7 +61,8 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Check that ``value`` is one of ``choices``.
 
     Raises:
-        ConfigError: if it is not; the message states the key and the choices, and suggests the nearest one.
+        ConfigError: if ``value`` is not a choice; the message gives the key and the choices, and suggests the most
+            similar choice.
     """
     if value not in choices:
         raise ConfigError(
@@ -70,13 +71,13 @@ def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ``" Did you mean 'X'?"`` for the choice most similar to ``name``, or an empty string."""
+    """Return ``" Did you mean 'X'?"`` for the choice most similar to ``name``; empty if no choice is similar."""
     by_lower = {str(choice).lower(): str(choice) for choice in choices}
     matches = difflib.get_close_matches(str(name).lower(), list(by_lower), n=1, cutoff=0.5)
     return f" Did you mean {by_lower[matches[0]]!r}?" if matches else ""
 
 
 def summarize_error(error: Exception) -> str:
-    """Return the type of an error and the first line of its message; for a UserError, only that line."""
+    """Return ``"type: first line of the message"`` of an error; for a UserError, only the first line of the message."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if text and isinstance(error, UserError) else f"{type(error).__name__}: {text}"

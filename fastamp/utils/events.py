@@ -1,4 +1,4 @@
-"""Training metrics: collected without synchronization, written once per log period."""
+"""Training metrics: collected without synchronizing with the device, and written once per log period."""
 
 import itertools
 import json
@@ -25,14 +25,14 @@ class MetricStore:
         self._latest: dict[str, Any] = {}
 
     def average(self, **values: float | torch.Tensor) -> None:
-        """Add values to the running means, which restart at each flush."""
+        """Add values to the running means of metrics; each ``flush`` restarts the means."""
         for name, value in values.items():
             value = value.detach() if isinstance(value, torch.Tensor) else value
             self._sums[name] = self._sums[name] + value if name in self._sums else value
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def latest(self, **values: float | int | None) -> None:
-        """Set the values of metrics; ``flush`` returns the last value of each."""
+        """Record metrics of which only the most recent value is kept until ``flush``."""
         self._latest |= values
 
     def flush(self) -> dict[str, float]:
@@ -92,9 +92,10 @@ def _plain(value: Any) -> Any:
 
 
 class TensorboardXWriter:
-    """Writer of metrics as TensorBoard scalars.
+    """Writer that saves metrics as TensorBoard scalars.
 
-    TensorBoard's own writer runs in a thread, in which a full disk cannot be reported as a user error.
+    TensorBoard's own writer is not used: it writes in a background thread, so a full disk could not be reported as a
+    user error.
 
     Args:
         log_dir: folder of the event files.
@@ -115,7 +116,7 @@ class TensorboardXWriter:
             self._append(step=start_iter, session_log=SessionLog(status=SessionLog.START))
 
     def write(self, iteration: int, metrics: dict[str, Any]) -> None:
-        """Write all finite numbers."""
+        """Write the finite numbers in ``metrics``; other values are skipped."""
         numbers = {
             name: value for name, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
         }

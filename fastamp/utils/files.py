@@ -31,27 +31,27 @@ def expand(path: str | os.PathLike[str]) -> Path:
 
 
 def real_path(path: str | os.PathLike[str]) -> Path:
-    """Return the absolute path with links resolved. Unlike ``Path.resolve``, link loops raise no RuntimeError."""
+    """Return the absolute path with symbolic links resolved. Unlike ``Path.resolve``, do not raise on link loops."""
     return Path(os.path.realpath(path))
 
 
 def check_not_device(path: str | os.PathLike[str]) -> None:
-    """Check that ``path`` is a regular file or a folder; reading a pipe, socket or device (/dev/zero) may never end.
+    """Check that ``path`` is a file or folder, because reading a pipe, socket or device (/dev/zero) may never end.
 
     Raises:
         OSError: if ``path`` is a pipe, socket or device, or does not exist.
     """
     mode = os.stat(path).st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "expected a file, found a pipe or device")
+        raise OSError(errno.EINVAL, "expected a file or folder, got a pipe, socket or device")
 
 
 @contextmanager
 def ignore_closed_stdout() -> Iterator[None]:
-    """Continue without output if the program that reads stdout, e.g. ``head``, has exited.
+    """Leave the context without an error if the program that reads stdout, e.g. ``head``, has exited.
 
     Raises:
-        BrokenPipeError: if another pipe or socket was closed.
+        BrokenPipeError: if a pipe or socket other than stdout was closed.
     """
     try:
         yield
@@ -67,14 +67,14 @@ def ignore_closed_stdout() -> Iterator[None]:
 
 
 def stdout_has_no_reader() -> bool:
-    """Return True if stdout is a pipe or socket that its reader has closed."""
+    """Return True if stdout is a pipe or socket whose reader has closed it."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), select.POLLOUT)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def discard_stdout() -> None:
-    """Discard further output on stdout, e.g. after the reader of the pipe has exited."""
+    """Discard all further output on stdout, e.g. after the program that reads it has exited."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

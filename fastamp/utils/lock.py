@@ -28,18 +28,19 @@ _locks: dict[str, tuple[int, BinaryIO]] = {}
 
 
 def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
-    """Lock a folder, and create it if it is missing. No effect if this process already has the lock.
+    """Lock a folder; create the folder if it is missing. No effect if this process already holds the lock.
 
     The lock is a POSIX lock on the file ``.lock`` in the folder. Forked processes do not inherit it, so a worker that
-    outlives a killed training process does not hold it. Other machines respect it if the network file system supports
-    locks; otherwise a warning is logged and the folder is not locked.
+    outlives a killed training process does not keep the folder locked. On a network file system, the lock also applies
+    to other machines. If the file system does not support locks, a warning is logged and the folder is not locked.
 
     Args:
         folder: folder to lock.
         key: config key or argument that sets the folder, for messages, e.g. ``"OUTPUT_DIR"``.
 
     Raises:
-        ConfigError: if another process has the lock; the message states its process ID, machine and start time.
+        ConfigError: if another process holds the lock; the message gives the ID, machine and start time of that
+            process.
         WriteError: if the folder is not writable.
     """
     name = os.path.realpath(folder)
@@ -94,7 +95,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
 
 
 def unlock_folder(folder: str | os.PathLike[str]) -> None:
-    """Release the lock of a folder and remove its file. No effect if this process does not have the lock."""
+    """Release the lock of a folder and remove the lock file. No effect if this process does not hold the lock."""
     pid, file = _locks.pop(os.path.realpath(folder), (0, None))
     if file is None:
         return
@@ -106,13 +107,13 @@ def unlock_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def unlock_all() -> None:
-    """Release all locks of this process."""
+    """Release all locks that this process holds."""
     for folder in list(_locks):
         unlock_folder(folder)
 
 
 def describe_lock_holder(folder: str | os.PathLike[str]) -> str:
-    """Describe the other process that has the lock of a folder; empty if there is none."""
+    """Describe the process that holds the lock of a folder; empty if no other process holds it."""
     path = Path(folder) / LOCK_FILE
     if _locks.get(os.path.realpath(folder), (0,))[0] == os.getpid():
         return ""
@@ -127,7 +128,7 @@ def _open(path: Path) -> BinaryIO:
     """Open the lock file for writing.
 
     Raises:
-        OSError: if the file is not writable, or is a link, which could point to any other file.
+        OSError: if the file is not writable, or is a symbolic link, which could point to any other file.
     """
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "r+b")
 
@@ -148,7 +149,7 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _read_holder(file: BinaryIO) -> str:
-    """Describe the process that has the lock, from the content of the lock file."""
+    """Describe the process that holds the lock, from the content of the lock file."""
     try:
         file.seek(0)
         holder = json.loads(file.read(10_000))

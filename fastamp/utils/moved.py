@@ -93,7 +93,7 @@ MODULES = {
     "fastamp.utils.printable": "fastamp.utils.terminal_text",
     "fastamp.utils.weights_file": "fastamp.checkpoint.weights_file",
 }
-"""Old name of a module or package -> the present one. Submodules of a package need no entry of their own."""
+"""Old name of a module or package -> current name. Submodules of a package need no entry of their own."""
 
 
 class _MovedFinder(MetaPathFinder, Loader):
@@ -147,12 +147,12 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
 
 
 def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
-    """Accept old names of keyword arguments, with a DeprecationWarning; the next release removes them.
+    """Accept old names of keyword arguments, with a DeprecationWarning. The next release will remove the old names.
 
     Decorator for functions, methods and classes, including dataclasses.
 
     Args:
-        new: old name -> new name, or (new name, function that converts the old value).
+        new: old name -> new name, or old name -> ``(new name, function that converts the old value)``.
 
     Raises:
         TypeError: if an argument is passed under both names.

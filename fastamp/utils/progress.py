@@ -30,12 +30,13 @@ def format_duration(seconds: float) -> str:
 
 
 class ProgressBar:
-    """Progress bar, drawn only by the main process on a terminal. The remaining time is always estimated.
+    """Progress bar, drawn only by the main process on a terminal. ``seconds_left`` also works without a drawn bar.
 
     Args:
         total: total number of steps.
         title: text before the bar.
-        done: number of steps already done, e.g. before a resume; they do not count for the speed. Default 0.
+        done: number of steps already done, e.g. before a resume; these steps are not used to estimate the speed.
+            Default 0.
         stream: output stream. Default: stdout.
     """
 
@@ -79,7 +80,7 @@ class ConsoleHandler(logging.StreamHandler):
             super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Continue without console output after its reader has closed it; ``log.txt`` still gets all lines."""
+        """Discard console output if the program that reads it has exited; ``log.txt`` still receives all lines."""
         if isinstance(sys.exc_info()[1], BrokenPipeError):
             discard_stdout()
         else:

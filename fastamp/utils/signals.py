@@ -1,4 +1,4 @@
-"""Signal handlers, set only in this module. A process stopped by a signal exits with code 128 + the signal number."""
+"""All signal handlers are set here. A process stopped by a signal exits with code 128 + the signal number."""
 
 import signal
 import threading
@@ -13,14 +13,14 @@ Handler = Callable[[int, Any], Any] | signal.Handlers
 
 
 def set_handler(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> dict[int, Any]:
-    """Set a handler for signals. No effect outside the main thread, where Python does not allow it.
+    """Set a handler for signals. No effect outside the main thread, because Python sets handlers only there.
 
     Args:
         handler: function called with the signal number and the frame, or ``signal.SIG_IGN`` or ``signal.SIG_DFL``.
         numbers: signal numbers. Default: ``STOP_SIGNALS``.
 
     Returns:
-        Signal number -> former handler; empty outside the main thread.
+        Signal number -> previous handler; empty outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return {}
@@ -29,7 +29,7 @@ def set_handler(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> dict
 
 @contextmanager
 def handling(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> Iterator[None]:
-    """Set a handler for signals inside the context, then restore the former handlers; see ``set_handler``."""
+    """Set a handler for signals inside the context, then restore the previous handlers; see ``set_handler``."""
     former = set_handler(handler, numbers)
     try:
         yield

@@ -13,8 +13,9 @@ __getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structur
 def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
     """Describe the first structural difference between two states; "" if their structures match.
 
-    Keys in only one of them and values of tensors are ignored. None in ``expected`` matches any plain value. None in
-    ``saved`` matches a dict: the saved run did not have that component. Integers must not be negative.
+    Keys that only one of the states contains and the values of tensors are ignored. None in ``expected`` matches any
+    plain value. None in ``saved`` matches a dict, because the saved run did not have that component. Integers in
+    ``saved`` must not be negative.
 
     Args:
         expected: state of this run: tensors and plain values in dicts, lists and tuples.
@@ -49,7 +50,7 @@ def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
         return "" if isinstance(saved, type(expected)) else _expected(name, type(expected).__name__, saved)
     if isinstance(expected, int):
         is_count = isinstance(saved, int) and not isinstance(saved, bool) and 0 <= saved < 2**63
-        return "" if is_count else _expected(name, "a count", saved)
+        return "" if is_count else _expected(name, "a non-negative integer", saved)
     is_number = isinstance(saved, int | float) and not isinstance(saved, bool) and abs(saved) < float("inf")
     return "" if is_number else _expected(name, "a number", saved)
 

@@ -250,7 +250,7 @@ def test_old_driver_is_a_problem(no_gpu, device):
 def test_requested_cuda_without_a_driver_is_a_problem(no_gpu):
     report = inspect_environment(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
-    assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "MODEL.DEVICE auto" in problem
+    assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "MODEL.DEVICE to auto" in problem
     assert report.loops == {} and report.support == {} and report.auto is None
     assert "SOLVER.AMP.DTYPE auto" not in report.table()
     # Also in a report on the CPU, which the doctor prints if the device is missing.
@@ -284,7 +284,7 @@ def test_unsupported_compute_capability_is_a_problem(gpu):
     )
     report = inspect_environment(CUDA, train=True)
     (problem,) = report.problems
-    assert "Some GPU" in problem and "compute capability 6.1; the build has sm_80 sm_90" in problem
+    assert "Some GPU" in problem and "compute capability 6.1; the build supports sm_80 sm_90" in problem
     assert "a PyTorch built for sm_61" in problem
     assert row(report, "ten steps in bfloat16") == "no kernel image is available"
     assert report.support["tf32"].state == "no" and report.support["float16"].state == "slow"
@@ -398,4 +398,4 @@ def test_training_log_warns_about_problems(no_gpu, demo, tmp_path):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     default_setup(tiny.tiny_config(tmp_path, "MODEL.DEVICE", "auto"))
     log = (tmp_path / "log.txt").read_text()
-    assert "WARNING: PyTorch cannot use a GPU" in log and "MODEL.DEVICE auto" in log
+    assert "WARNING: PyTorch cannot use a GPU" in log and "MODEL.DEVICE is auto" in log

@@ -195,7 +195,7 @@ def test_training_failure_writes_a_crash_dump_that_replays(demo, tmp_path, capfd
 def test_preflight_fallback_trains_in_another_dtype(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     log = (tmp_path / "log.txt").read_text()
-    assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT fallback" in log
+    assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT is fallback" in log
     saved = torch.load(tmp_path / "model_final.pth", weights_only=True)
     assert saved["policy"]["dtype"] in ("bfloat16", "float32") and saved["trainer"]["step"]["scaler"] is None
     assert "float16" in saved["policy"]["reason"]

@@ -219,7 +219,7 @@ def test_torchreid_osnet_with_fc_layer_gives_equal_features(tmp_path, capsys):
     state["classifier.bias"] = torch.zeros(5)
     assert run(tmp_path, {"state_dict": state}) == 0
     out = capsys.readouterr().out
-    assert "dropped  1 (0%) of the file's (heads.classifier.bias)" in out and "note: test images" not in out
+    assert "dropped  1 (0%) of the file's tensors (heads.classifier.bias)" in out and "note: test images" not in out
     config = torch.load(tmp_path / "out.pth", weights_only=True)["config"]
     assert "INTERPOLATION: bilinear" in config and "INTERPOLATION_TEST: same" in config
     other = model(*opts, seed=1)
