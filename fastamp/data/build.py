@@ -41,7 +41,7 @@ def build_reid_train_loader(
         TrainLoader: loader that yields dictionaries, see ``ReidDataset.__getitems__``.
 
     Raises:
-        DataError: if a dataset is missing or empty, or has too few images or identities for a batch.
+        DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
     rank, world_size = _rank_and_world_size(rank, world_size)
@@ -67,7 +67,7 @@ def build_reid_train_loader(
         )
     if dataset.num_classes < 2:
         raise DataError(
-            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has a single identity; training needs at least two"
+            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2"
         )
     sampler = SAMPLER_REGISTRY.build(
         cfg.DATALOADER.SAMPLER_TRAIN,
@@ -107,7 +107,8 @@ def build_reid_test_loader(
     """Build the loader of a test set: query images, then gallery images, in order.
 
     Args:
-        cfg (CfgNode): config; reads INPUT, TEST.IMS_PER_BATCH (over all ranks) and the numbers of workers.
+        cfg (CfgNode): config; reads INPUT, DATALOADER and TEST; TEST.IMS_PER_BATCH is the number of images per batch
+            over all ranks.
         dataset_name (str): a registered dataset, or ``csv:FILE`` or ``folder:FOLDER``.
         rank, world_size (int, optional): rank of this process and number of processes; each rank loads a contiguous
             part of the test set. Default: from torch.distributed.
@@ -159,7 +160,8 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
 
     Args:
         name (str): a registered name, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
-        cfg (CfgNode, optional): config; some datasets read keys from it. Default: the default config.
+        cfg (CfgNode, optional): config; source of dataset settings such as DATASETS.CUHK03. Default: the default
+            config.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -184,16 +186,17 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
 
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
-    """List the training images of several datasets; see ``training_parts``."""
+    """Concatenate the training images of several datasets; see ``training_parts``."""
     return list(PackedItems.concat(training_parts(datasets, combine_all=combine_all)))
 
 
 def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[PackedItems]:
-    """Collect the training images of each dataset, with unique identities and cameras.
+    """Collect the training images of each dataset, with identities and cameras that are unique across datasets.
 
     Identities and cameras get the dataset's name as a prefix. Datasets of the same ``family``, such as VehicleID and
-    SmallVehicleID, share identities and cameras; an image that is listed in several of them is used once. If there is
-    only one dataset, its camera numbers are unchanged and therefore match those of the test images.
+    SmallVehicleID, share identities and cameras. An image with the same identity in several of these datasets is used
+    once. If ``datasets`` has only one element, its camera numbers are unchanged and therefore match those of the test
+    images.
 
     Args:
         datasets (Sequence[ImageDataset]): at least one dataset.
@@ -300,7 +303,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
 
 
 def _device(cfg: Any) -> torch.device:
-    """Resolve MODEL.DEVICE; fall back to the CPU if that fails, because building the model raises the error."""
+    """Resolve MODEL.DEVICE; return the CPU if the device is invalid, since building the model will raise the error."""
     try:
         return resolve_device(cfg.MODEL.DEVICE)
     except ConfigError:
@@ -308,7 +311,7 @@ def _device(cfg: Any) -> torch.device:
 
 
 def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str]) -> None:
-    """Check that the backbone has an embedding for every camera and view of the datasets.
+    """Check that the backbone has an embedding for every camera and view in ``dataset``.
 
     Raises:
         ConfigError: if there are fewer embeddings than cameras or views, or the cameras are not integers.
@@ -339,14 +342,14 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
     if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):
         logger.warning(
-            "the cameras of %s differ from those of %s, on which the camera and view embeddings were trained",
+            "the camera and view embeddings do not apply to %s: they were trained on %s, which has different cameras",
             ", ".join(unknown),
             ", ".join(cfg.DATASETS.NAMES),
         )
 
 
 def _add_prefixes(items: PackedItems, pid_prefix: str, camid_prefix: str | None) -> PackedItems:
-    """Prefix identities, and cameras unless ``camid_prefix`` is None."""
+    """Add ``pid_prefix`` to the identities and, if it is not None, ``camid_prefix`` to the cameras."""
     camids = None if camid_prefix is None else items.camids.map(lambda camid: _add_prefix(camid, camid_prefix))
     return items.replace(pids=items.pids.map(lambda pid: _add_prefix(pid, pid_prefix)), camids=camids)
 

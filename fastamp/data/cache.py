@@ -40,9 +40,9 @@ class ImageCache:
     """Cache of decoded images of equal size: on disk for later runs, or in memory for concurrent runs.
 
     The file name is a fingerprint of the images (paths, sizes, modification times and boxes) and of their size after
-    resizing. If an image changes, the cache is built again and the old file is removed. The file gets its final name
-    when it is complete, so that an interrupted build leaves no cache. One process builds the cache while the others
-    wait.
+    resizing. If an image changes, the cache is built again and the old file is removed. The file is renamed to its
+    final name when it is complete, so that an interrupted build never leaves an incomplete cache. One process builds
+    the cache while other processes wait.
 
     Args:
         items (Sequence[ImageItem]): images.
@@ -93,7 +93,7 @@ class ImageCache:
         return self.path.exists() and self.path.stat().st_size == np.prod(size)
 
     def _open(self) -> BinaryIO | None:
-        """Open the cache file and lock it to prevent its removal; return None if it does not exist."""
+        """Open the cache file with a shared lock, which prevents its removal; return None if the file is missing."""
         try:
             file = self.path.open("rb")
         except FileNotFoundError:
@@ -102,7 +102,10 @@ class ImageCache:
         return file if os.fstat(file.fileno()).st_nlink else None
 
     def close(self) -> None:
-        """Release the cache; an in-memory cache is deleted after its last release. Also runs on garbage collection."""
+        """Release the cache; also called on garbage collection.
+
+        An in-memory cache is deleted when all processes have released it.
+        """
         self._release()
 
     def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
@@ -150,7 +153,7 @@ class ImageCache:
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:
-    """Hash the list of images twice: without and with file sizes and modification times."""
+    """Return ``(list_hash, content_hash)``; only ``content_hash`` depends on file sizes and modification times."""
     listed, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
     listed.update(json.dumps([_VERSION, shape, kind]).encode())
     for item in items:
@@ -191,11 +194,12 @@ def _disk_folder(folder: str) -> Path:
                 pass
         except OSError as error:
             reason = f"{candidate.absolute()}: {error.strerror or error}"
-            logger.info("DATALOADER.CACHE: cannot write to %s", reason)
+            logger.info("DATALOADER.CACHE: skipping a folder that is not writable: %s", reason)
             continue
         return candidate
     raise DataError(
-        f"DATALOADER.CACHE: no writable folder: {reason}.\n  fix: set DATALOADER.CACHE_DIR to a writable folder"
+        f"no writable folder for the image cache (DATALOADER.CACHE is disk): {reason}.\n"
+        "  fix: set DATALOADER.CACHE_DIR to a writable folder"
     )
 
 
@@ -233,7 +237,7 @@ def _try_lock(file: BinaryIO) -> bool:
 
 
 def _remove_unused(folder: Path, pattern: str) -> None:
-    """Remove caches and interrupted builds that no process has open."""
+    """Remove the cache files and partial files in ``folder`` that match ``pattern`` and are not open in any process."""
     for path in folder.glob(pattern):
         if path.suffix not in (_SUFFIX, _PARTIAL_SUFFIX):
             continue

@@ -49,7 +49,8 @@ class Report:
     """Result of ``check_dataset``.
 
     Attributes:
-        rows (list): name and numbers of images, identities and cameras of each split that is not empty.
+        rows (list): ``(split, images, identities, cameras)`` for each split that is not empty; the last three are
+            counts.
         findings (list[Finding]): problems, errors first.
         sizes (Counter): (width, height) -> number of images.
     """
@@ -82,7 +83,7 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
         max_pixels (int): maximum width x height of an image. Default 100,000,000.
 
     Returns:
-        Report: numbers of images, and findings.
+        Report: image counts, image sizes and findings.
 
     Raises:
         DataError: if the images of a split cannot be listed.
@@ -111,7 +112,7 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
     """Write a PNG with sample images, one row per identity: training identities, then query identities.
 
-    A query row shows the queries, framed in blue, followed by their matches in the gallery.
+    Each query row shows the query images of an identity, framed in blue, and then its gallery images.
 
     Args:
         dataset (ImageDataset): dataset to draw from.

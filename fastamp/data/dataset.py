@@ -26,11 +26,11 @@ class ReidDataset(Dataset):
     Args:
         items (Sequence[ImageItem]): images; stored in arrays.
         transforms (Transforms): reading, resizing and augmentation.
-        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order, and likewise cameras unless all of
-            them are integers. Integer cameras keep their values, so that they match those of the test images. If False,
-            identities and cameras must be integers and keep their values.
-        augment (bool): if True, apply the augmentation. If False, return its parameters in the batch under
-            ``augmentation``, for ``Transforms.augment``. Default True.
+        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order. Cameras are mapped in the same way
+            if at least one is not an integer; otherwise they keep their values, so that they match those of the test
+            images. If False, identities and cameras must be integers and keep their values.
+        augment (bool): if True, apply the augmentation. If False, the batch contains the parameters of the augmentation
+            under the key ``augmentation``, for ``Transforms.augment``. Default True.
         skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
 
     Attributes:
@@ -72,20 +72,20 @@ class ReidDataset(Dataset):
                 item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
             )
             raise DataError(
-                f"identities and cameras of query and gallery images must be integers; {wrong.path} has identity "
-                f"{wrong.pid!r} and camera {wrong.camid!r}"
+                f"identities and cameras of query and gallery images must be integers; got identity "
+                f"{wrong.pid!r} and camera {wrong.camid!r} for {wrong.path}"
             )
         self.labels, self.camids = pids.codes, camids.codes
 
     def use_cache(self, cache: ImageCache) -> None:
-        """Read the resized images from ``cache``."""
+        """Read resized images from ``cache`` instead of decoding image files."""
         self.cache = cache
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one image with its labels, augmented with the random numbers of epoch 0 and position ``index``."""
+        """Load one image with its labels, augmented with the random numbers for epoch 0 and position ``index``."""
         return {name: values[0] for name, values in self.__getitems__([(0, index, index)]).items()}
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any]:
@@ -159,11 +159,12 @@ class ReidDataset(Dataset):
             except DataError as error:
                 self._warn_once(str(error))
         raise DataError(
-            f"cannot read {self.items[index].path} or another image of its identity (DATALOADER.ON_CORRUPT is skip)"
+            f"cannot read {self.items[index].path} or any other image of the same identity, although "
+            "DATALOADER.ON_CORRUPT is skip.\n  fix: restore the files, or remove this identity from the dataset"
         )
 
     def _read_augmented(self, key: SampleKey) -> Tensor:
-        """Read and resize the image of a key, and apply ``augment_each``."""
+        """Read and resize the image selected by ``key``, and apply ``transforms.augment_each``."""
         epoch, position, index = key
         augment, image = self.transforms.augment_each, self.read(index)[None]
         return augment.apply(image, augment.draw([epoch], [position], tuple(image.shape[-2:])))[0]
@@ -176,15 +177,15 @@ class ReidDataset(Dataset):
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(
-                "DATALOADER.ON_CORRUPT is skip: %s; using another image of the same identity (%d unreadable images so "
-                "far in this process)",
+                "%s; substituting another image of the same identity (DATALOADER.ON_CORRUPT is skip; %d unreadable "
+                "images so far in this process)",
                 message,
                 len(self._warned),
             )
 
 
 def _sorted_ranks(names: Column) -> np.ndarray:
-    """Map each name to its rank among the distinct names: integers first, then strings."""
+    """Map each name to its index in the sorted distinct names: integers first, then strings."""
     values, inverse = names.unique()
     order = sorted(range(len(values)), key=lambda number: (isinstance(values[number], str), values[number]))
     ranks = np.empty(len(values), dtype=np.int64)

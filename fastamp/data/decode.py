@@ -51,8 +51,9 @@ def read_image(
 ) -> Tensor:
     """Read an image file and apply its EXIF orientation.
 
-    The image is converted to ``channels``. An alpha channel is kept or dropped, never blended; it is 255 if the file
-    has none. Channels of 16 bits are reduced to their upper 8 bits. For an animation, the first frame is read.
+    The image is converted to the given number of channels. If ``channels`` is 4, alpha is 255 for files without an
+    alpha channel. If ``channels`` is 1 or 3, an alpha channel is dropped without blending. 16-bit channels are reduced
+    to their upper 8 bits. For an animation, the first frame is read.
 
     torchvision decodes JPEG files, and PIL decodes all other formats and the JPEG files that torchvision rejects.
     Grayscale is computed from the decoded RGB, as PIL does.
@@ -131,9 +132,9 @@ def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
 
 
 def _declared_size(content: bytearray) -> tuple[int, int]:
-    """Return the width and height in the header of a JPEG file, or zeros if not found.
+    """Return ``(width, height)`` from the header of a JPEG file, or ``(0, 0)`` if not found.
 
-    Searches for markers as libjpeg does, which skips bytes outside of segments.
+    Bytes between marker segments are skipped, as in libjpeg.
     """
     offset = content.find(b"\xff", 2)
     while 0 < offset <= len(content) - 9:
@@ -157,7 +158,7 @@ def _luma(image: Tensor) -> Tensor:
 
 
 def with_channels(image: Tensor, channels: int) -> Tensor:
-    """Convert an image to a number of channels; the pixel values equal those of ``read_image``.
+    """Convert an image to 1, 3 or 4 channels, with the same pixel values as ``read_image``.
 
     Args:
         image (Tensor): (C, H, W) uint8: grayscale, RGB or RGBA.
@@ -177,7 +178,7 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
 def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
     """Open an image file with PIL, restricted to pixel formats whose decoders run no external program.
 
-    PIL's warning about large images is suppressed: ``check_pixels`` limits their size.
+    PIL's warning about large images is suppressed, because ``check_pixels`` limits the number of pixels.
     """
     Image.init()  # registers the formats
     # Warning filters are global: two threads must not replace and restore them concurrently.
@@ -235,13 +236,13 @@ def _pil_errors(path: str) -> Iterator[None]:
 
 
 def _pil_pixels(image: Image.Image, mode: str) -> Tensor:
-    """Convert an image to (C, H, W) uint8 in ``mode``, with its EXIF orientation applied.
+    """Convert a PIL image to (C, H, W) uint8 pixels in ``mode``, and apply its EXIF orientation.
 
     Raises:
         ValueError: if the image has mode F.
     """
     if image.mode == "F":
-        raise ValueError("unsupported mode F: the value range of float pixels is unknown")
+        raise ValueError("unsupported PIL mode F: the value range of float pixels is unknown")
     pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 

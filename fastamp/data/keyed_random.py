@@ -19,7 +19,8 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
         key (tuple[int, int]): two integers in 0..2**32-1.
 
     Returns:
-        np.ndarray: (..., 4) uint64 words in 0..2**32-1; words of different counters or keys are independent.
+        np.ndarray: (..., 4) uint64 words in 0..2**32-1. Blocks with different counters or keys are statistically
+            independent.
     """
     c0, c1, c2, c3 = np.moveaxis(counters.astype(np.uint64), -1, 0)
     for round_number in range(_ROUNDS):
@@ -39,7 +40,7 @@ def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.n
 
     Args:
         seed (int): any integer; the low 64 bits are used.
-        stream (str): name of the random stream; streams are independent of each other.
+        stream (str): name of the random stream; streams with different names are independent.
         epochs (np.ndarray): (B,) integers in 0..2**32-1.
         positions (np.ndarray): (B,) integers in 0..2**32-1, positions of the samples within the epoch.
         count (int): numbers per pair.

@@ -44,7 +44,7 @@ _SPARE_DESCRIPTORS = 6
 
 
 class _WorkerError:
-    """User error in a worker, returned as a batch: if PyTorch raised it, its message would include a traceback."""
+    """User error that a worker returns instead of a batch, because PyTorch adds a traceback to raised errors."""
 
     def __init__(self, error: UserError) -> None:
         self.error_class = type(error)
@@ -109,13 +109,13 @@ class _BatchDataset(Dataset):
 
 
 class _Loader:
-    """Base class of iterables over the batches of a dataset.
+    """Base class of data loaders.
 
     On a CUDA device, the next batch is copied on a separate stream while the current one is processed. If
-    INPUT.AUGMENT_ON is ``device``, it is also augmented on that stream.
+    INPUT.AUGMENT_ON is ``device``, the next batch is also augmented on that stream.
 
     Attributes:
-        dataset (ReidDataset): source of the batches.
+        dataset (ReidDataset): dataset to load from.
         batch_sampler: iterable over the sample keys of each batch.
         device (torch.device): device of the images.
     """
@@ -165,7 +165,7 @@ class _Loader:
             del batches  # stops the workers even if a traceback keeps this frame alive
 
     def _prefetch(self) -> Iterator[dict[str, Any]]:
-        """Yield each batch after queuing the transfer of the next one."""
+        """Yield each batch after starting the transfer of the next batch to the device."""
         side = torch.cuda.Stream(self.device)
         ready: list[tuple[dict[str, Any], torch.cuda.Event]] = []
         for fetched in self._loader:
@@ -177,7 +177,7 @@ class _Loader:
             yield self._wait_for_copy(batch, done)
 
     def _wait_for_copy(self, batch: dict[str, Any], done: "torch.cuda.Event") -> dict[str, Any]:
-        """Make the current stream wait for the copy, and keep the batch in memory until the stream has used it."""
+        """Make the current CUDA stream wait for the copy; keep the batch allocated until the stream has used it."""
         present = torch.cuda.current_stream(self.device)
         present.wait_event(done)
         batch["images"].record_stream(present)
@@ -226,7 +226,7 @@ class TrainLoader(_Loader):
 
 
 class TestLoader(_Loader):
-    """Loader of this rank's part of a test set, in order; its workers persist for the next evaluation."""
+    """Loader of this rank's part of a test set, in order; worker processes are kept alive between evaluations."""
 
     __test__ = False  # not a pytest class
 
@@ -240,7 +240,7 @@ class TestLoader(_Loader):
 
 
 def worker_count(key: str, requested: int) -> int:
-    """Limit the number of workers to the number of available cores.
+    """Limit the number of workers to the number of available CPU cores.
 
     Args:
         key (str): config key of the number of workers, for the log.
@@ -248,13 +248,15 @@ def worker_count(key: str, requested: int) -> int:
     """
     cores = available_cores()
     if requested > cores:
-        logger.info("%s is %d; starting %d workers, the number of available cores", key, requested, cores)
+        logger.info("%s is %d; limited to %d workers, the number of available CPU cores", key, requested, cores)
     return min(requested, cores)
 
 
 @contextmanager
 def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
-    """Convert PyTorch's error about a dead worker, which can be raised anywhere in the main thread, to a DataError.
+    """Context manager that converts PyTorch's error about a dead worker to a DataError.
+
+    PyTorch's signal handler can raise this error anywhere in the main thread.
 
     Args:
         fetching (bool): if True, also convert broken connections, which occur while a batch is fetched from a worker.
@@ -287,7 +289,7 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
 
 @contextmanager
 def explain_exhausted_resources() -> Iterator[None]:
-    """Convert errors about shared memory, open files and processes to a DataError."""
+    """Context manager that converts errors about exhausted shared memory, open files or processes to a DataError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -336,7 +338,7 @@ def _check_descriptors(count: int) -> None:
 def _check_workers_can_start(count: int, context: Any) -> None:
     """Raise OSError if the queues and pipes of ``count`` workers cannot be created.
 
-    PyTorch's loader does not clean up after such an error.
+    Checked in advance because PyTorch's loader does not clean up after such an error.
     """
     queues = []
     try:
@@ -358,7 +360,7 @@ def _count_tensors(value: Any) -> int:
 
 
 def _dead_worker_message() -> str:
-    """Return PyTorch's error about a dead worker, which a signal handler raises after a short delay, or ""."""
+    """Wait up to 1 s for PyTorch's signal handler to report a dead worker; return its message or ""."""
     try:
         time.sleep(1)
     except RuntimeError as error:
@@ -371,7 +373,10 @@ def _identity_collate(batch: Any) -> Any:
 
 
 def _start_worker(worker: int) -> None:
-    """Use one core, and ignore signals: they reach the whole process group, and the main process handles them."""
+    """Initialize a worker: use one thread, and ignore signals sent to the whole process group.
+
+    The main process handles these signals.
+    """
     torch.set_num_threads(1)
     set_handler(signal.SIG_IGN, (signal.SIGINT, signal.SIGUSR1))
     if hasattr(signal, "sigwaitinfo"):
@@ -382,8 +387,8 @@ def _start_worker(worker: int) -> None:
 def _exit_on_parent_sigterm() -> None:
     """Exit this worker on SIGTERM from its parent, and ignore SIGTERM from other processes.
 
-    A scheduler that stops a job signals all of its processes, but the main process needs its workers to finish the
-    step.
+    To stop a job, a scheduler signals all processes of the job, but the main process still needs its workers to finish
+    the current step.
     """
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass

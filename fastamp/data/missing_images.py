@@ -24,10 +24,12 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     Args:
         items (PackedItems): images to check.
         datasets (Sequence[ImageDataset]): datasets of the images, for the message.
-        skip (bool): log a warning instead of raising, because missing images are replaced. Default False.
+        skip (bool): log a warning instead of raising, because ``ReidDataset`` substitutes other images of the same
+            identities. Default False.
 
     Raises:
-        DataError: if files are missing. The message lists the first 10, with their lines in the CSV file.
+        DataError: if files are missing. The message lists the first 10 and, for images from a CSV file, their line
+            numbers.
     """
     rows = missing_files(items).tolist()
     if not rows:
@@ -39,7 +41,7 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     titles = ", ".join(dataset.title for dataset in datasets)
     found = f"{len(rows)} of {len(items)} image files of {titles} not found; the first:{''.join(lines)}"
     if skip:
-        logger.warning("DATALOADER.ON_CORRUPT is skip: %s\n  using other images of the same identities", found)
+        logger.warning("%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", found)
         return
     raise DataError(
         f"{found}\n  fix: restore the files, or correct the paths (those in a CSV file are relative to its folder)"
@@ -47,15 +49,15 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
 
 
 def missing_files(items: PackedItems) -> np.ndarray:
-    """Find images without an existing file.
+    """Find the images for which no file exists.
 
-    Lists each folder once, which is faster on a network file system than testing each file.
+    Each folder is listed once, which is faster on a network file system than checking each file.
 
     Args:
         items (PackedItems): images to check.
 
     Returns:
-        np.ndarray: (n,) int64 rows of ``items``, ascending.
+        np.ndarray: (n,) int64 indices of these images in ``items``, ascending.
     """
     order = np.argsort(items.folder_of, kind="stable")
     folders, starts = np.unique(items.folder_of[order], return_index=True)
@@ -71,7 +73,7 @@ def missing_files(items: PackedItems) -> np.ndarray:
 
 
 def _list_files(folder: str, count: int) -> set[bytes]:
-    """List the file names in a folder; empty if it cannot be read, or has far more than ``count`` entries."""
+    """List the file names in a folder; return an empty set if that fails or there are far more than ``count``."""
     names = set()
     try:
         with os.scandir(folder or ".") as entries:

@@ -18,14 +18,14 @@ SampleKey = tuple[int, int, int]
 
 
 class EpochSampler:
-    """Base class of samplers that draw the indices of an epoch, for all ranks together.
+    """Base class of samplers that generate the image indices of an epoch for all ranks.
 
     A subclass defines a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws random numbers
     only from ``generator(seed, epoch)``.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``, which is the same for every call."""
+        """Return the infinite index stream of ``epoch``; every call returns the same indices."""
         raise NotImplementedError
 
 
@@ -89,8 +89,7 @@ class ImbalancedDatasetSampler(EpochSampler):
 class IdentitySampler(EpochSampler):
     """Base class of samplers of P identities with K images each (Hermans et al. 2017, arXiv:1703.07737, section 2).
 
-    The K images of an identity are consecutive, and a batch does not contain an identity twice. ``batch_size`` counts
-    the images of all ranks, so this holds across ranks.
+    The P identities of a batch are distinct, also across ranks. The K images of an identity are consecutive.
 
     Args:
         labels (Sequence[int]): identity of each image.
@@ -121,7 +120,7 @@ class IdentitySampler(EpochSampler):
         if per_rank % num_instances:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}, which is not a multiple of "
+                f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}: expected a multiple of "
                 f"DATALOADER.NUM_INSTANCE {num_instances}.\n"
                 f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {num_instances * world_size}"
             )
@@ -163,7 +162,7 @@ class IdentitySampler(EpochSampler):
 
 @SAMPLER_REGISTRY.register()
 class NaiveIdentitySampler(IdentitySampler):
-    """Draw P random identities, each with K images, without replacement.
+    """Draw P random identities with K images each, without replacement.
 
     The images of each identity are shuffled and split into chunks of K; a remainder of fewer than K images is dropped.
     The images of an identity with fewer than K images are drawn with replacement. New chunks are drawn when fewer than
@@ -198,12 +197,13 @@ class NaiveIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class BalancedIdentitySampler(IdentitySampler):
-    """Visit identities in random order; sample a random anchor image and K - 1 images, preferably from other cameras.
+    """Visit identities in random order; draw an anchor and K - 1 more images of each, preferably from other cameras.
 
-    The K - 1 images come from as many different cameras as possible, other than the anchor's. If there are too few such
-    images, images from the anchor's camera are added, and finally images are repeated. Identities that do not fill a
-    batch at the end of a pass are dropped. FastReID instead draws from all images of other cameras, without balancing
-    the cameras, and repeats these images before it uses the anchor's camera.
+    The anchor is a random image of the identity. The K - 1 images come from as many different cameras as possible,
+    excluding the anchor's camera. If there are too few such images, images from the anchor's camera are added, and
+    finally images are repeated. Identities that do not fill a batch at the end of a pass are dropped. FastReID instead
+    draws from all images of other cameras, without balancing the cameras, and repeats these images before it uses the
+    anchor's camera.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -232,14 +232,15 @@ class BalancedIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class SetReWeightSampler(BalancedIdentitySampler):
-    """Draw a fixed fraction of the identities of each batch from each dataset, independent of the dataset sizes.
+    """Draw a fixed number of identities per batch from each dataset, independent of the dataset sizes.
 
-    The identities of each dataset are visited in random order, with K images as in ``BalancedIdentitySampler``, and
-    shuffled within the batch. Numbers of identities are rounded by the largest remainder method.
+    The identities of each dataset are visited in random order, with K images each, selected as in
+    ``BalancedIdentitySampler``. The order of the identities within a batch is random. The number of identities from a
+    dataset is proportional to its weight, rounded by the largest remainder method.
 
     Args:
         sets (Sequence[int]): dataset index of each image.
-        weights (Sequence[float]): relative weight of each dataset.
+        weights (Sequence[float]): relative weight of each dataset, greater than 0.
         options: other arguments of ``IdentitySampler``.
 
     Raises:
@@ -269,14 +270,15 @@ class SetReWeightSampler(BalancedIdentitySampler):
         for number, (needed, identities) in enumerate(zip(self.identities_per_set, self._identities, strict=True)):
             if not needed:
                 raise ConfigError(
-                    f"DATALOADER.SET_WEIGHT {tuple(weights)} gives dataset {number + 1} none of the "
-                    f"{self.identities_per_batch} identities in a batch.\n"
+                    f"DATALOADER.SET_WEIGHT {tuple(weights)} gives dataset {number + 1} in DATASETS.NAMES "
+                    f"none of the {self.identities_per_batch} identities in a batch.\n"
                     "  fix: increase this weight, or SOLVER.IMS_PER_BATCH"
                 )
             if needed > len(identities):
                 raise DataError(
-                    f"too few identities: dataset {number + 1} has {len(identities)}, DATALOADER.SET_WEIGHT "
-                    f"{tuple(weights)} needs {needed} in each batch.\n  fix: reduce this weight"
+                    f"too few identities: dataset {number + 1} in DATASETS.NAMES has {len(identities)}, but "
+                    f"DATALOADER.SET_WEIGHT {tuple(weights)} requires {needed} in each batch.\n"
+                    "  fix: reduce this weight"
                 )
 
     @classmethod
@@ -312,7 +314,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
 class EpochBatchSampler:
     """Split the index streams of the epochs into batches, and each batch among the ranks.
 
-    Rank r gets the r-th part of each batch, so all ranks together see the batches of a single process.
+    Rank r gets the r-th part of each batch, so that the batches over all ranks are the same as with a single process.
 
     Args:
         sampler (EpochSampler): sampler of the indices.
@@ -347,7 +349,7 @@ class EpochBatchSampler:
         self.start_iter = start_iter
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        """Yield this rank's sample keys of each batch, endlessly, starting at batch ``start_iter``."""
+        """Yield this rank's sample keys for each batch, indefinitely, starting at batch ``start_iter``."""
         first_epoch, first_batch = divmod(self.start_iter, self.iters_per_epoch)
         for epoch in itertools.count(first_epoch):
             stream = enumerate(self.sampler.epoch(epoch))
@@ -382,7 +384,7 @@ class InferenceSampler:
         return -(-len(self.indices) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        """Yield the keys of each batch."""
+        """Yield this rank's sample keys for each batch."""
         for start in range(0, len(self.indices), self.batch_size):
             yield [(0, index, index) for index in self.indices[start : start + self.batch_size]]
 

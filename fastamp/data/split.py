@@ -14,7 +14,7 @@ def hold_out(
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
     """Hold out random identities for testing.
 
-    No identity is in both training and test. As in Market-1501, the first image of an identity from each camera is a
+    Training and test identities are disjoint. As in Market-1501, the first image of an identity from each camera is a
     query if the identity has another image from that camera and images from other cameras; all other images are in the
     gallery. If all images share one camera, or each image has a different one, the cameras are ignored: the first image
     of each identity is a query, and each image gets a unique camera, so that no gallery image is excluded for being
@@ -27,30 +27,33 @@ def hold_out(
         key (str): config key of the fraction, for messages.
 
     Returns:
-        tuple: training images, unchanged; query images and gallery images, with identities numbered from 1 and cameras
-            from 0.
+        tuple: ``(train, query, gallery)``, lists of images. Training images are unchanged. In query and gallery,
+            identities are numbered from 1 and cameras from 0.
 
     Raises:
-        ConfigError: if fewer than two identities remain for training, or ``fraction`` is out of range.
+        ConfigError: if fewer than two identities remain for training, or ``fraction`` is not in (0, 1).
         DataError: if no held-out identity has a query.
     """
     identities = sorted({str(item.pid) for item in items})
     count = max(2, round(fraction * len(identities)))
     if not 0 < fraction < 1 or len(identities) - count < 2:
         raise ConfigError(
-            f"{key} {fraction:g} of {len(identities)} identities leaves {max(0, len(identities) - count)} for "
-            "training; expected at least 2 for training and 2 for testing"
+            f"{key} is {fraction:g}, which leaves {max(0, len(identities) - count)} of {len(identities)} identities "
+            "for training; expected at least 2 for training and 2 for testing"
         )
     held_out_ids = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())
     training = [item for item in items if str(item.pid) not in held_out_ids]
     query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out_ids])
     if not query:
-        raise DataError(f"no query images: none of the {count} identities held out by {key} has two images that match")
+        raise DataError(
+            f"no query images: none of the {count} test identities selected by {key} has both a query image and a "
+            "matching gallery image"
+        )
     return training, query, gallery
 
 
 def query_and_gallery(items: Sequence[ImageItem]) -> tuple[list[ImageItem], list[ImageItem]]:
-    """Split images into query and gallery; see ``hold_out``."""
+    """Split test images into ``(query, gallery)``; see ``hold_out``."""
     pids = {pid: number for number, pid in enumerate(sorted({str(item.pid) for item in items}), start=1)}
     camids = {camid: number for number, camid in enumerate(sorted({str(item.camid) for item in items}))}
     has_cameras = 1 < len(camids) < len(items)

@@ -50,8 +50,8 @@ class BatchTransform:
     """Random operation on a uint8 batch.
 
     A subclass defines ``draws``, the number of uniform random numbers per image; ``parameters``, which converts these
-    numbers to parameters of the operation; and ``apply``. Both methods are pure functions, so that a worker or the
-    device can apply the parameters.
+    numbers to parameters of the operation; and ``apply``. Both methods are pure functions, so that ``apply`` can run in
+    a worker process or on the device.
 
     Register a subclass with ``TRANSFORM_REGISTRY`` under the name of its config section in INPUT, e.g. ``FLIP``. It is
     built if ``ENABLED`` is True in that section. ``build.ORDER`` defines the order in which transforms are applied.
@@ -101,11 +101,11 @@ class BatchTransform:
         raise NotImplementedError
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Transform the images; return a new tensor, or ``images`` itself if nothing changes.
+        """Transform the images; return a new tensor, or ``images`` itself if no image is changed.
 
         Args:
             images (Tensor): (B, C, H, W) uint8, on any device.
-            parameters (dict): result of the method ``parameters``.
+            parameters (dict): return value of the method ``parameters``.
 
         Returns:
             Tensor: (B, C, H, W) uint8.
@@ -116,8 +116,8 @@ class BatchTransform:
 class Augmentation:
     """Sequence of transforms with independent random numbers.
 
-    The random numbers of an image depend only on the seed, the transform and the position of the image in the training
-    stream, not on its batch, the worker, the rank or the other transforms.
+    The random numbers of an image depend only on the seed, the transform, and the epoch and position of the image in
+    the training stream. They do not depend on the batch, the worker, the rank or other transforms.
 
     Args:
         transforms (Sequence[BatchTransform]): transforms in order; may be empty.
@@ -135,7 +135,7 @@ class Augmentation:
             earlier[name] += 1
 
     def draw(self, epochs: Sequence[int], positions: Sequence[int], size: tuple[int, int]) -> list[Parameters]:
-        """Draw the parameters of each transform, in the order of the transforms.
+        """Draw the parameters of all transforms for a batch; return one dict per transform, in order.
 
         Args:
             epochs (Sequence[int]): (B,) epoch of each image.

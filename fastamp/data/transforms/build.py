@@ -41,9 +41,10 @@ class Transforms(NamedTuple):
         channels (int): channels of the images: 1, 3 or 4.
         max_pixels (int): maximum width x height of an image.
         resize (Resize): resizing of one image.
-        augment_each (Augmentation): transforms applied to each image before batching, if sizes differ; usually empty.
+        augment_each (Augmentation): transforms applied to each image before batching, needed if image sizes differ;
+            usually empty.
         augment (Augmentation): transforms applied to a batch.
-        size_key (str): config key of the size, for messages.
+        size_key (str): config key of the image size, for messages.
     """
 
     channels: int
@@ -54,7 +55,7 @@ class Transforms(NamedTuple):
     size_key: str
 
     def read(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
-        """Read and resize an image, or a ``box`` in it; see ``read_image``.
+        """Read an image, or only the region ``box``, and resize it; see ``read_image``.
 
         Returns:
             Tensor: (C, H, W) uint8.
@@ -80,8 +81,8 @@ class Transforms(NamedTuple):
         sizes = list(dict.fromkeys(tuple(image.shape[-2:]) for image in images))
         if len(sizes) > 1:
             raise DataError(
-                f"{self.size_key} {self.resize.size} keeps the aspect ratio, but the images in a batch have different "
-                f"sizes: {sizes[0]} and {sizes[1]} (height, width).\n"
+                f"images in a batch have different sizes: {sizes[0]} and {sizes[1]} (height, width), because "
+                f"{self.size_key} {self.resize.size} keeps the aspect ratio.\n"
                 f"  fix: set {self.size_key} to (height, width), INPUT.CROP.ENABLED to True, or "
                 + ("TEST.IMS_PER_BATCH to 1" if self.size_key == "INPUT.SIZE_TEST" else "INPUT.PADDING.ENABLED to True")
             )
@@ -138,7 +139,7 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
 
 
 def _least_size(size: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the minimum (height, width) of images resized to ``size``; 0 if unknown."""
+    """Return the minimum (height, width) of images after resizing to ``size``; (0, 0) if they are not resized."""
     return size if len(size) == 2 else size * 2
 
 
@@ -163,7 +164,7 @@ def _train_augmentations(cfg: Any) -> list[BatchTransform]:
 
 
 def transform_order() -> list[str]:
-    """Insert custom transforms into ``ORDER``: each before the section in its ``before``, or last if that is "".
+    """Insert each custom transform into ``ORDER``, before the section named in its ``before``, or last if that is "".
 
     Raises:
         ConfigError: if a transform's ``before`` is not in ``ORDER``.

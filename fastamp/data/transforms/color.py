@@ -102,7 +102,7 @@ class ColorJitter(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("GRAYSCALE")
 class RandomGrayscale(BatchTransform):
-    """Randomly convert images to grayscale like torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
+    """Randomly convert images to grayscale, as torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
 
     Args:
         prob (float): probability of converting an image.
@@ -131,7 +131,7 @@ class RandomGrayscale(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("BLUR")
 class GaussianBlur(BatchTransform):
-    """Randomly blur images like torchvision's ``gaussian_blur``, with reflection padding.
+    """Randomly blur images with reflection padding, as torchvision's ``gaussian_blur``.
 
     Args:
         prob (float): probability of blurring an image.
@@ -213,7 +213,7 @@ def _blend(images: Tensor, others: Tensor | float, weight: Tensor) -> Tensor:
 
 
 def _luma(images: Tensor) -> Tensor:
-    """Compute (B, 1, H, W) float32 luma in whole numbers (ITU-R BT.601, with torchvision's coefficients)."""
+    """Compute (B, 1, H, W) float32 luma, rounded down (ITU-R BT.601, with torchvision's coefficients)."""
     if images.shape[1] == 1:
         return images.float()
     red, green, blue = images.float().unbind(dim=1)

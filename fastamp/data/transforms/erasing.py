@@ -22,7 +22,9 @@ KEYS = (
         low=0,
         high=255,
     ),
-    Key("INPUT.RPT.ENABLED", False, "Random patch: paste a patch of another image of the batch into a training image."),
+    Key(
+        "INPUT.RPT.ENABLED", False, "Random patch: paste a patch from another image of the batch into a training image."
+    ),
     Key("INPUT.RPT.PROB", 0.5, "Probability of pasting a patch into an image.", low=0, high=1),
     Key("INPUT.LOCAL_GRAYSCALE.ENABLED", False, "Convert a random rectangle of training images to grayscale."),
     Key("INPUT.LOCAL_GRAYSCALE.PROB", 0.4, "Probability of converting a rectangle in an image.", low=0, high=1),
@@ -32,16 +34,16 @@ _ATTEMPTS = 10
 
 
 class RandomRectangle(BatchTransform):
-    """Draw a random rectangle in an image, as torchvision's ``RandomErasing``.
+    """Base class of transforms that modify a random rectangle, sampled as in torchvision's ``RandomErasing``.
 
     The fraction of the area is uniform in ``scale``, and the aspect ratio (height / width) is log-uniform in ``ratio``.
-    Both are drawn up to ten times until the rectangle fits; its position is uniform. If none fits, there is no
-    rectangle.
+    Both are drawn up to ten times until the rectangle fits into the image; its position is uniform. If no rectangle
+    fits, the image is not changed.
 
     Args:
-        prob (float): probability of drawing a rectangle for an image.
-        scale (tuple[float, float]): minimum and maximum fraction of the image area.
-        ratio (tuple[float, float]): minimum and maximum height / width.
+        prob (float): probability of modifying an image.
+        scale (tuple[float, float]): minimum and maximum area of the rectangle, as a fraction of the image area.
+        ratio (tuple[float, float]): minimum and maximum aspect ratio (height / width) of the rectangle.
     """
 
     draws = 1 + 2 * _ATTEMPTS + 2
@@ -52,7 +54,8 @@ class RandomRectangle(BatchTransform):
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
+        """Compute ``top``, ``left``, ``height`` and ``width`` of each rectangle: (B,) int64; height 0 means no
+        rectangle."""
         height, width = size
         erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
@@ -141,10 +144,11 @@ class LocalGrayscale(RandomRectangle):
 
 @TRANSFORM_REGISTRY.register("RPT")
 class RandomPatch(RandomRectangle):
-    """Paste a patch of another image of the batch, flipped at random (Zhou et al. 2019, arXiv:1905.00953).
+    """Paste a patch from another image of the batch, randomly flipped (Zhou et al. 2019, arXiv:1905.00953).
 
-    The other image is from the part of the batch that the same process augments, so that results depend on the number
-    of processes. FastReID instead keeps a pool of patches from earlier images, which cannot be restored on resume.
+    The other image is from the part of the batch that is augmented in the same process. Results therefore depend on the
+    number of processes. FastReID instead keeps a pool of patches from earlier images, which cannot be restored on
+    resume.
 
     Args:
         prob (float): probability of pasting a patch into an image.

@@ -18,11 +18,13 @@ __getattr__ = moved_names(__name__, {"resampling": "fastamp.data.transforms.geom
 KEYS = (
     Key("INPUT.FLIP.ENABLED", False, "Flip training images horizontally at random."),
     Key("INPUT.FLIP.PROB", 0.5, "Probability of flipping an image.", low=0, high=1),
-    Key("INPUT.PADDING.ENABLED", False, "Pad training images, then crop them to their size at a random position."),
+    Key(
+        "INPUT.PADDING.ENABLED", False, "Pad training images, then crop them to the unpadded size at a random position."
+    ),
     Key(
         "INPUT.PADDING.MODE",
         "constant",
-        "Padding mode, as in torchvision: constant is black.",
+        "Padding mode of torchvision.transforms.Pad; constant pads with black.",
         choices=("constant", "edge", "reflect", "symmetric"),
     ),
     Key("INPUT.PADDING.SIZE", 10, "Padding on each side, in pixels.", low=0, high=8192),
@@ -43,7 +45,7 @@ KEYS = (
     Key(
         "INPUT.CROP.SCALE",
         (0.16, 1),
-        "Minimum and maximum fraction of the image area of a random crop.",
+        "Minimum and maximum area of a random crop, as a fraction of the image area.",
         above=0,
         high=1,
         length=2,
@@ -67,9 +69,9 @@ _MODES = {
 
 
 class Resize:
-    """Resize an image, then apply a center crop.
+    """Resize an image, then crop its center if ``crop`` is given.
 
-    The result equals PIL's up to rounding. As in torchvision, images smaller than the center crop are padded with
+    Resized images equal PIL's up to rounding. As in torchvision, images smaller than the center crop are padded with
     black.
 
     Args:
@@ -93,7 +95,7 @@ class Resize:
 
     @property
     def least_side(self) -> int | None:
-        """Required height and width of the decoded image, for decoding at reduced size; None without resizing."""
+        """``least_side`` for ``read_image``; None if images are not resized."""
         return None if self.size == (0,) else 2 * max(self.size)
 
     def __call__(self, image: Tensor) -> Tensor:
@@ -158,7 +160,7 @@ class PadAndRandomCrop(BatchTransform):
         return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that images of this height and width are large enough for ``padding`` in this mode."""
+        """Check that images of this height and width are large enough for the padding and its mode."""
         # The reflected part cannot be larger than the image; ``reflect`` does not repeat the edge.
         largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(self.mode)
         if largest is not None and self.padding > largest:
@@ -174,7 +176,7 @@ class PadAndRandomCrop(BatchTransform):
         return {"top": corners[:, 0], "left": corners[:, 1]}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Crop the padded images.
+        """Pad the images and crop them at ``top`` and ``left``.
 
         Crops are copied row by row: row i of a strided view of the padded batch contains the W pixels that start at
         offset i, so that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
@@ -213,7 +215,8 @@ class PadAndRandomCrop(BatchTransform):
         return padded
 
     def _sources(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return the source index of each padding pixel before and after ``length`` pixels."""
+        """Return ``(before, after)``: source indices of the padding pixels before and after a row of ``length``
+        pixels."""
         distance = torch.arange(1, self.padding + 1)
         if self.mode == "edge":
             distance = torch.zeros_like(distance)
@@ -224,7 +227,7 @@ class PadAndRandomCrop(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("CROP")
 class RandomResizedCrop(BatchTransform):
-    """Crop a random region of an image and resize it, with antialiasing unless ``interpolation`` is ``nearest``.
+    """Crop a random region of an image, and resize the crop to a fixed size.
 
     The crop is drawn as in torchvision: the fraction of the area is uniform in ``scale``, and the aspect ratio (width /
     height) is log-uniform in ``ratio``. Both are drawn up to ten times until the crop fits; its position is uniform. If
@@ -232,9 +235,9 @@ class RandomResizedCrop(BatchTransform):
 
     Args:
         size (tuple[int, int]): output height and width in pixels.
-        scale (tuple[float, float]): minimum and maximum fraction of the image area.
-        ratio (tuple[float, float]): minimum and maximum width / height.
-        interpolation (str): ``bicubic``, ``bilinear`` or ``nearest``. Default "bicubic".
+        scale (tuple[float, float]): minimum and maximum area of the crop, as a fraction of the image area.
+        ratio (tuple[float, float]): minimum and maximum aspect ratio (width / height) of the crop.
+        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
     """
 
     draws = 2 + 2 * _ATTEMPTS
@@ -303,7 +306,7 @@ class RandomResizedCrop(BatchTransform):
 
 
 def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
-    """Compute the weights that resize an interval of each image row.
+    """Compute interpolation matrices that resize an interval of each row to ``output`` pixels.
 
     Args:
         start, length (Tensor): (B,) int64 first pixel and length of the interval in each image.

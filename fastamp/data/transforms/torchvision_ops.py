@@ -29,14 +29,14 @@ KEYS = (
     ),
     Key("INPUT.RANDAUG.PROB", 1.0, "Probability of applying RandAugment to an image.", low=0, high=1),
     Key("INPUT.RANDAUG.NUM_OPS", 2, "Number of sequential operations per image.", low=1),
-    Key("INPUT.RANDAUG.MAGNITUDE", 9, "Magnitude of the operations, at most 30.", low=0, high=30),
+    Key("INPUT.RANDAUG.MAGNITUDE", 9, "Magnitude of the operations, in 0..30.", low=0, high=30),
 )
 
 
 class TorchvisionTransform(BatchTransform):
     """Apply a transform of ``torchvision.transforms.v2`` to each image with probability ``prob``.
 
-    torchvision draws from torch's global generator, which is seeded for each image and restored afterwards.
+    torchvision draws from PyTorch's global random generator, which is seeded for each image and restored afterwards.
 
     Args:
         transform (Callable): (C, H, W) uint8 image -> image of the same shape and dtype.
@@ -150,12 +150,12 @@ class RandomAffine(TorchvisionTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomAffine":
-        """Build the transform of INPUT.AFFINE, which has no settings."""
+        """Build the transform; INPUT.AFFINE has no settings other than ENABLED."""
         return cls()
 
 
 def _section(cfg: Any, name: str) -> Any:
-    """Return a section of INPUT after checking that images are grayscale or RGB."""
+    """Check that images are grayscale or RGB, and return INPUT.<name>."""
     section = cfg.INPUT[name]
     if cfg.INPUT.CHANNELS == 4:
         raise ConfigError(
