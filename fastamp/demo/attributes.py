@@ -81,7 +81,7 @@ class ImageAttributes:
     Attributes:
         path (str): image file relative to the dataset folder, with ``/``.
         pid (int): identity, as in the file name: 0 is a distractor, -1 is dropped at loading.
-        camid (int): camera from 0, as in ``ImageItem``; file names count from 1.
+        camid (int): camera number from 0, as in ``ImageItem``; in file names, cameras are numbered from 1.
         split (str): split of the image.
         person (str): person in the box: a labeled identity, a distractor similar to an identity (``lookalike``), an
             unrelated distractor (``stranger``), or ``none``. The attributes from ``height`` to ``posture`` describe
@@ -112,7 +112,7 @@ class ImageAttributes:
         passer_by (bool): True if another person is drawn behind the person, or off center in an empty box; this person
             may be partly or completely outside of the image.
         occluder (str): object that occludes part of the person.
-        scene (str): background; the first six cameras have one each.
+        scene (str): background; different for each of the first six cameras.
         sequence (int): hour of the day, 1..3, as in the file name.
         light (float): gain of the camera at this hour; 1 is neutral. The gain of individual images varies by 10 %.
     """
@@ -154,7 +154,7 @@ class ImageAttributes:
 
 
 def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
-    """Return the attributes of a person that are equal in all images, by attribute name."""
+    """Return the attributes of a person that are the same in all images, as a dict."""
     hair, hat = _HAIR_AND_HAT[person.hair]
     contrast = person.sleeve_style == "contrast" or person.pattern == "side_panels"
     return {
@@ -184,7 +184,7 @@ def describe_person(person: Appearance) -> dict[str, str | int | float | None]:
 def describe_picture(
     picture: Composition, camera: int, sequence: int, seed: int
 ) -> dict[str, str | int | float | None]:
-    """Return the attributes of an image that do not describe the person, by attribute name.
+    """Return the attributes of an image that do not describe the person, as a dict.
 
     Args:
         picture (Composition): composition of the image.
@@ -208,7 +208,7 @@ def describe_picture(
 
 
 def write_csv(rows: Iterable[ImageAttributes], path: Path) -> None:
-    """Write one line per image below a header with the attribute names; booleans are 0 and 1."""
+    """Write a CSV file with a header of attribute names and one line per image; booleans are written as 0 and 1."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(field.name for field in fields(ImageAttributes))

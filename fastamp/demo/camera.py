@@ -17,9 +17,9 @@ class Camera:
         wall_foot (float): vertical position of the boundary between wall and ground, as a fraction of the box height.
         gain, gamma (float): exposure.
         cast (tuple[float, float, float]): color cast, as the gain of each color channel.
-        haze, saturation, blur, noise (float): image quality.
+        haze, saturation, blur, noise (float): mean strength; varied at random for each image.
         detail (float): resolution relative to the output; below 1 for distant or low-quality cameras.
-        person_height (float): fraction of the box height that a person fills.
+        person_height (float): height of a person as a fraction of the box height.
         jpeg (tuple[int, int]): range of JPEG qualities.
     """
 
@@ -161,7 +161,7 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
         rng (np.random.Generator): generator of this image.
         picture (np.ndarray): (H, W, 3) float32 in 0..255, the scene in neutral light.
         camera (Camera): light, color cast, blur and noise to apply.
-        sequence (int): hour of the day, from 1; changes the light.
+        sequence (int): hour of the day, from 1; determines the brightness.
 
     Returns:
         PIL.Image.Image: RGB image of the same size.

@@ -56,7 +56,7 @@ class _Figure:
         self.legs = {side: self._leg_joints(side) for side in (-1, 1)}
 
     def paint(self) -> None:
-        """Paint all parts from far to near."""
+        """Paint the body, clothes and bags, from far to near."""
         near = -1 if self.sin > 0 else 1
         facing = self.cos > 0
         sideways = abs(self.sin) > 0.35

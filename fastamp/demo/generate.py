@@ -64,7 +64,7 @@ def generate_demo(
     """Write the demo dataset to ``folder`` unless it exists.
 
     The same arguments give identical files for one version of NumPy and Pillow, independent of ``workers``. An
-    interrupted run leaves no dataset. If two processes run concurrently, one result is kept.
+    interrupted run leaves no dataset. If two processes write the same folder concurrently, the result of one is kept.
 
     Args:
         folder (str or Path): folder of the dataset; parents are created.
@@ -74,8 +74,8 @@ def generate_demo(
             Default 50.
         images_per_identity (int): images of each person, at least 4; two images of a test person are queries. Default
             10.
-        distractors (int): gallery images of other people or without a person (pid 0); one tenth as many badly cropped
-            images (pid -1), which are dropped at loading, are added. Default 160.
+        distractors (int): gallery images of other people or without a person (pid 0). In addition, one tenth as many
+            badly cropped images (pid -1) are written, which are dropped at loading. Default 160.
         cameras (int): number of cameras, at least 2; each person appears in at most ``images_per_identity // 2`` of
             them. Default 6.
         image_size (tuple[int, int]): height and width in pixels, at least (32, 16). Default (128, 64).
@@ -130,7 +130,7 @@ def generate_demo(
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return True if ``folder`` has the manifest of this version and as many images as it states."""
+    """Return True if ``folder`` has a manifest of this version and the number of images stated in the manifest."""
     folder = Path(folder)
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
@@ -264,8 +264,8 @@ def _draw_all(
 ) -> None:
     """Draw and save all images.
 
-    Uses threads: NumPy and Pillow release the GIL for a third of the work, and starting processes takes as long as they
-    would save.
+    Threads are used instead of processes: NumPy and Pillow release the GIL for a third of the work, and starting
+    processes would take as long as the time saved.
     """
 
     def draw(shot: _Shot) -> None:

@@ -54,7 +54,7 @@ def _clouds(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
 
 
 def _ground(draw: ImageDraw.ImageDraw, size: tuple[int, int], color: tuple, line: tuple | None, unit: int) -> None:
-    """Paint the ground, and slabs in perspective if ``line`` is a color."""
+    """Paint the ground; if ``line`` is a color, also paint the joints of paving slabs in perspective."""
     width, height = size
     foot = height // 2
     draw.rectangle((0, foot, width, height), fill=color)

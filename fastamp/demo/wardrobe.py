@@ -1,4 +1,4 @@
-"""Appearance of the generated identities: build, hair, clothes, shoes and bag, and similar lookalikes."""
+"""Appearance of the generated people and their lookalikes: build, hair, clothes, shoes and bag."""
 
 from dataclasses import dataclass, replace
 
@@ -180,7 +180,10 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
 
 
 def _visibly_different(first: Appearance, second: Appearance) -> bool:
-    """Return True if two details differ visibly at a distance; an accent color is only visible in a pattern."""
+    """Return True if two people differ in two or more details that are visible at a distance.
+
+    The accent color is compared only if both garments have a pattern.
+    """
     names = ["pattern", "bag", "lower", "hair", "lower_color"]
     if first.pattern != "plain" and second.pattern != "plain":
         names.append("accent")
@@ -188,7 +191,7 @@ def _visibly_different(first: Appearance, second: Appearance) -> bool:
 
 
 def _with_changed(rng: np.random.Generator, person: Appearance, names: list[str]) -> Appearance:
-    """Redraw each of the named fields of ``person`` until it differs."""
+    """Return a copy of ``person`` with a new, different value for each of the named fields."""
     changes = {}
     for name in names:
         while True:
@@ -209,7 +212,7 @@ def _contrasting(rng: np.random.Generator, color: Color) -> Color:
 
 
 def _pick(rng: np.random.Generator, choices: tuple, odds: tuple[float, ...] | None = None):
-    """Draw one of ``choices``, with the given odds or uniformly."""
+    """Draw one of ``choices`` with the given relative odds; None means uniform."""
     if odds is None:
         return choices[rng.integers(len(choices))]
     return choices[int(np.searchsorted(np.cumsum(odds), rng.random() * sum(odds), side="right"))]

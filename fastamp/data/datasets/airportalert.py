@@ -18,15 +18,15 @@ class AirportALERT(ImageDataset):
     r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
     datasets" (IEEE TPAMI).
 
-    Training images only, listed in ``filepath.txt`` with lines ``camera\pid\file``. Person IDs below 11001 are
+    Training images only. Each line of ``filepath.txt`` is ``camera\pid\file``. Images with a person ID below 11001 are
     excluded, as in FastReID.
 
     Args:
         root: data root; the list and the camera folders are in ``root/AirportALERT``.
 
     Raises:
-        DataError: if the list is missing (at construction), a line is invalid, or the first image is missing (at first
-            use).
+        DataError: if the list is missing (raised at construction); if a line is invalid or the first image is missing
+            (raised at first use).
     """
 
     dataset_name = "airportalert"
@@ -49,7 +49,7 @@ class AirportALERT(ImageDataset):
             "AirportALERT: excluded %d images with person IDs below %d", len(rows) - len(selected), _FIRST_IDENTITY
         )
         if not selected:
-            raise DataError(f"AirportALERT: {self._list} contains no person ID >= {_FIRST_IDENTITY}")
+            raise DataError(f"AirportALERT: {self._list} contains no image with a person ID >= {_FIRST_IDENTITY}")
         numbers = number_cameras(as_number(camera) for camera, _, _ in selected)
         items = [
             ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])

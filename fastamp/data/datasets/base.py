@@ -37,8 +37,8 @@ class ImageDataset:
 
     Attributes:
         dataset_name (str): prefix of training identities and cameras.
-        identities_of (str): ``dataset_name`` of another dataset with the same images and identities, such as the one
-            with the largest of several test sets. Default "".
+        identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
+            "vehicleid" in ``SmallVehicleID``. Default "".
     """
 
     dataset_name = ""
@@ -50,7 +50,7 @@ class ImageDataset:
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "ImageDataset":
-        """Build from the config; a subclass with config keys passes their values to the constructor."""
+        """Build from the config; override this in a subclass whose constructor takes settings."""
         return cls(root=root)
 
     @property
@@ -60,7 +60,7 @@ class ImageDataset:
 
     @property
     def family(self) -> str:
-        """``identities_of`` or ``name``; equal for datasets with the same images and identities."""
+        """``identities_of``, or ``name`` if it is empty; equal for datasets with the same images and identities."""
         return self.identities_of or self.name
 
     @property
@@ -69,7 +69,7 @@ class ImageDataset:
         return self.name if ":" in self.name else type(self).__name__
 
     def identity(self, pid: int | str) -> str:
-        """Return the original name of an identity of any split."""
+        """Return the name of an identity without the dataset's prefix."""
         return str(pid).removeprefix(f"{self.name}_")
 
     @property
@@ -88,11 +88,13 @@ class ImageDataset:
         return self._split("gallery")
 
     def origin(self, path: str) -> str:
-        """Return the location of an image's entry, such as a CSV file and line number, or "" if unknown."""
+        """Return the list file and line number of an image for messages, or "" if there are none."""
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
-        """Check that files or folders exist. For FastReID's dataset classes; new classes call ``check_tree``.
+        """Check that files or folders exist.
+
+        For dataset classes written for FastReID; new classes should call ``check_tree`` instead.
 
         Raises:
             DataError: if a file or folder is missing.
@@ -127,7 +129,7 @@ def as_number(text: str) -> int | str:
 
 
 def number_cameras(cameras: Iterable[int | str]) -> dict[int | str, int]:
-    """Number the cameras from 0: integers in ascending order, then names in alphabetical order."""
+    """Map cameras to numbers from 0: first integers in ascending order, then names in alphabetical order."""
     order = sorted(set(cameras), key=lambda camera: (isinstance(camera, str), camera))
     return {camera: number for number, camera in enumerate(order)}
 

@@ -46,7 +46,7 @@ class CUHK03(ImageDataset):
 
     On first use, the images are extracted from ``cuhk-03.mat`` to ``images_detected`` or ``images_labeled``, and the
     splits are written to ``splits_{new,classic}_{detected,labeled}.json`` in FastReID's format. The .mat files are not
-    needed afterwards. File names are ``{campair}_{pid}_{view}_{img}.png``; views 1 and 2 are cameras 0 and 1.
+    needed after that. File names are ``{campair}_{pid}_{view}_{img}.png``; views 1 and 2 are cameras 0 and 1.
 
     Args:
         root (str or Path): data root; ``cuhk03_release/cuhk-03.mat`` and

@@ -24,8 +24,9 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
     """Extract the images of ``cuhk-03.mat`` to ``{campair}_{pid}_{view}_{img}.png``; all numbers start at 1.
 
     Args:
-        mat_file (Path): HDF5 file. Its entry ``kind`` lists five camera pairs, each a (people, 10) cell array: columns
-            0 to 4 are from one camera, 5 to 9 from the other. A cell is a (H, W, 3) uint8 image or empty.
+        mat_file (Path): HDF5 file. Its entry named by ``kind`` contains five camera pairs. Each pair is a (people, 10)
+            cell array: columns 0 to 4 are from one camera, columns 5 to 9 from the other camera. A cell is a (H, W, 3)
+            uint8 image or empty.
         kind (str): ``detected`` or ``labeled``.
         folder (Path): folder to write to.
 
@@ -56,7 +57,7 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
-    """Read the 20 random splits of ``cuhk-03.mat``: the listed people are for testing, all others for training.
+    """Read the 20 random splits of ``cuhk-03.mat``, which list the test identities; all others are for training.
 
     Args:
         mat_file (Path): HDF5 file. ``testsets`` contains an array of (camera pair, person) for each split, numbered
@@ -89,8 +90,8 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     """Read the split of a ``cuhk03_new_protocol_config_*.mat``.
 
     Args:
-        config_file (Path): MATLAB 5 file. ``filelist`` has file names, ``labels`` their identities, and ``train_idx``,
-            ``query_idx`` and ``gallery_idx`` indices from 1 into that list.
+        config_file (Path): MATLAB 5 file. ``filelist`` contains file names and ``labels`` their identities.
+            ``train_idx``, ``query_idx`` and ``gallery_idx`` contain indices into ``filelist``, starting at 1.
         names (Sequence[str]): names of all images.
 
     Returns:
@@ -124,7 +125,7 @@ def _number_people(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]
 
 
 def _parse_name(name: str) -> tuple[int, ...]:
-    """Return camera pair, person, view and image number of a file name."""
+    """Parse a file name to ``(camera pair, person, view, image number)``."""
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
     if match is None:
         raise DataError(f"CUHK03: expected file names such as 1_001_1_01.png, got {name}")
@@ -138,7 +139,7 @@ def _open_mat(mat_file: Path) -> Iterator[Any]:
         import h5py
     except ImportError as error:
         raise ConfigError(
-            f"CUHK03: reading {mat_file.absolute()} needs h5py, which is not installed\n  fix: pip install h5py"
+            f"CUHK03: reading {mat_file.absolute()} requires h5py, which is not installed\n  fix: pip install h5py"
         ) from error
     with _data_errors(mat_file):
         file = h5py.File(mat_file)
@@ -152,4 +153,6 @@ def _data_errors(file: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # readers of .mat files raise many exception types
-        raise DataError(f"CUHK03: cannot read {file.absolute()}; corrupt or not the expected file: {error}") from error
+        raise DataError(
+            f"CUHK03: cannot read {file.absolute()} (corrupt, or not the expected file): {error}"
+        ) from error

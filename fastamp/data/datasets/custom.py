@@ -30,17 +30,17 @@ KEYS = (
     Key(
         "DATASETS.FOLDER.CAMERA",
         "",
-        "Regular expression searched in the file names of a folder: dataset; its first group is the camera. If empty, "
-        "there are no cameras.",
+        "folder:PATH datasets: regular expression searched in each file name; its first group is the camera. If empty, "
+        "images have no camera labels.",
     ),
     Key(
         "DATASETS.FOLDER.TEST_FRACTION",
         0.5,
-        "Fraction of the identities of a folder: dataset that are used for testing.",
+        "folder:PATH datasets: fraction of the identities used for testing.",
         low=0,
         high=1,
     ),
-    Key("DATASETS.FOLDER.SEED", 0, "Seed of the random split of the identities of a folder: dataset.", low=0),
+    Key("DATASETS.FOLDER.SEED", 0, "folder:PATH datasets: seed of the random split of the identities.", low=0),
 )
 
 SPLITS = ("train", "query", "gallery")
@@ -108,7 +108,7 @@ class CsvDataset(ImageDataset):
         super().__init__(*splits)
 
     def origin(self, path: str) -> str:
-        """Return the CSV file and the number of the first line that lists an image."""
+        """Return the CSV file and the number of the first line that lists the image."""
         for split, lines in self._lines.items():
             index = getattr(self, split).find(path)
             if index is not None:
@@ -128,19 +128,20 @@ class CsvDataset(ImageDataset):
 class FolderDataset(ImageDataset):
     """Folder with one subfolder of images per identity, ``folder:/data/custom`` in DATASETS.NAMES or DATASETS.TESTS.
 
-    Random identities are for training. For each other identity, the first image from each camera is a query, and all
-    other images are in the gallery; see ``hold_out``.
+    Random identities are used for testing, all others for training. For each test identity, the first image from each
+    camera is a query, and all other images are in the gallery; see ``hold_out``.
 
     Args:
         path (str or Path): folder.
         camera (str): regular expression searched in each file name; its first group is the camera. If empty, there are
             no cameras, and no gallery image is excluded for being from the query's camera. Default "".
-        test_fraction (float): fraction of identities for testing, in 0..1. Default 0.5.
+        test_fraction (float): fraction of identities used for testing, in (0, 1). Default 0.5.
         seed (int): seed of the random choice of identities. Default 0.
 
     Raises:
         DataError: if the folder is not found or has no images, or a file name does not match ``camera``.
-        ConfigError: if ``camera`` is not a regular expression with a group, or too few identities remain in a split.
+        ConfigError: if ``camera`` is not a regular expression with a group, or there are too few identities for
+            training or testing.
     """
 
     def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
@@ -254,7 +255,7 @@ class _Table:
         pids, camids: as written in the file; None if there is no such column.
         splits: (N,) int8 indices into ``SPLITS``.
         boxes: (N, 4) int64; None if there are no such columns.
-        excluded: number of excluded images, which have identity ``_EXCLUDED_ID``.
+        excluded: number of images with identity ``_EXCLUDED_ID``, which are not in the table.
     """
 
     lines: np.ndarray
@@ -387,7 +388,10 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
         )
     if unknown:
         logger.warning(
-            "%s: ignoring unknown columns %s; known: %s", file, _truncate(", ".join(unknown)), ", ".join(_COLUMNS)
+            "%s: ignoring unknown columns %s; known columns: %s",
+            file,
+            _truncate(", ".join(unknown)),
+            ", ".join(_COLUMNS),
         )
 
 

@@ -46,7 +46,7 @@ class Demo(MarketStyleDataset):
             bar = bar or ProgressBar(total, "demo images")
             bar.update(done)
             if done == total // 2 or done == total:
-                logger.info("demo images: %d of %d", done, total)
+                logger.info("demo dataset: wrote %d of %d images", done, total)
 
         try:
             generate_demo(folder, progress=show)

@@ -101,14 +101,14 @@ def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
 
 
 def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list[ImageItem]:
-    """Check that the first of the images listed in ``file`` exists, and return all of them.
+    """Check that the first image listed in ``file`` exists, and return ``items`` as a list.
 
     Raises:
         DataError: if the first image does not exist.
     """
     first = Path(items[0].path)
     if not first.is_file():
-        raise DataError(f"{name}: {first.absolute()} not found; it is the first image in {file.absolute()}")
+        raise DataError(f"{name}: image not found: {first.absolute()}, the first image listed in {file.absolute()}")
     return list(items)
 
 
@@ -126,7 +126,7 @@ def is_image(file: Path, suffix: str) -> bool:
 
 
 def describe_folder(folder: Path) -> str:
-    """Describe the content of a folder, or of its nearest existing parent, in one line."""
+    """Describe the contents of a folder, or of its nearest existing parent, in one line."""
     if not folder.is_dir():
         nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
         return f"no folder {folder.absolute()}; {nearest} contains {describe_folder(nearest)}"

@@ -37,13 +37,13 @@ class FilenameDataset(ImageDataset):
         train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
             is the folder itself. A split without folders is empty.
         needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
-        layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last one is searched in
-            the file name. Each one before it must match the full name of a folder, one for each level below the split's
-            folder; "**" matches any number of levels. Other groups become part of the identity. Without a group
-            ``camera``, all images are from one camera.
+        layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last expression is
+            searched in the file name. The preceding expressions must match the full names of the folders on the path
+            from the split's folder to the file, in order; "**" matches any number of folders. Other groups become part
+            of the identity. Without a group ``camera``, all images are from one camera.
         suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
-        first_camera (int, optional): number of the first camera, which becomes camera 0. Default: cameras are numbered
-            in sorted order.
+        first_camera (int, optional): number of the first camera in file names, which is mapped to camera 0. Default:
+            cameras are numbered in sorted order.
         excluded_ids (frozenset): identities that are dropped at loading. Default {-1}.
         example (str): a valid file name and its meaning, for messages.
 
@@ -51,7 +51,8 @@ class FilenameDataset(ImageDataset):
         root (str or Path): data root. Default "datasets".
 
     Raises:
-        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
+        DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
+            first use).
     """
 
     folder: ClassVar[str] = ""
@@ -97,11 +98,11 @@ class FilenameDataset(ImageDataset):
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
-        """Number of each camera, the same in all splits."""
+        """Mapping from camera to its number, shared by all splits."""
         return number_cameras(camera for split in self._folders for _, _, camera in self._find_images(split))
 
     def _find_images(self, split: str) -> list[_Found]:
-        """Return the file, identity and camera of each image of a split, as encoded in the names."""
+        """Return ``(file, identity, camera)`` for each image of a split, as encoded in file and folder names."""
         if split not in self._found:
             folders = [self.dataset_dir / folder for folder in self._folders[split]]
             self._found[split] = self._search(folders) if folders else []
@@ -158,7 +159,8 @@ class MarketStyleDataset(FilenameDataset):
         root (str or Path): data root. Default "datasets".
 
     Raises:
-        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
+        DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
+            first use).
     """
 
     tree = "{bounding_box_train,query,bounding_box_test}/*.jpg"
@@ -169,7 +171,7 @@ class MarketStyleDataset(FilenameDataset):
 
 
 def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield each image file with the named groups of ``layout``, or with None if its name does not match."""
+    """Yield ``(file, groups)`` for each image; ``groups`` is None if the file name does not match ``layout``."""
     pattern, *rest = layout
     if not rest:
         for file in (entry for entry in list_entries(name, folder) if is_image(entry, suffix)):

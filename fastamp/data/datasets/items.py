@@ -36,8 +36,8 @@ class ImageItem(NamedTuple):
 class PackedText(Sequence[str]):
     """Strings packed into one byte array, as in detectron2's ``DatasetFromList``.
 
-    Worker processes share the memory of their parent until they write to it. Reading an object of a list changes its
-    reference count, which is a write; reading an array is not.
+    Forked worker processes share memory with their parent until one of them writes to it. Accessing an element of a
+    Python list changes the element's reference count, which is a write. Reading an array does not write.
 
     Args:
         data (np.ndarray): the encoded strings, concatenated.
@@ -73,7 +73,7 @@ class PackedText(Sequence[str]):
 
     @staticmethod
     def concat(parts: Sequence["PackedText"]) -> "PackedText":
-        """Concatenate parts; if all of them share one byte array, it is not copied."""
+        """Concatenate parts; if all parts share one byte array, that array is not copied."""
         if all(part._data is parts[0]._data for part in parts):
             shifts, data = [0] * len(parts), parts[0]._data
         else:
@@ -135,7 +135,7 @@ class Column:
 
     @property
     def is_integer(self) -> bool:
-        """True if all values are integers."""
+        """True if all values are integers that fit into an int64."""
         return self.table is None
 
     def __len__(self) -> int:
@@ -266,7 +266,7 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def replace(self, *, pids: Column | None = None, camids: Column | None = None) -> "PackedItems":
-        """Return a copy with new identities or cameras; None keeps the old ones."""
+        """Return a copy with new identities or cameras; None keeps the existing values."""
         return PackedItems(
             self.folders,
             self.folder_of,
@@ -278,7 +278,7 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def rows_in(self, folders: Collection[str]) -> np.ndarray:
-        """Return the rows of the images in ``folders``, ascending; ``split_path`` defines the folder of a path."""
+        """Return the rows of the images in ``folders``, ascending; folders are as returned by ``split_path``."""
         chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
         return np.flatnonzero(np.isin(self.folder_of, chosen))
 
@@ -326,7 +326,7 @@ class PathBuilder:
         self._names.append(name)
 
     def build(self) -> tuple[PackedText, np.ndarray, PackedText]:
-        """Return folders, folder index of each path, and names; see ``PackedItems``."""
+        """Return ``(folders, folder_of, names)``; see ``PackedItems``."""
         return PackedText.pack(self._folders), np.array(self._folder_of, dtype=np.int64), self._names.build()
 
 

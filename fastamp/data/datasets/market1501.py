@@ -12,7 +12,9 @@ from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors in the folder images to the gallery."),
+    Key(
+        "DATASETS.MARKET1501_500K", False, "Market1501: add the 500k distractors in the folder 'images' to the gallery."
+    ),
 )
 
 _DISTRACTOR = 0
@@ -22,18 +24,19 @@ _DISTRACTOR = 0
 class Market1501(MarketStyleDataset):
     """Zheng et al. 2015, "Scalable person re-identification: a benchmark" (ICCV).
 
-    12,936 / 3,368 / 15,913 training, query and gallery images of 751 / 750 identities from 6 cameras. File names begin
-    with identity and camera: ``0002_c1s1_000451_03.jpg``. Images of identity -1 are dropped at loading; images of
+    6 cameras. 12,936 training, 3,368 query and 15,913 gallery images; 751 training and 750 test identities. File names
+    begin with identity and camera: ``0002_c1s1_000451_03.jpg``. Images of identity -1 are dropped at loading; images of
     identity 0 are distractors and stay in the gallery.
 
     Args:
         root (str or Path): data root; the three folders are in ``root/Market-1501-v15.09.15`` or in ``root``. Default
             "datasets".
-        market1501_500k (bool): add the 500k distractors to the gallery, as images of one additional camera. Their
-            folder ``images`` is next to the three folders, or next to the parent of the three folders. Default False.
+        market1501_500k (bool): add the 500k distractors to the gallery, as images from one additional camera. They are
+            in a folder ``images`` next to the three folders or next to the parent of the three folders. Default False.
 
     Raises:
-        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
+        DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
+            first use).
     """
 
     dataset_name = "market1501"

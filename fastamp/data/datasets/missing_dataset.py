@@ -15,7 +15,7 @@ def missing_dataset_error(name: str, looked_for: Iterable[Path], *, found: str =
     Args:
         name (str): name of the dataset in DATASETS.NAMES or DATASETS.TESTS.
         looked_for (Iterable[Path]): missing files and folders.
-        found (str): additional lines of the message, each with a newline. Default "".
+        found (str): additional lines of the message, each ending with a newline. Default "".
         fix (str): fix, as an imperative.
     """
     paths = "\n".join(f"    {path.absolute()}" for path in dict.fromkeys(looked_for))

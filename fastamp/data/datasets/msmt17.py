@@ -21,7 +21,7 @@ KEYS = (
     Key(
         "DATASETS.MSMT17.VALIDATION",
         False,
-        "MSMT17: also train on list_val.txt, as in TransReID. DATASETS.COMBINEALL implies it, as in FastReID.",
+        "MSMT17: also train on list_val.txt, as in TransReID. Also enabled by DATASETS.COMBINEALL, as in FastReID.",
     ),
 )
 
@@ -33,7 +33,7 @@ VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_trai
 class MSMT17(ImageDataset):
     """Wei et al. 2018, "Person transfer GAN to bridge domain gap for person re-identification" (CVPR).
 
-    15 cameras. The lists ``list_{train,val,query,gallery}.txt`` have lines ``path pid``. The third underscore-separated
+    15 cameras. Each line of ``list_{train,val,query,gallery}.txt`` is ``path pid``. The third underscore-separated
     field of a file name is the camera: ``0000/0000_000_01_0303morning_0015_0.jpg``. Identities of query and gallery are
     offset by the number of training identities.
 
@@ -43,12 +43,12 @@ class MSMT17(ImageDataset):
             "datasets".
         version (str): ``V1``, ``V2``, or ``auto``: V1 if both exist, as in FastReID. Default "auto".
         validation (bool): also train on ``list_val.txt``, which contains more images of the training identities.
-            TransReID always uses it; FastReID only with DATASETS.COMBINEALL. Default False.
+            TransReID always trains on these images; FastReID does so only with DATASETS.COMBINEALL. Default False.
 
     Raises:
         ConfigError: if the version is unknown.
-        DataError: if a list or folder is missing (at construction), or a line or file name is invalid, or the first
-            image of a list is missing (at first use).
+        DataError: if a list or folder is missing (raised at construction); if a line or file name is invalid or the
+            first image of a list is missing (raised at first use).
     """
 
     dataset_name = "msmt17"

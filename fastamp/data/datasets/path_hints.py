@@ -15,7 +15,7 @@ _MIN_SIMILARITY = 0.6
 def path_hint(
     root: Path, folder: str, needed: Sequence[Path], names: Iterable[str], other_folders: Container[str]
 ) -> str:
-    """Describe the location of a misplaced or renamed dataset, and a fix; return "" if it is not found.
+    """Search for a misplaced or renamed dataset; return its location and a fix as text, or "" if not found.
 
     Args:
         root (Path): data root.

@@ -22,7 +22,8 @@ class SenseReID(FilenameDataset):
         root (str or Path): data root; the two folders are in ``root/SenseReID``. Default "datasets".
 
     Raises:
-        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
+        DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
+            first use).
     """
 
     dataset_name = "sensereid"

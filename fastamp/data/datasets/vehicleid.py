@@ -30,18 +30,18 @@ KEYS = (
 class VehicleID(ImageDataset):
     """Liu et al. 2016, "Deep relative distance learning: tell the difference between similar vehicles" (CVPR).
 
-    Lists have lines ``imgid vid``. The gallery is one random image of each test identity; all other test images are
-    queries. Cameras are unknown: each image gets its number as a unique camera, so that no gallery image is excluded
-    for being from the query's camera. ``TEST.PROTOCOL vehicleid`` draws ten random galleries from query and gallery
-    together.
+    Each line of a list is ``imgid vid``. The gallery is one random image of each test identity; all other test images
+    are queries. Cameras are unknown: each image gets a unique camera number, so that no gallery image is excluded for
+    being from the query's camera. If TEST.PROTOCOL is ``vehicleid``, evaluation draws ten random galleries from the
+    union of query and gallery.
 
     Args:
         root (str or Path): data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
         seed (int): seed of the gallery, 0..2**32-1. Default 0.
 
     Raises:
-        DataError: if a list or the folder is missing (at construction), or a line is invalid, or the first image of a
-            list is missing (at first use).
+        DataError: if a list or the folder is missing (raised at construction); if a line is invalid or the first image
+            of a list is missing (raised at first use).
     """
 
     dataset_name = identities_of = "vehicleid"
@@ -69,7 +69,7 @@ class VehicleID(ImageDataset):
 
     @cached_property
     def _drawn(self) -> tuple[list[ImageItem], list[ImageItem]]:
-        """Query images and randomly drawn gallery images."""
+        """``(query, gallery)``: one random image of each identity is in the gallery."""
         # RandomState gives the same numbers in every NumPy version.
         generator = np.random.RandomState(self._seed)
         images: dict[int, list[ImageItem]] = defaultdict(list)

@@ -42,8 +42,8 @@ class VeRi(FilenameDataset):
             are in neither file are excluded, as in TransReID. If False, all images have view 0. Default False.
 
     Raises:
-        DataError: if a folder or list is missing (at construction), or contains no image with a matching name (at first
-            use).
+        DataError: if a folder or list is missing (raised at construction), or contains no image with a matching name
+            (raised at first use).
     """
 
     dataset_name = "veri"
@@ -91,7 +91,7 @@ class VeRi(FilenameDataset):
 
     @cached_property
     def _views(self) -> dict[str, int]:
-        """View number of each image, by file name."""
+        """Mapping from file name to view number."""
         views = {}
         for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):

@@ -12,7 +12,7 @@ from fastamp.utils.errors import DataError
 class VeRiWild(ImageDataset):
     """Lou et al. 2019, "VERI-Wild: a large dataset and a new method for vehicle re-identification in the wild" (CVPR).
 
-    Lists have lines ``vid/imgid``, with or without a file suffix; ``vehicle_info.txt`` has lines
+    Each line of a list is ``vid/imgid``, with or without a file suffix. Each line of ``vehicle_info.txt`` is
     ``vid/imgid;camera;...``. Cameras are renumbered from 0 in ascending order.
 
     Args:
@@ -20,8 +20,8 @@ class VeRiWild(ImageDataset):
             "datasets".
 
     Raises:
-        DataError: if a list or the folder is missing (at construction), or a line is invalid, an image has no camera,
-            or the first image of a list is missing (at first use).
+        DataError: if a list or the folder is missing (raised at construction); if a line is invalid, an image has no
+            camera, or the first image of a list is missing (raised at first use).
     """
 
     dataset_name = identities_of = "veriwild"
@@ -44,7 +44,7 @@ class VeRiWild(ImageDataset):
 
     @cached_property
     def _cameras(self) -> dict[str, int]:
-        """Camera of each ``vid/imgid``."""
+        """Mapping from ``vid/imgid`` to camera number."""
         rows = [line.split(";") for line in read_lines(type(self).__name__, self._info)]
         # The first line may be a header.
         cameras = {_image(row[0]): as_number(row[1].strip()) for row in rows if len(row) > 1 and "/" in row[0]}
@@ -89,7 +89,7 @@ class MediumVeRiWild(VeRiWild):
 
 @DATASET_REGISTRY.register()
 class LargeVeRiWild(VeRiWild):
-    """VERI-Wild with 10000 test identities, same as VeRiWild."""
+    """VERI-Wild with 10000 test identities; equal to ``VeRiWild``."""
 
     dataset_name = "largeveriwild"
     test_identities = 10000

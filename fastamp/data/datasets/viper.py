@@ -25,7 +25,7 @@ class VIPeR(FilenameDataset):
     """Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking" (PETS).
 
     632 identities with one image from each of two cameras. The protocol averages the results of ten random splits of
-    the identities into halves: one half is for training; in the other half, images from ``cam_a`` are queries and
+    the identities into halves: one half is used for training; in the other half, images from ``cam_a`` are queries and
     images from ``cam_b`` are the gallery. FastReID trains on all identities. Query and gallery identities are the
     numbers in the file names plus one, because 0 denotes a distractor.
 
@@ -35,7 +35,8 @@ class VIPeR(FilenameDataset):
 
     Raises:
         ConfigError: if the split does not exist.
-        DataError: if a folder is missing (at construction), or contains no image with a matching name (at first use).
+        DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
+            first use).
     """
 
     dataset_name = "viper"

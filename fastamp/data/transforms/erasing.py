@@ -54,8 +54,7 @@ class RandomRectangle(BatchTransform):
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``top``, ``left``, ``height`` and ``width`` of each rectangle: (B,) int64; height 0 means no
-        rectangle."""
+        """Compute ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
         height, width = size
         erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)

@@ -19,7 +19,7 @@ KEYS = (
     Key("INPUT.FLIP.ENABLED", False, "Flip training images horizontally at random."),
     Key("INPUT.FLIP.PROB", 0.5, "Probability of flipping an image.", low=0, high=1),
     Key(
-        "INPUT.PADDING.ENABLED", False, "Pad training images, then crop them to the unpadded size at a random position."
+        "INPUT.PADDING.ENABLED", False, "Pad training images, then crop them to the training size at a random position."
     ),
     Key(
         "INPUT.PADDING.MODE",
@@ -215,8 +215,7 @@ class PadAndRandomCrop(BatchTransform):
         return padded
 
     def _sources(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return ``(before, after)``: source indices of the padding pixels before and after a row of ``length``
-        pixels."""
+        """Return ``(before, after)``: source indices of the padding pixels around a row of ``length`` pixels."""
         distance = torch.arange(1, self.padding + 1)
         if self.mode == "edge":
             distance = torch.zeros_like(distance)
