@@ -177,8 +177,8 @@ class ReidDataset(Dataset):
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(
-                "%s; substituting another image of the same identity (DATALOADER.ON_CORRUPT is skip; %d unreadable "
-                "images so far in this process)",
+                "%s; substituting another image of the same identity (DATALOADER.ON_CORRUPT is skip; unreadable images "
+                "so far in this process: %d)",
                 message,
                 len(self._warned),
             )

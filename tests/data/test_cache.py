@@ -156,7 +156,7 @@ def test_cache_falls_back_to_home_if_data_root_is_not_writable(items, tmp_path, 
     caplog.set_level("INFO")
     cache = ImageCache(items, SHAPE, Read(items), where="disk")
     assert cache.path.parent == tmp_path / "home/fastamp"
-    assert "cannot write to" in caplog.text and str(cache.path) in caplog.text
+    assert str(tmp_path / "root/.fastamp-cache") in caplog.text and str(cache.path) in caplog.text
 
 
 def test_cache_falls_back_to_home_if_data_root_is_missing(items, tmp_path):
@@ -166,7 +166,7 @@ def test_cache_falls_back_to_home_if_data_root_is_missing(items, tmp_path):
 
 def test_unwritable_cache_folder_raises(items, tmp_path):
     (tmp_path / "file").write_text("no folder")
-    with pytest.raises(DataError, match="(?s)DATALOADER.CACHE: .*file.*DATALOADER.CACHE_DIR"):
+    with pytest.raises(DataError, match="(?s)DATALOADER.CACHE .*file.*DATALOADER.CACHE_DIR"):
         ImageCache(items, SHAPE, Read(items), where="disk", folder=str(tmp_path / "file"))
 
 

@@ -125,7 +125,7 @@ def test_skip_replaces_corrupt_image_with_image_of_same_identity(root, tmp_path,
     files[7].write_bytes(b"no image")
     options += ["DATALOADER.ON_CORRUPT", "skip", "DATALOADER.CACHE", cache]
     after = batches(config(tmp_path, *options), count=30)
-    assert caplog.text.count(f"cannot read the image {files[7]}") == 1 and "(1 unreadable images" in caplog.text
+    assert caplog.text.count(f"cannot read the image {files[7]}") == 1 and "in this process: 1)" in caplog.text
     replacement = next(
         image
         for batch in before
@@ -164,7 +164,7 @@ def test_training_set_with_single_identity_raises(root, tmp_path):
         "DATASETS.NAMES",
         "Market1501",
     ]
-    with pytest.raises(DataError, match="has a single identity"):
+    with pytest.raises(DataError, match="Market1501.* one identity"):
         build_reid_train_loader(config(tmp_path, *options))
 
 
