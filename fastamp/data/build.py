@@ -219,7 +219,8 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
             raise DataError(
                 f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "
-                f"{dataset.name!r}, which is the prefix of identities.\n  fix: give each class a unique dataset_name"
+                f"{dataset.name!r}, which must be unique because it is the prefix of the identities.\n"
+                "  fix: give each class a unique dataset_name"
             )
         if len(datasets) == 1 and not combine_all:
             return [PackedItems.of(dataset.train)]

@@ -159,8 +159,8 @@ class ReidDataset(Dataset):
             except DataError as error:
                 self._warn_once(str(error))
         raise DataError(
-            f"cannot read {self.items[index].path} or any other image of the same identity, although "
-            "DATALOADER.ON_CORRUPT is skip.\n  fix: restore the files, or remove this identity from the dataset"
+            f"cannot read {self.items[index].path} or any other image of the same identity "
+            "(DATALOADER.ON_CORRUPT is skip).\n  fix: restore the files, or remove this identity from the dataset"
         )
 
     def _read_augmented(self, key: SampleKey) -> Tensor:

@@ -275,13 +275,13 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
             found = (lost and _dead_worker_message()) or f"{type(error).__name__} while fetching a batch"
         if not lost:
             raise
-        cause, fix = "it crashed, or ran out of memory", "set DATALOADER.NUM_WORKERS to 0 to see the error"
+        cause, fix = "the worker crashed or ran out of memory", "set DATALOADER.NUM_WORKERS to 0 to see the error"
         if "Killed" in found:
             cause = "probably killed by the operating system, which ran out of memory (see dmesg)"
             fix = "reduce DATALOADER.NUM_WORKERS, or set DATALOADER.CACHE to disk instead of ram"
         elif "Bus error" in found:
             cause = "shared memory (/dev/shm), which transfers batches from workers, is full"
-            fix = "increase it (docker run --shm-size 8g, or --ipc host), or reduce DATALOADER.NUM_WORKERS"
+            fix = "increase shared memory (docker run --shm-size 8g, or --ipc host), or reduce DATALOADER.NUM_WORKERS"
         raise DataError(
             f"a data loading worker exited unexpectedly.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
@@ -305,7 +305,7 @@ def explain_exhausted_resources() -> Iterator[None]:
         elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's message
             usage = f"{_SHARED_MEMORY}{_shared_memory_usage()}"
             cause = f"shared memory, which transfers batches from workers, is full or too small for a batch: {usage}"
-            fix = f"increase it (docker run --shm-size 8g, or --ipc host), or {workers}"
+            fix = f"increase shared memory (docker run --shm-size 8g, or --ipc host), or {workers}"
         elif number in (errno.EAGAIN, errno.ENOMEM):
             cause, fix = "cannot start another process: too many processes, or out of memory", workers
         else:

@@ -318,7 +318,8 @@ def _check_folder(folder: Path, settings: dict) -> None:
     if different:
         differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in different)
         raise DataError(
-            f"{folder} contains a demo dataset with {differences}.\n  fix: delete it, or choose another folder"
+            f"{folder} contains a demo dataset with different settings: {differences}.\n"
+            "  fix: delete it, or choose another folder"
         )
 
 

@@ -118,7 +118,7 @@ class CUHK03(ImageDataset):
     def _damaged_splits_error(self) -> DataError:
         return DataError(
             f"CUHK03: cannot read the splits in {self._splits_file.absolute()}\n"
-            f"  fix: delete the file and the folder {self._images.name}; both are created again"
+            f"  fix: delete the file and the folder {self._images.name}; both will be created again"
         )
 
     def _build_items(self, rows: list) -> list[ImageItem]:
@@ -144,7 +144,7 @@ class CUHK03(ImageDataset):
         if has_images and not any(self.dataset_dir.glob(f"splits_*_{self._kind}.json")):
             raise DataError(
                 f"CUHK03: {self._images.absolute()} may be incomplete: splits_*_{self._kind}.json not found\n"
-                "  fix: delete the folder; it is created again"
+                "  fix: delete the folder, which will be created again"
             )
         remove_abandoned(self._images)
         try:

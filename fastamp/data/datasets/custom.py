@@ -155,7 +155,8 @@ class FolderDataset(ImageDataset):
         if parts:
             raise DataError(
                 f"{self.dataset_name}: expected one folder per identity in {folder.absolute()}, got "
-                f"{', '.join(parts)}.\n  fix: use folder:{path}/{parts[0]}, or a csv: file with a column split"
+                f"{', '.join(parts)}.\n"
+                f"  fix: use folder:{path}/{parts[0]}, or csv:FILE with a CSV file that has a column named split"
             )
         files = [(identity.name, file) for identity in identities for file in image_files(identity)]
         if not files:

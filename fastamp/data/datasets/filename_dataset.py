@@ -131,7 +131,7 @@ class FilenameDataset(ImageDataset):
         if not found:
             nothing = f"only images of excluded identities ({', '.join(map(str, self.excluded_ids))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
-            raise DataError(f"{name}: no usable image in {where}: expected {expected}, got {first}")
+            raise DataError(f"{name}: no image with a valid name in {where}: expected {expected}, got {first}")
         if unmatched:
             logger.warning(
                 "%s: skipped %d files with unexpected names, such as %s; expected %s",

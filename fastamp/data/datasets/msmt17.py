@@ -91,7 +91,7 @@ class MSMT17(ImageDataset):
             camera = [*Path(path).name.split("_"), "", ""][2]
             if not camera.isdecimal() or int(camera) < 1:
                 raise DataError(
-                    "MSMT17: expected names such as 0000_000_01_0303morning_0015_0.jpg (camera 1) in "
+                    "MSMT17: expected image names such as 0000_000_01_0303morning_0015_0.jpg (camera 1) in "
                     f"{file.absolute()}, got {path}"
                 )
             items.append(ImageItem(str(self.dataset_dir / folder / path), pid + offset, int(camera) - 1))

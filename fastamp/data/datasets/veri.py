@@ -18,8 +18,8 @@ KEYS = (
     Key(
         "DATASETS.VERI.VIEWS",
         False,
-        "VeRi: read views from keypoint_{train,test}.txt, for MODEL.BACKBONE.SIE_VIEWS 8; images without a view are "
-        "excluded, as in TransReID.",
+        "VeRi: read views from keypoint_{train,test}.txt, for models with MODEL.BACKBONE.SIE_VIEWS set to 8; "
+        "images without a view are excluded, as in TransReID.",
     ),
 )
 

@@ -14,7 +14,13 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("DATASETS.VIPER.SPLIT", 0, "VIPeR: index of the random split of the identities into halves.", low=0, high=9),
+    Key(
+        "DATASETS.VIPER.SPLIT",
+        0,
+        "VIPeR: index of the random split of the identities into a training and a test half.",
+        low=0,
+        high=9,
+    ),
 )
 
 SPLITS = 10

@@ -220,7 +220,7 @@ def test_unexpected_file_names_are_skipped_with_warning(name, stray, root, caplo
         ("MSMT17", "MSMT17_V1/list_train.txt", "", "is empty"),
         ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_01_c.jpg\n", "expected a name and a number"),
         ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a.jpg 1\n", "got 0000/a.jpg"),
-        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_00_c.jpg 1\n", "expected names such as"),
+        ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_00_c.jpg 1\n", "0000_000_01_0303morning"),
         ("MSMT17", "MSMT17_V1/list_train.txt", "0000/a_b_01_c.jpg 1\n", "not found"),
         ("VehicleID", "vehicleid/train_test_split/train_list.txt", "a/b 1\n", "expected two numbers"),
         ("VehicleID", "vehicleid/train_test_split/train_list.txt", "0000099 1\n", "not found"),
