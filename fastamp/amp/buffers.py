@@ -13,7 +13,8 @@ class ForwardBuffers:
 
     These are the buffers of normalization layers and of modules with the class attribute
     ``written_in_forward = True``, such as memory banks and moving averages. A forward pass that overflows writes NaN
-    into running means. Skipping the step protects the parameters but not these buffers, and evaluation would use them.
+    into running means. Skipping the step protects the parameters but not these buffers, and an evaluation would use
+    the NaN values.
 
     Args:
         model: module that owns the buffers.

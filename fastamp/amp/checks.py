@@ -27,8 +27,10 @@ FIRST_STEPS = 3
 """Number of optimizer steps at the start of a run in which parameter updates are monitored."""
 
 SMALLEST_CHANGE = 1e-10
-"""Smallest relative update that counts as training: largest change over largest parameter. Below it, float32 rounding
-absorbs the updates of all parameters except those near zero."""
+"""Smallest relative update that counts as training: largest absolute change divided by largest absolute parameter.
+
+Float32 rounding absorbs smaller updates, except for parameters near zero.
+"""
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -38,8 +40,8 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     memory with them, training runs without an error and learns nothing.
 
     Raises:
-        TrainingError: if an optimizer holds tensors that are not parameters of the model, or no optimizer holds a
-            trainable parameter.
+        TrainingError: if an optimizer holds a tensor that is not a parameter of the model, or if a trainable parameter
+            is missing from all optimizers.
     """
     model_ids = {id(p) for p in model.parameters()}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -63,7 +65,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             f"the optimizers hold {len(foreign)} tensors that are not parameters of the model (shapes {shapes}): "
             "their updates do not change the model.\n"
             f"{found}"
-            f"  not in any optimizer: {names or 'none'}\n"
+            f"  trainable parameters that are not in any optimizer: {names or 'none'}\n"
             f"  cause: {cause}\n"
             "  fix:   build the optimizer last, from the parameters of the final model"
         )
@@ -98,7 +100,7 @@ def check_finite(model: nn.Module) -> None:
         raise NonFiniteParameters(
             f"{len(bad)} parameters or buffers are not finite, e.g. {', '.join(bad[:3])}: the model is not evaluated "
             "or saved.\n"
-            "  cause: the weights diverged, or an overflow got into the running statistics "
+            "  cause: the weights diverged, or an overflow reached the running statistics "
             "(SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP is off, or does not cover the buffers of a custom layer).\n"
             "  fix:   resume from the last checkpoint with a lower SOLVER.BASE_LR, with SOLVER.CLIP_GRADIENTS, or with "
             "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP on"
@@ -130,7 +132,7 @@ def magnitudes(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
-    """Build the error message for a step without any gradient."""
+    """Build the error message for a step in which no parameter in the optimizers has a gradient."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     reached = [p for p in trainable if p.grad is not None]
     optimizer_params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -166,18 +168,18 @@ def explain_no_gradient(model: nn.Module, optimizers: Sequence[Optimizer]) -> st
 def check_losses(
     losses: dict[str, torch.Tensor], *, frozen: Sequence[str] = (), model: nn.Module | None = None
 ) -> None:
-    """Check that every loss is a float32 scalar with a gradient path to the model.
+    """Check that every loss is a float32 or float64 scalar that depends on a parameter of the model.
 
     Args:
         losses (dict[str, Tensor]): return value of the model in training mode.
-        frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If there are any, it is enough that one loss
-            requires a gradient.
-        model: trace the autograd graph of each loss to the parameters of this model. None only checks
-            ``requires_grad``, which is cheap.
+        frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If not empty, only one of the losses must require a
+            gradient.
+        model: model whose parameters must occur in the autograd graph of each loss. With None, only ``requires_grad``
+            is checked, which is faster.
 
     Raises:
-        TrainingError: if there are no losses, a loss is not a float32 scalar, or a loss has no path to a trainable
-            parameter.
+        TrainingError: if there are no losses, if a loss is not a float32 or float64 scalar, or if a loss does not
+            depend on a trainable parameter.
     """
     if not isinstance(losses, dict):
         raise TrainingError(
@@ -205,8 +207,8 @@ def check_losses(
             raise TrainingError(
                 f"loss {name!r} is not connected to any parameter of the model, so it has no gradient.\n"
                 f"  found: {_describe_graph(loss)}\n"
-                "  cause: it was detached or wrapped in a new tensor, or all layers before it are frozen.\n"
-                "  fix:   compute it from the model's outputs without .detach(), .item() or torch.tensor()"
+                "  cause: the loss was detached or wrapped in a new tensor, or all layers before it are frozen.\n"
+                "  fix:   compute the loss from the model's outputs without .detach(), .item() or torch.tensor()"
             )
     if not any(loss.requires_grad for loss in losses.values()):
         raise TrainingError(
@@ -220,8 +222,8 @@ def _describe_graph(loss: torch.Tensor) -> str:
     if not loss.requires_grad:
         return "requires_grad is False"
     if loss.grad_fn:
-        return "its autograd graph does not contain parameters of the model"
-    return "it is a leaf tensor (requires_grad is True, grad_fn is None)"
+        return "the autograd graph of the loss does not contain parameters of the model"
+    return "the loss is a leaf tensor (requires_grad is True, grad_fn is None)"
 
 
 def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
@@ -255,7 +257,7 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
 
     Args:
         losses (Mapping[str, Tensor]): losses of one batch.
-        model (nn.Module): model that returned them.
+        model (nn.Module): model that returned the losses.
     """
     model_ids = {id(p) for p in model.parameters()}
     leaves = [node.variable for node in _nodes(losses.values()) if hasattr(node, "variable")]
@@ -306,16 +308,16 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
             raise TrainingError(
                 "DDP communicates gradients in float16 (fp16_compress_hook) while the loss is scaled: scaled gradients "
                 "overflow in the all-reduce, and most steps would be skipped.\n"
-                "  fix: bf16_compress_hook, which has the range of float32, or SOLVER.AMP.DTYPE bfloat16, which needs "
-                "no loss scale"
+                "  fix: use bf16_compress_hook, because bfloat16 has the range of float32, or set SOLVER.AMP.DTYPE "
+                "bfloat16, which needs no loss scale"
             )
 
 
 @torch.no_grad()
 def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
-    """Check that all ranks hold the same parameters and compute the same losses; one collective per call.
+    """Check that all ranks hold the same parameters and compute the same losses.
 
-    Compares a float64 sum of each parameter. Buffers, such as batch-norm statistics, may differ between ranks.
+    The float64 sums of the parameters are compared. Buffers, such as batch-norm statistics, may differ between ranks.
     Parameters of modules with an attribute ``sharded = True`` differ by design and are excluded.
 
     Args:
@@ -323,7 +325,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         losses (Sequence[str]): names of the losses of this rank.
 
     Raises:
-        TrainingError: if ranks differ; the message lists the parameters or the losses.
+        TrainingError: if the parameters or losses differ between ranks; the message lists them.
     """
     if not comm.is_distributed():
         return
@@ -346,13 +348,14 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     if len(set(of_ranks)) > 1:
         found = "; ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(of_ranks))
         raise TrainingError(
-            f"ranks compute different losses: their sums have different gradients.\n  found: {found}\n"
-            "  fix: return the same losses on all ranks; if a loss does not apply, return 0 times an output"
+            f"the ranks compute different losses, so each rank minimizes a different total loss.\n  found: {found}\n"
+            "  fix: return the same losses on all ranks; if a loss does not apply to a batch, return an output of the "
+            "model multiplied by 0"
         )
 
 
 def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Compute the fraction of gradient elements that are exactly zero: (), 0..1, on the device."""
+    """Compute the fraction of gradient elements that are exactly zero, 0..1, as a scalar tensor on the device."""
     nonzero = torch.stack([torch.count_nonzero(gradient) for gradient in gradients]).sum()
     return 1 - nonzero / sum(gradient.numel() for gradient in gradients)
 
@@ -360,8 +363,8 @@ def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 class ParameterUpdateMonitor:
     """Check that the first optimizer steps change the parameters, without an additional synchronization.
 
-    ``OptimizationStep`` owns the monitor, so custom loops are monitored too. The size of an update stays on the device
-    and is read together with the verdict of the next step.
+    ``OptimizationStep`` owns the monitor, so custom training loops are monitored too. The size of an update stays on
+    the device and is read together with the verdict of the next step.
 
     Attributes:
         reported: True after a warning that the parameters do not change.
@@ -411,10 +414,10 @@ class ParameterUpdateMonitor:
         self._kept = []
 
     def check(self, *change: float) -> None:
-        """Check the host value of ``pending``, if there is one.
+        """Check the measured update after its copy to the host; see ``SMALLEST_CHANGE``.
 
         Args:
-            change: largest absolute change over largest absolute parameter; empty if nothing is pending.
+            change: largest absolute change divided by largest absolute parameter; omitted if ``pending`` is empty.
 
         Raises:
             TrainingError: if no parameter changed in the first steps although the gradients and the learning rate were

@@ -21,18 +21,18 @@ __getattr__ = moved_names(
 )
 
 IN_TRAINING = (
-    "a smaller SOLVER.IMS_PER_BATCH (with SOLVER.ACCUM_STEPS for the same number of images per step) or "
-    "INPUT.SIZE_TRAIN; SOLVER.AMP True if it is off; MODEL.BACKBONE.CHECKPOINTING True for a ViT"
+    "reduce SOLVER.IMS_PER_BATCH (SOLVER.ACCUM_STEPS keeps the number of images per step) or INPUT.SIZE_TRAIN; "
+    "set SOLVER.AMP True if it is False; set MODEL.BACKBONE.CHECKPOINTING True for a ViT"
 )
-IN_EVALUATION = "a smaller TEST.IMS_PER_BATCH, or INPUT.SIZE_TEST"
+IN_EVALUATION = "reduce TEST.IMS_PER_BATCH or INPUT.SIZE_TEST"
 
 
 class DeviceErrorHandler:
     """Context manager that converts device errors into a TrainingError with a fix; other errors pass through.
 
     Args:
-        place: description of the computation in the message, e.g. ``"iteration 7"``.
-        smaller: fix in the message for out of memory: config keys that reduce memory use.
+        place: where the error occurred, as stated in the message, e.g. ``"iteration 7"``.
+        smaller: fix stated in the message after an out-of-memory error: config values that reduce memory use.
 
     Attributes:
         batch: the current batch, set by the caller; the message lists its shapes.

@@ -11,10 +11,10 @@ def to_float16(module: nn.Module) -> None:
     """Convert a module to float16 inference, in place. It cannot be trained afterwards.
 
     Weights become float16, and each module with weights casts its inputs to float16, as autocast does before each
-    operation. As under autocast on a GPU, these stay in float32, weights included:
+    operation. As under autocast on a GPU, the following modules and their weights stay in float32:
 
     - float32 regions (``force_fp32``, ``SOLVER.AMP.FORCE_FP32``) and their submodules;
-    - normalization layers, because their statistics exceed the range of float16. Their output is cast to float16.
+    - normalization layers, because their statistics may exceed the range of float16. Their output is cast to float16.
 
     Args:
         module: a float32 module in evaluation mode, e.g. a backbone.

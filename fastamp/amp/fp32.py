@@ -21,8 +21,8 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps")
 def to_float32(value: Any) -> Any:
     """Cast all float16 and bfloat16 tensors in a nested structure of lists, tuples and dicts to float32.
 
-    A structure without such tensors is returned unchanged, as the same object: a module may write into a cache that
-    it gets as an argument.
+    A structure without such tensors is returned as the same object, because a module may modify an argument in place,
+    e.g. a cache.
     """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW_PRECISION else value
@@ -93,8 +93,8 @@ def _rebuild(module_class: type[nn.Module]) -> nn.Module:
 def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) -> list[str]:
     """Turn the modules of ``model`` that match ``patterns`` into float32 regions, in place.
 
-    Modules of a class with ``force_fp32 = True`` become regions regardless of ``patterns``. Only the class of the
-    module changes, to a subclass of the same name: state dict, copies and hooks are unaffected.
+    Modules of a class with ``force_fp32 = True`` become float32 regions regardless of ``patterns``. Only the class of
+    the module changes, to a subclass of the same name: state dict, copies and hooks are unaffected.
 
     Args:
         model: the model.

@@ -19,22 +19,22 @@ SMALLEST_UPDATE = 1e-10
 """Update-to-weight ratio (L2 norms) below which float32 rounding absorbs the updates."""
 
 SMALL_SCALE = 128.0
-"""Loss scale below which float16 gradients under 5e-10 underflow: trained networks have many of them."""
+"""Loss scale below which float16 gradients smaller than 5e-10 underflow. Trained networks have many of them."""
 
 
 class ModuleMonitor:
     """Measure zero gradients and updates of each top-level module, without an additional synchronization.
 
-    The total gradient norm and the largest update over all parameters do not show that the gradients of one module
-    underflow to zero, e.g. those of a float16 backbone below a float32 head. Every ``period`` applied steps, the
-    monitor computes for each child module of the model the fraction of gradient elements that are exactly zero and the
-    update-to-weight ratio, leaves them on the device, and reports them when the host reads the verdict of the next
-    step. A parameter without a gradient counts as zero. Parameters with learning rate 0 are excluded, and so are
-    modules with an attribute ``sparse_gradients = True``, such as the centers of a center loss.
+    The gradients of a single module may underflow to zero, e.g. those of a float16 backbone below a float32 head. The
+    total gradient norm and the largest update over all parameters do not reveal this. Every ``period`` applied steps,
+    the monitor therefore computes two values for each child module of the model: the fraction of gradient elements
+    that are exactly zero, and the update-to-weight ratio. The values stay on the device until the host reads the
+    verdict of the next step. A missing gradient counts as zero. Parameters with learning rate 0 are excluded, and so
+    are modules with an attribute ``sparse_gradients = True``, such as the centers of a center loss.
 
     Args:
         model (nn.Module): model in training.
-        optimizers: its optimizers.
+        optimizers: optimizers of the model.
         period (int): number of applied steps between two checks. Default 50.
 
     Attributes:
@@ -106,7 +106,7 @@ class ModuleMonitor:
         """Warn about modules that do not train. The warning is repeated only if a module trained in the meantime.
 
         Args:
-            values: host values of ``pending``; empty if nothing is pending.
+            values: values of ``pending``, copied to the host; empty if ``pending`` is empty.
             quiet: True if a previous warning said that the whole model does not train. Default False.
         """
         if not values:
@@ -134,7 +134,7 @@ class ModuleMonitor:
                 f"the parameters of {name!r} are the same as {self.period} steps ago, although the optimizer "
                 "updates them: they are reset between the steps.\n"
                 "  cause: custom code or a hook restores weights.\n"
-                "  fix:   remove it, or exclude these parameters from training (MODEL.FREEZE_LAYERS)",
+                "  fix:   remove that code, or exclude these parameters from training (MODEL.FREEZE_LAYERS)",
             )
             self._report(
                 name,
@@ -160,8 +160,8 @@ class ModuleMonitor:
                 small,
                 f"the loss scale is {scale}, and has been below {SMALL_SCALE:g} for {self._small_scale_steps} steps: "
                 "gradients underflow in float16.\n"
-                "  cause: repeated overflows reduced it, and it grows only after SOLVER.AMP.GROWTH_INTERVAL finite "
-                "steps.\n"
+                "  cause: repeated overflows reduced the loss scale, which grows only after "
+                "SOLVER.AMP.GROWTH_INTERVAL consecutive finite steps.\n"
                 "  fix:   reduce SOLVER.AMP.GROWTH_INTERVAL, or set SOLVER.AMP.DTYPE bfloat16",
             )
 
@@ -174,7 +174,7 @@ class ModuleMonitor:
                 logger.warning(
                     "requires_grad is False for all %d parameters of %r, which MODEL.FREEZE_LAYERS does not list: "
                     "this part of the model does not train.\n"
-                    "  fix: set requires_grad to True, or list it in MODEL.FREEZE_LAYERS",
+                    "  fix: set requires_grad to True, or list the module in MODEL.FREEZE_LAYERS",
                     len(parameters),
                     name,
                 )

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CPU_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-_DEVICES = "MODEL.DEVICE auto, cpu, cuda, cuda:N or mps"
+_DEVICES = "set MODEL.DEVICE to auto, cpu, cuda, cuda:N or mps"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,10 +56,12 @@ def resolve_device(name: str) -> torch.device:
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise ConfigError(
                 f"MODEL.DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices.\n"
-                "  fix: a number from 0, or MODEL.DEVICE cuda"
+                "  fix: set MODEL.DEVICE to cuda, or to cuda:N with a smaller N"
             )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError("MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: MODEL.DEVICE auto or cpu")
+        raise ConfigError(
+            "MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: set MODEL.DEVICE auto or cpu"
+        )
     return device
 
 
@@ -67,7 +69,7 @@ def native_bfloat16(device: torch.device) -> tuple[bool, str]:
     """Check for native bfloat16 support.
 
     Returns:
-        True if ``device`` computes bfloat16 natively, and the reason as text.
+        ``(native, reason)``: whether ``device`` computes in bfloat16 natively, and an explanation for the log.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -88,7 +90,7 @@ def native_bfloat16(device: torch.device) -> tuple[bool, str]:
 
 
 def cpu_flags() -> set[str]:
-    """Read the CPU feature flags from /proc/cpuinfo, on other systems from PyTorch."""
+    """Read the CPU feature flags from /proc/cpuinfo, or from PyTorch if that file does not exist."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             for line in file:
@@ -101,7 +103,7 @@ def cpu_flags() -> set[str]:
 
 
 def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
-    """Select the dtype of ``SOLVER.AMP.DTYPE auto`` for a device; also return the reason as text."""
+    """Return ``(dtype, reason)`` for ``SOLVER.AMP.DTYPE auto`` on ``device``. The reason is text for the log."""
     native, reason = native_bfloat16(device)
     if native:
         return torch.bfloat16, reason
@@ -112,14 +114,14 @@ def auto_dtype(device: torch.device) -> tuple[torch.dtype, str]:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Precision of a model, shared by all code that runs its forward pass.
+    """Precision of a model. All code that runs the forward pass of the model uses the same policy.
 
     Attributes:
         device_type: device type of the parameters: ``"cpu"``, ``"cuda"`` or ``"mps"``. It has no default because
             autocast for another device type silently has no effect.
         dtype: dtype of matrix products and convolutions: float32 (no autocast), bfloat16 or float16.
         reason: reason for this dtype, for the log.
-        tf32: allow TensorFloat-32 in float32 products (CUDA). Default False.
+        tf32: whether float32 matrix products and convolutions may use TensorFloat-32 on CUDA. Default False.
     """
 
     device_type: str
@@ -129,7 +131,7 @@ class PrecisionPolicy:
 
     @classmethod
     def from_config(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
-        """Build the policy of ``SOLVER.AMP`` and ``SOLVER.TF32`` for ``device``, and set PyTorch's TF32 flags.
+        """Build the policy from ``SOLVER.AMP`` and ``SOLVER.TF32`` for ``device``, and set PyTorch's TF32 flags.
 
         Raises:
             ConfigError: if ``SOLVER.AMP.DTYPE`` names a dtype that the device does not support.
@@ -167,11 +169,14 @@ class PrecisionPolicy:
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True for float16: its gradients underflow without a loss scale. bfloat16 has the range of float32."""
+        """True if the dtype is float16, because float16 gradients underflow without a loss scale.
+
+        bfloat16 does not need loss scaling: it has the exponent range of float32.
+        """
         return self.dtype == torch.float16
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Create an autocast context for one forward pass. Optimizer steps and weight updates run outside of it."""
+        """Create an autocast context for one forward pass. Optimizer steps must run outside of this context."""
         if not self.enabled:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype)
@@ -206,7 +211,7 @@ class PrecisionPolicy:
             recorder.report(model)
 
     def in_float32(self) -> "PrecisionPolicy":
-        """Return the float32 counterpart of this policy, as a reference."""
+        """Return a float32 copy of this policy, as the reference in comparisons."""
         return dataclasses.replace(self, dtype=torch.float32, reason="for comparison")
 
     def for_evaluation(self, eval_dtype: str) -> "PrecisionPolicy":
@@ -216,10 +221,11 @@ class PrecisionPolicy:
         return PrecisionPolicy(self.device_type, torch.float32, "SOLVER.AMP.EVAL_DTYPE is float32", self.tf32)
 
     def fall_back(self, dtype: str, reason: str) -> "PrecisionPolicy | None":
-        """Return this policy with a fallback dtype; None if there is no fallback or it equals the current dtype.
+        """Return a copy of this policy with the fallback ``dtype``; None without a fallback.
 
         Args:
-            dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"`` (no fallback), ``"bfloat16"`` or ``"float32"``.
+            dtype: ``SOLVER.AMP.ON_FAILURE``: ``"error"``, ``"bfloat16"`` or ``"float32"``. ``"error"`` and the current
+                dtype mean no fallback.
             reason: reason for the fallback, for the log.
         """
         if dtype == "error" or not self.enabled or DTYPES[dtype] == self.dtype:
@@ -247,10 +253,11 @@ class PrecisionPolicy:
             )
 
     def compare(self, trained: dict[str, Any] | None, what: str) -> None:
-        """Log a warning if the dtype of a checkpoint's policy differs from the dtype of this one.
+        """Log a warning if the dtype of a checkpoint's policy differs from the dtype of this policy.
 
         Args:
-            trained: ``state_dict`` of the checkpoint's policy; None if the checkpoint has none, which logs no warning.
+            trained: ``state_dict`` of the policy in the checkpoint. None, for a checkpoint without a policy,
+                logs no warning.
             what: beginning of the warning, e.g. ``"these weights were trained"``.
         """
         if isinstance(trained, dict) and trained.get("dtype") not in (None, dtype_name(self.dtype)):
@@ -385,6 +392,6 @@ def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
         ) from error
     if not finite:
         raise ConfigError(
-            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, but a matrix product of ones in it is not finite on this "
-            f"{device.type} device.\n  fix: set SOLVER.AMP.DTYPE auto"
+            f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, but a matrix product of ones in this dtype is not finite "
+            f"on this {device.type} device.\n  fix: set SOLVER.AMP.DTYPE auto"
         )

@@ -36,7 +36,7 @@ TINY_GRAD_NORM = 1e-3
 """Gradient norm below which the fraction of zero gradients is measured, as a sign of underflow."""
 
 SKIP_WINDOW = 200
-"""Number of steps over which the fraction of skipped steps is bounded: more than half of them end the training."""
+"""Number of recent steps that ``check_skips`` considers. Training ends if more than half of them were skipped."""
 
 Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 """``clip(gradients, total_norm) -> coefficient``: in-place gradient clipping, see ``fastamp.solver.clip``."""
@@ -45,9 +45,10 @@ Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-    The scale is a Python float: the verdict of a step is read on the host anyway, so updating the scale needs no device
-    tensor and no additional synchronization. Unlike in ``torch.amp.GradScaler``, the scale has a lower and an upper
-    bound. Without a lower bound, 40 non-finite steps reduce the scale to 6e-8 and all gradients underflow.
+    The scale is a Python float. The host reads the verdict of each step anyway, so an update of the scale requires no
+    device tensor and no additional synchronization. Unlike in ``torch.amp.GradScaler``, the scale has a lower and an
+    upper bound. Without a lower bound, 40 consecutive non-finite steps would reduce the scale from 65536 to 6e-8, and
+    all gradients would underflow.
 
     Args:
         init_scale: initial scale, clamped to the bounds. Default 65536.
@@ -77,13 +78,13 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, cfg: Any, policy: PrecisionPolicy) -> "LossScaler | None":
-        """Build the scaler of ``SOLVER.AMP``; None if ``policy`` does not need loss scaling."""
+        """Build the loss scaler from ``SOLVER.AMP``; return None if ``policy`` does not need loss scaling."""
         if not policy.needs_loss_scaling:
             return None
         amp = cfg.SOLVER.AMP
         if not amp.MIN_SCALE <= amp.INIT_SCALE <= amp.MAX_SCALE:
             logger.warning(
-                "SOLVER.AMP.INIT_SCALE %g is not between MIN_SCALE %g and MAX_SCALE %g: using the nearest bound",
+                "SOLVER.AMP.INIT_SCALE=%g is not between MIN_SCALE=%g and MAX_SCALE=%g: using the nearest bound",
                 amp.INIT_SCALE,
                 amp.MIN_SCALE,
                 amp.MAX_SCALE,
@@ -113,11 +114,11 @@ class LossScaler:
             self._good_steps = 0
 
     def lower_to(self, scale: float) -> None:
-        """Reduce the current scale to ``scale`` if ``scale`` is smaller."""
+        """Reduce the current scale to ``scale``. No effect if the current scale is already smaller."""
         self.scale = min(self.scale, scale)
 
     def state_dict(self) -> dict[str, float]:
-        """Return the scale and the number of consecutive finite steps since it last changed."""
+        """Return the scale and the number of consecutive finite steps since the last change of the scale."""
         return {"scale": self.scale, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
@@ -129,17 +130,17 @@ class LossScaler:
 @renamed_arguments(zero_share="zero_fraction")
 @dataclass(frozen=True)
 class StepVerdict:
-    """Verdict of one optimizer step.
+    """Result of the finiteness check of one optimizer step.
 
     Attributes:
-        ok: True if all losses and the gradient norm are finite on all ranks; the step is applied.
+        ok: True if all losses and the gradient norm are finite on all ranks, so that the step is applied.
         grad_norm: total L2 norm of the unscaled gradients before clipping.
         loss_scale: loss scale of the backward pass; 1.0 without loss scaling.
-        clip_coefficient: (), gradient norm after clipping divided by the norm before; None without clipping or if not
-            ``ok``. It stays a tensor to avoid a synchronization before it is logged.
-        bad_parameters: names of the parameters with a non-finite gradient, if not ``ok``.
-        zero_fraction: (), fraction of gradient elements that are exactly zero, 0..1; None unless ``grad_norm`` is below
-            ``TINY_GRAD_NORM``.
+        clip_coefficient: gradient norm after clipping divided by the norm before clipping; None without clipping or if
+            ``ok`` is False. A scalar tensor on the device, to avoid a synchronization before the value is logged.
+        bad_parameters: names of the parameters with a non-finite gradient; empty if ``ok`` is True.
+        zero_fraction: scalar tensor with the fraction of gradient elements that are exactly zero, 0..1. Measured only
+            if ``ok`` is True and ``grad_norm`` is below ``TINY_GRAD_NORM``, otherwise None.
     """
 
     ok: bool
@@ -158,7 +159,7 @@ class PrecisionFailure(TrainingError):
     Args:
         message: error message with cause and fix.
         verdict: verdict of the last skipped step.
-        headline: one-line summary without cause and fix; default: ``message``.
+        headline: summary of the error without cause and fix. Default: ``message``.
     """
 
     def __init__(self, message: str, verdict: StepVerdict, headline: str = "") -> None:
@@ -172,11 +173,11 @@ class Gradients:
     """Unscaled gradients of one step.
 
     Attributes:
-        optimizers: optimizers with at least one gradient; the others do not step.
+        optimizers: optimizers with at least one gradient. Other optimizers do not step.
         parameters: N parameters with a gradient, without duplicates.
         tensors: their gradients, in the same order.
         norms: (N,), L2 norm of each gradient.
-        total_norm: (), L2 norm of all gradients together.
+        total_norm: scalar tensor, L2 norm of all gradients together.
     """
 
     optimizers: list[Optimizer]
@@ -187,7 +188,7 @@ class Gradients:
 
 
 class OptimizationStep:
-    """One optimizer step, split into methods. It is applied or skipped as a whole, on all ranks together.
+    """One optimizer step, split into methods. All optimizers on all ranks apply or skip the step together.
 
     ::
 
@@ -198,12 +199,12 @@ class OptimizationStep:
         step.finish()                          # or the methods it calls, as in ``SimpleTrainer.run_step``
 
     The verdict is computed from the losses and the unscaled gradient norm. A change of the loss scale is not a reliable
-    sign of a skipped step: the scale also changes when it grows, and a static scale never changes. Either all
-    optimizers step or none. There is one device-to-host copy per step, in ``check_finite``.
+    sign of a skipped step: the scale also changes when it grows, and a static scale never changes. There is
+    one device-to-host copy per step, in ``check_finite``.
 
     Args:
         model: module that owns the parameters; messages use its parameter names.
-        optimizers: optimizers without any gradient do not step.
+        optimizers: optimizers of the model. An optimizer whose parameters have no gradient does not step.
         scaler: loss scaling for float16; None for bfloat16 and float32.
         clip: ``clip(gradients, total_norm) -> coefficient``, applied in place to the unscaled gradients.
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
@@ -215,7 +216,7 @@ class OptimizationStep:
     Attributes:
         clip: as above.
         verdict: verdict of the last step; None before the first.
-        total_loss: (), detached sum of the losses last passed to ``scale``; None before the first call.
+        total_loss: scalar tensor, detached sum of the losses last passed to ``scale``; None before the first call.
         loss_names: names of the losses last passed to ``scale``.
         skipped_total, skipped_in_a_row: number of skipped steps, in total and consecutive.
         frozen: names of frozen modules, see ``set_frozen``.
@@ -257,7 +258,7 @@ class OptimizationStep:
     def from_config(
         cls, cfg: Any, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
     ) -> "OptimizationStep":
-        """Build the step of ``SOLVER.AMP`` under ``policy``."""
+        """Build the optimizer step from ``SOLVER.AMP``, with loss scaling if ``policy`` needs it."""
         return cls(
             model,
             optimizers,
@@ -273,7 +274,7 @@ class OptimizationStep:
         return self.scaler.scale if self.scaler else 1.0
 
     def set_frozen(self, modules: Sequence[str]) -> None:
-        """Set the names of modules frozen by ``MODEL.FREEZE_LAYERS``; losses may depend only on them."""
+        """Set the names of the frozen modules (``MODEL.FREEZE_LAYERS``). Losses may depend on frozen modules only."""
         self.frozen = modules
 
     def zero_grad(self) -> None:
@@ -286,11 +287,11 @@ class OptimizationStep:
         """Sum the losses of one micro-batch, and multiply the sum by ``weight`` and the loss scale.
 
         Args:
-            losses: loss name -> (), float32, return value of the model.
+            losses: loss name -> float32 scalar tensor, as returned by the model.
             weight: weight of the micro-batch in the step: 1/k if gradients are accumulated over k micro-batches.
 
         Returns:
-            (), the scaled total loss, for ``backward``.
+            Scaled total loss: scalar tensor on which to call ``backward``.
 
         Raises:
             TrainingError: see ``check_losses``.
@@ -311,7 +312,8 @@ class OptimizationStep:
         """Divide the gradients by the loss scale, in place, and compute their norms.
 
         Raises:
-            TrainingError: if no optimizer has a gradient.
+            TrainingError: if no parameter in the optimizers has a gradient.
+            RuntimeError: if ``scale`` has not been called.
         """
         if self._losses_finite is None:
             raise RuntimeError("unscale() must be called after scale() and backward()")
@@ -395,7 +397,11 @@ class OptimizationStep:
             )
 
     def update_scale(self, ok: bool) -> None:
-        """Update the loss scale, if there is one, after a step that was applied (``ok``) or skipped."""
+        """Update the loss scale after a step. No effect without loss scaling.
+
+        Args:
+            ok: True if the step was applied, False if it was skipped.
+        """
         if self.scaler:
             self.scaler.update(ok)
 
@@ -403,8 +409,9 @@ class OptimizationStep:
         """Check the number of consecutive skipped steps, and the fraction of skipped steps.
 
         Raises:
-            PrecisionFailure: if more than ``max_consecutive_skips`` consecutive steps were skipped, or if the skipped
-                steps among the last ``SKIP_WINDOW`` are more than half of them and more than ``max_consecutive_skips``.
+            PrecisionFailure: if more than ``max_consecutive_skips`` consecutive steps were skipped, or if the
+                number of skipped steps among the last ``SKIP_WINDOW`` steps exceeds both ``SKIP_WINDOW / 2`` and
+                ``max_consecutive_skips``.
         """
         recent = sum(self._recent)
         if self.skipped_in_a_row > self.max_consecutive_skips:
@@ -419,11 +426,11 @@ class OptimizationStep:
         cause = (
             "the loss scale is at its minimum, SOLVER.AMP.MIN_SCALE: values of this model exceed the range of float16."
             if at_minimum
-            else "a loss or its gradient is Inf or NaN; no loss scaling is in use."
+            else "a loss or a gradient is Inf or NaN, although loss scaling is not in use."
             if self.scaler is None
             else "float16 overflows repeatedly."
         )
-        fix = "use a lower SOLVER.BASE_LR or SOLVER.CLIP_GRADIENTS, or check the data"
+        fix = "reduce SOLVER.BASE_LR, enable SOLVER.CLIP_GRADIENTS, or check the training data"
         if self.scaler is not None:
             fix = f"try SOLVER.AMP.DTYPE bfloat16 or SOLVER.AMP False; if that also fails, {fix}"
         headline = (
@@ -435,14 +442,14 @@ class OptimizationStep:
     def finish(self) -> StepVerdict:
         """Unscale, check and clip the gradients, step or skip, and update the loss scale.
 
-        A shorthand for open loops. ``SimpleTrainer.run_step`` calls the parts in the same order instead: a change here
-        does not change training, and a subclass overrides the parts.
+        Shorthand for custom training loops. ``SimpleTrainer.run_step`` does not call ``finish``, but calls the same
+        methods in the same order. To change the training, a subclass must override these methods.
 
         Returns:
-            The verdict.
+            Verdict of the step.
 
         Raises:
-            TrainingError, PrecisionFailure: see ``unscale``, ``check_finite`` and ``check_skips``.
+            TrainingError, PrecisionFailure: see ``unscale``, ``check_finite``, ``skip`` and ``check_skips``.
         """
         gradients = self.unscale()
         ok = self.check_finite(gradients).ok
@@ -457,12 +464,14 @@ class OptimizationStep:
 
     def begin(self) -> None:
         """Deprecated alias of ``zero_grad``."""
-        warnings.warn("OptimizationStep.begin() is now zero_grad()", DeprecationWarning, stacklevel=2)
+        warnings.warn("OptimizationStep.begin() is deprecated; use zero_grad()", DeprecationWarning, stacklevel=2)
         self.zero_grad()
 
     def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
-        """Deprecated: call ``scale(losses, weight).backward()`` and return the detached sum of the losses."""
-        warnings.warn("OptimizationStep.backward(x) is now scale(x).backward()", DeprecationWarning, stacklevel=2)
+        """Deprecated alias of ``scale(losses, share).backward()``; returns the detached sum of the losses."""
+        warnings.warn(
+            "OptimizationStep.backward(x) is deprecated; use scale(x).backward()", DeprecationWarning, stacklevel=2
+        )
         self.scale(losses, share).backward()
         return self.total_loss
 
@@ -475,12 +484,12 @@ class OptimizationStep:
         for old, new in _NOT_CALLED_IN_TRAINING.items():
             if getattr(type(self), old) is not getattr(OptimizationStep, old):
                 raise TrainingError(
-                    f"{type(self).__name__}.{old} would have no effect: the trainer no longer calls it.\n"
-                    f"  fix: override {new} instead, or run_step of the trainer"
+                    f"{type(self).__name__} overrides {old}, which the trainer no longer calls.\n"
+                    f"  fix: override {new} instead, or override run_step of the trainer"
                 )
 
     def disable_loss_scaling(self) -> None:
-        """Disable loss scaling and reset the count of consecutive skipped steps, after a change of the dtype."""
+        """Disable loss scaling and reset the count of skipped steps after a change of the dtype."""
         self.scaler = None
         self.skipped_in_a_row = 0
         self._recent.clear()
@@ -496,15 +505,18 @@ class OptimizationStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of skipped steps, and the loss scale if both the state and this step have one."""
+        """Restore the numbers of skipped steps, and the loss scale if both ``state`` and this step have one."""
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.scaler and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         elif self.scaler:
-            logger.info("the checkpoint has no loss scale: starting with scale %g", self.scaler.scale)
+            logger.info("the checkpoint has no loss scale: starting with a loss scale of %g", self.scaler.scale)
         elif state["scaler"]:
-            logger.info("ignoring the loss scale of the checkpoint (%g)", state["scaler"]["scale"])
+            logger.info(
+                "ignoring the loss scale of the checkpoint (%g): this run does not use loss scaling",
+                state["scaler"]["scale"],
+            )
 
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers:
@@ -512,7 +524,7 @@ class OptimizationStep:
         self.model.zero_grad(set_to_none=True)  # gradients of parameters without an optimizer would accumulate
 
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimizer in the order of ``groups_by_value``; the order is cached."""
+        """Return the parameters of an optimizer in the order of ``groups_by_value``, which is cached."""
         ids = [id(p) for p in _parameters(optimizer)]
         cached_ids, order = self._orders.get(id(optimizer), (None, []))
         if ids != cached_ids:
@@ -521,7 +533,7 @@ class OptimizationStep:
         return order
 
     def _non_finite_names(self, gradients: Gradients) -> list[str]:
-        """List the parameters with a non-finite gradient, and look for diverged parameters in the same transfer."""
+        """List the parameters with a non-finite gradient. The same device-to-host copy detects diverged parameters."""
         parameters = {name: p for name, p in self.model.named_parameters() if p.is_floating_point()}
         within = magnitudes(parameters.values()) <= LARGEST_PARAMETER
         flags = torch.cat([torch.isfinite(gradients.norms), within]).tolist()
@@ -555,7 +567,7 @@ def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[
     Args:
         optimizer: optimizer of the parameters. Groups without a ``role`` (built outside of fastamp) are returned
             unchanged.
-        positions: parameter id -> position in the model.
+        positions: ``id(parameter)`` -> index in ``model.parameters()``.
     """
     if not all("role" in group for group in optimizer.param_groups):
         return [group["params"] for group in optimizer.param_groups]

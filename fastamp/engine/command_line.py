@@ -28,7 +28,7 @@ class TrainingInterrupted(Exception):
 
     Args:
         signal_number (int): number of the signal.
-        saved (str): path of the checkpoint.
+        saved (str): path of the saved checkpoint.
     """
 
     def __init__(self, signal_number: int, saved: str) -> None:
@@ -38,7 +38,10 @@ class TrainingInterrupted(Exception):
 
 
 def resume_command() -> str:
-    """Build the command that resumes the current run; under torchrun, the command for every machine."""
+    """Return the shell command that resumes the current run.
+
+    Under torchrun, the command must be run on every machine.
+    """
     script, *arguments = sys.argv
     path, command = Path(script), []
     is_console_script = path.name in ("fastamp", "fastamp.exe")
@@ -69,18 +72,18 @@ def resume_command() -> str:
 def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the exit code of the process.
 
-    User errors are printed to stderr without a traceback. If ``launch`` has started several processes, it ends them
-    with the same exit codes and messages, and with code 1 after any other exception.
+    User errors are printed to stderr without a traceback. In a run with several processes, ``launch`` prints the same
+    messages and ends all processes with the same exit codes. Any other exception ends such a run with exit code 1.
 
     Args:
         command (Callable): the command, without arguments.
 
     Returns:
-        int: exit code: 0 for success; 2 for invalid input or an inaccessible file; 128 + n after signal n, where the
-        message contains the command that resumes the run.
+        int: exit code: 0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n. If
+        signal n stopped a training, the message contains the command that resumes the training.
 
     Raises:
-        Exception: if ``command`` raises any other exception, which is a bug.
+        Exception: if ``command`` raises any other exception. Such an exception indicates a bug.
     """
     try:
         outcome = run_and_capture(command)
@@ -91,7 +94,7 @@ def run_command_line(command: Callable[[], Any]) -> int:
 
 
 def run_and_capture(command: Callable[[], Any]) -> Outcome:
-    """Run ``command`` and convert user errors to an ``Outcome``; see ``run_command_line``."""
+    """Run ``command`` and return its exit code and message as an ``Outcome``; see ``run_command_line``."""
     try:
         command()
         sys.stdout.flush()
@@ -112,7 +115,7 @@ def run_and_capture(command: Callable[[], Any]) -> Outcome:
             return Outcome(
                 USER_ERROR_EXIT_CODE,
                 f"error: too many open files{f': cannot open {error.filename}' if error.filename else ''}.\n"
-                f"  found: limit of {limit} per process (ulimit -n)\n"
+                f"  found: limit of {limit} open files per process (ulimit -n)\n"
                 "  fix:   raise the limit (ulimit -n 4096, docker run --ulimit nofile=4096)",
             )
         # File names come from config keys and flags, so these errors are the user's.
@@ -123,13 +126,13 @@ def run_and_capture(command: Callable[[], Any]) -> Outcome:
             USER_ERROR_EXIT_CODE,
             f"error: cannot access file: {error.strerror}.\n"
             f"  found: {name} ({len(error.filename)} characters)\n"
-            "  fix:   correct the config key or flag that names it, or its permissions",
+            "  fix:   correct the path in the config key or flag, or change the permissions of the file",
         )
     return Outcome(0)
 
 
 def print_exit_message(outcome: Outcome) -> None:
-    """Print the message of an outcome to stderr, with the rank if it is above 0."""
+    """Print the message of an outcome to stderr. If the rank is above 0, the message starts with the rank."""
     if outcome.message:
         who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""
         print(sanitize_terminal_text(f"{who}{outcome.message}"), file=sys.stderr, flush=True)

@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 
 
 class DefaultTrainer:
-    """Build model, data loaders, optimizers, training loop and hooks from a config, and train.
+    """Trainer that builds the model, data loaders, optimizers, training loop and hooks from a config.
 
-    Override a ``build_`` method in a subclass to replace one component. The training loop is ``self.trainer``, built
-    through ``TRAINER_REGISTRY``.
+    Override a ``build_`` method in a subclass to replace one component. The training loop is ``self.trainer``; its
+    class is looked up in ``TRAINER_REGISTRY``.
 
     Args:
-        cfg (CfgNode): config of the run. The trainer uses a copy in which ``MODEL.HEADS.NUM_CLASSES`` 0 is replaced by
-            the number of training identities.
+        cfg (CfgNode): config of the run. The trainer uses a copy. If ``MODEL.HEADS.NUM_CLASSES`` is 0, the copy
+            contains the number of training identities instead.
 
     Raises:
         UserError: if the config, the data or the weights are invalid. No files are written in this case.
@@ -88,11 +88,11 @@ class DefaultTrainer:
         return self.trainer.policy
 
     def resume_or_load(self, resume: bool = True, *, folder: str | Path | None = None) -> None:
-        """Resume from the newest valid checkpoint if there is one, else load ``MODEL.WEIGHTS`` if set.
+        """Resume from the newest valid checkpoint. If there is no checkpoint, load ``MODEL.WEIGHTS``, if set.
 
         Args:
             resume (bool): whether to search for a checkpoint. Default True.
-            folder (str | Path, optional): folder to search. Default OUTPUT_DIR.
+            folder (str | Path, optional): folder to search for checkpoints. Default OUTPUT_DIR.
 
         Raises:
             WeightsError: if all checkpoints are damaged or do not match the model, or if the weights are missing or
@@ -102,7 +102,11 @@ class DefaultTrainer:
         if last is not None:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
-                logger.warning("discarding the weight average (%s) in %s", extra["average"]["kind"], last)
+                logger.warning(
+                    "discarding the weight average (%s) in %s: this run does not average weights",
+                    extra["average"]["kind"],
+                    last,
+                )
             logger.info("resuming from %s at iteration %d", last, self.trainer.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
@@ -135,8 +139,8 @@ class DefaultTrainer:
         if comm.is_main_process():
             if start == 0 and (output_dir / "last_checkpoint").exists():
                 logger.warning(
-                    "%s already contains a run; its files will be overwritten (use --resume to continue it, or choose "
-                    "another OUTPUT_DIR)",
+                    "OUTPUT_DIR %s already contains a run, and this run overwrites the files.\n"
+                    "  fix: resume the earlier run with --resume, or choose another OUTPUT_DIR",
                     output_dir,
                 )
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -150,7 +154,9 @@ class DefaultTrainer:
             self.trainer.iters_per_epoch,
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
-            logger.info("the training is complete; only evaluating. Increase SOLVER.MAX_EPOCH to continue training")
+            logger.info(
+                "the training is already complete: only evaluating. To continue training, increase SOLVER.MAX_EPOCH"
+            )
             try:
                 return unwrap_single(self._evaluate_finished_run(start))
             finally:
@@ -188,7 +194,7 @@ class DefaultTrainer:
         self.writers.clear()
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
-        """Register additional hooks, which run after those of ``build_hooks``."""
+        """Register hooks in addition to those of ``build_hooks``; see ``TrainerBase.register_hooks`` for the order."""
         self.trainer.register_hooks(hooks_)
 
     def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
@@ -212,7 +218,7 @@ class DefaultTrainer:
         return results
 
     def _pop_run(self) -> Run | None:
-        """Return the report input of the last evaluation and clear it; None if it has already been reported."""
+        """Return the data of the last evaluation for the report; None if that evaluation has already been reported."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
         if not sets:
@@ -229,16 +235,18 @@ class DefaultTrainer:
         )
 
     def _pair_scores(self) -> dict[str, Any]:
-        """Return the ``PairScores`` to checkpoint; empty if the model was trained after the last evaluation."""
+        """Return the ``PairScores`` to checkpoint; an empty dict if training continued after the last evaluation."""
         pairs = self._last.pairs
         return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Context manager in which the model has the weights to evaluate: averaged, with precise batch-norm statistics.
+        """Context manager in which the model holds the weights to evaluate.
 
-        Re-estimated batch-norm statistics are kept with the weights that they were estimated for: the average or the
-        model.
+        These are the averaged weights if ``SOLVER.EMA`` or ``SOLVER.SWA`` provides them, else the trained weights.
+        Batch-norm statistics are re-estimated on entry if ``TEST.PRECISE_BN`` is enabled or if SWA weights are
+        evaluated. On exit, the trained weights are restored. Statistics re-estimated for averaged weights are stored
+        in the average; those re-estimated for the trained weights remain in the model.
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
@@ -287,7 +295,7 @@ class DefaultTrainer:
         ]
 
     def build_trainer(self) -> TrainerBase:
-        """Build the training loop of ``SOLVER.TRAINER``."""
+        """Build the training loop selected by ``SOLVER.TRAINER``."""
         cfg, name = self.cfg, self.cfg.SOLVER.TRAINER
         if name == "auto":
             name = "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer"
@@ -299,7 +307,7 @@ class DefaultTrainer:
         return trainer
 
     def build_best_metric(self) -> hooks.BestMetric:
-        """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report it."""
+        """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report this metric."""
         reported = {
             name: self.build_evaluator(self.cfg, num_query).metric_names()
             for name, (_, num_query) in self.test_loaders.items()
@@ -307,7 +315,7 @@ class DefaultTrainer:
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 
     def build_checkpointer(self, parts: dict[str, Any] | None = None) -> Checkpointer:
-        """Build the checkpointer of OUTPUT_DIR; it saves the model and ``parts`` (default: ``checkpoint_parts()``)."""
+        """Build the checkpointer that saves the model and ``parts`` (default: ``checkpoint_parts()``) to OUTPUT_DIR."""
         cfg = self.cfg
         return Checkpointer(
             self.model,
@@ -326,7 +334,7 @@ class DefaultTrainer:
         return average | optimizers | {"trainer": self.trainer} | run
 
     def build_best_checkpointer(self) -> Checkpointer:
-        """Return the checkpointer of the best model."""
+        """Return the checkpointer that saves the best model."""
         return self.checkpointer
 
     def build_eval_hook(self) -> hooks.EvalHook:
@@ -346,7 +354,7 @@ class DefaultTrainer:
 
     @classmethod
     def auto_scale_hyperparams(cls, cfg: CfgNode, num_classes: int) -> CfgNode:
-        """Set ``MODEL.HEADS.NUM_CLASSES`` to the number of training identities in a frozen copy of ``cfg``.
+        """Return a frozen copy of ``cfg`` with ``MODEL.HEADS.NUM_CLASSES`` set to ``num_classes``.
 
         Raises:
             ConfigError: if ``MODEL.HEADS.NUM_CLASSES`` is set to a different number.
@@ -355,21 +363,22 @@ class DefaultTrainer:
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
-        """Build the model of the config."""
+        """Build the model from the config."""
         model = build_model(cfg)
         logger.info("model: %s, %d parameters", cfg.MODEL.META_ARCHITECTURE, sum(p.numel() for p in model.parameters()))
         return model
 
     @classmethod
     def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the optimizer of the config."""
+        """Build the optimizer from the config."""
         return build_optimizer(cfg, model)
 
     @classmethod
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         """Build the training loader.
 
-        A custom loader needs ``dataset.num_classes``, ``iters_per_epoch`` and ``start_at(iteration)``.
+        A custom loader must provide ``dataset.num_classes``, ``iters_per_epoch`` (the number of batches in an epoch),
+        and ``start_at(n)``, after which the next iterator starts at batch ``n``.
         """
         return build_reid_train_loader(cfg)
 
@@ -382,7 +391,7 @@ class DefaultTrainer:
 
     @classmethod
     def build_precise_bn_loader(cls, cfg: CfgNode) -> Any:
-        """Build the loader of the training images of ``TEST.PRECISE_BN.DATASET``; None if precise batch norm is off."""
+        """Build a training loader for ``TEST.PRECISE_BN.DATASET``; None if ``TEST.PRECISE_BN.ENABLED`` is False."""
         if not cfg.TEST.PRECISE_BN.ENABLED:
             return None
         cfg = cfg.with_values({"DATASETS.NAMES": (cfg.TEST.PRECISE_BN.DATASET,)})
@@ -393,7 +402,7 @@ class DefaultTrainer:
 
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> tuple[Any, int]:
-        """Build a test loader; return it with its number of query images."""
+        """Build a test loader and return ``(loader, number of query images)``."""
         return build_reid_test_loader(cfg, dataset_name)
 
     @classmethod
@@ -403,7 +412,7 @@ class DefaultTrainer:
 
     @classmethod
     def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
-        """Evaluate ``model`` on ``DATASETS.TESTS`` under the config's policy, log the results and write the report.
+        """Evaluate ``model`` on ``DATASETS.TESTS`` in the configured precision, log the results and write the report.
 
         Returns:
             dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
@@ -426,8 +435,8 @@ class DefaultTrainer:
             dict[str, Any]: see ``test``.
 
         Raises:
-            UserError: if ``MODEL.WEIGHTS`` is empty, the weights or the test data are invalid, or the metrics cannot be
-                written; in the last case the results have already been logged.
+            UserError: if ``MODEL.WEIGHTS`` is empty, if the weights or the test data are invalid, or if a file cannot
+                be written. If only writing fails, the results have already been logged.
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
@@ -447,10 +456,13 @@ class DefaultTrainer:
 
     @classmethod
     def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:
-        """Build the model and load the weights to evaluate from ``MODEL.WEIGHTS``; see ``evaluated_average``.
+        """Build the model and load the weights to evaluate from ``MODEL.WEIGHTS``.
+
+        ``evaluated_average`` decides whether the model weights or averaged weights are loaded.
 
         Returns:
-            tuple[nn.Module, dict[str, Any]]: the model, and the other entries of the file.
+            tuple[nn.Module, dict[str, Any]]: ``(model, entries)``: the model with the loaded weights, and the other
+            entries of the file.
 
         Raises:
             UserError: if the weights are missing or damaged, or do not match the model.

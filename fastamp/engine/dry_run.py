@@ -1,4 +1,4 @@
-"""Dry run: build everything, run two iterations and a small evaluation, and estimate the cost of the run."""
+"""Dry run: run two iterations and a small evaluation, and estimate the time, memory and disk space of the run."""
 
 import logging
 import os
@@ -37,16 +37,16 @@ __getattr__ = moved_names(__name__, {"TRIED": f"{__name__}.NUM_ITERATIONS"})
 logger = logging.getLogger(__name__)
 
 NUM_ITERATIONS = 2
-"""Number of iterations, and of test batches per process: the first warms up, the last is measured."""
+"""Number of training iterations, and of test batches per process. The first is a warm-up, the last is measured."""
 
 
 def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     """Run two iterations and a small evaluation of ``cfg``, and print the estimated time, memory and disk space.
 
     Args:
-        cfg (CfgNode): config of the run. Its ``OUTPUT_DIR`` is not modified.
+        cfg (CfgNode): config of the run. No files are written to its ``OUTPUT_DIR``.
         folder (str): temporary folder for output files.
-        resume (bool): resume from the checkpoint in ``OUTPUT_DIR``. Default False.
+        resume (bool): whether to start from the newest checkpoint in ``OUTPUT_DIR``. Default False.
 
     Raises:
         UserError: if the run fails in its first two iterations or in the evaluation.
@@ -104,7 +104,7 @@ class _StopDryRun(Exception):
 
 
 class _Stopwatch(HookBase):
-    """Measure the time of each iteration and end the loop after ``NUM_ITERATIONS``. Register last."""
+    """Measure the time of each iteration and end the loop after ``NUM_ITERATIONS``. Register this hook last."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -139,11 +139,11 @@ def _train(trainer: DefaultTrainer) -> list[float]:
 
 
 class _TimedLoader:
-    """Loader that records the times at which its batches are requested.
+    """Test loader that records when each batch has been processed.
 
     Attributes:
         images (list[int]): number of images in each batch.
-        times (list[float]): time of each request, and of the end, in seconds.
+        times (list[float]): start of the iteration, then the end of the processing of each batch, in seconds.
     """
 
     def __init__(self, loader: TestLoader) -> None:
@@ -163,12 +163,15 @@ class _TimedLoader:
 
     @property
     def images_per_second(self) -> float:
-        """Throughput at the last batch, summed over all processes."""
+        """Images per second in the last batch of this process, multiplied by the number of processes."""
         return comm.get_world_size() * self.images[-1] / (self.times[-1] - self.times[-2])
 
 
 def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
-    """Build a loader of ``NUM_ITERATIONS`` batches per process: queries, their matches, then other images."""
+    """Build a test loader with ``NUM_ITERATIONS`` batches per process.
+
+    The batches contain queries, then gallery images of the same identities, then other gallery images.
+    """
     dataset, size = loader.dataset, loader.batch_sampler.batch_size
     count = min(len(dataset), NUM_ITERATIONS * size * comm.get_world_size())
     queries = range(min(num_query, max(1, count // 4)) if count < len(dataset) else num_query)
@@ -192,7 +195,7 @@ def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_TimedLoader, Te
             try:
                 trainer.evaluate({name: (subset, queries)})
             except NoMatchError:
-                text += " without a match among them, so ranking was not tested"
+                text += "; no query has a match among them, so ranking was not tested"
             warm = "last batch" if len(subset) > 1 else "including warm-up"
             rows.append([f"evaluation on {name}", f"{text}; {subset.images_per_second:.0f} images/s ({warm})"])
     return rows
@@ -225,7 +228,7 @@ def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
     if len(seconds) > 1:
         text += f"; {seconds[0]:.3f} s for the warm-up iteration"
     if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch):
-        text += "; longer after MODEL.FREEZE_LAYERS are unfrozen"
+        text += "; iterations take longer once MODEL.FREEZE_LAYERS is no longer frozen"
     return text
 
 
@@ -245,7 +248,7 @@ def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: flo
     iterations = last * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     return (
         f"{format_duration(training + count * evaluation)}: {iterations} iterations {format_duration(training)}, "
-        f"{count} evaluations {format_duration(count * evaluation)} (without {', '.join(without)})"
+        f"{count} evaluations {format_duration(count * evaluation)} (excluding {', '.join(without)})"
     )
 
 
@@ -254,7 +257,7 @@ def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
     period, last = trainer.cfg.SOLVER.CHECKPOINT_PERIOD, trainer.cfg.SOLVER.MAX_EPOCH
     periodic = sum(epoch % period == 0 and epoch < last for epoch in _epochs_left(trainer))
     need = size * (periodic + 2)
-    short = "" if need <= free else "; not enough"
+    short = "" if need <= free else "; not enough disk space"
     return (
         f"{need / 2**20:.0f} MiB: {periodic} by SOLVER.CHECKPOINT_PERIOD, the best and the last, "
         f"{size / 2**20:.1f} MiB each; {free / 2**30:.1f} GiB free{short}"
@@ -267,7 +270,7 @@ def _epochs_left(trainer: DefaultTrainer) -> range:
 
 
 def _free_bytes(output_dir: Path) -> int:
-    """Return the free bytes on the file system of ``output_dir``, which need not exist.
+    """Return the number of free bytes on the file system of ``output_dir``. The folder itself need not exist.
 
     Raises:
         ConfigError: if ``output_dir`` is not writable.

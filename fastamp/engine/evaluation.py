@@ -28,7 +28,7 @@ class EvaluationOutput:
     Attributes:
         results (dict[str, dict]): dataset name -> metrics.
         sets (list[EvaluatedSet]): report input of each test set.
-        pairs (dict[str, Any]): dataset name -> state of its ``PairScores``.
+        pairs (dict[str, Any]): dataset name -> state dict of the evaluator's ``PairScores``.
     """
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,14 +43,14 @@ def evaluate_sets(
     loaders: dict[str, tuple[Any, int]],
     build_evaluator: BuildEvaluator,
 ) -> EvaluationOutput:
-    """Evaluate a model on several test sets and print the table of results.
+    """Evaluate a model on several test sets and print a table of the results.
 
     Args:
-        cfg (CfgNode): config; evaluators write files to its OUTPUT_DIR.
+        cfg (CfgNode): config. Evaluators write their files to ``OUTPUT_DIR/evaluation/<dataset>``.
         model (nn.Module): maps a batch of images to (B, D) features.
         policy (PrecisionPolicy): precision of the evaluation.
         loaders (dict[str, tuple]): dataset name -> (test loader, number of query images).
-        build_evaluator (Callable): maps (cfg, number of query images, folder) to an evaluator.
+        build_evaluator (Callable): called as ``build_evaluator(cfg, num_query, folder)``; returns an evaluator.
 
     Returns:
         EvaluationOutput: metrics and report input of each test set.
@@ -72,13 +72,15 @@ def evaluate_sets(
 
 
 def evaluation_policy(cfg: CfgNode, model: nn.Module) -> PrecisionPolicy:
-    """Build the policy for an evaluation without training."""
+    """Build the precision policy for an evaluation outside of a training run."""
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     return policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
 
 
 def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, sets: list[EvaluatedSet]) -> None:
-    """Write the report of an evaluation without training, if ``TEST.REPORT`` is set. Runs on rank 0 only.
+    """Write the report of an evaluation outside of a training run if ``TEST.REPORT`` is True.
+
+    Only rank 0 writes the report.
 
     Raises:
         ConfigError: if the report cannot be written.
@@ -104,5 +106,5 @@ def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics without the dataset name if there is only one dataset, as in FastReID."""
+    """Return the metrics of the only dataset; return ``results`` if there are several datasets, as FastReID does."""
     return next(iter(results.values())) if len(results) == 1 else results

@@ -26,7 +26,7 @@ __getattr__ = moved_names(
 )
 
 GRACE_SECONDS = 2.0
-"""Time for the other processes to report their own errors after the first failure."""
+"""Seconds after the first failure during which other processes can report their own errors."""
 _CONNECT_SECONDS = 60.0
 _HANDSHAKE_SECONDS = 5.0
 _LONGEST_MESSAGE = 2**20
@@ -40,8 +40,8 @@ class Outcome:
         code (int): exit code.
         message (str): message for stderr. Empty if there is nothing to print.
         rank (int): rank of the process.
-        kind (str): ``"cause"`` for an error of the process itself, ``"consequence"`` for an error caused by the end of
-            another process, ``"lost"`` for a process that ended without a report.
+        kind (str): ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another
+            process ended, ``"lost"`` if the process ended without reporting an outcome.
     """
 
     code: int
@@ -51,7 +51,10 @@ class Outcome:
 
 
 def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Select the outcomes to report: each message once; consequences only if there is no cause."""
+    """Select the failures to report.
+
+    Each message is selected once. Consequences are selected only if there are no other failures.
+    """
     failed: dict[str, Outcome] = {}
     for outcome in outcomes:
         if outcome.code:
@@ -61,7 +64,7 @@ def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def is_consequence(error: BaseException | None) -> bool:
-    """Return True if an error or one of its causes reports a lost connection to another process."""
+    """Return True if ``error`` or an exception in its chain reports a lost connection to another process."""
     signs = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited")
     while error is not None:
         if isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):
@@ -75,17 +78,17 @@ def is_consequence(error: BaseException | None) -> bool:
 class FailureMonitor:
     """Monitor the processes of a training run and end all of them when one fails.
 
-    Each process holds a TCP connection to rank 0, which the operating system closes when the process dies. Collectives
-    do not detect a process that failed but still runs, and NCCL does not detect a dead one either. Rank 0 receives
-    every failure, waits ``GRACE_SECONDS`` for further reports, and sends the causes to all ranks. Each rank then exits
-    from a listener thread, so a main thread that is blocked in a collective does not prevent it. There is no heartbeat:
-    a slow process is never treated as dead.
+    Collectives do not detect a process that has failed but still runs, and NCCL does not detect a dead process either.
+    Each rank above 0 therefore holds a TCP connection to rank 0. The operating system closes the connection when the
+    process dies. Rank 0 receives every failure, waits ``GRACE_SECONDS`` for further reports, and sends the causes to
+    all ranks. Each rank then exits from a listener thread, even if its main thread is blocked in a collective. Slow
+    processes are never treated as dead, because no heartbeat is required.
 
     Args:
         connections (dict[int, _Connection]): rank -> connection, see ``connect``.
         report_causes (Callable): called once with the causes before the process exits.
-        wait_before_exit (Callable, optional): called after ``report_causes``; returns when this process may exit.
-            Default None: exit immediately.
+        wait_before_exit (Callable, optional): called after ``report_causes``; blocks until this process may exit.
+            None (default) exits immediately.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class FailureMonitor:
             listener.start()
 
     def close(self) -> None:
-        """Close the connections after all processes have finished."""
+        """Close the connections. Call this only after all processes have finished."""
         with self._changed:
             self._closed.add(self.rank)
         for connection in self._connections.values():
@@ -117,7 +120,7 @@ class FailureMonitor:
                 connection.socket.shutdown(socket.SHUT_WR)
 
     def fail(self, outcome: Outcome) -> None:
-        """Report the outcome of this process and exit once the cause is known. Does not return."""
+        """Report the failure of this process to rank 0, and exit when rank 0 has sent the causes. Does not return."""
         set_handler(signal.SIG_IGN)  # the process exits within seconds, with its own code
         with suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -150,7 +153,7 @@ class FailureMonitor:
         self._record(Outcome(1, lost, peer, "lost"))
 
     def _record(self, outcome: Outcome) -> None:
-        """Record a failure. The first one on rank 0 starts the shutdown of all ranks."""
+        """Record a failure. On rank 0, the first failure starts the shutdown of all ranks; other ranks exit."""
         if self.rank > 0:
             self._exit_with([outcome])
         with self._changed:
@@ -212,10 +215,10 @@ class _Connection:
         self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> dict[str, Any] | None:
-        """Read the next message; None when the connection is closed.
+        """Read the next message; return None if the peer has closed the connection.
 
         Raises:
-            OSError: if the connection is broken.
+            OSError: if the connection fails.
             ValueError: if the message is not valid JSON or longer than 1 MiB.
         """
         while b"\n" not in self._buffer:
@@ -233,7 +236,7 @@ _open_connections: "weakref.WeakSet[_Connection]" = weakref.WeakSet()
 
 
 def _close_inherited_connections() -> None:
-    """Close the inherited connections in a forked process; they would stay open after the parent dies."""
+    """Close inherited connections in a forked process. Otherwise, the death of the parent would not be detected."""
     for connection in list(_open_connections):
         connection.socket.close()
 
@@ -242,10 +245,11 @@ def connect(host: str | None) -> dict[int, _Connection]:
     """Connect every rank to rank 0. All ranks must call this after ``init_process_group``.
 
     Args:
-        host (str, optional): address of the machine of rank 0. None uses its host name.
+        host (str, optional): address of the machine that runs rank 0. None uses the host name of that machine.
 
     Returns:
-        dict[int, _Connection]: rank -> connection. Rank 0 is connected to all other ranks, and these only to rank 0.
+        dict[int, _Connection]: rank -> connection. Rank 0 is connected to all other ranks, each other rank only to
+            rank 0.
 
     Raises:
         OSError: if a rank does not connect within 60 s.
@@ -282,7 +286,7 @@ def connect(host: str | None) -> dict[int, _Connection]:
 
 
 def _authenticated_rank(connection: _Connection, token: str) -> int | None:
-    """Read the rank of the connected process; None if its token does not match."""
+    """Read the rank that the connected process sends; None if the message is invalid or has a wrong token."""
     try:
         message = connection.receive()
         authenticated = hmac.compare_digest(str(message["token"]).encode(), token.encode())

@@ -3,9 +3,9 @@
 ``torch.distributed.elastic`` is not used because of its agent in PyTorch 2.6, the oldest supported version. That agent
 has no handler for SIGUSR1: it exits with code 138 while the ranks are still saving. It also kills the ranks 30 s after
 SIGINT or SIGTERM, although writing a checkpoint may take 60 s. Neither is configurable in that version (later versions
-have ``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine, so a
-failure on another machine, or under ``RANK`` and ``WORLD_SIZE`` without an agent, requires ``failure_monitor`` in any
-case.
+have ``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine.
+Detecting a failure on another machine, or in a run that sets ``RANK`` and ``WORLD_SIZE`` without an agent, therefore
+requires ``failure_monitor`` in any case.
 """
 
 import gc
@@ -55,13 +55,13 @@ def launch(
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a run, with the process group initialized.
 
-    Under torchrun, the current process is one of them. Otherwise ``num_gpus_per_machine`` processes are started, or
-    ``main_func`` runs in the current process if the total is one. Each process uses its own CUDA device if there are
-    enough, else the CPU as ``MODEL.DEVICE`` requests. If one fails, all processes on all machines exit with its error
-    and exit code.
+    Under torchrun, all processes have already been started, and ``main_func`` runs in the current process. Otherwise,
+    ``launch`` starts ``num_gpus_per_machine`` processes, or runs ``main_func`` in the current process if the run has
+    only one process. If the machine has enough CUDA devices, each process selects its own. If a process fails, its
+    error is printed, and all processes on all machines exit with its exit code.
 
     Args:
-        main_func (Callable): importable function.
+        main_func (Callable): function that other processes can import.
         num_gpus_per_machine (int): processes per machine. Default 1.
         num_machines (int): number of machines. Default 1.
         machine_rank (int): index of this machine, 0..num_machines-1. Default 0.
@@ -73,10 +73,10 @@ def launch(
         The result of ``main_func``; None if it ran in other processes.
 
     Raises:
-        ConfigError: if the numbers of processes or machines are invalid, ``dist_url`` is missing for several machines,
-            or the rendezvous fails.
-        SystemExit: if a started process fails; the code is the exit code of that process. Under torchrun, the current
-            process exits instead.
+        ConfigError: if the number of processes or machines or the machine rank is invalid, if ``dist_url`` is missing
+            in a run on several machines, or if the rendezvous fails.
+        SystemExit: if a process started by this function fails; the code is the exit code of that process. Under
+            torchrun, the current process exits without raising.
     """
     if torchrun.is_worker():
         torchrun.exit_with_agent()
@@ -94,8 +94,9 @@ def launch(
         return _run_in_group(main_func, args, local_rank, local_size, report_causes, wait, init_method="env://")
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
-            f"--num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}: expected "
-            "at least one GPU, at least one machine, and 0 <= machine rank < number of machines"
+            "invalid number of GPUs or machines, or invalid machine rank: expected at least one GPU, at least one "
+            "machine, and 0 <= machine rank < number of machines.\n"
+            f"  found: --num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}"
         )
     if num_gpus_per_machine * num_machines == 1:
         return main_func(*args)
@@ -103,7 +104,7 @@ def launch(
         if num_machines > 1:
             raise ConfigError(
                 f"--num-machines {num_machines} requires --dist-url.\n"
-                "  fix: --dist-url tcp://<address of machine 0>:29500"
+                "  fix: add --dist-url tcp://<address of machine 0>:29500"
             )
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
     _spawn(main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args)
@@ -125,7 +126,7 @@ def _run_in_group(
     wait_before_exit: Callable[[], None] | None = None,
     **group: Any,
 ) -> Any:
-    """Initialize the process group and run ``main_func(*args)``; a failure ends this process and all others.
+    """Initialize the process group and run ``main_func(*args)``. If this fails, all processes of the run exit.
 
     Args:
         local_rank, local_size: rank within this machine, and number of processes on it.
@@ -166,7 +167,7 @@ def _run_in_group(
 
 
 def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
-    """Run ``command`` like ``run_and_capture``; also capture other exceptions, with traceback and code 1."""
+    """Run ``command`` like ``run_and_capture``, but return the traceback and code 1 for any other exception."""
     try:
         return run_and_capture(command)
     except SystemExit as stop:
@@ -234,12 +235,12 @@ def _spawn(
 
 
 class _RankProcess:
-    """Started process of one rank, with its outcome.
+    """Process that was started for one rank, and the outcome of the process.
 
     Args:
-        number: rank.
+        number: rank of the process.
         process: the process.
-        pipe: receives ``_READY`` and later the list of outcomes.
+        pipe: connection on which the process sends ``_READY``, and later the list of outcomes.
     """
 
     def __init__(self, number: int, process: Any, pipe: Any) -> None:
@@ -254,7 +255,7 @@ class _RankProcess:
         return any(outcome.code for outcome in self.outcomes or ())
 
     def receive(self) -> None:
-        """Receive a message from the process, or derive the outcome from its exit code if it exited without one."""
+        """Receive a message. If the process exited without sending one, derive the outcome from its exit code."""
         try:
             message = self.pipe.recv() if self.pipe.poll() else None
         except EOFError:
@@ -278,7 +279,7 @@ class _RankProcess:
         return Outcome(128 - code, message, self.number, "lost")
 
     def signal(self, number: int) -> None:
-        """Forward a signal; send SIGTERM if the process is not ready to handle it."""
+        """Forward a signal to the process, or send SIGTERM if the process has not yet installed its handlers."""
         if self.process.exitcode is None:
             self.signalled = number
             os.kill(self.process.pid, number if self.ready else signal.SIGTERM)
@@ -306,7 +307,7 @@ def _worker(
 
 
 def _exit_with_parent() -> None:
-    """Exit when the parent process has ended without forwarding a signal, e.g. because it was killed."""
+    """Exit when the parent process has ended without forwarding a signal, e.g. because the parent was killed."""
     multiprocessing.parent_process().join()
     for child in multiprocessing.active_children():
         child.kill()

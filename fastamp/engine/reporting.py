@@ -40,7 +40,7 @@ __getattr__ = moved_names(
 
 
 def write_training_report(run: Run) -> None:
-    """Write the report of a training run on rank 0. A failure is logged and does not end the run."""
+    """Write the report of a training run on rank 0. If this fails, a warning is logged and the run continues."""
     if not comm.is_main_process():
         return
     try:
@@ -50,7 +50,10 @@ def write_training_report(run: Run) -> None:
 
 
 def write_evaluation_report(run: Run) -> Path:
-    """Write the report of an evaluation of weights, without overwriting the training report in the same folder.
+    """Write the report of an evaluation to OUTPUT_DIR.
+
+    The file is ``report_eval.html`` if OUTPUT_DIR contains a training history, else ``report.html``. The report of a
+    training run is thus not overwritten.
 
     Returns:
         Path: path of the report.
@@ -64,7 +67,7 @@ def write_evaluation_report(run: Run) -> Path:
 
 
 def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol: str) -> Path:
-    """Write ``OUTPUT_DIR/metrics_eval.json`` after an evaluation of weights.
+    """Write the metrics of an evaluation to ``OUTPUT_DIR/metrics_eval.json``.
 
     Args:
         cfg (CfgNode): config of the evaluation.
@@ -92,7 +95,7 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert metrics of any evaluator to JSON values."""
+    """Convert metrics of any evaluator to JSON values. Non-finite numbers become None."""
     if isinstance(value, dict):
         return {str(name): _to_json(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
@@ -105,7 +108,7 @@ def _to_json(value: Any) -> Any:
 
 
 def history_of(folder: str | PathLike[str]) -> History | None:
-    """Read the training history from ``metrics.json`` in a folder; None if it is missing or invalid."""
+    """Read the training history from ``metrics.json`` in ``folder``; None if the file is missing or invalid."""
     try:
         return read_history(Path(folder).expanduser() / "metrics.json")
     except DataError:

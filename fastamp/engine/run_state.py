@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainerPolicy:
-    """Checkpoint entry with the precision policy of a trainer. A resume logs changes of the policy."""
+    """Checkpoint entry that stores the precision policy of a trainer. On resume, a change of the dtype is logged."""
 
     def __init__(self, trainer: "SimpleTrainer") -> None:
         self.trainer = trainer
@@ -34,7 +34,10 @@ class TrainerPolicy:
 
 
 class ConfigText:
-    """Checkpoint entry with the config as text. On resume, differences are logged and the new config is used."""
+    """Checkpoint entry that stores the config as text.
+
+    On resume, differences between the stored and the current config are logged, and the current config is used.
+    """
 
     def __init__(self, cfg: CfgNode) -> None:
         self.cfg, self.text = cfg, cfg.dump()
@@ -48,20 +51,20 @@ class ConfigText:
 
 
 def labels_checksum(data_loader: Any) -> int | None:
-    """Compute the CRC32 of the labels of a loader's dataset; None if it has no ``labels``."""
+    """Return the CRC32 checksum of ``data_loader.dataset.labels``, or None if the dataset has no ``labels``."""
     labels = getattr(data_loader.dataset, "labels", None)
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
 
 
 def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
-    """Build a hint for recovery after a file of the run could not be written.
+    """Build the recovery hint for the error message after a file of the run could not be written.
 
     Args:
         checkpointer (Checkpointer): checkpointer of the run.
         has_best (bool): whether the run has saved a best model.
 
     Returns:
-        str: text that lists the valid checkpoints and the command that resumes the run.
+        str: lines that state the newest valid checkpoint, the best model, and how to resume the run.
     """
     try:
         with comm.as_single_process():  # other ranks may not reach this point
@@ -71,15 +74,18 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
     best = _describe_best(checkpointer.save_dir / "model_best.pth") if has_best else ""
     if last is None:
         return (
-            f"  {best or 'no checkpoint was saved before'}\n"
-            f"  fix: free disk space, or change OUTPUT_DIR ({checkpointer.save_dir})"
+            f"  {best or 'no checkpoint has been saved'}\n"
+            f"  fix: free disk space, or choose another OUTPUT_DIR (now {checkpointer.save_dir})"
         )
     best = f"  {best}\n" if best else ""
     return f"  last valid checkpoint: {last}\n{best}  fix: free disk space, then resume with:\n  {resume_command()}"
 
 
 def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
-    """Describe the newest checkpoint of a run. Its weights are finite, because they are checked before each save."""
+    """Describe the newest checkpoint of a run, for the error message after its weights have become non-finite.
+
+    The weights in a checkpoint are always finite, because they are checked before each save.
+    """
     try:
         with comm.as_single_process():  # the other ranks may not get here
             last = checkpointer.last_checkpoint()

@@ -64,8 +64,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         lock_folder(cfg.OUTPUT_DIR, "OUTPUT_DIR")
     if evaluates and (training := describe_lock_holder(cfg.OUTPUT_DIR)):
         logger.warning(
-            "OUTPUT_DIR %s is in use by a training run (%s): this evaluation appends to its log.txt and replaces its "
-            "report",
+            "OUTPUT_DIR %s is in use by a training run (%s): this evaluation appends to log.txt of that run and may "
+            "overwrite evaluation results.\n  fix: choose another OUTPUT_DIR for the evaluation",
             cfg.OUTPUT_DIR,
             training,
         )
@@ -87,9 +87,15 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
 
 
 def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
-    """Configure deterministic algorithms and cuDNN benchmarking, overriding earlier runs in the same process."""
+    """Configure deterministic algorithms and cuDNN benchmarking.
+
+    The settings replace those of earlier runs in the same process.
+    """
     if deterministic and benchmark:
-        logger.warning("CUDNN_BENCHMARK True has no effect with DETERMINISTIC: its algorithms may differ between runs")
+        logger.warning(
+            "CUDNN_BENCHMARK=True has no effect because DETERMINISTIC=True: benchmarking may select different cuDNN "
+            "algorithms in each run.\n  fix: set CUDNN_BENCHMARK False or DETERMINISTIC False"
+        )
     if deterministic:
         # Required by cuBLAS for deterministic results; read when CUDA is initialized.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -99,9 +105,10 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
 
 
 def _check_links(output_dir: Path) -> None:
-    """Check that OUTPUT_DIR, which may be untrusted, contains no symbolic links that redirect writes to other folders.
+    """Check that no symbolic link in OUTPUT_DIR redirects writes to another folder. OUTPUT_DIR may be untrusted.
 
-    Other files of a run are renamed into place, which replaces a link.
+    Only paths that a run opens in place are checked. All other files are written under a temporary name and then
+    renamed, which replaces a link instead of following it.
 
     Raises:
         ConfigError: if a link points outside OUTPUT_DIR.
@@ -110,6 +117,6 @@ def _check_links(output_dir: Path) -> None:
         for path in output_dir.glob(pattern):
             if path.is_symlink() and not real_path(path).is_relative_to(real_path(output_dir)):
                 raise ConfigError(
-                    f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} is a link to {real_path(path)}, "
-                    "outside OUTPUT_DIR.\n  fix: remove the link"
+                    f"OUTPUT_DIR {str(output_dir)!r}: {path.relative_to(output_dir)} is a symbolic link to "
+                    f"{real_path(path)}, outside OUTPUT_DIR.\n  fix: remove the link"
                 )

@@ -1,4 +1,8 @@
-"""Shutdown of ranks under torchrun: after the agents that use the rendezvous store, and when their own agent exits."""
+"""Shutdown of ranks under torchrun.
+
+Ranks on the machine that hosts the rendezvous store exit after the agents of all other machines. Every rank exits if
+its own agent exits.
+"""
 
 import multiprocessing
 import os
@@ -34,10 +38,12 @@ def is_worker() -> bool:
 def wait_for_other_agents() -> None:
     """Wait until the agents of other machines have disconnected from the local rendezvous store, for at most 6 s.
 
-    The agent of one machine hosts the rendezvous store that all agents use until they exit, which is about 0.1 s after
-    their ranks. If the host exits first, the others print a traceback for the closed connection after the cause, so the
-    ranks of the host machine exit last. Returns immediately on other machines, if the agent restarts its ranks, and on
-    systems without ``/proc``.
+    One agent hosts the rendezvous store, and all agents use the store until they exit. An agent exits about 0.1 s after
+    its ranks. If the hosting agent exits first, all other agents print a traceback about the closed connection after
+    the actual error. The ranks of the hosting agent therefore exit last.
+
+    The function returns immediately on all other machines, if the agent will restart its ranks, and on systems without
+    ``/proc``.
     """
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) < int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         return
@@ -50,10 +56,11 @@ def count_store_connections(agent: int) -> int:
     """Count the connections of other processes to the rendezvous store of an agent.
 
     Args:
-        agent (int): process id. Its store for the ranks, at MASTER_PORT, is excluded.
+        agent (int): process id of the agent. Connections to its second store, which serves its ranks at MASTER_PORT,
+            are not counted.
 
     Returns:
-        int: number of connections; 0 if the process hosts no store.
+        int: number of connections; 0 if the agent does not host the rendezvous store.
     """
     links = []
     try:
@@ -75,10 +82,10 @@ def count_store_connections(agent: int) -> int:
 
 
 def exit_with_agent() -> None:
-    """Start a thread that stops this process when its agent has exited, e.g. because it was killed.
+    """Start a thread that ends this process after its agent has exited, e.g. because the agent was killed.
 
-    A training run finishes its step and saves a checkpoint within 30 s, as after SIGTERM. Other commands exit
-    immediately.
+    A training process has 30 s to finish the current step and save a checkpoint, as after SIGTERM. Any other process
+    exits immediately.
     """
     threading.Thread(target=_exit_after_agent, args=(os.getppid(),), daemon=True).start()
 

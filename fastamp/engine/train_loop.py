@@ -29,12 +29,13 @@ TRAINER_REGISTRY = Registry("SOLVER.TRAINER")
 
 
 class TrainerBase:
-    """Training loop over epochs and iterations with hooks. Subclasses implement ``run_step``.
+    """Training loop over epochs and iterations that calls hooks. Subclasses implement ``run_step``.
 
     Attributes:
         iter (int): current iteration, from 0.
         epoch (int): current epoch, from 0.
-        start_iter, max_iter (int): first iteration, and total number of iterations.
+        start_iter (int): first iteration to run; above 0 after a resume.
+        max_iter (int): total number of iterations.
         iters_per_epoch (int): number of iterations in an epoch.
         labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
         processes (int): number of training processes.
@@ -54,7 +55,7 @@ class TrainerBase:
         self.metrics = MetricStore()
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
-        """Add hooks. They are called in the order of registration, hooks with ``saves`` last."""
+        """Add hooks. Hooks are called in the order of registration, but hooks with ``saves`` are called last."""
         for hook in hooks:
             hook.trainer = self
             self._hooks.append(hook)
@@ -62,11 +63,11 @@ class TrainerBase:
         self._callbacks.clear()
 
     def attach_internal_hooks(self, *hooks: HookBase) -> None:
-        """Add stateless hooks of the trainer itself.
+        """Add hooks that belong to the trainer itself. Their state is not checkpointed.
 
-        They are called before all other hooks, except at ``before_forward``, where they are called last.
-        ``step_context`` calls their ``before_step`` and ``after_step``, so that they also run for a ``run_step``
-        outside ``train``.
+        Internal hooks are called before all registered hooks, except for ``before_forward``, where they are called
+        last. ``step_context`` calls ``before_step`` and ``after_step`` of internal hooks, so these methods are also
+        called if ``run_step`` is used outside ``train``.
         """
         for hook in hooks:
             hook.trainer = self
@@ -74,11 +75,11 @@ class TrainerBase:
         self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
-        """Set the properties of the training data that are verified on resume."""
+        """Set the number of iterations per epoch and the checksum of the training labels. A resume verifies both."""
         self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
 
     def move_to(self, iteration: int, max_epoch: int) -> None:
-        """Set ``iter`` and ``epoch`` to the position of ``iteration`` in a run of ``max_epoch`` epochs."""
+        """Set ``iter`` and ``epoch`` for iteration number ``iteration`` of a run of ``max_epoch`` epochs."""
         self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
         self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
 
@@ -105,18 +106,21 @@ class TrainerBase:
         raise NotImplementedError
 
     def batches_before(self, iteration: int) -> int:
-        """Count the batches consumed before ``iteration``: one per iteration."""
+        """Return the number of batches consumed before ``iteration``. This class uses one batch per iteration."""
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method ``moment`` of every hook that overrides it; see ``attach_internal_hooks`` for the order."""
+        """Call the method named ``moment``, e.g. ``"after_step"``, of every hook that overrides this method.
+
+        ``register_hooks`` and ``attach_internal_hooks`` describe the order of the calls.
+        """
         if moment not in self._callbacks:
             self._callbacks[moment] = self._overridden(moment)
         for callback in self._callbacks[moment]:
             callback(*args)
 
     def _overridden(self, moment: str) -> list[Callable[..., None]]:
-        """Return the hooks' methods for ``moment`` in call order, without those inherited from ``HookBase``."""
+        """Return the methods named ``moment`` of all hooks that override this method, in call order."""
         own = [] if moment in ("before_step", "after_step") else self._internal_hooks
         # Registered hooks may modify the batch; internal hooks record the batch that the model receives.
         order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
@@ -125,9 +129,11 @@ class TrainerBase:
         return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
 
     def step_context(self) -> AbstractContextManager[None]:
-        """Context manager for one step: calls the internal hooks, and reports an error in the step to all hooks once.
+        """Return a context manager for one step.
 
-        Nested contexts have no effect. ``train`` and ``run_step`` both enter it because either may be overridden.
+        The context calls the internal hooks before and after the step. If the step raises, the context calls
+        ``on_step_error`` of all hooks. A context nested in another one has no effect. Both ``train`` and ``run_step``
+        enter the context, because a subclass may override either of them.
         """
         return nullcontext() if self._in_step else self._step_context()
 
@@ -160,7 +166,7 @@ class TrainerBase:
             raise first
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the next iteration, the epoch length, the number of processes and the states of the hooks."""
+        """Return the next iteration, the states of the hooks, and the values that are verified on resume."""
         return {
             "iteration": self.iter + 1,
             "iters_per_epoch": self.iters_per_epoch,
@@ -170,7 +176,7 @@ class TrainerBase:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``. All hooks must already be registered.
+        """Restore ``state``, a return value of ``state_dict``. All hooks must already be registered.
 
         Raises:
             ValueError: if the number of iterations per epoch or the training labels have changed.
@@ -183,13 +189,13 @@ class TrainerBase:
         before = state.get("labels_checksum")
         if before is not None and self.labels_checksum is not None and before != self.labels_checksum:
             raise ValueError(
-                "the training images or their identities do not match the checkpoint: DATASETS or the data changed"
+                "the labels of the training images differ from the checkpoint: DATASETS or the training data changed"
             )
         processes = state.get("processes", self.processes)
         if processes != self.processes:
             logger.warning(
-                "the checkpoint was trained with %d processes, this run has %d: the batches stay the same, but dropout "
-                "changes, and so do batch norm and losses computed per process",
+                "the checkpoint was trained with %d processes, but this run has %d: the batches are the same, but "
+                "dropout, batch norm and losses that are computed per process give different results",
                 processes,
                 self.processes,
             )
@@ -214,20 +220,21 @@ class SimpleTrainer(TrainerBase):
     averages the gradients and broadcasts the batch-norm statistics of rank 0.
 
     Args:
-        model (nn.Module): maps a batch to loss name -> (), in training mode.
-        data_loader (Iterable[dict]): infinite iterable of batches. If it has ``iters_per_epoch``, the number of batches
-            in an epoch, the last step of an epoch uses the remaining batches; otherwise every step uses ``accum_steps``
-            batches.
-        optimizers (Sequence[Optimizer]): either all of them step, or none.
+        model (nn.Module): in training mode, maps a batch to a dict of loss name -> scalar tensor.
+        data_loader (Iterable[dict]): infinite iterable of batches. Its optional attribute ``iters_per_epoch`` is the
+            number of batches in an epoch. With this attribute, the last step of an epoch uses the remaining batches.
+            Without it, every step uses ``accum_steps`` batches.
+        optimizers (Sequence[Optimizer]): optimizers of the model. In each iteration, all of them step or none of them.
         policy (PrecisionPolicy): precision of the forward pass.
         accum_steps (int): number of batches whose gradients are averaged for one step. Default 1.
-        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: the dtype in which training continues, at most once, after too many
-            skipped steps; or ``"error"`` (default).
-        precision_diagnostics (PrecisionDiagnostics, optional): pre-flight and crash dumps. Default None disables both.
+        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: reaction to too many skipped steps. ``"bfloat16"`` or ``"float32"``
+            continues in this dtype, at most once per run; ``"error"`` (default) raises ``PrecisionFailure``.
+        precision_diagnostics (PrecisionDiagnostics, optional): runs the pre-flight check and writes crash dumps. None
+            (default) disables both.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:
-        on_failure, precision_diagnostics: the arguments; assigning another value takes effect from the next step.
+        on_failure, precision_diagnostics: as above. A newly assigned value takes effect at the next step.
     """
 
     @renamed_arguments(precautions="precision_diagnostics")
@@ -296,7 +303,7 @@ class SimpleTrainer(TrainerBase):
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
-        """Build the precision policy of the trainer."""
+        """Build the precision policy of the trainer: float32 on ``device``."""
         return PrecisionPolicy.float32(cfg, device)
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
@@ -310,7 +317,7 @@ class SimpleTrainer(TrainerBase):
             self._trainable = []
 
     def batches_before(self, iteration: int) -> int:
-        """Count the batches consumed by the iterations before ``iteration``.
+        """Return the number of batches consumed before ``iteration``.
 
         An iteration uses ``accum_steps`` batches; the last iteration of an epoch uses the remaining batches.
         """
@@ -320,10 +327,12 @@ class SimpleTrainer(TrainerBase):
         return epochs * self.batches_per_epoch + min(within * self.accum_steps, self.batches_per_epoch)
 
     def run_step(self) -> None:
-        """Train on the batches of one step; skip the step unless all losses and gradients are finite.
+        """Run the forward and backward passes of one step, and update the parameters.
+
+        The update is skipped if a loss or a gradient is not finite on any rank.
 
         Raises:
-            PrecisionFailure: if too many consecutive steps were skipped.
+            PrecisionFailure: if too many steps were skipped; see ``OptimizationStep.check_skips``.
         """
         with self.step_context():  # internal hooks explain errors, and raise after too many skipped steps
             self._start_clock()
@@ -360,7 +369,10 @@ class SimpleTrainer(TrainerBase):
         return batch
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Autocast context of the policy; at the first forward pass it also checks that low precision is used."""
+        """Return the autocast context of the policy.
+
+        The context of the first forward pass also checks that the model computes in low precision.
+        """
         if self._autocast_checked:
             return self.policy.autocast()
         self._autocast_checked = True
@@ -369,8 +381,8 @@ class SimpleTrainer(TrainerBase):
     def parallel_model(self) -> nn.Module:
         """Return the model wrapped in DDP if there are several processes, else the model itself.
 
-        DDP expects a gradient for each parameter that was trainable when it was created, so the wrapper is recreated
-        when the set of trainable parameters changes.
+        DDP expects a gradient for each parameter that was trainable when the wrapper was created. The wrapper is
+        therefore recreated when the set of trainable parameters changes.
         """
         if not comm.is_distributed():
             return self.model
@@ -384,7 +396,7 @@ class SimpleTrainer(TrainerBase):
         return comm.data_parallel(model)
 
     def set_policy(self, policy: PrecisionPolicy) -> None:
-        """Switch to another policy, without loss scaling."""
+        """Switch to another precision policy and disable loss scaling. No effect if the policy is already in use."""
         if policy is not self.policy:
             self.policy = policy
             self.step.disable_loss_scaling()
@@ -393,7 +405,7 @@ class SimpleTrainer(TrainerBase):
         """Add the values of the current step to ``metrics``.
 
         Args:
-            losses: detached losses of each batch of the step, with their sum as ``total_loss``.
+            losses: one dict per batch of the step: loss name -> detached loss. ``total_loss`` is the sum of the losses.
         """
         step, verdict = self.step, self.step.verdict
         if verdict.ok:
@@ -420,7 +432,7 @@ class SimpleTrainer(TrainerBase):
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loop and of the step, the number of steps taken, and the precision fallback."""
+        """Return the state of the loop and of the step, the number of applied steps, and the fallback dtype, if any."""
         fallback = None
         if self.policy.dtype != self._first_dtype:
             fallback = {"from": dtype_name(self._first_dtype), "to": dtype_name(self.policy.dtype)}
@@ -443,10 +455,10 @@ class SimpleTrainer(TrainerBase):
 class AMPTrainer(SimpleTrainer):
     """Trainer in mixed precision: bfloat16, or float16 with loss scaling.
 
-    Uses float32 if ``SOLVER.AMP.DTYPE`` is auto and the device has no native low precision.
+    If ``SOLVER.AMP.DTYPE`` is auto and the device has no native low-precision dtype, the trainer uses float32.
     """
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
-        """Build the policy of ``SOLVER.AMP``."""
+        """Build the precision policy from ``SOLVER.AMP``."""
         return PrecisionPolicy.from_config(cfg, device)

@@ -88,7 +88,7 @@ def test_nondeterministic_operation_raises_if_deterministic(demo, tmp_path, rese
     default_setup(tiny.tiny_config(tmp_path, "DETERMINISTIC", "True", "CUDNN_BENCHMARK", "True"))
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    assert "CUDNN_BENCHMARK True has no effect" in capsys.readouterr().out
+    assert "CUDNN_BENCHMARK=True has no effect" in capsys.readouterr().out
     with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(iteration 1\)"):
         train(1, 1, 2)
     with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(the pre-flight"):

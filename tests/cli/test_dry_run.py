@@ -145,7 +145,7 @@ def test_evaluation_subset_without_matches_is_reported(dry_run, demo_root, tmp_p
     options = ("DATASETS.NAMES", name, "DATASETS.TESTS", name, "TEST.IMS_PER_BATCH", "1")
     code, out, err = dry_run(*options)
     assert code == 0, err
-    assert "without a match" in rows(out)[f"evaluation on {name}"]
+    assert "ranking was not tested" in rows(out)[f"evaluation on {name}"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])

@@ -140,7 +140,7 @@ def test_freeze_epochs_overrides_freeze_iters(demo, tmp_path, caplog):
     name = "backbone.0.weight"
     moved = [not torch.equal(state[name], record.start[name]) for state in record.states]
     assert moved == [False] * 6 + [True] * 6  # 6 iterations per epoch
-    assert "SOLVER.FREEZE_ITERS 2 has no effect: FREEZE_EPOCHS is 1" in caplog.text
+    assert "SOLVER.FREEZE_ITERS=2" in caplog.text and "SOLVER.FREEZE_EPOCHS=1" in caplog.text
 
 
 def test_classifier_is_frozen_in_the_last_iterations(demo, tmp_path):
@@ -312,7 +312,7 @@ def test_precise_bn_applies_to_loaded_weights(demo, tmp_path):
 @pytest.mark.parametrize("option", [("MODEL.FREEZE_LAYERS", "backbone"), ("SOLVER.FREEZE_ITERS", "3")])
 def test_incomplete_freeze_options_warn(demo, tmp_path, caplog, option):
     DefaultTrainer(tiny.tiny_config(tmp_path, *option))
-    assert "MODEL.FREEZE_LAYERS and one of SOLVER.FREEZE_ITERS" in caplog.text
+    assert "MODEL.FREEZE_LAYERS" in caplog.text and "SOLVER.FREEZE_ITERS" in caplog.text
 
 
 def test_throughput_counts_all_images_of_a_step(demo, tmp_path):

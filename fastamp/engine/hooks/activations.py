@@ -11,12 +11,12 @@ from fastamp.utils.compiled import uncompiled
 
 
 class ActivationMonitor(HookBase):
-    """Record the largest activation, its layer, and its ratio to the largest value of the policy's dtype.
+    """Record the largest absolute activation, its layer, and its ratio to the largest number in the policy's dtype.
 
-    Measured in the last iteration of each log period. Register before ``PeriodicWriter``.
+    Activations are measured in the last iteration of each log period. Register this hook before ``PeriodicWriter``.
 
     Args:
-        model (nn.Module): its leaf modules are monitored.
+        model (nn.Module): model whose leaf modules are monitored.
         period (int): log period in iterations.
     """
 

@@ -10,15 +10,15 @@ logger = logging.getLogger(__name__)
 
 
 class EMA(HookBase):
-    """Exponential moving average of the weights over the optimizer steps, excluding skipped steps.
+    """Update an exponential moving average of the weights after each optimizer step that is not skipped.
 
     With warm-up, update number t = 0, 1, ... uses the decay min(``decay``, 1 - (1 + t)^(-2/3)), as timm's
-    ``ModelEmaV3`` does by default. Without warm-up, the initial weights still have the weight ``decay``^n in the
-    average after n steps.
+    ``ModelEmaV3`` does by default. Without warm-up, the initial weights contribute to the average with the factor
+    ``decay``^n after n steps.
 
     Args:
         average (WeightAverage): the average to update.
-        decay (float): decay per step, 0..1.
+        decay (float): factor of the previous average in each update, 0..1.
         warmup (bool): increase the decay from 0. Default True.
     """
 
@@ -45,15 +45,18 @@ class EMA(HookBase):
         # Runs that started before warm-up existed continue without it.
         if state.get("warmup", False) != self.warmup:
             self.warmup = not self.warmup
-            logger.info("keeping SOLVER.EMA.WARMUP %s, as at the start of this run", self.warmup)
+            logger.info(
+                "SOLVER.EMA.WARMUP cannot change on resume: keeping SOLVER.EMA.WARMUP=%s from the start of this run",
+                self.warmup,
+            )
 
 
 class SWA(HookBase):
-    """Mean of the weights at the ends of epochs (Izmailov et al. 2018, arXiv:1803.05407).
+    """Update the mean of the weights at the end of epochs (Izmailov et al. 2018, arXiv:1803.05407).
 
     Args:
         average (WeightAverage): the average to update.
-        start (int): number of epochs before the first update.
+        start (int): number of epochs without averaging. The first update follows ``period`` epochs later.
         period (int): update period in epochs. The average is also updated after the last epoch.
     """
 

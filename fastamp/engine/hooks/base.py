@@ -25,13 +25,13 @@ class HookBase:
         after_train()
 
     After a resume in the middle of an epoch, ``before_epoch`` is called again for that epoch. A trainer that overrides
-    ``run_step`` calls ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls only
+    ``run_step`` must call ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls only
     ``before_forward``, ``after_backward`` and ``on_step_error``.
 
     Attributes:
         trainer (TrainerBase): the trainer, set by ``register_hooks``.
         saves (bool): whether the hook saves the state of the run. Such hooks are called last, so that they save the
-            state of the other hooks. Default False.
+            updated state of all other hooks. Default False.
     """
 
     trainer: "TrainerBase"
@@ -41,7 +41,7 @@ class HookBase:
         """Called before the first iteration."""
 
     def after_train(self) -> None:
-        """Called after the last iteration, not after an error or an interruption."""
+        """Called after the last iteration. Not called after an error or an interruption."""
 
     def before_epoch(self) -> None:
         """Called before the first iteration of an epoch."""
@@ -62,7 +62,7 @@ class HookBase:
         """Called after the last backward pass of an iteration, before the gradients are unscaled."""
 
     def on_step_error(self, error: Exception) -> None:
-        """Called after an exception in ``run_step``; may raise a more specific error in its place.
+        """Called after an exception in ``run_step``; may raise a more specific error instead.
 
         Every hook is called with the original error. If several hooks raise an error, the first of these errors is
         raised.

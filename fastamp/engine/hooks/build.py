@@ -35,11 +35,14 @@ def build_training_hooks(
     for name in ("WARMUP", "FREEZE"):
         epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
         if epochs and iterations:
-            logger.warning("SOLVER.%s_ITERS %d has no effect: %s_EPOCHS is %d", name, iterations, name, epochs)
+            logger.warning(
+                "SOLVER.%s_ITERS=%d has no effect because SOLVER.%s_EPOCHS=%d", name, iterations, name, epochs
+            )
     freezing = freeze_length(cfg, iters_per_epoch)
     if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
         logger.warning(
-            "no layers are frozen: set both MODEL.FREEZE_LAYERS and one of SOLVER.FREEZE_ITERS and SOLVER.FREEZE_EPOCHS"
+            "no layers are frozen: freezing requires MODEL.FREEZE_LAYERS and either SOLVER.FREEZE_ITERS or "
+            "SOLVER.FREEZE_EPOCHS.\n  fix: set both, or neither"
         )
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
     if cfg.MODEL.FREEZE_LAYERS:

@@ -17,17 +17,19 @@ _PERIODIC = re.compile(r"model_(iter_)?\d+")
 
 
 class PeriodicCheckpointer(HookBase):
-    """Save ``model_<epoch>`` and ``model_iter_<iterations>`` periodically, and ``model_final`` at the end.
+    """Save periodic checkpoints, and ``model_final`` after the last epoch.
 
-    A checkpoint at the end of an epoch is saved after the evaluation. Its file is named ``model_<epoch>`` if the epoch
-    is a multiple of ``period``.
+    Checkpoints saved every ``period`` epochs are named ``model_<epoch>``, where epochs count from 0. Checkpoints due
+    by ``iterations`` or ``minutes`` are named ``model_iter_<number of iterations>``. If both are due at the end of an
+    epoch, only ``model_<epoch>`` is saved. At the end of an epoch, checkpoints are saved after the evaluation.
 
     Args:
         checkpointer (Checkpointer): writes the files.
         period (int): period in epochs.
-        iterations (int): period in iterations; 0 (default) disables it.
-        minutes (float): time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables it.
-        keep (int): number of newest checkpoints to keep; 0 (default) keeps all.
+        iterations (int): period in iterations; 0 (default) disables these checkpoints.
+        minutes (float): time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables these
+            checkpoints.
+        keep (int): number of newest periodic checkpoints to keep; 0 (default) keeps all.
         clock (Callable): returns the current time in seconds. Default ``time.monotonic``.
     """
 
@@ -69,7 +71,7 @@ class PeriodicCheckpointer(HookBase):
             self._save(f"model_iter_{self.trainer.iter + 1:07d}")
 
     def _is_due(self) -> bool:
-        """Return True if ``iterations`` or ``minutes`` require a checkpoint; the same on all ranks."""
+        """Return True, on all ranks, if a checkpoint is due by ``iterations`` or ``minutes``."""
         if self.iterations and (self.trainer.iter + 1) % self.iterations == 0:
             return True
         if not self.minutes:

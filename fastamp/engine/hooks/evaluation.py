@@ -34,14 +34,15 @@ class BestMetric:
 
         Args:
             name (str): ``<metric>`` or ``<dataset>/<metric>``.
-            reported (Mapping[str, Sequence[str] | None]): dataset name -> names of the reported metrics; None if
-                unknown.
+            reported (Mapping[str, Sequence[str] | None]): dataset name -> names of the metrics that its
+                evaluator reports; None if the evaluator does not declare the names.
 
         Returns:
             BestMetric: the metric.
 
         Raises:
-            ConfigError: if no evaluator reports the metric.
+            ConfigError: if the metric is not reported for the named dataset, or, if ``name`` contains no dataset, for
+                every dataset.
         """
         for dataset, metrics in reported.items():
             own = name.removeprefix(f"{dataset}/")
@@ -94,7 +95,7 @@ class EvalHook(HookBase):
         checkpointer (Checkpointer): saves ``model_best`` when ``metric`` improves.
         writers (list): receive the metrics as ``<dataset>/<metric>``.
         metric (BestMetric): selects the best model.
-        weights (Callable): returns a context manager in which the model has the weights to evaluate and to save as
+        weights (Callable): returns a context manager in which the model holds the weights to evaluate and to save as
             ``model_best``. Default: the current weights.
     """
 
@@ -137,7 +138,7 @@ class EvalHook(HookBase):
             raise
 
     def _save_if_best(self) -> None:
-        """Write the results and save the model if they are the best."""
+        """Pass the results to the writers, and save ``model_best`` if the score is the best so far."""
         if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
@@ -160,8 +161,8 @@ class EvalHook(HookBase):
         self.best = best
         if self.best is not None and before != str(self.metric):
             logger.warning(
-                "the metric of the best model changed from %s (%.2f) to %s: the best score is reset, and the next "
-                "evaluation replaces model_best.pth",
+                "the metric that selects the best model changed from %s (%.2f) to %s: the best score is reset, and the "
+                "next evaluation replaces model_best.pth",
                 before,
                 self.best,
                 self.metric,
@@ -170,7 +171,11 @@ class EvalHook(HookBase):
 
 
 def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield ``("Market1501/mAP", 85.9)`` and so on; baselines as ``"Market1501/baseline <name>/mAP"``."""
+    """Yield each metric as ``(name, value)``, e.g. ``("Market1501/mAP", 85.9)``.
+
+    Names of baselines have the form ``Market1501/baseline <name>/mAP``, and names of interval bounds the form
+    ``Market1501/mAP low``.
+    """
     for name, value in metrics.items():
         if name == "baselines":
             for baseline, values in value.items():

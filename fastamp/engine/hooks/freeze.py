@@ -13,20 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
-    """Number of iterations with frozen ``MODEL.FREEZE_LAYERS``, from ``SOLVER.FREEZE_EPOCHS`` or ``FREEZE_ITERS``."""
+    """Return the number of iterations in which ``MODEL.FREEZE_LAYERS`` are frozen."""
     return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):
-    """Freeze modules during the first iterations: parameters without gradients, submodules in evaluation mode.
+    """Freeze modules during the first iterations.
 
-    If a named module has submodules, its own training mode is not changed, because e.g. the output of a head depends on
-    it. The frozen state depends only on the iteration, so a resumed run is consistent.
+    The parameters of a frozen module receive no gradients, and its submodules are in evaluation mode. A named module
+    that has submodules keeps its own training mode, because e.g. the output of a head depends on this mode. Whether
+    modules are frozen depends only on the iteration, so a resumed run behaves the same.
 
     Args:
         model (nn.Module): contains the modules.
         names (Sequence[str]): names of the modules, e.g. ``"backbone"``.
-        iterations (int): number of iterations.
+        iterations (int): number of iterations during which the modules are frozen.
 
     Raises:
         ConfigError: if a module is not found.
@@ -70,10 +71,10 @@ class FreezeLayers(HookBase):
 class FreezeClassifier(HookBase):
     """Freeze the classifier weights of the heads during the last iterations, like FREEZE_FC_ITERS in FastReID.
 
-    The frozen state depends only on the iteration, so a resumed run is consistent.
+    Whether the weights are frozen depends only on the iteration, so a resumed run behaves the same.
 
     Args:
-        model (nn.Module): its heads list the names of their classifier parameters in ``classifiers``.
+        model (nn.Module): model whose heads list the names of their classifier parameters in ``classifiers``.
         iterations (int): number of iterations at the end of the training.
 
     Raises:

@@ -5,10 +5,13 @@ from fastamp.solver import LearningRateSchedule
 
 
 class LRScheduler(HookBase):
-    """Set the learning rate of each parameter group before each step, except groups with ``scheduled`` False.
+    """Set the learning rate of each parameter group before each step.
+
+    Groups with ``scheduled=False`` keep their learning rate.
 
     Args:
-        schedule (LearningRateSchedule): a stateless function of the epoch and the number of steps taken.
+        schedule (LearningRateSchedule): computes the learning rate from the base learning rate, the epoch, and the
+            number of applied steps.
     """
 
     def __init__(self, schedule: LearningRateSchedule) -> None:

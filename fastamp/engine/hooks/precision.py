@@ -19,10 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionHook(HookBase):
-    """Run the pre-flight on the first batch, record batches, and write a crash dump or fall back when steps fail.
+    """Run the pre-flight check on the first batch, record batches, and react to too many skipped steps.
 
-    Uses the trainer's ``precision_diagnostics``. After too many consecutive skipped steps, training continues in the
-    dtype given by the trainer's ``on_failure``, at most once per run.
+    The checks, records and crash dumps are those of the trainer's ``precision_diagnostics``. After too many skipped
+    steps, training continues in the dtype given by the trainer's ``on_failure``, at most once per run, or ends with a
+    ``PrecisionFailure``.
     """
 
     def __init__(self) -> None:
@@ -55,7 +56,7 @@ class PrecisionHook(HookBase):
         trainer.precision_diagnostics.record(batch)
 
     def after_step(self) -> None:
-        """Raise after too many consecutive skipped steps, or fall back to another dtype if configured.
+        """After too many skipped steps, continue in the dtype given by ``on_failure`` or raise ``PrecisionFailure``.
 
         Skipped steps change neither weights nor batch-norm statistics, so training continues from a valid state.
         """
@@ -67,7 +68,7 @@ class PrecisionHook(HookBase):
             fallback = trainer.policy.fall_back(trainer.on_failure, reason)
             if fallback is None:
                 raise
-            logger.warning("%s\nSOLVER.AMP.ON_FAILURE: continuing in %s", failure, trainer.on_failure)
+            logger.warning("%s\n  continuing in %s (SOLVER.AMP.ON_FAILURE)", failure, trainer.on_failure)
             trainer.set_policy(fallback)
             trainer.metrics.latest(skipped_in_a_row=0)
 
@@ -75,8 +76,8 @@ class PrecisionHook(HookBase):
 class ParallelChecks(HookBase):
     """Check that all ranks train the same model.
 
-    Gradients are checked once per DDP instance, at the start and after layers are frozen or unfrozen; parameters and
-    names of losses after each epoch.
+    Gradients are checked once per DDP instance: at the start, and after layers have been frozen or unfrozen. Parameters
+    and the names of the losses are checked after each epoch.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,9 @@ class ParallelChecks(HookBase):
         self._checked = lambda: None
 
     def after_backward(self) -> None:
-        """Check the dtype of the all-reduce, and that every trainable parameter has a gradient, else DDP would hang.
+        """Check the dtype of the gradient all-reduce, and that every trainable parameter has a gradient.
+
+        If a gradient were missing, DDP would hang.
 
         Raises:
             TrainingError: if scaled gradients are communicated in float16, or a trainable parameter has no gradient.
@@ -109,13 +112,13 @@ def _check_all_reached(model: nn.Module) -> None:
     if missing:
         raise TrainingError(
             f"{len(missing)} trainable parameters have no gradient, e.g. {', '.join(missing[:3])}; training with "
-            "several processes requires a gradient for each of them.\n"
-            "  fix: add a loss to MODEL.LOSSES.NAME that depends on them, or train in one process"
+            "several processes requires a gradient for every trainable parameter.\n"
+            "  fix: add a loss that depends on these parameters to MODEL.LOSSES.NAME, or train in one process"
         )
 
 
 class DeviceErrors(HookBase):
-    """Explain device errors in a step, e.g. out of memory, with shapes, cause and fix."""
+    """Replace device errors in a step, e.g. out of memory, by errors that state the batch shapes and a fix."""
 
     def __init__(self) -> None:
         self._batch: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Report of a training."""
+"""Hook that writes the training report."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from fastamp.report import Run
 
 
 class ReportHook(HookBase):
-    """Write ``report.html`` after each evaluation. Register after the hooks that save checkpoints.
+    """Write ``report.html`` after each evaluation. Register this hook after the hooks that save checkpoints.
 
     Args:
-        run (Callable): returns the last evaluated run, or None if its report has been written.
+        run (Callable): returns the data of the last evaluation, or None if its report has already been written.
     """
 
     saves = True

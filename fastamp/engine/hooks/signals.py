@@ -17,10 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class StopOnSignal(HookBase):
-    """Finish the step, save and stop after SIGINT, SIGTERM or SIGUSR1; stop immediately on a second signal.
+    """After SIGINT, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop the training.
 
-    With several processes, a signal to one process stops all of them. A repeated signal within ``SAME_WITHIN`` seconds
-    is ignored: a terminal or scheduler signals all processes, and their parent forwards the signal as well.
+    A second signal stops the process immediately. With several processes, a signal to one process stops all of them.
+    The same signal is ignored within ``SAME_WITHIN`` seconds after the first one, because a process may receive it
+    twice: from the terminal or scheduler, and forwarded by the parent process.
 
     Args:
         checkpointer (Checkpointer): saves ``model_interrupted``.
@@ -36,9 +37,9 @@ class StopOnSignal(HookBase):
         self._received_at = 0.0
 
     def watching(self) -> AbstractContextManager[None]:
-        """Context manager that handles the signals and restores the previous handlers on exit.
+        """Return a context manager that handles the signals and restores the previous handlers on exit.
 
-        Has no effect outside the main thread, because Python can install signal handlers only there.
+        The context has no effect outside the main thread, because Python can install signal handlers only there.
         """
         return handling(self._receive, self.SIGNALS)
 
