@@ -139,7 +139,7 @@ class DefaultTrainer:
         if comm.is_main_process():
             if start == 0 and (output_dir / "last_checkpoint").exists():
                 logger.warning(
-                    "OUTPUT_DIR %s already contains a run, and this run overwrites the files.\n"
+                    "OUTPUT_DIR %s already contains another run, whose files will be overwritten.\n"
                     "  fix: resume the earlier run with --resume, or choose another OUTPUT_DIR",
                     output_dir,
                 )

@@ -46,7 +46,7 @@ class EMA(HookBase):
         if state.get("warmup", False) != self.warmup:
             self.warmup = not self.warmup
             logger.info(
-                "SOLVER.EMA.WARMUP cannot change on resume: keeping SOLVER.EMA.WARMUP=%s from the start of this run",
+                "SOLVER.EMA.WARMUP cannot change on resume: keeping the value at the start of this run, %s",
                 self.warmup,
             )
 

@@ -41,8 +41,8 @@ class BestMetric:
             BestMetric: the metric.
 
         Raises:
-            ConfigError: if the metric is not reported for the named dataset, or, if ``name`` contains no dataset, for
-                every dataset.
+            ConfigError: if any of the selected datasets does not report the metric. A ``name`` without a dataset selects
+                all datasets.
         """
         for dataset, metrics in reported.items():
             own = name.removeprefix(f"{dataset}/")
