@@ -41,8 +41,8 @@ class BestMetric:
             BestMetric: the metric.
 
         Raises:
-            ConfigError: if any of the selected datasets does not report the metric. A ``name`` without a dataset selects
-                all datasets.
+            ConfigError: if any of the selected datasets does not report the metric. A ``name`` without a dataset
+                selects all datasets.
         """
         for dataset, metrics in reported.items():
             own = name.removeprefix(f"{dataset}/")
