@@ -1,4 +1,4 @@
-"""Layers: pooling, normalization, attention, classification, distances."""
+"""Layers for pooling, normalization, attention and classification, and distances between features."""
 
 from fastamp.layers.attention import NonLocal, SELayer
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY

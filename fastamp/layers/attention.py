@@ -33,13 +33,13 @@ class NonLocal(nn.Module):
     """Non-local block with dot-product similarity (Wang et al. 2018, arXiv:1711.07971, eqs. 4 and 6).
 
     As in FastReID, theta, phi and g have one channel. The (N, N) similarity matrix of the N = H * W positions is not
-    computed: (theta phi) g equals theta (phi g), and phi g is a single number per image. The attention and the
+    computed, because (theta phi) g = theta (phi g), and phi g is a single number per image. The attention and the
     normalization are computed in float32, because a product of three activations overflows float16.
 
     Args:
         channels (int): number of input channels.
-        norm (str): normalization layer after the attention, a name in ``NORM_REGISTRY``. Its weight is initialized
-            to 0, so that the block starts as the identity.
+        norm (str): name in ``NORM_REGISTRY`` of the normalization layer after the attention. The weight of this layer
+            is initialized to 0, so that the block starts as the identity.
     """
 
     def __init__(self, channels: int, norm: str) -> None:

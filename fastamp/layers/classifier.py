@@ -92,7 +92,7 @@ class MarginSoftmax(Linear):
         raise NotImplementedError
 
     def wrong(self, cosines: torch.Tensor) -> torch.Tensor:
-        """Adjust the (B, num_classes) float32 cosines of the other classes; unchanged by default."""
+        """Adjust the (B, num_classes) float32 cosines of the non-target classes. By default, return them unchanged."""
         return cosines
 
 

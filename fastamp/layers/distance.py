@@ -1,4 +1,4 @@
-"""Distances between features, in float32 or float64. No other module computes distances."""
+"""Distances between features, computed in float32 or float64. All other modules use the functions of this module."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ _PAIRS_PER_CHUNK = 256
 
 
 def check_metric(metric: str) -> str:
-    """Check that ``metric`` is in ``METRICS``, and return it.
+    """Return ``metric`` if ``METRICS`` contains it; raise an error otherwise.
 
     Raises:
         ConfigError: if the metric is unknown.
@@ -81,7 +81,7 @@ class DistanceBlocks:
         dtype (torch.dtype): dtype of the distances, float32 or float64.
         device (torch.device): device of the computation.
         limit (float | None): upper bound of the distances; None if unknown. The lower bound is 0 up to rounding.
-        memory_budget_mb (float): maximum size of a block in MiB; a block has at least one row.
+        memory_budget_mb (float): maximum size of a block in MiB. A single row may exceed it.
     """
 
     shape: tuple[int, int]
@@ -96,14 +96,14 @@ class DistanceBlocks:
 
     @property
     def block_rows(self) -> int:
-        """Number of queries per block."""
+        """Number of queries in each block except the last, which may be smaller."""
         fitting = int(self.memory_budget_mb * 2**20 / (self.shape[1] * self.dtype.itemsize))
         return max(1, min(fitting // 64 * 64 or fitting, _MAX_BLOCK_ROWS))
 
     def blocks(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, torch.Tensor]]:
         """Iterate over blocks of queries.
 
-        All blocks share one buffer. The caller may modify a block until it requests the next one.
+        All blocks share one buffer: each block overwrites the previous one. The caller may modify a block in place.
 
         Args:
             start (int): first query.
@@ -125,10 +125,10 @@ class DistanceBlocks:
 class FeatureDistances(DistanceBlocks):
     """Distances of query features to gallery features: 1 - cosine similarity, or squared Euclidean distance.
 
-    Squared distances rank the gallery in the same order as distances, but avoid ties: in float32, the square roots of
-    different numbers can be equal. To avoid a normalized copy of a large gallery, cosine similarities are divided by
-    the gallery norms after the matrix product. With ``"euclidean"``, ``gallery_squares`` (G,) holds the squared norms
-    of the gallery features.
+    Squared distances rank the gallery in the same order as distances, but with fewer ties: in float32, two different
+    numbers can have the same square root. To avoid a normalized copy of a large gallery, cosine similarities are
+    divided by the gallery norms after the matrix product. If ``metric`` is ``"euclidean"``, ``gallery_squares`` (G,)
+    contains the squared norms of the gallery features.
 
     Args:
         query_features (torch.Tensor): (Q, D) float; float16 and bfloat16 are cast to float32.
@@ -167,7 +167,7 @@ class FeatureDistances(DistanceBlocks):
             self._inverse_norms = squared_norms(self.gallery_features).sqrt().clamp_min(_MIN_NORM).reciprocal()
 
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
-        """Write the distances of a range of queries; see ``DistanceBlocks.rows``."""
+        """Write the distances of a range of queries into ``out``; see ``DistanceBlocks.rows``."""
         query_features = self.query_features[start:stop]
         if self.metric == "euclidean":
             matrix_product(query_features * -2, self.gallery_features, out)
@@ -191,7 +191,7 @@ def squared_norms(features: torch.Tensor) -> torch.Tensor:
 def pair_distances(
     x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, *, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """Compute the squared Euclidean distance of pairs of features; the result does not depend on the chunk size.
+    """Compute squared Euclidean distances of given pairs of features, independent of the chunk size.
 
     Args:
         x (torch.Tensor): (M, D) float32.
@@ -219,8 +219,9 @@ def pair_distances(
 def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
     """Write the inner products of the rows of ``x`` (M, D) and ``y`` (N, D) into ``out`` (M, N), in full precision.
 
-    On a CPU, NumPy computes the product: its OpenBLAS was 1.5 times as fast as PyTorch's MKL (512 x 2048 x 82161
-    float32, two cores of an AMD EPYC: 197 and 132 GFLOP/s; with 64 rows 129 and 93). On CUDA, TF32 is disabled.
+    On a CPU, NumPy computes the product, because NumPy's OpenBLAS was faster than PyTorch's MKL on two cores of an AMD
+    EPYC: 197 and 132 GFLOP/s for float32 matrices of 512 x 2048 x 82161, 129 and 93 GFLOP/s with 64 rows. On CUDA, TF32
+    is disabled.
     """
     if out.device.type == "cpu":
         np.matmul(x.detach().numpy(), y.detach().numpy().T, out=out.numpy())
@@ -231,7 +232,7 @@ def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Context manager that disables TF32 matrix products on CUDA, regardless of ``SOLVER.TF32``."""
+    """Context manager that disables TF32 in CUDA matrix products, regardless of ``SOLVER.TF32``."""
     allowed = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     try:

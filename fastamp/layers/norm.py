@@ -1,4 +1,4 @@
-"""Normalization layers by config name."""
+"""Registry and builder of normalization layers."""
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
         ConfigError: if ``channels`` is not divisible by 32.
     """
     if channels % _GROUPS:
-        raise ConfigError(f"norm GN: the number of channels must be divisible by {_GROUPS}, got {channels}")
+        raise ConfigError(f"norm GN requires a number of channels divisible by {_GROUPS}, got {channels}")
     return nn.GroupNorm(_GROUPS, channels)
 
 
@@ -50,7 +50,7 @@ def build_norm(name: str, channels: int, *, freeze_bias: bool = False) -> nn.Mod
 
 
 class IBN(nn.Module):
-    """Instance norm for half of the channels, ``norm`` for the other half (Pan et al. 2018, arXiv:1807.09441).
+    """Instance norm for the first half of the channels, ``norm`` for the others (Pan et al. 2018, arXiv:1807.09441).
 
     Args:
         norm (str): a name in ``NORM_REGISTRY``.

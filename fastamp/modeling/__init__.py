@@ -1,4 +1,4 @@
-"""Models: backbones, heads, losses and meta-architectures."""
+"""Components of models: backbones, heads, losses and meta-architectures."""
 
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, build_backbone
 from fastamp.modeling.heads import HEADS_REGISTRY, build_heads

@@ -32,10 +32,10 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     """Infer the config keys of a model from its state dict.
 
     The state dict does not determine the max pooling of the stem, the last stride, pooling layers without weights, the
-    type and scale of the classifier, or the normalization of images; these keys are not in the result.
+    type and scale of the classifier, or the normalization of images. The result does not contain these keys.
 
     Args:
-        state (dict[str, torch.Tensor]): parameter name -> tensor, of fastamp, FastReID, torchreid or TransReID.
+        state (dict[str, torch.Tensor]): parameter name -> tensor, from fastamp, FastReID, torchreid or TransReID.
         source (str): origin of ``state``, for error messages.
         defaults (CfgNode | None): config that supplies all other keys, including those of projects. Default:
             ``get_cfg()``.
@@ -69,10 +69,10 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
-    """Infer the config keys of the image interpolation from the origin of the state dict.
+    """Infer the config keys of the image interpolation from the library that wrote the state dict.
 
-    torchreid resizes images by bilinear interpolation; TransReID by bicubic interpolation in training and bilinear
-    interpolation in evaluation. Their files are identified by the parameter names; for other files the result is empty.
+    torchreid resizes images with bilinear interpolation. TransReID uses bicubic interpolation in training and bilinear
+    interpolation in evaluation. The parameter names identify both libraries; for other files, the result is empty.
     """
     if any(name.startswith("base.") for name in state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
@@ -81,7 +81,7 @@ def interpolation_keys(state: State) -> dict[str, str]:
 
 
 def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[str, str]:
-    """Find the name prefixes of backbones in a weights file, sorted by the number of matching tensors.
+    """Find the parameter name prefixes of backbones in a weights file, sorted by the number of matching tensors.
 
     Args:
         tensors (dict[str, torch.Tensor]): path -> tensor, for all tensors of the file; see ``tensors_by_path``.
@@ -117,15 +117,15 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
 
 def _all_variants() -> dict[str, Variants]:
-    """Return the variants of all backbones that declare them, keyed by registry name."""
+    """Return a dict from the registry name of each backbone that declares variants to these variants."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
 
 def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
-    """Find the registered backbone that best matches ``trunk``; return its config keys and width.
+    """Find the registered backbone that best matches ``trunk``, and return ``(config keys, width)``.
 
-    If several backbones match completely, the first is used; they differ only in layers without weights.
+    If all tensors match for several backbones, which then differ only in layers without weights, the first is used.
     """
     count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
     if count > _MAX_TENSORS:
@@ -154,14 +154,14 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
 
 
 def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
-    """Yield config keys of candidate backbones, sorted by similarity of parameter names, then by number of options."""
+    """Yield config keys of candidate backbones, by similarity of parameter names, then by number of enabled options."""
     similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():
         try:
             own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
         except _CannotBuildError as error:
-            logger.warning("backbone %s is skipped because it cannot be built: %s", name, error)
+            logger.warning("skipping backbone %s, which cannot be built: %s", name, error)
             continue
         similarity[name] = len(own.keys() & converted.keys()) / len(own)
     for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
@@ -186,9 +186,9 @@ class _CannotBuildError(Exception):
 
 
 def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode) -> tuple[State, State, int]:
-    """Build a backbone on the meta device; return its state dict, ``trunk`` converted to its names, and its width.
+    """Build a backbone on the meta device, and return ``(state dict, converted trunk, width)``.
 
-    The converted state dict is empty if the backbone cannot convert ``trunk``.
+    The converted trunk has the parameter names of the backbone. It is empty if the backbone cannot convert ``trunk``.
     """
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)  # warnings about candidates are irrelevant to the user
@@ -208,7 +208,7 @@ def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode)
 
 
 def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
-    """Compute the fraction of tensors that match between a backbone and ``trunk``, and the width of the backbone."""
+    """Compute ``(fraction of tensors that match between a backbone and trunk, width of the backbone)``."""
     own, converted, width = _build_and_convert(keys, trunk, defaults)
     matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
     unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]

@@ -47,7 +47,8 @@ def load_model(
             the config; or a config with ``MODEL.WEIGHTS``.
         device (str | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Default
             None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
-        opts (Sequence[str]): KEY VALUE pairs that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        opts (Sequence[str]): alternating keys and values that override the config, e.g.
+            ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Returns:
         LoadedModel: the model. For a checkpoint, its precision is the training precision unless ``opts`` contains
@@ -100,7 +101,7 @@ def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opt
 
 
 def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgNode:
-    """Copy a config, override it with a device and KEY VALUE pairs, and freeze it."""
+    """Copy a config, set the device and the KEY VALUE pairs in the copy, and freeze the copy."""
     cfg = cfg.clone()
     cfg.defrost()
     cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
@@ -109,7 +110,7 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
 
 
 def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
-    """Return the training precision policy stored in a checkpoint, or None if it stores none.
+    """Return the training precision policy stored in a checkpoint; None if the checkpoint does not contain one.
 
     Raises:
         WeightsError: if the entry does not have the expected structure.

@@ -1,4 +1,4 @@
-"""Raise ConfigError for models that do not fit into memory, before the process is killed."""
+"""Detection of models that do not fit into memory, before the operating system kills the process."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -29,17 +29,17 @@ _MIN_SUSPECT_SIZE = 1024  # smaller config values cannot be the cause
 def explain_out_of_memory(cfg: Any) -> Iterator[None]:
     """Raise ConfigError if a model built in this context does not fit into memory.
 
-    Linux overcommits memory and kills the process only when it writes to the memory. Therefore the size of each large
-    tensor is compared with the available memory before it is created; earlier tensors are initialized by then and
-    reduce the available memory. Building on the meta device would give the total size, but all components, including
-    custom ones, would have to support it, and pretrained weights could not be loaded. Tensors that are not created by
-    PyTorch's factory functions are detected only if their allocation fails.
+    Linux overcommits memory and kills the process only when the process writes to the memory. Therefore, the size of
+    each large tensor is compared with the available memory before the tensor is created. Tensors created earlier are
+    initialized by then and already reduce the available memory. Building on the meta device would give the total size,
+    but all components, including custom ones, would have to support it, and pretrained weights could not be loaded.
+    Tensors that are not created by PyTorch's factory functions are detected only if their allocation fails.
 
     Args:
         cfg (CfgNode): the config; the message names keys below ``MODEL``.
 
     Raises:
-        ConfigError: if the model does not fit; the message contains the likely key and the sizes.
+        ConfigError: if the model does not fit into memory. The message contains the likely config key and the sizes.
     """
     try:
         with _CheckTensorSizes(cfg):
@@ -82,7 +82,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
-    """Create the error; it lists large integers below ``MODEL`` that divide a dimension of the tensor."""
+    """Create the error, which lists large integers below ``MODEL`` that divide a dimension of the tensor."""
     integers = {
         key.path: value
         for key, value in cfg.keys_below()

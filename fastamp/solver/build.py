@@ -1,4 +1,4 @@
-"""Build optimizers, parameter groups and gradient clipping from ``SOLVER``."""
+"""Build optimizers, parameter groups and gradient clipping as configured in ``SOLVER``."""
 
 import functools
 import inspect
@@ -34,9 +34,9 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     """Group the trainable parameters by role.
 
     A role consists of the part of the model (``heads``, or the first component of the module's name), the kind of
-    parameter (``weight``, ``norm`` or ``bias``), and the matching globs of ``LR_FACTORS``. It does not depend on the
-    values of learning rates and weight decays, so that the groups stay the same when these values change, e.g. in
-    population-based training.
+    parameter (``weight``, ``norm`` or ``bias``), and the globs of ``LR_FACTORS`` that match the parameter's name. Roles
+    do not depend on the values of learning rates and weight decays. The groups therefore stay the same when these
+    values change, e.g. in population-based training.
 
     The weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
     norm layers, and ``WEIGHT_DECAY`` otherwise. The learning rate is ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases,
@@ -90,22 +90,21 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:
-    """Validate ``SOLVER.LR_FACTORS`` against the parameter names."""
+    """Check that the factors in ``SOLVER.LR_FACTORS`` are valid and that each glob matches a parameter name."""
     for pattern, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: the factor of {pattern!r} must be finite and at least 0, got {factor!r}"
+                f"SOLVER.LR_FACTORS: expected a finite factor of at least 0 for {pattern!r}, got {factor!r}"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: {pattern!r} does not match any parameter of the "
-                f"model.{did_you_mean(pattern, names)}"
+                f"SOLVER.LR_FACTORS: {pattern!r} matches no parameter name of the model.{did_you_mean(pattern, names)}"
             )
     return dict(factors)
 
 
 def optimizer_names() -> list[str]:
-    """List the optimizers of ``torch.optim`` that ``SOLVER.OPT`` supports; timm's ``LAMB`` is supported as well."""
+    """List the optimizers of ``torch.optim`` that ``SOLVER.OPT`` supports. timm's ``LAMB`` is not included."""
     return [
         key
         for key, value in vars(torch.optim).items()
@@ -117,14 +116,14 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Look up the optimizer class of ``SOLVER.OPT``.
 
     Raises:
-        ConfigError: if the name is unknown, or the optimizer needs timm, which is not installed.
+        ConfigError: if the name is unknown, or if it is LAMB and timm is not installed.
     """
     if name.lower() == "lamb":
         try:
             from timm.optim import Lamb
         except ImportError as error:
             raise ConfigError(
-                f'SOLVER.OPT {name} needs timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
+                f'SOLVER.OPT={name} requires timm, which is not installed.\n  fix: pip install "fastamp[timm]"'
             ) from error
         return Lamb
     choices = optimizer_names()
@@ -139,8 +138,9 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer ``SOLVER.OPT`` over the parameter groups of a model.
 
-    ``SOLVER.OPT_ARGS`` are passed to its constructor; ``MOMENTUM`` and ``NESTEROV`` only apply to SGD. The fused
-    implementation is used if the optimizer and the device support it, else the foreach implementation.
+    ``SOLVER.OPT_ARGS`` are passed to the constructor of the optimizer; ``SOLVER.MOMENTUM`` and ``SOLVER.NESTEROV`` only
+    apply to SGD. The fused implementation is used if the optimizer and the device support it, otherwise the foreach
+    implementation.
 
     Args:
         cfg (CfgNode): config; reads ``SOLVER``.
@@ -150,7 +150,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         torch.optim.Optimizer: an optimizer of ``torch.optim``, or timm's LAMB.
 
     Raises:
-        ConfigError: if the optimizer is unknown, it rejects an argument, or no parameter is trainable.
+        ConfigError: if the optimizer is unknown or rejects an argument, or if the model has no trainable parameters.
     """
     solver, base_lr = cfg.SOLVER, cfg.SOLVER.BASE_LR * learning_rate_factor(cfg)
     optimizer_class = _optimizer_class(solver.OPT)
@@ -181,13 +181,13 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         except RuntimeError as error:
             if fast:
                 continue  # unsupported with these options or on this device
-            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error}.\n  fix: {_FIX_OPTIONS}") from error
+            raise ConfigError(f"invalid arguments for SOLVER.OPT={name}: {error}.\n  fix: {_FIX_OPTIONS}") from error
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"SOLVER.OPT {name} rejects its arguments: {error}.\n  fix: {_FIX_OPTIONS}") from error
+            raise ConfigError(f"invalid arguments for SOLVER.OPT={name}: {error}.\n  fix: {_FIX_OPTIONS}") from error
         break
     if solver.LR_SCALING != "none":
         logger.info(
-            "learning rate: SOLVER.BASE_LR %g for %d images per step is scaled to %g for %d x %d images (%s)",
+            "learning rate: scaled SOLVER.BASE_LR from %g for %d images per step to %g for %d x %d images (%s)",
             solver.BASE_LR,
             solver.REFERENCE_BATCH,
             base_lr,
@@ -206,19 +206,19 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
 
 
 def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Build the optimizers of modules that define a ``build_optimizer`` method.
+    """Build a separate optimizer for each module that defines a ``build_optimizer`` method.
 
     ``build_optimizer()`` returns an optimizer over the parameters of its module. The learning rate of parameter groups
     with ``scheduled=False`` is constant.
 
     Returns:
-        dict[str, torch.optim.Optimizer]: optimizers by name, ``<module name>.optimizer``.
+        dict[str, torch.optim.Optimizer]: name of the optimizer, ``<module name>.optimizer`` -> optimizer.
     """
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 
 
 def build_optimizers(cfg: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Build all optimizers of a model: the main one as ``optimizer``, and those of ``build_own_optimizers``."""
+    """Build all optimizers of a model by name: ``optimizer``, the main one, and those of ``build_own_optimizers``."""
     return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
 
 
@@ -230,17 +230,17 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     """Check ``SOLVER.OPT_ARGS`` against the optimizer's signature.
 
     Raises:
-        ConfigError: if an argument is unknown, is set by another key, or has a value of the wrong type.
+        ConfigError: if an argument is unknown, must be set by another config key, or has a value of the wrong type.
     """
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} must not be set here; "
-                "use SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY and their factors"
+                f"SOLVER.OPT_ARGS: {key} cannot be set by this key.\n"
+                "  fix: set SOLVER.BASE_LR and SOLVER.WEIGHT_DECAY, and their factors for groups of parameters"
             )
         if key not in accepted:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {name} has no argument {key!r}.{did_you_mean(key, accepted)}\n"
+                f"SOLVER.OPT_ARGS: {name} does not support the argument {key!r}.{did_you_mean(key, accepted)}\n"
                 f"  choices: {', '.join(key for key in accepted if key not in ('params', 'lr', 'weight_decay'))}"
             )
         default = accepted[key].default
@@ -254,12 +254,12 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
             continue
         if not fits:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} of {name} must have the type of its default {default!r}, got {value!r}"
+                f"SOLVER.OPT_ARGS: expected {key} of {name} to have the type of the default {default!r}, got {value!r}"
             )
 
 
 def build_gradient_clipping(cfg: Any) -> Clip | None:
-    """Build a function ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
+    """Build the function ``clip(gradients, total_norm)`` set by ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED:
         return None

@@ -1,11 +1,11 @@
-"""Gradient clipping in place on unscaled gradients, without host-device synchronization."""
+"""In-place clipping of unscaled gradients, without host-device synchronization."""
 
 import torch
 
 from fastamp.config import Key
 
 KEYS = (
-    Key("SOLVER.CLIP_GRADIENTS.ENABLED", False, "Clip gradients before each step."),
+    Key("SOLVER.CLIP_GRADIENTS.ENABLED", False, "Clip gradients before each optimizer step."),
     Key(
         "SOLVER.CLIP_GRADIENTS.CLIP_TYPE",
         "norm",
@@ -28,7 +28,7 @@ def clip_gradients(
     clip_value: float,
     norm_type: float = 2.0,
 ) -> torch.Tensor:
-    """Clip ``gradients`` in place.
+    """Clip ``gradients`` in place, and return the clip coefficient.
 
     Args:
         gradients (list[torch.Tensor]): unscaled gradients of any shape.
@@ -40,8 +40,8 @@ def clip_gradients(
         norm_type (float): order p of the clipped norm. Default 2.0.
 
     Returns:
-        torch.Tensor: clip coefficient, shape (): L2 norm of all gradients after clipping divided by ``total_norm``, at
-            most 1; 1 if ``total_norm`` is 0.
+        torch.Tensor: clip coefficient, shape (), in 0..1: L2 norm of all gradients after clipping, divided by
+            ``total_norm``. It is 1 if ``total_norm`` is 0.
     """
     if clip_type == "value":
         torch._foreach_clamp_min_(gradients, -clip_value)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the epoch and of the number of optimizer steps."""
+"""Learning-rate schedules, as pure functions of the epoch and the number of optimizer steps."""
 
 import bisect
 import math
@@ -40,7 +40,7 @@ def learning_rate_factor(cfg: Any) -> float:
 
 
 def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -> float:
-    """Compute the learning-rate factor during warm-up; 1.0 afterwards.
+    """Compute the learning-rate factor of the warm-up. The factor is 1.0 after the warm-up.
 
     Args:
         method (str): ``"linear"``, ``"constant"`` or ``"exp"``.
@@ -55,7 +55,7 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
 
 
 def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
-    """Compute the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS`` or, if 0, ``SOLVER.WARMUP_ITERS``."""
+    """Compute the length of the warm-up in iterations from ``SOLVER.WARMUP_EPOCHS``; if 0, from ``WARMUP_ITERS``."""
     return cfg.SOLVER.WARMUP_EPOCHS * iters_per_epoch or cfg.SOLVER.WARMUP_ITERS
 
 
@@ -63,8 +63,9 @@ def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
 class EpochSchedule:
     """Warm-up followed by a decay over epochs.
 
-    With ``after_warmup``, as in FastReID, the decay counts only epochs that end after the warm-up iterations and the
-    delay: with ten epochs of warm-up, a decay step at 40 is applied at epoch 49. Otherwise it counts all epochs.
+    If ``after_warmup`` is True, as in FastReID, the decay counts only epochs that end after the warm-up iterations and
+    the delay: with ten epochs of warm-up, a decay step at 40 is applied at epoch 49. Otherwise, the decay counts all
+    epochs.
 
     Attributes:
         decay (Callable): ``decay(base_lr, epochs) -> lr``; ``epochs`` is the number of epochs that the decay counts,
@@ -87,7 +88,7 @@ class EpochSchedule:
 
     @classmethod
     def from_config(cls, cfg: Any, decay: Callable[[float, float], float], iters_per_epoch: int) -> "EpochSchedule":
-        """Build the schedule with ``decay`` and the warm-up settings in ``SOLVER``."""
+        """Build a schedule with the given ``decay`` and with the warm-up, delay and update settings in ``SOLVER``."""
         solver = cfg.SOLVER
         return cls(
             decay=decay,
@@ -107,7 +108,7 @@ class EpochSchedule:
 
     @property
     def epochs_before_decay(self) -> float:
-        """Number of epochs that the decay does not count."""
+        """Number of epochs before the decay starts to count epochs."""
         if not self.after_warmup:
             return 0
         return {
@@ -129,7 +130,7 @@ class EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
 def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``, counted as in ``EpochSchedule``."""
+    """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``; ``EpochSchedule`` counts the epochs."""
     ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
     return EpochSchedule.from_config(
         cfg, lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs), iters_per_epoch
@@ -140,8 +141,8 @@ def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 def build_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
     """Anneal from the base rate to ``SOLVER.ETA_MIN_LR`` by half a cosine (Loshchilov & Hutter 2017, arXiv:1608.03983).
 
-    Both rates are scaled by ``SOLVER.LR_SCALING``. The annealing ends at the end of training; it does not start if
-    training ends before the warm-up or the delay.
+    Both rates are scaled by ``SOLVER.LR_SCALING``. The annealing ends at the end of training. If training ends before
+    the warm-up or the delay does, the rate is not annealed.
     """
     solver, before, delay = cfg.SOLVER, 0, 0
     warmup = warmup_length(cfg, iters_per_epoch) / iters_per_epoch
@@ -211,7 +212,7 @@ def build_one_cycle(cfg: Any, *, iters_per_epoch: int) -> OneCycleSchedule:
 
 @dataclass(frozen=True)
 class ConstantTailSchedule:
-    """Schedule with a constant rate from a given epoch on, for stochastic weight averaging.
+    """Schedule that becomes constant at a given epoch, for stochastic weight averaging.
 
     Attributes:
         before (LearningRateSchedule): schedule before ``first_epoch``.
@@ -243,7 +244,7 @@ def swa_start(cfg: Any) -> int:
         raise ConfigError(
             f"SOLVER.SWA.START_EPOCH is {start}, but training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
             "no weights would be averaged.\n"
-            "  fix: a smaller SOLVER.SWA.START_EPOCH"
+            "  fix: decrease SOLVER.SWA.START_EPOCH"
         )
     return start
 

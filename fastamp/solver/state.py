@@ -1,4 +1,4 @@
-"""Optimizer state in checkpoints: the state is restored, the options come from the config."""
+"""Optimizer state in checkpoints. A resumed run restores the state, but takes the options from the config."""
 
 import logging
 from typing import Any
@@ -36,7 +36,7 @@ class OptimizerState:
         self._positions = {id(parameter): number for number, (_, parameter) in enumerate(named)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, plus the optimizer class and the parameter names of each group."""
+        """Return the optimizer's state dict, its class name and the parameter names of each group as one dict."""
         state = self.optimizer.state_dict()
         if names := self._names_by_group():
             pairs = zip(state["param_groups"], names, strict=True)
@@ -44,11 +44,11 @@ class OptimizerState:
         return {"name": type(self.optimizer).__name__, **state}
 
     def form(self) -> dict[str, Any]:
-        """Return a template of the state dict's structure; options and values are checked by ``load_state_dict``."""
+        """Return a template of the structure of the state dict; ``load_state_dict`` checks the options and values."""
         return {"name": "", "state": {}, "param_groups": [{"params": [0], "param_names": [""]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state`` but keep the current options; log options that differ.
+        """Restore ``state``, but keep the current options, and log the options that differ.
 
         Raises:
             ValueError: if ``state`` was saved with another optimizer class or for other parameters, or if an entry is
@@ -56,7 +56,7 @@ class OptimizerState:
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
-            raise ValueError(f"it was saved with SOLVER.OPT {state['name']}, but SOLVER.OPT is {name}")
+            raise ValueError(f"the saved optimizer is {state['name']}, but SOLVER.OPT is {name}")
         saved = self._saved_by_group(state["param_groups"])
         changed, groups, values = {}, [], {}
         for parameters, now in zip(saved, own, strict=True):
@@ -72,23 +72,26 @@ class OptimizerState:
                     values[number] = state["state"][saved_number]
         refused = [option for option in _STRUCTURAL if option in changed]
         if refused:
-            raise ValueError(f"the saved state is incompatible with a changed option: {changed[refused[0]]}")
+            raise ValueError(f"the saved state is incompatible with a changed optimizer option: {changed[refused[0]]}")
         if changed:
-            logger.warning("optimizer options differ from the checkpoint: %s", ", ".join(changed.values()))
+            logger.warning(
+                "optimizer options differ from the checkpoint; using the current values: %s",
+                ", ".join(changed.values()),
+            )
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
             for number, parameter in zip(group["params"], own_group["params"], strict=True):
                 check_state(self.optimizer, own_group, parameter, values.get(number), f"state {number}")
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
     def _names_by_group(self) -> list[list[str]]:
-        """List the parameter names of each group; empty if the model lacks one of the parameters."""
+        """List the parameter names of each group; empty if the model lacks a parameter of the optimizer."""
         groups = self.optimizer.param_groups
         if not all(id(parameter) in self._names for group in groups for parameter in group["params"]):
             return []
         return [[self._names[id(parameter)] for parameter in group["params"]] for group in groups]
 
     def _saved_by_group(self, saved: list[dict[str, Any]]) -> list[list[tuple[dict[str, Any], int]]]:
-        """Find the saved group and the saved index of each parameter in this optimizer's groups.
+        """For each parameter in each group of this optimizer, find ``(saved group, index in the saved state)``.
 
         Raises:
             ValueError: if the parameters differ.
@@ -99,7 +102,9 @@ class OptimizerState:
             layout, keys = [group["param_names"] for group in saved], names
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
-                raise ValueError(f"mismatched parameters: {len(differ)}{examples(sorted(differ))}")
+                raise ValueError(
+                    f"parameter names differ from the optimizer's: {len(differ)}{examples(sorted(differ))}"
+                )
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.
             values = groups_by_value(self.optimizer, self._positions) if names else None
@@ -107,9 +112,9 @@ class OptimizerState:
             keys = own
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
-                "its parameter groups differ: a checkpoint without parameter names can be resumed only with the "
-                "learning-rate factors and weight decays that it was saved with (SOLVER.BIAS_*, HEADS_LR_FACTOR, "
-                "LR_FACTORS, WEIGHT_DECAY_*)"
+                "the parameter groups differ, and the checkpoint contains no parameter names to match them: expected "
+                "the learning-rate factors and weight decays of the saved run (SOLVER.BIAS_LR_FACTOR, HEADS_LR_FACTOR, "
+                "LR_FACTORS, WEIGHT_DECAY, WEIGHT_DECAY_BIAS, WEIGHT_DECAY_NORM)"
             )
         saved_positions = {
             key: (group, number)

@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes that the optimizer state of a parameter must have."""
+"""Expected names, shapes and dtypes of the optimizer state of a parameter."""
 
 import copy
 import functools
@@ -46,7 +46,8 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
         parameter (torch.Tensor): a parameter of the group.
 
     Returns:
-        dict[str, Any]: expected state, with meta tensors for optimizers of torch.optim; empty if the trial step fails.
+        dict[str, Any]: expected state. Its tensors are on the meta device for optimizers of torch.optim. The dict is
+            empty if the trial step fails.
     """
     name = _layout_of(type(optimizer))
     if name is None:
@@ -62,7 +63,7 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
 
 def _layout_of(kind: type[Optimizer]) -> str | None:
-    """Find the entry of ``_LIKE_PARAMETER`` for a class, or for its base class if it inherits ``step``."""
+    """Return the key in ``_LIKE_PARAMETER`` of a class, or of the base class that it inherits ``step`` from."""
     for base in kind.__mro__:
         name = base.__name__
         if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
@@ -90,11 +91,11 @@ def _state_after_step(optimizer: Optimizer, group: Mapping[str, Any], parameter:
 
 @functools.cache  # one warning, not one for each parameter
 def _warn_not_validated(name: str, error: str) -> None:
-    logger.warning("the saved state of %s is not validated: a trial step failed with %s", name, error)
+    logger.warning("cannot validate the saved state of %s: a trial step failed with %s", name, error)
 
 
 def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, saved: Any, name: str) -> None:
-    """Validate the saved state of a parameter; None and an empty state are valid for a parameter without updates.
+    """Validate the saved state of a parameter. None and an empty state are valid: the parameter had no updates.
 
     Args:
         optimizer, group, parameter: see ``expected_state``.
@@ -102,7 +103,7 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
         name (str): name of the entry, for the error message.
 
     Raises:
-        ValueError: if an entry is missing, or its shape or dtype differs from that after a step.
+        ValueError: if an entry is missing, or has another shape or dtype than after an optimizer step.
     """
     if saved is None or (isinstance(saved, Mapping) and not saved):
         return

@@ -12,12 +12,12 @@ from torch import nn
 class WeightAverage:
     """Running average of the parameters and floating-point buffers of a model, in the model's dtype (float32).
 
-    Other buffers are copied at each update. An exponential moving average (EMA) calls ``update(1 - decay)`` after every
-    step; stochastic weight averaging (SWA, Izmailov et al. 2018, arXiv:1803.05407) calls ``update(1 / (updates + 1))``
-    after every epoch.
+    Buffers of other dtypes are copied from the model at each update. An exponential moving average (EMA) calls
+    ``update(1 - decay)`` after every step; stochastic weight averaging (SWA, Izmailov et al. 2018, arXiv:1803.05407)
+    calls ``update(1 / (updates + 1))`` after every epoch.
 
     Args:
-        model (nn.Module): model to average; the average starts from its current values.
+        model (nn.Module): model to average. Its current values initialize the average.
         kind (str): name of the average in checkpoints, e.g. ``"ema"``.
     """
 
@@ -40,7 +40,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, weight: float) -> None:
-        """Interpolate: average + ``weight`` * (model - average), with ``weight`` in 0..1."""
+        """Update the average to average + ``weight`` * (model - average), with ``weight`` in 0..1."""
         average = [self._stored[name] for name in self._floating]
         torch._foreach_lerp_(average, [self._live[name] for name in self._floating], weight)
         for name in self._live.keys() - set(self._floating):
@@ -68,7 +68,7 @@ class WeightAverage:
         self._applied = not self._applied
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the averaged tensors by their names in the model's state dict."""
+        """Return the averaged tensors, keyed by name in the model's state dict."""
         return dict(self._live if self._applied else self._stored)
 
     def state_dict(self) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class WeightAverage:
             raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")
         own = self.tensors()
         if own.keys() != state["model"].keys():
-            raise ValueError("the averaged weights are those of another model")
+            raise ValueError("the averaged weights belong to another model: the tensor names differ")
         for name, tensor in own.items():
             tensor.copy_(state["model"][name])
         self.updates = state["updates"]

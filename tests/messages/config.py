@@ -170,6 +170,6 @@ def python(record):
         per_channel("MODEL.PIXEL_MEAN", (1, 2), channels=3)
     with record("a size that depends on the image"):
         cfg.INPUT.SIZE_TEST = (0,)
-        fixed_input_size(cfg, is_train=False, needed_by="MODEL.HEADS.POOL_LAYER Flatten")
+        fixed_input_size(cfg, is_train=False, needed_by="MODEL.HEADS.POOL_LAYER=Flatten")
     with record("a file of components that is missing"):
         read_config("", [], plugin="nowhere.py")

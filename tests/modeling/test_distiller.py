@@ -277,8 +277,8 @@ def test_missing_or_invalid_teacher_config_raises(tmp_path):
     with pytest.raises(ConfigError, match=r"KD.MODEL_CONFIG '.*nowhere.yml'"):
         make(tmp_path, "KD.MODEL_CONFIG", f"{tmp_path}/nowhere.yml", *files[2:])
     for key, value, message in (
-        ("MODEL.HEADS.NUM_CLASSES", "9", "NUM_CLASSES is 9.*4"),
-        ("INPUT.CHANNELS", "1", "INPUT.CHANNELS is 1.*3"),
+        ("MODEL.HEADS.NUM_CLASSES", "9", "NUM_CLASSES.*4.*9"),
+        ("INPUT.CHANNELS", "1", "INPUT.CHANNELS.*3.*1"),
         ("MODEL.BACKBONE.NAME", "build_tinny_backbone", "'build_tiny_backbone'"),
     ):
         cfg = tiny.tiny_config(tmp_path, key, value)

@@ -56,7 +56,7 @@ def test_flatten_supports_vit_with_camera_embeddings(monkeypatch):
 
 
 def test_mgn_with_flatten_raises():
-    with pytest.raises(ConfigError, match="MODEL.HEADS.POOL_LAYER Flatten.*MGN"):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.POOL_LAYER=Flatten.*MGN"):
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.META_ARCHITECTURE", "MGN"))
 
 

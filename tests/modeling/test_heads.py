@@ -39,9 +39,9 @@ def test_head_outputs_are_float32_under_autocast(dtype):
 
 def test_invalid_pooling_class_count_or_neck_feat_raises():
     x, targets = torch.randn(2, 8, 4, 2), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ConfigError, match="POOL_LAYER Identity.*4 x 2"):
+    with pytest.raises(ConfigError, match="POOL_LAYER=Identity.*4 x 2"):
         make(pool_layer="Identity")(x, targets)
-    with pytest.raises(ConfigError, match="POOL_LAYER Flatten.*64.*8 x 4 x 2.* 8"):
+    with pytest.raises(ConfigError, match="POOL_LAYER=Flatten.*64.*8 x 4 x 2.* 8"):
         make(pool_layer="Flatten")(x, targets)
     with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
         make(num_classes=0)(x, targets)
@@ -123,7 +123,7 @@ def test_fc_head_with_unsupported_pooling_raises():
     x = torch.randn(2, 8, 4, 2)
     for pool_layer, message in (("Identity", "4 x 2"), ("Flatten", "64")):
         head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, pool_layer=pool_layer)
-        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer}.*{message}"):
+        with pytest.raises(ConfigError, match=f"POOL_LAYER={pool_layer}.*{message}"):
             head(x, torch.zeros(2, dtype=torch.int64))
-        with pytest.raises(ConfigError, match=f"POOL_LAYER {pool_layer}.*{message}"):
+        with pytest.raises(ConfigError, match=f"POOL_LAYER={pool_layer}.*{message}"):
             head.logits(x)

@@ -173,9 +173,9 @@ def test_side_information_is_added_to_tokens(cameras, views, row):
 
 def test_missing_camera_or_view_ids_raise():
     images, zeros = torch.randn(2, 3, 64, 32), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"SIE_CAMERAS is 6.*camids"):
+    with pytest.raises(ValueError, match=r"SIE_CAMERAS=6.*camids"):
         tiny(cameras=6, views=2)(images, viewids=zeros)
-    with pytest.raises(ValueError, match=r"SIE_VIEWS is 2.*viewids"):
+    with pytest.raises(ValueError, match=r"SIE_VIEWS=2.*viewids"):
         tiny(cameras=6, views=2)(images, camids=zeros)
     assert tiny(views=2)(images, viewids=zeros).shape == (2, 32, 1, 1)
     assert not tiny().takes_cameras

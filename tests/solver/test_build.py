@@ -128,7 +128,7 @@ def test_invalid_layer_wise_factors_raise():
     with pytest.raises(ConfigError, match=r"SOLVER.LR_FACTORS: 'backbon.\*'.*Did you mean"):
         build_optimizer(config("SOLVER.LR_FACTORS", "{'backbon.*': 0.5}"), Model())
     for value in ("-1", "fast", "True"):
-        with pytest.raises(ConfigError, match="SOLVER.LR_FACTORS: the factor"):
+        with pytest.raises(ConfigError, match="SOLVER.LR_FACTORS"):
             build_optimizer(config("SOLVER.LR_FACTORS", f"{{'backbone.*': {value}}}"), Model())
 
 

@@ -22,14 +22,14 @@ Backbone = TypeVar("Backbone")
 
 @dataclass(frozen=True)
 class Variants:
-    """Variants of a backbone that ``infer_config`` compares with a weights file.
+    """Variants of a backbone: the config values that ``infer_config`` tries when it identifies a weights file.
 
     Attributes:
         depths (tuple[str, ...]): supported values of ``MODEL.BACKBONE.DEPTH``.
         options (tuple[str, ...]): boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g.
             ``WITH_IBN``.
-        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys from the backbone's
-            tensors, keyed by their names in the weights file. Default: infers no keys.
+        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys. Its argument maps the
+            parameter names in the weights file to the tensors of the backbone. Default: infers no keys.
     """
 
     depths: tuple[str, ...]
@@ -38,17 +38,17 @@ class Variants:
 
 
 def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backbone]:
-    """Declare the variants of a backbone, so that ``infer_config`` can identify its weights files.
+    """Decorate a backbone builder with its variants, so that ``infer_config`` can identify the weights files.
 
-    Parameter names of other programs are translated by the backbone's ``convert_state_dict`` method; see
+    The backbone's ``convert_state_dict`` method translates parameter names of other libraries; see
     ``fastamp.checkpoint.load_state.convert_state_dict``.
 
     Args:
         depths (Iterable[str]): supported values of ``MODEL.BACKBONE.DEPTH``.
-        fields: remaining attributes of ``Variants``.
+        fields: other attributes of ``Variants``, by name.
 
     Returns:
-        Callable[[Backbone], Backbone]: a decorator that sets the attribute ``variants`` of the backbone's builder.
+        Callable[[Backbone], Backbone]: decorator that sets the attribute ``variants`` of the builder.
     """
 
     def add(backbone: Backbone) -> Backbone:
@@ -65,10 +65,9 @@ def build_backbone(cfg: Any) -> nn.Module:
         nn.Module: a module that maps (B, in_channels, H, W) images to (B, C, h, w) feature maps. Its attribute
         ``feature_dim`` is C.
 
-
     Raises:
-        ConfigError: if the name or depth is unknown, or if ``MODEL.BACKBONE.FEAT_DIM`` differs from the width of the
-            backbone.
+        ConfigError: if the name or depth is unknown, or if ``MODEL.BACKBONE.FEAT_DIM`` differs from the number of
+            output channels of the backbone.
     """
     name = cfg.MODEL.BACKBONE.NAME
     if name.startswith(_TIMM):
@@ -79,7 +78,7 @@ def build_backbone(cfg: Any) -> nn.Module:
     if cfg.MODEL.BACKBONE.FEAT_DIM % width if _flattens(cfg) else width != cfg.MODEL.BACKBONE.FEAT_DIM:
         raise ConfigError(
             f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but {cfg.MODEL.BACKBONE.NAME} with DEPTH "
-            f"{cfg.MODEL.BACKBONE.DEPTH!r} outputs {width} channels.\n  fix: set MODEL.BACKBONE.FEAT_DIM {width}"
+            f"{cfg.MODEL.BACKBONE.DEPTH!r} outputs {width} channels.\n  fix: set MODEL.BACKBONE.FEAT_DIM to {width}"
         )
     return backbone
 
@@ -89,14 +88,15 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
 
     The input width is the number of output channels of the backbone; for timm backbones it is read from the model. With
     ``POOL_LAYER Flatten`` it is the size of the flattened feature map, channels x height x width, computed by a forward
-    pass over one image. The config may specify either value; FastReID's configs specify the flattened size.
+    pass over one image. ``FEAT_DIM`` in ``cfg`` may be the number of channels or the flattened size; FastReID's configs
+    contain the flattened size.
 
     Returns:
-        A copy of ``cfg``, or ``cfg`` itself if nothing changes.
+        A copy of ``cfg``, or ``cfg`` itself if ``FEAT_DIM`` does not change.
 
     Raises:
-        ConfigError: if ``POOL_LAYER`` is Flatten and ``FEAT_DIM`` is neither value, or the feature maps of training and
-            test images differ in size.
+        ConfigError: if ``POOL_LAYER`` is Flatten and either ``FEAT_DIM`` is neither of these two values, or the feature
+            maps of training and test images differ in size.
     """
     timm = cfg.MODEL.BACKBONE.NAME.startswith(_TIMM)
     if not timm and not _flattens(cfg):
@@ -113,7 +113,7 @@ def _flattens(cfg: Any) -> bool:
 
 def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
     """Compute the size C x h x w of the flattened feature map; see ``with_feature_dim``."""
-    needed_by = "MODEL.HEADS.POOL_LAYER Flatten"
+    needed_by = "MODEL.HEADS.POOL_LAYER=Flatten"
     sizes = [fixed_input_size(cfg, is_train=is_train, needed_by=needed_by) for is_train in (True, False)]
     train, test = (_map_shape(cfg, backbone, size) for size in sizes)
     if train != test:
@@ -125,14 +125,14 @@ def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
         raise ConfigError(
             f"{needed_by} requires feature maps of a fixed size, but {' and '.join(found)} "
             "(channels x height x width).\n"
-            "  fix: set both to the same size, or choose another MODEL.HEADS.POOL_LAYER"
+            "  fix: set both keys to the same size, or choose another MODEL.HEADS.POOL_LAYER"
         )
     width = train.numel()
     if cfg.MODEL.BACKBONE.FEAT_DIM not in (train[0], width) and not cfg.MODEL.BACKBONE.NAME.startswith(_TIMM):
         raise ConfigError(
             f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but the feature map is "
             f"{' x '.join(map(str, train))} (channels x height x width).\n"
-            f"  fix: set MODEL.BACKBONE.FEAT_DIM {train[0]}, or {width} as in FastReID"
+            f"  fix: set MODEL.BACKBONE.FEAT_DIM to {train[0]}, or to {width} as in FastReID"
         )
     return width
 

@@ -31,7 +31,7 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
 
 
 def warn_ignored_options(cfg: Any, *names: str) -> None:
-    """Warn about enabled options in ``MODEL.BACKBONE``, e.g. ``WITH_NL``, that the backbone does not support."""
+    """Warn about each option in ``names``, e.g. ``WITH_NL``, that is enabled; the backbone does not support them."""
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
             logger.warning("MODEL.BACKBONE.%s is ignored: %s does not support it", name, cfg.MODEL.BACKBONE.NAME)
@@ -40,12 +40,15 @@ def warn_ignored_options(cfg: Any, *names: str) -> None:
 def with_pretrained_weights(
     model: Model, cfg: Any, online: TorchvisionWeights | Download | None, *, without: tuple[str, ...] = ()
 ) -> Model:
-    """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is on, and return it.
+    """Return ``model``, with pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is True.
 
     Args:
         model (Model): backbone with random weights, modified in place.
         cfg (CfgNode): the config.
-        online, without: see ``load_pretrained_backbone``, which also lists the exceptions.
+        online, without: see ``load_pretrained_backbone``.
+
+    Raises:
+        ConfigError, WeightsError: see ``load_pretrained_backbone``.
     """
     if cfg.MODEL.BACKBONE.PRETRAIN:
         load_pretrained_backbone(model, path=cfg.MODEL.BACKBONE.PRETRAIN_PATH, online=online, without=without)

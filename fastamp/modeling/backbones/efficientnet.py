@@ -59,7 +59,7 @@ class MBConv(nn.Module):
     Args:
         in_channels (int): number of input channels.
         channels (int): number of output channels.
-        expansion (int): ratio of the inner width to ``in_channels``; 1 omits the expansion convolution.
+        expansion (int): ratio of the channels inside the block to ``in_channels``; 1 omits the expansion convolution.
         kernel (int): kernel size of the depthwise convolution.
         stride (int): stride of the depthwise convolution.
         norm (str): name of the normalization layer.
@@ -160,7 +160,8 @@ class EfficientNet(nn.Module):
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert torchvision's parameter names.
 
-        torchvision's networks are equivalent, except that its B5 was trained with batch norm epsilon 1e-3, not 1e-5.
+        torchvision's networks are equivalent, except that torchvision trained B5 with a batch norm epsilon of 1e-3
+        instead of 1e-5.
         """
         names = {"features.0.0": "stem.conv", "features.0.1": "stem.bn"}
         for stage in range(1, len(STRIDES) + 1):

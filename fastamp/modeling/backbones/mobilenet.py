@@ -1,7 +1,7 @@
 """MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381) and MobileNetV3 (Howard et al. 2019, arXiv:1905.02244).
 
 FastReID's MobileNetV2 is equivalent to torchvision's, with different parameter names. Its MobileNetV3 has torchvision's
-parameter names, but a different epsilon in the batch norms and a different last layer.
+parameter names, but a different batch norm epsilon and a different last layer.
 """
 
 from functools import partial
@@ -77,7 +77,7 @@ class MobileNetV3(nn.Module):
     """torchvision's MobileNetV3 without global pooling and classifier, followed by FastReID's 1x1 convolution.
 
     The 1x1 convolution, with normalization and ReLU6, replaces the first layer of torchvision's classifier. The batch
-    norms have epsilon 1e-5, as in FastReID; torchvision's have 1e-3.
+    norm epsilon is 1e-5, as in FastReID, instead of torchvision's 1e-3.
 
     Args:
         model (str): name of the model in torchvision.

@@ -53,7 +53,7 @@ class ConvNorm(nn.Module):
     Args:
         in_channels, out_channels (int): number of input and output channels.
         norm (nn.Module): normalization layer.
-        kernel_size (int): odd; the padding is ``kernel_size // 2``.
+        kernel_size (int): kernel size, odd; the padding is ``kernel_size // 2``.
         stride (int): stride of the convolution.
         linear (bool): omit the ReLU.
     """

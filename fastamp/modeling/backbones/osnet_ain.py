@@ -42,7 +42,7 @@ class Stream(nn.Module):
 
 
 class AINBlock(nn.Module):
-    """OSNet block with optional instance norm before the residual addition; OSNet-IBN applies it after.
+    """OSNet block with optional instance norm before the residual addition (OSNet-IBN: after the addition).
 
     Args:
         in_channels, out_channels (int): number of input and output channels.

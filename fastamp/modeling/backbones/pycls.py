@@ -9,7 +9,7 @@ PYCLS = "https://dl.fbaipublicfiles.com/pycls/dds_baselines/"
 
 
 class Stem(nn.Module):
-    """3x3 convolution with stride 2, normalization and ``activation``."""
+    """3x3 convolution with stride 2, normalization and activation function."""
 
     def __init__(self, in_channels: int, channels: int, norm: str, activation: nn.Module) -> None:
         super().__init__()
@@ -38,5 +38,5 @@ class SqueezeExcite(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) to the same shape."""
+        """Map a (B, C, H, W) tensor to a tensor of the same shape."""
         return x * self.f_ex(self.avg_pool(x))

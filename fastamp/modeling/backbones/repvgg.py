@@ -40,7 +40,7 @@ _BATCH_NORM_EPS = 1e-5  # PyTorch's default, used by all known RepVGG implementa
 
 
 class _PointwiseConv2d(nn.Conv2d):
-    """1x1 convolution that works around an out-of-bounds write of oneDNN during training on a CPU.
+    """1x1 convolution with a workaround for an out-of-bounds write by oneDNN during training on a CPU.
 
     oneDNN's weight gradient of a strided 1x1 convolution writes out of bounds if the input is channels-last and has
     fewer channels than oneDNN's block size, which is at most 16 (https://github.com/uxlfoundation/oneDNN/issues/6035,
@@ -106,7 +106,9 @@ class RepVGGBlock(nn.Module):
         return self.relu(out + self.rbr_identity(x) if self.with_identity else out)
 
     def switch_to_deploy(self) -> None:
-        """Fuse the branches into one convolution in place; outputs in evaluation mode change only by rounding errors.
+        """Fuse the branches of the block into one convolution, in place.
+
+        The outputs in evaluation mode change only by rounding errors.
 
         Raises:
             ConfigError: if the normalization is not batch norm.
@@ -121,7 +123,9 @@ class RepVGGBlock(nn.Module):
         self.rbr_reparam, self.deploy = convolution, True
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Rename a fused convolution in ``state``; if this block is in deploy form, fuse the branches in ``state``.
+        """Convert the tensors of this block in ``state`` to the form of this block.
+
+        A fused convolution is renamed. If this block is in deploy form, branches in ``state`` are fused.
 
         Raises:
             WeightsError: if ``state`` is in deploy form, but this block is not.
@@ -132,7 +136,7 @@ class RepVGGBlock(nn.Module):
                 raise WeightsError(
                     "the weights are in RepVGG's deploy form, with one convolution per block; the training "
                     "branches cannot be restored from them.\n"
-                    "  fix: set MODEL.BACKBONE.DEPLOY True for inference, or load the weights before conversion"
+                    "  fix: set MODEL.BACKBONE.DEPLOY to True for inference, or load the weights in training form"
                 )
             return state
         norms = ["rbr_dense.bn", "rbr_1x1.bn"] + ["rbr_identity"] * self.with_identity
@@ -148,7 +152,7 @@ class RepVGGBlock(nn.Module):
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
     def _fuse(self, state: State, *, eps: float) -> State:
-        """Compute weight and bias of the convolution that replaces the branches in evaluation mode (section 3.3).
+        """Compute weight and bias of the convolution equivalent to the branches in evaluation mode (section 3.3).
 
         Args:
             state (dict[str, torch.Tensor]): tensors of the block in training form.
@@ -175,7 +179,7 @@ def _check_norm(norm: nn.Module) -> None:
     if getattr(norm, "running_var", None) is None:
         raise ConfigError(
             f"RepVGG's deploy form requires batch norm, but MODEL.BACKBONE.NORM selects {type(norm).__name__}.\n"
-            "  fix: set MODEL.BACKBONE.NORM BN, or MODEL.BACKBONE.DEPLOY False"
+            "  fix: set MODEL.BACKBONE.NORM to BN, or MODEL.BACKBONE.DEPLOY to False"
         )
 
 
@@ -222,8 +226,8 @@ class RepVGG(nn.Module):
         in_channels (int): number of image channels.
         last_stride (int): stride of the last stage.
         norm (str): name of the normalization layer.
-        deploy (bool): use one convolution per block, for inference; ``convert_state_dict`` then fuses weights that are
-            in training form.
+        deploy (bool): use one convolution per block, for inference. ``convert_state_dict`` then fuses the branches in
+            weights that are in training form.
     """
 
     def __init__(
@@ -266,7 +270,9 @@ class RepVGG(nn.Module):
         return self.stage4(self.stage3(self.stage2(self.stage1(self.stage0(x)))))
 
     def switch_to_deploy(self) -> None:
-        """Fuse every block into one convolution in place; outputs in evaluation mode change only by rounding errors.
+        """Fuse the branches of each block into one convolution, in place.
+
+        The outputs in evaluation mode change only by rounding errors.
 
         Raises:
             ConfigError: if the normalization is not batch norm.
@@ -276,7 +282,7 @@ class RepVGG(nn.Module):
                 block.switch_to_deploy()
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Convert timm's parameter names to those of the authors and FastReID."""
+        """Convert timm's parameter names to the parameter names of the authors and FastReID."""
         if not any(key.startswith("stem.") for key in state):
             return state
         return {_convert_timm_name(key): value for key, value in state.items()}

@@ -16,7 +16,7 @@ EXPANSION = 4
 
 
 class SplitAttention(nn.Module):
-    """Split attention: 3x3 convolution to ``radix`` splits, combined in a softmax-weighted sum (section 3.1).
+    """Split attention: a 3x3 convolution outputs ``radix`` splits, which are summed with softmax weights (section 3.1).
 
     Args:
         channels (int): number of input and output channels.
@@ -39,7 +39,7 @@ class SplitAttention(nn.Module):
         self.fc2 = nn.Conv2d(hidden, channels * radix, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, C, H, W) to the same shape."""
+        """Map a (B, C, H, W) tensor to a tensor of the same shape."""
         splits = self.relu(self.bn0(self.conv(x))).unflatten(1, (self.radix, -1))  # (B, radix, C, H, W)
         pooled = splits.sum(1).mean((2, 3), keepdim=True)
         logits = self.fc2(self.relu(self.bn1(self.fc1(pooled)))).unflatten(1, (self.radix, -1))
@@ -170,7 +170,7 @@ class ResNeSt(nn.Module):
 def _stage(
     in_channels: int, channels: int, count: int, *, stride: int, dilation: int, pool: bool, norm: str
 ) -> nn.Sequential:
-    """Build a stage; ``stride`` and ``pool`` apply only to the first block, ``dilation`` only to the others."""
+    """Build a stage. ``stride`` and ``pool`` apply only to the first block, ``dilation`` to all other blocks."""
     out_channels = channels * EXPANSION
     downsample = nn.Sequential(
         nn.AvgPool2d(stride, stride, ceil_mode=True, count_include_pad=False),

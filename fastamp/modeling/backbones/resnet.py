@@ -55,7 +55,7 @@ class BlockParts:
     base_width: int = 64
 
     def inner_width(self, channels: int) -> int:
-        """Return the width of the 3x3 convolution in a bottleneck; ``channels`` is the width without groups."""
+        """Compute the width of the 3x3 convolution in a bottleneck from ``channels``, the width without groups."""
         return channels * self.base_width // 64 * self.groups
 
     def first_norm(self, channels: int) -> nn.Module:
@@ -126,8 +126,8 @@ class Depth:
     Attributes:
         block (type[BasicBlock] | type[Bottleneck]): class of the residual blocks.
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage if they are enabled; each of
-            the last n residual blocks is followed by one.
+        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage if non-local blocks are
+            enabled. Each of the last n residual blocks of the stage is followed by a non-local block.
     """
 
     block: type[BasicBlock] | type[Bottleneck]
@@ -161,8 +161,8 @@ class ResNet(nn.Module):
         block (type[BasicBlock] | type[Bottleneck]): ``BasicBlock`` or ``Bottleneck``.
         blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
         in_channels (int): number of image channels.
-        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage; each of the last n residual
-            blocks is followed by one.
+        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage. Each of the last n residual
+            blocks of the stage is followed by a non-local block.
         last_stride (int): stride of the last stage; 1 doubles the height and width of the output (Luo et al. 2019,
             arXiv:1903.07071).
         norm (str): name of the normalization layer.
@@ -234,7 +234,7 @@ def _stage(
     stride: int,
     parts: BlockParts,
 ) -> nn.Sequential:
-    """Build a stage; only its first block is strided and changes the number of channels."""
+    """Build a stage. Only the first block has a stride and changes the number of channels."""
     out_channels = channels * block.expansion
     downsample = None
     if stride != 1 or in_channels != out_channels:

@@ -26,7 +26,7 @@ _BLOCKS = (4, 8, 4)
 
 
 class ShuffleBlock(nn.Module):
-    """Channel split, 1x1, depthwise 3x3 and 1x1 convolutions on one half, and concatenation with the other half.
+    """Split the channels, apply 1x1, depthwise 3x3 and 1x1 convolutions to one half, and concatenate both halves.
 
     With stride 2 the channels are not split: both branches process all channels, and the shortcut branch has a
     depthwise and a 1x1 convolution.
@@ -100,7 +100,7 @@ class ShuffleNetV2(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Initialize as the authors do: std 1 / (input channels per group), or 0.01 in the first convolution."""
+        """Initialize convolutions as the authors do: std 1 / (input channels per group), or 0.01 for the first one."""
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.normal_(module.weight, 0, 1 / module.weight.shape[1])

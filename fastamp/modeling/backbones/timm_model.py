@@ -25,7 +25,7 @@ class TimmBackbone(nn.Module):
     """timm model without pooling and classifier, with output (B, feature_dim, h, w).
 
     Args:
-        model (nn.Module): timm model created with ``num_classes=0``, and with ``global_pool=""`` if it supports that.
+        model (nn.Module): timm model created with ``num_classes=0`` and, if the model supports it, ``global_pool=""``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -38,7 +38,10 @@ class TimmBackbone(nn.Module):
         self.prefix_tokens = getattr(model, "num_prefix_tokens", 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to (B, feature_dim, h, w); h = w = 1 for tokens and vectors."""
+        """Map normalized images (B, in_channels, H, W) to features (B, feature_dim, h, w).
+
+        h and w are 1 if the timm model returns tokens or a vector.
+        """
         x = self.model(x)
         if x.dim() == 4:
             return x.permute(0, 3, 1, 2) if self.channels_last else x
@@ -47,7 +50,7 @@ class TimmBackbone(nn.Module):
         return x[:, :, None, None]
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a state dict that timm supports, and resize its position embeddings to this model's image size."""
+        """Convert a state dict as timm does, and resize the position embeddings to the image size of this model."""
         if any(key.startswith(_PREFIX) for key in state):
             return state
         # timm has one function per model family that resizes position embeddings and converts the authors' names.
@@ -62,9 +65,9 @@ class TimmBackbone(nn.Module):
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
     """Build the timm model ``name``; load pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is on.
 
-    Models with a fixed image size are built for the size of the training images; other sizes work if timm can resize
-    the position embeddings or windows. With ``LAST_STRIDE`` 1, models that support it have an output stride of 16; timm
-    then dilates the later convolutions. All other settings are timm's defaults.
+    Models with a fixed image size are built for the size of the training images. Other sizes are supported if timm can
+    resize the position embeddings or windows. If ``LAST_STRIDE`` is 1, models that support ``output_stride`` have an
+    output stride of 16, and timm dilates the later convolutions. All other settings are timm's defaults.
 
     Args:
         cfg (CfgNode): the config; the number of image channels is ``INPUT.CHANNELS``.
@@ -80,8 +83,8 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
     _check_name(timm, name)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.NORM != "BN":
-        logger.warning("MODEL.BACKBONE.NORM is ignored: timm defines the normalization of %s", name)
-    size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
+        logger.warning("MODEL.BACKBONE.NORM is ignored: the normalization layers of %s are defined by timm", name)
+    size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={backbone.NAME}")
     key = size_key(cfg, is_train=True)
     model, arguments = _create(timm, name, cfg.INPUT.CHANNELS, key, size, backbone.LAST_STRIDE)
     if backbone.PRETRAIN and not backbone.PRETRAIN_PATH:
@@ -101,7 +104,8 @@ def _import_timm(name: str) -> ModuleType:
         import timm
     except ImportError as error:
         raise ConfigError(
-            f'MODEL.BACKBONE.NAME timm/{name}: timm is not installed.\n  fix: pip install "fastamp[timm]"'
+            f"MODEL.BACKBONE.NAME=timm/{name} requires timm, which is not installed.\n"
+            '  fix: pip install "fastamp[timm]"'
         ) from error
     return timm
 
@@ -118,7 +122,7 @@ def _check_name(timm: ModuleType, name: str) -> None:
 def _create(
     timm: ModuleType, name: str, channels: int, size_key: str, size: tuple[int, int], last_stride: int
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """Create the model with the first set of arguments that it supports; return the model and these arguments.
+    """Create the model with the first set of arguments that it supports, and return ``(model, arguments)``.
 
     timm does not provide a way to query the supported arguments.
     """
@@ -135,10 +139,10 @@ def _create(
                 failure = error
                 continue
             if last_stride == 1 and "output_stride" not in option:
-                logger.info("MODEL.BACKBONE.LAST_STRIDE 1 is ignored: timm's %s does not support output_stride", name)
+                logger.info("MODEL.BACKBONE.LAST_STRIDE=1 is ignored: timm's %s does not support output_stride", name)
             return model, arguments
     raise ConfigError(
-        f"MODEL.BACKBONE.NAME: timm's {name} does not support {size_key} {size} with INPUT.CHANNELS {channels} "
+        f"MODEL.BACKBONE.NAME: timm's {name} does not support {size_key}={size} with INPUT.CHANNELS={channels} "
         f"({str(failure) or type(failure).__name__}).\n  fix: change {size_key}, or choose another MODEL.BACKBONE.NAME"
     ) from failure
 
@@ -148,21 +152,21 @@ def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -
         return timm.create_model(name, pretrained=True, **arguments)
     except Exception as error:  # the exception type depends on the download source
         raise WeightsError(
-            f"MODEL.BACKBONE.PRETRAIN is on, but timm's weights for {name} cannot be downloaded ({error}).\n"
+            f"cannot download timm's pretrained weights for {name}: {error}.\n"
             "  fix: download pytorch_model.bin on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
             "or set MODEL.BACKBONE.PRETRAIN False to start from random weights"
         ) from error
 
 
 def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, int, int, int]) -> None:
-    """Raise ConfigError if a forward pass fails for images of this shape, since timm may check the size only there."""
+    """Raise ConfigError if a forward pass fails for images of this shape: timm may not check the size earlier."""
     training = backbone.training
     try:
         with torch.no_grad():
             backbone.eval()(torch.zeros(shape))
     except _TIMM_ERRORS as error:
         raise ConfigError(
-            f"{key} {shape[2:]} is not supported by timm's {name} ({str(error) or type(error).__name__}).\n"
+            f"{key} is {shape[2:]}, which timm's {name} does not support ({str(error) or type(error).__name__}).\n"
             f"  fix: change {key}, or choose another MODEL.BACKBONE.NAME"
         ) from error
     finally:

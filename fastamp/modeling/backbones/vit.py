@@ -113,7 +113,7 @@ DEPTHS = {
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of 16 x 16 patches, which overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
+    """Embedding of 16 x 16 patches. Patches overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
 
     Args:
         in_channels (int): number of image channels.
@@ -193,7 +193,7 @@ class Block(nn.Module):
         self.drop_path = StochasticDepth(drop_path, mode="row") if drop_path > 0 else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (B, tokens, width) to the same shape."""
+        """Map a (B, tokens, width) tensor to a tensor of the same shape."""
         x = x + self.drop_path(self.attn(self.norm1(x)))
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
@@ -203,8 +203,8 @@ class VisionTransformer(nn.Module):
 
     Args:
         depth (Depth): configuration of the network.
-        image_size (tuple[int, int]): height and width of the images for which the position embedding is created; it is
-            resized for images of other sizes.
+        image_size (tuple[int, int]): height and width of the images for which the position embedding is created. For
+            images of other sizes, the position embedding is resized.
         in_channels (int): number of image channels.
         stride (tuple[int, int]): vertical and horizontal stride of the patches.
         dropout (float): dropout probability of the tokens, and of the attention and MLP outputs.
@@ -217,7 +217,7 @@ class VisionTransformer(nn.Module):
         checkpointing (bool): recompute the activations of each block in the backward pass.
 
     Attributes:
-        takes_cameras: True if ``forward`` needs camera or view IDs.
+        takes_cameras (bool): True if ``forward`` requires camera or view IDs.
     """
 
     def __init__(
@@ -279,8 +279,8 @@ class VisionTransformer(nn.Module):
                 cameras or views, respectively.
 
         Returns:
-            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm; without the last block
-            (B, 1 + patches, feature_dim), all tokens.
+            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm. If the last block was removed:
+            (B, 1 + patches, feature_dim), all tokens, without the last norm.
 
         Raises:
             ValueError: if required camera or view IDs are missing.
@@ -310,20 +310,20 @@ class VisionTransformer(nn.Module):
             ("SIE_VIEWS", self.views, "viewids", viewids),
         ):
             if number and ids is None:
-                raise ValueError(f"MODEL.BACKBONE.{key} is {number}, but the batch does not contain {name!r}")
+                raise ValueError(f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it")
         if self.cameras and self.views:
             return camids * self.views + viewids
         return camids if self.cameras else viewids
 
     def hand_over_last_block(self) -> nn.Sequential:
-        """Remove the last block and norm from this module and return them; ``forward`` then returns all tokens."""
+        """Remove and return the last block and the norm; ``forward`` then returns all tokens."""
         last = nn.Sequential(self.blocks[-1], self.norm)
         del self.blocks[-1]
         self.norm = None
         return last
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a timm, DeiT, FastReID or TransReID state dict, and resize its position embedding to this grid."""
+        """Convert a timm, DeiT, FastReID or TransReID state dict, and resize the position embedding to this model."""
         state = dict(state)
         weight = state.get("patch_embed.proj.weight")
         # timm's oldest files have a linear layer over the pixels of a patch.
@@ -374,11 +374,11 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
 
     Args:
         patches (int): number of patches.
-        like (tuple[int, int]): grid (rows, columns) with the expected aspect ratio.
+        like (tuple[int, int]): (rows, columns) of a grid with the expected aspect ratio.
 
     Returns:
-        tuple[int, int]: rows and columns: a square grid if possible, as for ImageNet; else the grid with the aspect
-        ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
+        tuple[int, int]: ``(rows, columns)``. The grid is square if possible, as for ImageNet; otherwise it has the
+        aspect ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
     """
     side = math.isqrt(patches)
     if side * side == patches:
@@ -390,7 +390,7 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
 
 
 def infer_embedding_keys(state: State) -> dict[str, str]:
-    """Infer the number of cameras, the image size and the patch stride (config keys) from the embeddings of a ViT.
+    """Infer config keys from the embeddings of a ViT: number of cameras, image size and patch stride.
 
     Args:
         state (dict[str, torch.Tensor]): tensors of a ViT.
@@ -424,7 +424,7 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME {backbone.NAME}")
+    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={backbone.NAME}")
     for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
         if size is not None and min(size) < PATCH:
             key = size_key(cfg, is_train=is_train)

@@ -14,8 +14,9 @@ def build_heads(cfg: Any, backbone: nn.Module | None = None) -> nn.Module:
 
     Args:
         cfg (CfgNode): the config.
-        backbone (nn.Module | None): backbone of the model. A head with the class attribute ``continues_backbone =
-            True`` takes over its last layers, and is built by ``from_config(cfg, backbone=backbone)``.
+        backbone (nn.Module | None): backbone of the model. If the head class has the attribute
+            ``continues_backbone = True``, the head is built by ``from_config(cfg, backbone=backbone)``, which moves the
+            last layers of the backbone into the head.
 
     Raises:
         ConfigError: if the head or one of its components is not registered, or if the head does not support this

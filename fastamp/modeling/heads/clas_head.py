@@ -15,8 +15,8 @@ from fastamp.modeling.heads.embedding_head import EmbeddingHead
 class ClasHead(EmbeddingHead):
     """``EmbeddingHead`` that returns scaled class logits in evaluation mode, as in FastReID.
 
-    As in FastReID, the losses use the feature after the neck; ``neck_feat`` is ignored. A head built without classes
-    (for evaluation only) sets its number of classes when weights are loaded.
+    As in FastReID, the losses use the feature after the neck; ``neck_feat`` is ignored. If the head is
+    built without classes, for evaluation only, loading weights sets the number of classes.
 
     Args:
         options: arguments of ``EmbeddingHead``.
@@ -30,11 +30,11 @@ class ClasHead(EmbeddingHead):
     def forward(
         self, features: torch.Tensor, targets: torch.Tensor | None = None
     ) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute the outputs of ``EmbeddingHead`` in training mode, or logits (B, K), float32, in evaluation mode."""
+        """Compute the outputs of ``EmbeddingHead`` in training mode, (B, K) float32 logits in evaluation mode."""
         return super().forward(features, targets) if self.training else self.logits(features)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert like ``EmbeddingHead``; a head without classes is resized to the number of classes in ``state``.
+        """Convert ``state`` like ``EmbeddingHead``; set the number of classes of a head built without classes.
 
         Raises:
             WeightsError: see ``EmbeddingHead.convert_state_dict``.

@@ -107,14 +107,14 @@ class EmbeddingHead(nn.Module):
             targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
 
         Returns:
-            In evaluation mode the features (B, D), float32, not normalized, before or after the neck as set by
+            In evaluation mode the features (B, D), float32, not L2-normalized, before or after the neck as set by
             ``eval_feat``. In training mode
             ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32: the logits with and
             without margin, and the features before or after the neck as set by ``neck_feat``.
 
         Raises:
-            ConfigError: if the head has no classes in training mode, or if the pooled feature map does not have shape
-                (B, feat_dim, 1, 1).
+            ConfigError: if the head is in training mode and has no classes, or if the pooled feature map does not have
+                shape (B, feat_dim, 1, 1).
         """
         pooled = self._pool(features)
         if not self.training and self.eval_feat == "before":
@@ -132,7 +132,7 @@ class EmbeddingHead(nn.Module):
 
     @force_fp32
     def logits(self, features: torch.Tensor) -> torch.Tensor:
-        """Compute scaled class logits without margin, in training and in evaluation mode.
+        """Compute scaled class logits without margin; works in both training and evaluation mode.
 
         Args:
             features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
@@ -150,15 +150,15 @@ class EmbeddingHead(nn.Module):
             pooled = pooled[:, :, None, None]
         if pooled.shape[1] != self.pooled_dim:
             raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} outputs {pooled.shape[1]} values for a "
+                f"MODEL.HEADS.POOL_LAYER={type(self.pool_layer).__name__} outputs {pooled.shape[1]} values for a "
                 f"feature map of {' x '.join(map(str, features.shape[1:]))}; expected {self.pooled_dim}.\n"
                 "  fix: use images of the size in the config (INPUT.SIZE_TRAIN, INPUT.SIZE_TEST)"
             )
         if pooled.shape[2:] != (1, 1):
             size = " x ".join(map(str, pooled.shape[2:]))
             raise ConfigError(
-                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} outputs a map of {size}; expected 1 x 1.\n"
-                "  fix: choose a global pooling layer, e.g. MODEL.HEADS.POOL_LAYER GlobalAvgPool"
+                f"MODEL.HEADS.POOL_LAYER={type(self.pool_layer).__name__} outputs a map of {size}; expected 1 x 1.\n"
+                "  fix: choose a global pooling layer, e.g. MODEL.HEADS.POOL_LAYER=GlobalAvgPool"
             )
         return pooled
 

@@ -1,4 +1,4 @@
-"""torchreid's head: the feature is the output of a fully connected layer after pooling."""
+"""Head of torchreid, with a fully connected layer after the pooling."""
 
 import logging
 from typing import Any
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 class FCHead(EmbeddingHead):
     """``EmbeddingHead`` with a linear layer, batch norm and ReLU as the neck (Zhou et al. 2019, arXiv:1905.00953).
 
-    torchreid uses the feature after the neck in the losses and in evaluation. Unlike torchreid's, the classifier has no
-    bias.
+    torchreid uses the feature after the neck in the losses and in evaluation. In contrast to
+    torchreid, the classifier has no bias.
 
     Args:
         embedding_dim (int): output width of the linear layer.
         options: arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
 
     Raises:
-        ConfigError: if ``embedding_dim`` is 0; see also ``EmbeddingHead``.
+        ConfigError: if ``embedding_dim`` is 0, or if another argument is invalid; see ``EmbeddingHead``.
     """
 
     def __init__(self, *, embedding_dim: int, **options: Any) -> None:
@@ -35,9 +35,7 @@ class FCHead(EmbeddingHead):
                 "  fix: set MODEL.HEADS.EMBEDDING_DIM, e.g. to 512 as in torchreid's OSNet"
             )
         if options.get("with_bnneck") or options.get("norm", "BN") != "BN":
-            logger.warning(
-                "MODEL.HEADS.WITH_BNNECK and NORM are ignored: FCHead always uses BatchNorm1d, as in torchreid"
-            )
+            logger.warning("MODEL.HEADS.WITH_BNNECK and MODEL.HEADS.NORM are ignored: FCHead always uses BatchNorm1d")
         super().__init__(embedding_dim=embedding_dim, **options)
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
@@ -49,5 +47,5 @@ class FCHead(EmbeddingHead):
         return self.fc(pooled.flatten(1))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert the head weights of a torchreid file; the bias of its classifier is dropped."""
+        """Convert the head weights of a torchreid file, and drop the bias of the classifier."""
         return {"weight" if key == "classifier.weight" else key: value for key, value in state.items()}

@@ -1,4 +1,4 @@
-"""TransReID's jigsaw patch module: a global feature, and local features of shuffled patches."""
+"""Jigsaw patch module of TransReID: a global feature, and local features of groups of shuffled patches."""
 
 import copy
 from typing import Any
@@ -38,7 +38,7 @@ KEYS = (
     Key(
         "MODEL.HEADS.JPM.GROUPS",
         2,
-        "JPMHead: number of runs of consecutive patches that are interleaved; 1 disables the shuffle.",
+        "JPMHead: number of runs of consecutive patches to interleave; 1 disables the shuffle.",
         low=1,
     ),
 )
@@ -50,9 +50,9 @@ class JPMHead(nn.Module):
 
     The head has two copies of the last block of a ViT. The global feature is the class token after the first copy. The
     patch tokens are shifted and shuffled, so that each group covers the whole image, and split into groups. The
-    second copy processes each group together with the class token, whose output is the local feature. Each feature has
-    its own neck and classifier. The last block and norm are removed from the backbone, where their output would be
-    unused.
+    second copy processes each group together with the class token; the resulting class token is the local feature.
+    Each feature has a separate neck and classifier. The last block and the norm are removed from the backbone, because
+    their outputs would not be used.
 
     Args:
         last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D), copied with its weights.
@@ -95,8 +95,8 @@ class JPMHead(nn.Module):
         """
         if not hasattr(backbone, "hand_over_last_block"):
             raise ConfigError(
-                f"MODEL.HEADS.NAME JPMHead requires a Vision Transformer, but MODEL.BACKBONE.NAME is "
-                f"{cfg.MODEL.BACKBONE.NAME}.\n  fix: set MODEL.BACKBONE.NAME build_vit_backbone"
+                f"MODEL.HEADS.NAME=JPMHead requires a Vision Transformer, but MODEL.BACKBONE.NAME is "
+                f"{cfg.MODEL.BACKBONE.NAME}.\n  fix: set MODEL.BACKBONE.NAME to build_vit_backbone"
             )
         jpm = cfg.MODEL.HEADS.JPM
         cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token has no spatial dimensions
@@ -143,7 +143,7 @@ class JPMHead(nn.Module):
         if length == 0:
             raise ConfigError(
                 f"MODEL.HEADS.JPM.PARTS is {self.parts}, but the images have only {patches.shape[1]} patches.\n"
-                "  fix: lower MODEL.HEADS.JPM.PARTS, or use larger images"
+                "  fix: decrease MODEL.HEADS.JPM.PARTS, or use larger images"
             )
         if self.rearrange:
             patches = shuffle_patches(patches, shift=self.shift, groups=self.groups)
@@ -160,7 +160,7 @@ class JPMHead(nn.Module):
         return block(tokens)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert TransReID's ``bottleneck_2.*`` and ``classifier_2.*`` to ``branches.2.*``."""
+        """Rename TransReID's parameters, e.g. ``bottleneck_2.*`` and ``classifier_2.*`` to ``branches.2.*``."""
         renamed = {}
         for key, value in state.items():
             part, dot, rest = key.partition(".")
@@ -191,8 +191,8 @@ def last_block_state(state: State, *, number: int) -> State:
 def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
     """Shift the patches cyclically, split them into ``groups`` runs, and interleave the runs.
 
-    As in TransReID's code, but not in the paper, the patches are shifted by ``shift - 1``, and if N is not a multiple
-    of ``groups``, the patches before the last one are repeated.
+    As in TransReID's code, the patches are shifted by ``shift - 1``. If N is not a multiple of ``groups``, the patches
+    before the last one are repeated. The paper describes neither.
 
     Args:
         patches (torch.Tensor): (B, N, D), row by row.

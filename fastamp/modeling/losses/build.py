@@ -15,18 +15,18 @@ LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
 
 def build_losses(cfg: Any) -> nn.ModuleDict:
-    """Build the losses of ``MODEL.LOSSES.NAME``.
+    """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
     A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> ()``, where
     ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
-    compares the images of a batch with each other by their ``features``; with ``MODEL.LOSSES.GATHER`` it gets the
-    features of all ranks.
+    compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
+    all ranks.
 
     Returns:
         nn.ModuleDict: loss name, as in the logs (e.g. ``loss_cls``) -> module.
 
     Raises:
-        ConfigError: if a loss is not registered or is listed twice, or if two losses have the same ``loss_name``.
+        ConfigError: if a loss is not registered or listed twice, or if two losses have the same ``loss_name``.
     """
     names = list(cfg.MODEL.LOSSES.NAME)
     if len(set(names)) < len(names):
@@ -43,22 +43,22 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
             continue  # the loss needs classes, and the model is built without them
         if loss.loss_name in losses:
             raise ConfigError(
-                f"MODEL.LOSSES.NAME {', '.join(names)}: two losses are named {loss.loss_name}.\n"
-                "  fix: remove one of them"
+                f"MODEL.LOSSES.NAME: two of the losses {', '.join(names)} have the same log name {loss.loss_name}.\n"
+                "  fix: remove one of the two losses"
             )
         losses[loss.loss_name] = loss
     return nn.ModuleDict(losses)
 
 
 def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
-    """Check that the losses have no learnable parameters, so that they can be shared across several outputs.
+    """Check that the losses have no learnable parameters, so that several outputs can share them.
 
     Args:
         losses (nn.ModuleDict): result of ``build_losses``.
-        owner (str): description of these outputs, for the error message.
+        owner (str): description of the outputs in the error message.
 
     Raises:
-        ConfigError: if a loss has learnable parameters, e.g. a center for each identity.
+        ConfigError: if a loss has learnable parameters, e.g. the centers of ``CenterLoss``.
     """
     with_parameters = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
     if with_parameters:

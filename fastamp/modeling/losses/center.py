@@ -1,4 +1,4 @@
-"""Center loss, which pulls features toward the learned center of their identity."""
+"""Center loss, which pulls each feature toward the learned center of the identity."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ class CenterLoss(nn.Module):
         )
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the SGD optimizer of the centers; its learning rate ``lr / scale`` cancels the weight of the loss."""
+        """Build the SGD optimizer of the centers. The learning rate ``lr / scale`` cancels the weight of the loss."""
         return torch.optim.SGD([{"params": [self.centers], "scheduled": False}], lr=self.lr / (self.scale or 1.0))
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:

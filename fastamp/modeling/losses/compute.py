@@ -11,7 +11,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return the outputs for the whole image, which are the first if a head returns several."""
+    """Return the outputs for the whole image: the first element if a head returns a list of outputs."""
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
@@ -22,7 +22,7 @@ def compute_losses(
     *,
     gather: bool,
 ) -> dict[str, torch.Tensor]:
-    """Compute each loss from the outputs of a head, as a weighted sum if there are several outputs.
+    """Compute each loss from the outputs of a head. Over several outputs, each loss is a weighted sum.
 
     Args:
         losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> ()``.
@@ -52,7 +52,7 @@ def compute_losses(
 
 
 def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
-    """Compute a loss of single images, scaled so that its mean over ranks is the mean over the images of all ranks."""
+    """Compute a loss, scaled so that the mean over ranks equals the mean over the images of all ranks."""
     if not gather or not hasattr(loss, "total_and_count"):
         return loss(outputs, targets)
     # The mean of per-rank means would weight images differently if the counts of the ranks differ.

@@ -1,4 +1,4 @@
-"""Cross-entropy loss over identities with FastReID's label smoothing."""
+"""Cross-entropy loss over identities, with the label smoothing of FastReID."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def cross_entropy_total(
         alpha (float): factor of the adaptive smoothing. Default 0.2.
 
     Returns:
-        tuple[torch.Tensor, torch.Tensor]: sum, () float32, and count, () int64.
+        tuple[torch.Tensor, torch.Tensor]: ``(sum, count)``, () float32 and () int64.
     """
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
@@ -94,7 +94,7 @@ class CrossEntropyLoss(nn.Module):
     def total_and_count(
         self, outputs: dict[str, torch.Tensor], targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the numerator and denominator of the loss, () each, for an average over all ranks."""
+        """Compute ``(sum of the cross entropies, number of nonzero terms)``, () each; see ``compute_losses``."""
         total, count = cross_entropy_total(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
         return self.scale * total, count
 

@@ -16,7 +16,7 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, *, temperatu
     Args:
         student (torch.Tensor): (B, K) float, logits of the student.
         teacher (torch.Tensor): (B, K) float, logits of the teacher.
-        temperature (float): T, divisor of both logits. Default 16.
+        temperature (float): T, divisor of the logits of student and teacher. Default 16.
 
     Returns:
         torch.Tensor: () float32.

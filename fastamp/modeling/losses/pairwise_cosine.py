@@ -73,7 +73,9 @@ def pairwise_circle_loss(
 def pairwise_cosface(
     features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
-    """Compute CosFace between pairs of features, not features and class weights (Sun et al. 2020, eq. 1).
+    """Compute the CosFace loss over pairs of features (Sun et al. 2020, arXiv:2002.10857, eq. 1).
+
+    In contrast to ``CosSoftmax``, the cosines are between two features, not between features and class weights.
 
     Args:
         features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
@@ -93,7 +95,7 @@ class _PairwiseCosineLoss(nn.Module):
     """Base class of losses over the cosine similarities of ``features``.
 
     Args:
-        margin, gamma (float): see the function that computes the loss.
+        margin, gamma (float): see ``pairwise_circle_loss`` and ``pairwise_cosface``.
         scale (float): weight of this loss in the total loss.
     """
 

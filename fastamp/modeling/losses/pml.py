@@ -17,7 +17,7 @@ KEYS = (
     Key(
         "MODEL.LOSSES.PML.ARGS",
         {},
-        "pytorch-metric-learning: arguments of losses and miner, by name, e.g. {TripletMarginLoss: {margin: 0.1}}.",
+        "pytorch-metric-learning: arguments of losses and miner, by class, e.g. {TripletMarginLoss: {margin: 0.1}}.",
         nested=True,
     ),
     Key("MODEL.LOSSES.PML.MINER", "", "pytorch-metric-learning: name of the miner that selects pairs; '' for none."),
@@ -87,7 +87,8 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
         feature_dim (int): width of the features.
 
     Returns:
-        The loss, or None if it requires classes and the model is built without classes, for evaluation only.
+        The loss. None if the loss requires the number of classes, but the model is built without classes (for
+        evaluation only).
 
     Raises:
         ConfigError: if the package is not installed, the loss or miner is unknown, or an argument is invalid.
@@ -98,7 +99,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     unused = [key for key in args if key.partition(".")[0] not in selected]
     if unused:
         raise ConfigError(
-            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} matches no loss in MODEL.LOSSES.NAME and is not the miner."
+            f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} is not in MODEL.LOSSES.NAME or MODEL.LOSSES.PML.MINER."
             f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}"
         )
     unnested = [key for key in args if "." not in key]

@@ -101,8 +101,8 @@ def triplet_loss(
             Default 0.3.
         normalize (bool): use squared Euclidean distances of L2-normalized features instead of Euclidean distances of
             the unnormalized features. Default False.
-        hard_mining (bool): use the farthest positive and the nearest negative; otherwise all positives and negatives,
-            weighted by a softmax of their distances. Default True.
+        hard_mining (bool): use the farthest positive and the nearest negative of each anchor. If False, use all
+            positives and negatives, weighted by a softmax of their distances. Default True.
         weighting (str): weights without hard mining: ``"softmax"``, or ``"fastreid"`` for FastReID's variant, which is
             wrong for distances above about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
 

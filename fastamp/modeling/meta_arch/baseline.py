@@ -45,8 +45,8 @@ class Baseline(ImageModel):
         """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: if a loss has learnable parameters and the head has several outputs; see also ``normalization``
-                and the builders of backbone, head and losses.
+            ConfigError: if a loss has learnable parameters and the head has several outputs; see also
+                ``normalization``, ``build_backbone``, ``build_heads`` and ``build_losses``.
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
@@ -64,7 +64,7 @@ class Baseline(ImageModel):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return additional constructor arguments of a subclass; ``cfg`` contains the final ``FEAT_DIM``."""
+        """Return additional constructor arguments of a subclass; ``FEAT_DIM`` in ``cfg`` is the head's input width."""
         return {}
 
     def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
@@ -72,8 +72,9 @@ class Baseline(ImageModel):
 
         Args:
             batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
-                ``"targets": (B,) int64``; for camera or view embeddings also ``"camids"`` and ``"viewids"``, (B,)
-                int64, starting at 0. In evaluation mode, ``batch`` may also be the tensor of images.
+                ``"targets": (B,) int64``; for a backbone with camera or view embeddings also ``"camids"`` and
+                ``"viewids"``, (B,) int64, starting at 0. In evaluation mode, ``batch`` may also be the tensor of
+                images.
 
         Returns:
             In evaluation mode the features (B, D), float32; in training mode a dict, loss name -> () float32.
@@ -92,5 +93,5 @@ class Baseline(ImageModel):
         return compute_losses(self.losses, outputs, targets, gather=self.gather)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Compute scaled class logits without margin, (B, K) float32, in training or evaluation mode."""
+        """Compute scaled class logits without margin, (B, K) float32; works in both training and evaluation mode."""
         return self.heads.logits(self.feature_maps(batch))

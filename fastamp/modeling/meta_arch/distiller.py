@@ -18,8 +18,13 @@ from fastamp.utils.errors import ConfigError
 
 KEYS = (
     Key("KD.MODEL_CONFIG", (), "Distiller: config files of the teachers.", of=str),
-    Key("KD.MODEL_WEIGHTS", (), "Distiller: weights files of the teachers, in the order of MODEL_CONFIG.", of=str),
-    Key("KD.EMA.ENABLED", False, "Distiller: use a moving average of the student as an additional teacher."),
+    Key(
+        "KD.MODEL_WEIGHTS",
+        (),
+        "Distiller: weights files of the teachers, in the same order as KD.MODEL_CONFIG.",
+        of=str,
+    ),
+    Key("KD.EMA.ENABLED", False, "Distiller: use a moving average of the student's weights as an additional teacher."),
     Key("KD.EMA.MOMENTUM", 0.999, "Distiller: momentum of the moving average, per iteration.", low=0, high=1),
 )
 
@@ -29,9 +34,9 @@ class Distiller(Baseline):
     """Baseline with a distillation loss from teachers (Hinton et al. 2015, arXiv:1503.02531).
 
     Teachers process the same images in evaluation mode, without gradients, under the training precision policy. They
-    are not part of the state dict: a checkpoint contains the student and can be loaded into a Baseline. A moving
-    average of the student, including its batch norm statistics, can be an additional teacher. The average is part of
-    the state dict, under the prefix ``ema.``, so that a resumed run continues it.
+    are not part of the state dict: a checkpoint contains only the student and can be loaded into a Baseline. A moving
+    average of the student's weights and batch norm statistics can be an additional teacher. The average is part of the
+    state dict, under the prefix ``ema.``, and is restored when a run is resumed.
 
     Example, on the command line or in YAML, with the config and weights of the teacher's run::
 
@@ -73,7 +78,7 @@ class Distiller(Baseline):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Build the teachers configured in ``KD``; a model without classes, for evaluation only, has no teachers.
+        """Build the teachers configured in ``KD``. A model built without classes, for evaluation only, has no teachers.
 
         Raises:
             ConfigError: if no teacher is configured; see also ``build_teachers``.
@@ -83,8 +88,8 @@ class Distiller(Baseline):
             return {"teachers": ()}
         if not (cfg.KD.MODEL_CONFIG or cfg.KD.MODEL_WEIGHTS or cfg.KD.EMA.ENABLED):
             raise ConfigError(
-                "MODEL.META_ARCHITECTURE Distiller requires a teacher.\n"
-                "  fix: set KD.MODEL_CONFIG and KD.MODEL_WEIGHTS to the teacher's files, or set KD.EMA.ENABLED True"
+                "MODEL.META_ARCHITECTURE=Distiller requires a teacher.\n"
+                "  fix: set KD.MODEL_CONFIG and KD.MODEL_WEIGHTS to the teacher's files, or set KD.EMA.ENABLED to True"
             )
         momentum = cfg.KD.EMA.MOMENTUM ** (1 / cfg.SOLVER.ACCUM_STEPS)  # per iteration, not per micro-batch
         return {
@@ -128,7 +133,7 @@ class Distiller(Baseline):
         return logits
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert like ``Baseline``; initialize a missing moving average from the model in the file."""
+        """Convert ``state`` like ``Baseline``; add a missing moving average as a copy of the student in ``state``."""
         state = super().convert_state_dict(state, notes)
         return state if self.ema is None else self.ema.fill_from_model(state, "ema.")
 

@@ -20,8 +20,8 @@ class ImageModel(nn.Module):
         training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
 
     Args:
-        backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, it also
-            gets ``camids`` and ``viewids``.
+        backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the
+            backbone is also called with ``camids`` and ``viewids``.
         pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, for pixels in 0..255.
     """
 
@@ -47,17 +47,17 @@ class ImageModel(nn.Module):
         return self.pixel_mean.device
 
     def take_normalized_images(self) -> None:
-        """Disable the normalization, for input that is already normalized."""
+        """Disable the image normalization: from now on, the model expects normalized images."""
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        """Move images (B, C, H, W) in 0..255, of any dtype, to the device and normalize them out of place."""
+        """Return a normalized copy, on the device of the model, of images (B, C, H, W) in 0..255 of any dtype."""
         # Transferred in the original dtype: uint8 needs a quarter of the bytes of float32.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
 
     def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
-        """Check the input of the model, and wrap a tensor of images in a dict.
+        """Validate the input of the model; wrap a tensor of images in a dict.
 
         Args:
             batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode,
@@ -67,7 +67,7 @@ class ImageModel(nn.Module):
             TypeError: if ``batch`` is neither a dict nor a tensor, or is a tensor in training mode, which requires
                 targets.
             KeyError: if ``batch`` contains no images.
-            ValueError: if the images have a wrong number of dimensions or channels.
+            ValueError: if the images are not a tensor, or have the wrong number of dimensions or channels.
         """
         if isinstance(batch, torch.Tensor):
             if self.training:
@@ -83,18 +83,18 @@ class ImageModel(nn.Module):
                 '  fix: call model({"images": images}); for files, call fastamp.Predictor(checkpoint).features(paths)'
             )
         if "images" not in batch:
-            raise KeyError(f'the batch does not contain "images"; its keys are: {", ".join(map(str, batch))}')
+            raise KeyError(f'the batch does not contain "images"; found keys: {", ".join(map(str, batch))}')
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
             found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
             raise ValueError(
                 f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {found}.\n"
-                "  fix: use images[None] for a single image, images.permute(0, 3, 1, 2) for channels-last images"
+                "  fix: pass images[None] for a single image, or images.permute(0, 3, 1, 2) for images (B, H, W, C)"
             )
         return batch
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
-        """Run the backbone on the images of a batch, with camera and view IDs if it requires them.
+        """Run the backbone on the images of a batch; pass camera and view IDs if the backbone requires them.
 
         Args:
             batch (dict[str, Any]): see ``forward`` of the subclass.
@@ -108,7 +108,9 @@ class ImageModel(nn.Module):
         if not getattr(backbone, "takes_cameras", False):
             return backbone(images)
         if "camids" not in batch:
-            raise KeyError('the backbone has camera or view embeddings, but the batch does not contain "camids"')
+            raise KeyError(
+                'the batch does not contain "camids", which a backbone with camera or view embeddings requires'
+            )
         names = [name for name in ("camids", "viewids") if name in batch]
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
@@ -116,7 +118,7 @@ class ImageModel(nn.Module):
         """Return the class labels of a training batch, (B,) int64, on the device."""
         if "targets" not in batch:
             raise KeyError(
-                'the model is in training mode, but the batch has no "targets"; for evaluation, call model.eval() first'
+                'the batch does not contain "targets", which training requires; for evaluation, call model.eval() first'
             )
         return batch["targets"].to(self.device, non_blocking=True)
 
@@ -140,7 +142,7 @@ class ImageModel(nn.Module):
 
 
 def normalization(cfg: Any) -> dict[str, Any]:
-    """Read ``pixel_mean`` and ``pixel_std`` from ``MODEL``, with one value for each of ``INPUT.CHANNELS`` channels.
+    """Read ``pixel_mean`` and ``pixel_std`` from ``MODEL``, each with ``INPUT.CHANNELS`` values.
 
     Raises:
         ConfigError: see ``per_channel``.

@@ -33,10 +33,10 @@ class MGN(ImageModel):
     """Multiple Granularity Network (Wang et al. 2018, arXiv:1804.01438).
 
     A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
-    blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for its whole feature map; branches
-    2 and 3 also have one for each of their two or three horizontal parts. As in FastReID, each head has its own
-    reduction and classifier, each of the eight classification losses has weight 1/8, and each of the five pair losses
-    has weight 1/5.
+    blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for the whole feature map. Branch 2
+    also has a head for each of two horizontal parts, and branch 3 for each of three. As in FastReID, each head has a
+    separate reduction and classifier, each of the eight classification losses has weight 1/8, and each of the five pair
+    losses has weight 1/5.
 
     Args:
         backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
@@ -87,18 +87,19 @@ class MGN(ImageModel):
 
         Raises:
             ConfigError: if the backbone is not a ResNet, ``POOL_LAYER`` is Flatten, or a loss has learnable parameters;
-                see also ``normalization`` and the builders of backbone, heads and losses.
+                see also ``normalization``, ``build_backbone``, ``build_heads`` and ``build_losses``.
         """
         if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
             raise ConfigError(
-                "MODEL.HEADS.POOL_LAYER Flatten requires feature maps of a fixed size, but the heads of MGN pool parts "
+                "MODEL.HEADS.POOL_LAYER=Flatten requires feature maps of a fixed size, but the heads of MGN pool parts "
                 "of different sizes.\n  fix: choose another MODEL.HEADS.POOL_LAYER"
             )
         backbone = build_backbone(cfg)
         if not isinstance(backbone, ResNet):
             raise ConfigError(
-                f"MODEL.META_ARCHITECTURE MGN requires a ResNet; got MODEL.BACKBONE.NAME {cfg.MODEL.BACKBONE.NAME}.\n"
-                "  fix: set MODEL.BACKBONE.NAME build_resnet_backbone"
+                "MODEL.META_ARCHITECTURE=MGN requires a ResNet, but MODEL.BACKBONE.NAME is "
+                f"{cfg.MODEL.BACKBONE.NAME}.\n"
+                "  fix: set MODEL.BACKBONE.NAME to build_resnet_backbone"
             )
         if cfg.MODEL.BACKBONE.WITH_NL:
             logger.warning("MODEL.BACKBONE.WITH_NL is ignored: MGN has no non-local blocks")
@@ -120,8 +121,8 @@ class MGN(ImageModel):
                 ``"targets": (B,) int64``. In evaluation mode, ``batch`` may also be the tensor of images.
 
         Returns:
-            In evaluation mode the features (B, 8 D), float32, in the order of ``HEADS``; in training mode a dict,
-            ``<loss name>_<head>`` -> () float32.
+            In evaluation mode the features of all heads, (B, 8 D), float32, concatenated in the order of ``HEADS``. In
+            training mode a dict, ``<loss name>_<head>`` -> () float32.
         """
         batch = self.as_batch(batch)
         maps = self._head_maps(batch)
@@ -142,19 +143,19 @@ class MGN(ImageModel):
         return losses
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Compute the mean of the class logits of all heads, (B, K) float32, in training or evaluation mode."""
+        """Compute the mean class logits over all heads, (B, K) float32; works in both training and evaluation mode."""
         maps = self._head_maps(batch)
         return torch.stack([self.get_submodule(f"{name}_head").logits(maps[name]) for name in HEADS]).mean(0)
 
     def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Compute the feature map of each head."""
+        """Compute a dict from the name of each head to its feature map."""
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
         return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
 
     @staticmethod
     def _split_height(branch: str, maps: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
-        """Split (B, D, h, w) into ``count`` horizontal parts, from the top: ``b21``, ``b22``, ..."""
+        """Split (B, D, h, w) into ``count`` horizontal parts, named from the top ``b21``, ``b22``, ..."""
         parts = maps.chunk(count, dim=2)
         if len(parts) < count:
             raise ConfigError(

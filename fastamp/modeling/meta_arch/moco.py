@@ -24,7 +24,7 @@ KEYS = (
     Key(
         "MODEL.MOCO.MOMENTUM",
         0.999,
-        "MoCo: momentum of the key encoder, per iteration; with 0, the memory bank holds features of the model itself, "
+        "MoCo: momentum of the key encoder, per iteration; if 0, the memory bank holds features of the model itself, "
         "as in FastReID.",
         low=0,
         high=1,
@@ -44,14 +44,15 @@ class MoCo(Baseline):
     """Baseline with an additional loss on pairs of features and stored keys (He et al. 2020, arXiv:1911.05722).
 
     The keys of a batch are features of the same images, computed by the key encoder. The key encoder is a moving
-    average of backbone and head, updated before each forward pass in training mode. Its modules have the same training
-    mode as the model's, so that batch norm uses the statistics of the batch. Evaluation uses only backbone and head.
+    average of backbone and head, updated before each forward pass in training mode. Each module of the key encoder has
+    the same training mode as in the model, so that batch norm uses the statistics of the batch. Evaluation uses only
+    backbone and head.
 
-    Differs from the paper: labels are known, so that all keys of an image's identity are positives; there is one view
-    per image, and the image's own key is excluded; the loss is pairwise CosFace; there is no shuffling BN across ranks,
-    as in FastReID. Differs from FastReID: FastReID's keys are features of the model itself (momentum 0 here), its
-    memory bank starts with random features of class 0, and it excludes an image's own key only if the batch is stored
-    at the start of the bank.
+    Differences from the paper: all keys of the same identity are positives, because labels are known; there is one view
+    per image, and the key of the image itself is excluded; the loss is pairwise CosFace; as in FastReID, there is no
+    shuffling BN across ranks. Differences from FastReID: FastReID's keys are features of the model itself (momentum 0
+    here), FastReID's memory bank starts with random features of class 0, and FastReID excludes the key of the image
+    itself only if the batch is stored at the start of the bank.
 
     Args:
         queue_size (int): number of keys in the memory bank.
@@ -87,7 +88,7 @@ class MoCo(Baseline):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return the arguments configured in ``MODEL.QUEUE_SIZE`` and ``MODEL.MOCO``."""
+        """Return the constructor arguments configured in ``MODEL.QUEUE_SIZE`` and ``MODEL.MOCO``."""
         moco = cfg.MODEL.MOCO
         return {
             "queue_size": cfg.MODEL.QUEUE_SIZE,
@@ -118,9 +119,9 @@ class MoCo(Baseline):
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert like ``Baseline``; initialize a missing key encoder from the model in the file.
+        """Convert ``state`` like ``Baseline``; add a missing key encoder as a copy of the model in ``state``.
 
-        The memory bank of the file is not loaded if its size or its labels do not match.
+        The memory bank in ``state`` is not loaded if its size or class labels do not match the model.
         """
         state = self.key_encoder.fill_from_model(super().convert_state_dict(state, notes), "key_encoder.")
         file_queue = state.get("memory.queue")
@@ -146,7 +147,7 @@ class MoCo(Baseline):
 
 
 class MemoryBank(nn.Module):
-    """Queue of the latest normalized keys and their class labels, and the loss of queries against it.
+    """Queue of the latest normalized keys and class labels, and the loss between queries and the keys.
 
     The buffers are equal on all ranks and have FastReID's names: keys (``queue``), class labels (``queue_label``; -1 in
     empty slots) and the next slot (``queue_ptr``).
@@ -171,7 +172,8 @@ class MemoryBank(nn.Module):
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Replace the oldest keys with the keys of all ranks, and compute the loss of this rank's queries.
 
-        The loss is pairwise CosFace (see ``pairwise_cosface``) of each query with all keys except its own.
+        The loss is pairwise CosFace (see ``pairwise_cosface``) of each query with all keys except that of the same
+        image.
 
         Args:
             queries (torch.Tensor): (B, D) float, features of the model.
@@ -198,7 +200,7 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def _store(self, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Store the keys of all ranks, in rank order, and return the slots of this rank's keys, (B,) int64."""
+        """Store the keys of all ranks, in rank order, and return the slots of the keys of this rank, (B,) int64."""
         count, size = len(keys), self.queue.shape[1]
         keys, targets = comm.all_gather(F.normalize(keys, dim=1)), comm.all_gather(targets)
         if len(keys) > size:

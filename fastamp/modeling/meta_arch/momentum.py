@@ -1,4 +1,4 @@
-"""Momentum copy of a model: an exponential moving average of its weights."""
+"""Exponential moving average of the weights of a model, updated in each forward pass."""
 
 import copy
 from collections.abc import Iterator
@@ -10,11 +10,11 @@ from fastamp.utils.moved import renamed_attribute
 
 
 class MomentumCopy(nn.Module):
-    """Copies of submodules that hold the exponential moving average of their weights, in float32.
+    """Copies of submodules of a model, with exponential moving averages of the weights in float32.
 
-    The weights are buffers, not parameters: they have no gradients and are not optimized, checkpoints contain them, and
-    a skipped step restores them like the running statistics of batch norm. Call ``update`` at the start of a forward
-    pass in training mode, when the model has the weights of the last applied step.
+    The averages are buffers, not parameters: they have no gradients and are not optimized, but are saved in
+    checkpoints. If a step is skipped, they are restored, like the running statistics of batch norm. Call ``update`` at
+    the start of a forward pass in training mode, when the model has the weights of the last applied step.
 
     Args:
         model (nn.Module): model that contains the submodules.
@@ -50,18 +50,18 @@ class MomentumCopy(nn.Module):
             averaged[name].copy_(current[name])
 
     def copy_training_modes(self, model: nn.Module) -> None:
-        """Copy the training mode of each module of ``model``, since some of them may be frozen in evaluation mode."""
+        """Copy the training mode of each module from ``model``, which may have frozen modules in evaluation mode."""
         for part in self._modules:
             pairs = zip(self.get_submodule(part).modules(), model.get_submodule(part).modules(), strict=True)
             for module, original in pairs:
                 module.training = original.training
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
-        """Return the names of the buffers that are equal on all ranks: the weights, but not the statistics."""
+        """Return the names of the buffers that are equal on all ranks: weights, but not batch norm statistics."""
         return self.weights
 
     def fill_from_model(self, state: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
-        """If a state dict lacks the tensors of this module, add them as copies of the model's tensors.
+        """Add the tensors of this module to a state dict that lacks them, as copies of the model's tensors.
 
         Args:
             state (dict[str, torch.Tensor]): state dict of the whole model.

@@ -19,12 +19,12 @@ def build_teachers(cfg: Any) -> list[nn.Module]:
     """Build the teachers in ``KD.MODEL_CONFIG`` on ``MODEL.DEVICE``, and load their ``KD.MODEL_WEIGHTS``.
 
     The teachers are in evaluation mode without gradients. They use the device, memory format, compilation and precision
-    of the student, and its number of classes if their ``MODEL.HEADS.NUM_CLASSES`` is 0. All other settings, including
-    ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``, come from the teacher's config.
+    of the student. A teacher whose ``MODEL.HEADS.NUM_CLASSES`` is 0 also uses the student's number of classes. All
+    other settings, including ``MODEL.PIXEL_MEAN`` and ``PIXEL_STD``, come from the teacher's config.
 
     Raises:
         ConfigError: if the numbers of config and weights files differ, or if a config is missing, invalid or does not
-            fit the student.
+            match the student.
         WeightsError: if a weights file is missing, damaged or does not match its config.
     """
     configs, weights = cfg.KD.MODEL_CONFIG, cfg.KD.MODEL_WEIGHTS
@@ -43,7 +43,8 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
         raise ConfigError(f"KD.MODEL_CONFIG {config_file!r}: {error}") from error
     if not hasattr(teacher, "class_logits"):
         raise ConfigError(
-            f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} cannot be a teacher: it has no class_logits"
+            f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} cannot be a teacher, because it has no method "
+            "class_logits"
         )
     try:
         state = state_dict_in(read_checkpoint(weights_file), weights_file)
@@ -55,7 +56,7 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
         raise WeightsError(
             f"KD.MODEL_WEIGHTS {weights_file!r} does not match {config_file}: tensors are missing or have a different "
             f"number of classes ({len(missing)} in total, e.g. {', '.join(missing[:3])}).\n"
-            "  fix: use the config of the teacher's run, and weights with a classifier for the student's identities"
+            "  fix: use the config of the teacher's run, and a teacher trained on the student's identities"
         )
     return teacher.requires_grad_(False).eval()
 
@@ -69,13 +70,13 @@ def _teacher_config(cfg: Any, path: str) -> Any:
     teacher.merge_from_file(path)
     if teacher.INPUT.CHANNELS != cfg.INPUT.CHANNELS:
         raise ConfigError(
-            f"INPUT.CHANNELS is {teacher.INPUT.CHANNELS}; expected {cfg.INPUT.CHANNELS}, as for the student"
+            f"INPUT.CHANNELS: expected {cfg.INPUT.CHANNELS}, as in the student's config, got {teacher.INPUT.CHANNELS}"
         )
     classes = cfg.MODEL.HEADS.NUM_CLASSES
     if teacher.MODEL.HEADS.NUM_CLASSES not in (0, classes):
         raise ConfigError(
-            f"MODEL.HEADS.NUM_CLASSES is {teacher.MODEL.HEADS.NUM_CLASSES}; expected {classes}, as for the student: a "
-            "teacher must be trained on the same identities"
+            f"MODEL.HEADS.NUM_CLASSES: expected {classes}, as in the student's config, got "
+            f"{teacher.MODEL.HEADS.NUM_CLASSES}; a teacher must be trained on the same identities"
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
     teacher.MODEL.DEVICE = cfg.MODEL.DEVICE
