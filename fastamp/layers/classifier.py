@@ -61,7 +61,7 @@ class Linear(nn.Module):
 
 
 class MarginSoftmax(Linear):
-    """Base class of margin softmax layers; subclasses define ``right`` and ``wrong``.
+    """Base class of margin softmax layers; subclasses override ``right`` and, optionally, ``wrong``.
 
     Args:
         scale (float): factor of the cosines, about 30 to 128.

@@ -130,7 +130,7 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
     count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
     if count > _MAX_TENSORS:
         raise WeightsError(
-            f"{source} matches no supported model: it has {count} tensors in the backbone, but the largest supported "
+            f"{source} matches no supported model: found {count} backbone tensors, but the largest supported "
             "backbone has about 2000.\n  fix: pass the training config with --config-file or as KEY VALUE pairs"
         )
     best: tuple[float, dict[str, str], int] = (0.0, {}, 0)

@@ -51,8 +51,8 @@ def load_model(
             ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
     Returns:
-        LoadedModel: the model. For a checkpoint, its precision is the training precision unless ``opts`` contains
-        ``SOLVER.AMP``; for a config, the precision is set by the config.
+        LoadedModel: the model. For a checkpoint, the precision is the training precision, or is set by ``opts`` if they
+        contain ``SOLVER.AMP`` keys. For a config, the config sets the precision.
 
     Raises:
         WeightsError: if the weights are missing or damaged, if they do not match the model, or if the checkpoint

@@ -158,7 +158,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(cfg, model)
     if not groups:
         raise ConfigError(
-            "the model has no trainable parameters: requires_grad is False for all of them.\n"
+            "the model has no trainable parameters: requires_grad is False for all parameters.\n"
             "  fix: set requires_grad to True for the parameters to train"
         )
     defaults: dict[str, Any] = {}
@@ -235,8 +235,8 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: {key} cannot be set by this key.\n"
-                "  fix: set SOLVER.BASE_LR and SOLVER.WEIGHT_DECAY, and their factors for groups of parameters"
+                f"SOLVER.OPT_ARGS must not contain {key}.\n"
+                "  fix: set SOLVER.BASE_LR, SOLVER.WEIGHT_DECAY or the corresponding factors, e.g. SOLVER.LR_FACTORS"
             )
         if key not in accepted:
             raise ConfigError(

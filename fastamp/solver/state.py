@@ -103,7 +103,7 @@ class OptimizerState:
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
                 raise ValueError(
-                    f"parameter names differ from the optimizer's: {len(differ)}{examples(sorted(differ))}"
+                    f"checkpoint and model have different parameters: {len(differ)} in total{examples(sorted(differ))}"
                 )
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.

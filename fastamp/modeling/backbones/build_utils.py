@@ -31,7 +31,7 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
 
 
 def warn_ignored_options(cfg: Any, *names: str) -> None:
-    """Warn about each option in ``names``, e.g. ``WITH_NL``, that is enabled; the backbone does not support them."""
+    """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables."""
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
             logger.warning("MODEL.BACKBONE.%s is ignored: %s does not support it", name, cfg.MODEL.BACKBONE.NAME)
@@ -40,7 +40,7 @@ def warn_ignored_options(cfg: Any, *names: str) -> None:
 def with_pretrained_weights(
     model: Model, cfg: Any, online: TorchvisionWeights | Download | None, *, without: tuple[str, ...] = ()
 ) -> Model:
-    """Return ``model``, with pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is True.
+    """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is True, and return ``model``.
 
     Args:
         model (Model): backbone with random weights, modified in place.

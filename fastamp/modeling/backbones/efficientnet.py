@@ -183,7 +183,7 @@ class EfficientNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_effnet_backbone(cfg: Any) -> EfficientNet:
-    """Build the EfficientNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the EfficientNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

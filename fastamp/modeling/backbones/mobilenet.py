@@ -122,7 +122,7 @@ def _init_convolution(convolution: nn.Conv2d) -> None:
 @BACKBONE_REGISTRY.register()
 @variants(WIDTHS)
 def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
-    """Build the MobileNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the MobileNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.
@@ -138,7 +138,7 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
 @BACKBONE_REGISTRY.register()
 @variants(V3_MODELS)
 def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
-    """Build the MobileNetV3 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the MobileNetV3 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

@@ -198,7 +198,7 @@ class OSNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS, options=("WITH_IBN",))
 def build_osnet_backbone(cfg: Any) -> OSNet:
-    """Build the OSNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the OSNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.

@@ -111,7 +111,7 @@ def _stage(in_channels: int, out_channels: int, norm: str, instance_norms: tuple
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
 def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
-    """Build the OSNet-AIN configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the OSNet-AIN configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

@@ -211,7 +211,7 @@ class RegNet(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_regnet_backbone(cfg: Any) -> RegNet:
-    """Build the RegNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the RegNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

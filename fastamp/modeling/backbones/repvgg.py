@@ -303,11 +303,11 @@ def _convert_timm_name(key: str) -> str:
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("DEPLOY",))
 def build_repvgg_backbone(cfg: Any) -> RepVGG:
-    """Build the RepVGG configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the RepVGG configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
-        ConfigError: if ``DEPTH`` is unknown, if ``DEPLOY`` is on and ``NORM`` is not batch norm, or if ``PRETRAIN`` is
-            on without ``PRETRAIN_PATH``.
+        ConfigError: if ``DEPTH`` is unknown, if ``DEPLOY`` is True and ``NORM`` is not batch norm, or if ``PRETRAIN``
+            is True and ``PRETRAIN_PATH`` is empty.
         WeightsError: if the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
@@ -316,7 +316,8 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
         logger.warning(
-            "MODEL.BACKBONE.DEPLOY is on, but the deploy form is only for inference; set it to False for training"
+            "MODEL.BACKBONE.DEPLOY is True, but the deploy form only supports inference.\n"
+            "  fix: set MODEL.BACKBONE.DEPLOY to False for training"
         )
     model = RepVGG(
         blocks=depth.blocks,

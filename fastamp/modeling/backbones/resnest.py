@@ -187,7 +187,7 @@ def _stage(
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_resnest_backbone(cfg: Any) -> ResNeSt:
-    """Build the ResNeSt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNeSt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

@@ -249,7 +249,7 @@ def _stage(
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_SE", "WITH_NL"))
 def build_resnet_backbone(cfg: Any) -> ResNet:
-    """Build the ResNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNet configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.

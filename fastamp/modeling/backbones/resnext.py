@@ -25,7 +25,7 @@ PRETRAINED = {
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, options=("WITH_IBN", "WITH_NL"))
 def build_resnext_backbone(cfg: Any) -> ResNet:
-    """Build the ResNeXt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the ResNeXt configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     As in FastReID, ``WITH_IBN`` applies to all four stages, and the max pooling of the stem is always padded.
 

@@ -116,10 +116,10 @@ class ShuffleNetV2(nn.Module):
 @BACKBONE_REGISTRY.register()
 @variants(CHANNELS)
 def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
-    """Build the ShuffleNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the ShuffleNetV2 configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
-        ConfigError: if ``DEPTH`` is unknown, or if ``PRETRAIN`` is on without ``PRETRAIN_PATH``.
+        ConfigError: if ``DEPTH`` is unknown, or if ``PRETRAIN`` is True and ``PRETRAIN_PATH`` is empty.
         WeightsError: if the pretrained weights cannot be read or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE

@@ -90,7 +90,7 @@ class Swin(SwinTransformer):
         self.feature_dim = self.norm.normalized_shape[0]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map normalized images (B, in_channels, H, W) to normalized features (B, feature_dim, ~H/32, ~W/32)."""
+        """Map normalized images (B, in_channels, H, W) to the last norm's output (B, feature_dim, ~H/32, ~W/32)."""
         return self.permute(self.norm(self.features(x)))
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ class Swin(SwinTransformer):
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS)
 def build_swin_backbone(cfg: Any) -> Swin:
-    """Build the Swin configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the Swin configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown.

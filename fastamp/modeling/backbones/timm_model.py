@@ -50,7 +50,7 @@ class TimmBackbone(nn.Module):
         return x[:, :, None, None]
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a state dict as timm does, and resize the position embeddings to the image size of this model."""
+        """Convert any state dict that timm supports, and resize position embeddings to the image size of this model."""
         if any(key.startswith(_PREFIX) for key in state):
             return state
         # timm has one function per model family that resizes position embeddings and converts the authors' names.
@@ -63,7 +63,7 @@ class TimmBackbone(nn.Module):
 
 
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone:
-    """Build the timm model ``name``; load pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is on.
+    """Build the timm model ``name``; load pretrained weights if ``MODEL.BACKBONE.PRETRAIN`` is True.
 
     Models with a fixed image size are built for the size of the training images. Other sizes are supported if timm can
     resize the position embeddings or windows. If ``LAST_STRIDE`` is 1, models that support ``output_stride`` have an
@@ -154,7 +154,7 @@ def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -
         raise WeightsError(
             f"cannot download timm's pretrained weights for {name}: {error}.\n"
             "  fix: download pytorch_model.bin on another machine and set MODEL.BACKBONE.PRETRAIN_PATH to it, "
-            "or set MODEL.BACKBONE.PRETRAIN False to start from random weights"
+            "or set MODEL.BACKBONE.PRETRAIN to False to start from random weights"
         ) from error
 
 

@@ -411,10 +411,10 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
 @BACKBONE_REGISTRY.register()
 @variants(DEPTHS, keys_of=infer_embedding_keys)
 def build_vit_backbone(cfg: Any) -> VisionTransformer:
-    """Build the ViT configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is on.
+    """Build the ViT configured in ``MODEL.BACKBONE``; load pretrained weights if ``PRETRAIN`` is True.
 
-    The position embedding is created for the size of the training images: ``INPUT.CROP.SIZE`` if ``INPUT.CROP`` is on,
-    else ``INPUT.SIZE_TRAIN``.
+    The position embedding is created for the size of the training images: ``INPUT.CROP.SIZE`` if
+    ``INPUT.CROP.ENABLED`` is True, otherwise ``INPUT.SIZE_TRAIN``.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown, if the images are smaller than a patch, if the training images have no

@@ -15,8 +15,8 @@ from fastamp.modeling.heads.embedding_head import EmbeddingHead
 class ClasHead(EmbeddingHead):
     """``EmbeddingHead`` that returns scaled class logits in evaluation mode, as in FastReID.
 
-    As in FastReID, the losses use the feature after the neck; ``neck_feat`` is ignored. If the head is
-    built without classes, for evaluation only, loading weights sets the number of classes.
+    As in FastReID, the losses use the feature after the neck; ``neck_feat`` is ignored. If the head is built without
+    classes, for evaluation only, loading weights sets the number of classes.
 
     Args:
         options: arguments of ``EmbeddingHead``.

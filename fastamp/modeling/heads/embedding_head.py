@@ -93,7 +93,7 @@ class EmbeddingHead(nn.Module):
         self.bottleneck = nn.Sequential(*neck)
 
     def _neck(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Map (B, feat_dim, 1, 1) to (B, D)."""
+        """Apply the neck: (B, feat_dim, 1, 1) -> (B, D)."""
         return self.bottleneck(pooled).flatten(1)
 
     @force_fp32
@@ -144,7 +144,7 @@ class EmbeddingHead(nn.Module):
         return self.cls_layer.logits(self._neck(self._pool(features)), self.weight)
 
     def _pool(self, features: torch.Tensor) -> torch.Tensor:
-        """Pool to (B, feat_dim, 1, 1)."""
+        """Pool the feature maps, and check that the result has shape (B, feat_dim, 1, 1)."""
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:
             pooled = pooled[:, :, None, None]

@@ -17,8 +17,8 @@ logger = logging.getLogger(__name__)
 class FCHead(EmbeddingHead):
     """``EmbeddingHead`` with a linear layer, batch norm and ReLU as the neck (Zhou et al. 2019, arXiv:1905.00953).
 
-    torchreid uses the feature after the neck in the losses and in evaluation. In contrast to
-    torchreid, the classifier has no bias.
+    torchreid uses the feature after the neck in the losses and in evaluation. The classifier of this head has no bias,
+    in contrast to torchreid's classifier.
 
     Args:
         embedding_dim (int): output width of the linear layer.

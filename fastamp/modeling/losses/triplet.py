@@ -23,8 +23,8 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.HARD_MINING",
         False,
-        "Triplet loss: use the hardest positive and negative of each anchor; if False, use all of them, with weights "
-        "from the distances (see WEIGHTING).",
+        "Triplet loss: use the hardest positive and negative of each anchor; if False, use all positives and "
+        "negatives, weighted by their distances (see WEIGHTING).",
     ),
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
