@@ -179,7 +179,7 @@ def test_loading_jpm_weights_into_embedding_head_adds_note(config):
 
 
 def test_unsupported_backbone_patch_count_or_loss_raises(config):
-    with pytest.raises(ConfigError, match="MODEL.HEADS.NAME JPMHead.*build_resnet_backbone"):
+    with pytest.raises(ConfigError, match="MODEL.HEADS.NAME=JPMHead.*build_resnet_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
     with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS is 4, but .* 3 patches"):
