@@ -186,8 +186,9 @@ class PrecisionPolicy:
         """Autocast context for the first forward pass: also check that at least one operation ran in low precision.
 
         Args:
-            model: log the precision of the matrix products and convolutions in each child module of this model, and
-                warn about a large child that computes all of them in float32. Default: neither.
+            model: model whose child modules are examined. The dtypes of the matrix products and convolutions of each
+                child are logged, and a large child that computes all of them in float32 causes a warning. None
+                (default) disables both.
 
         Raises:
             TrainingError: if AMP is on, but no operation returned a tensor of the policy's dtype.
@@ -327,7 +328,7 @@ class _DtypeRecorder(TorchDispatchMode):
 
     @contextmanager
     def follow(self, model: nn.Module | None) -> Iterator[None]:
-        """Attribute operations to the child modules of ``model``; a compiled model is not followed."""
+        """Attribute operations to the child modules of ``model``. Has no effect if a child module is compiled."""
         children = [] if model is None else list(model.named_children())
         if any(getattr(module, "_compiled_call_impl", None) for _, child in children for module in child.modules()):
             children = []  # a hook would compile it again
@@ -356,7 +357,7 @@ class _DtypeRecorder(TorchDispatchMode):
                     "SOLVER.AMP is on, but all matrix products and convolutions of %r ran in float32: mixed precision "
                     "has no effect on this part of the model.\n"
                     "  cause: the module disables autocast, or SOLVER.AMP.FORCE_FP32 matches all of its layers.\n"
-                    "  fix:   enable autocast in the module, or list it in SOLVER.AMP.FORCE_FP32",
+                    "  fix:   enable autocast in the module, or list the module in SOLVER.AMP.FORCE_FP32 to keep float32",
                     name,
                 )
 
