@@ -357,7 +357,7 @@ class _DtypeRecorder(TorchDispatchMode):
                     "SOLVER.AMP is on, but all matrix products and convolutions of %r ran in float32: mixed precision "
                     "has no effect on this part of the model.\n"
                     "  cause: the module disables autocast, or SOLVER.AMP.FORCE_FP32 matches all of its layers.\n"
-                    "  fix:   enable autocast in the module, or list the module in SOLVER.AMP.FORCE_FP32 to keep float32",
+                    "  fix:   enable autocast in the module, or list the module in SOLVER.AMP.FORCE_FP32",
                     name,
                 )
 
