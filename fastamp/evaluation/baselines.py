@@ -26,8 +26,8 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
         images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB with a fourth channel, which is ignored.
 
     Returns:
-        (B, 1536) float32: 32 x 16 pixels of 3 channels. Each channel of each image is scaled to mean 0 and standard
-        deviation 1; a constant channel becomes 0. (B, 512) for gray images.
+        (B, 1536) float32, or (B, 512) for gray images: 32 x 16 pixels per channel. Each channel of each image is scaled
+        to mean 0 and standard deviation 1; a constant channel becomes 0.
 
     Raises:
         ValueError: if ``images`` is not 4-dimensional with 1, 3 or 4 channels.
@@ -41,12 +41,12 @@ def raw_pixels(images: torch.Tensor) -> torch.Tensor:
 
 
 def color_histogram(images: torch.Tensor) -> torch.Tensor:
-    """Compute joint HSV histograms of horizontal stripes, with the Hellinger map (square root).
+    """Compute the square roots of joint HSV histograms of horizontal stripes (Hellinger map).
 
-    Classical appearance feature of re-identification: Gray and Tao 2008, "Viewpoint invariant pedestrian recognition
-    with an ensemble of localized features". This implementation uses one joint HSV histogram, and larger weights for
-    pixels near the vertical axis, as in SDALF (Farenzena et al. 2010), because the left and right edges show
-    background.
+    Color histograms of stripes are a classical feature for re-identification: Gray and Tao 2008, "Viewpoint invariant
+    pedestrian recognition with an ensemble of localized features". This implementation computes one joint HSV histogram
+    per stripe. As in SDALF (Farenzena et al. 2010), pixels near the vertical center line of the image have larger
+    weights, because the left and right edges show background.
 
     Args:
         images: (B, C, H, W) uint8 or float in 0..255: gray, RGB, or RGB with a fourth channel, which is ignored; H must
@@ -62,7 +62,7 @@ def color_histogram(images: torch.Tensor) -> torch.Tensor:
     pixels = _color_channels(images).expand(-1, 3, -1, -1)
     batch, _, height, width = pixels.shape
     if height < _STRIPES:
-        raise ValueError(f"images must have at least {_STRIPES} rows, one for each stripe; got {height}")
+        raise ValueError(f"images must have at least {_STRIPES} rows of pixels, one for each stripe; got {height}")
     hue, saturation, value = _rgb_to_hsv(pixels.float() / 255)
     bins = _index(hue, _HUE_BINS) * _SATURATION_BINS + _index(saturation, _SATURATION_BINS)
     bins = bins * _VALUE_BINS + _index(value, _VALUE_BINS)
@@ -85,7 +85,7 @@ def _color_channels(images: torch.Tensor) -> torch.Tensor:
 
 
 def _index(channel: torch.Tensor, bins: int) -> torch.Tensor:
-    """Return the int64 bin index in 0..bins - 1 of values in 0..1."""
+    """Return the int64 bin indices, in 0..bins - 1, of values in 0..1."""
     return (channel * bins).long().clamp_max(bins - 1)
 
 

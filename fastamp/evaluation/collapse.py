@@ -1,4 +1,4 @@
-"""Detection of collapsed features, which rank images only by their order in the gallery."""
+"""Detection of collapsed features: images with equal features are ranked only by their order in the gallery."""
 
 import logging
 import math
@@ -34,10 +34,10 @@ def count_indistinct(
 ) -> int:
     """Count images whose features cannot be distinguished from those of another identity, and log a warning.
 
-    If the largest distance between two features is below the resolution of ``dtype``, all images are counted. This
-    distance is bounded by twice the largest distance from the mean, so that pairs need not be compared. Otherwise,
-    images with a feature that is bit-identical to a feature of another identity are counted. Fewer than 5 % of the
-    images are reported as 0, because a dataset may contain copies of an image.
+    If the largest distance between two features is below the resolution of ``dtype``, all images are counted. To avoid
+    comparing all pairs, twice the largest distance from the mean is used as an upper bound of this distance. Otherwise,
+    images with a feature that is bit-identical to a feature of another identity are counted. The result is 0 if fewer
+    than 5 % of the images are counted, because a dataset may contain copies of an image.
 
     Args:
         query_features: (Q, D) float, finite.
@@ -55,9 +55,9 @@ def count_indistinct(
     largest, length, resolution = _largest_distance((query_features, gallery_features), metric, dtype)
     if largest <= resolution:
         _warn(
-            f"all {len(pids)} features are equal within rounding: the largest {metric} distance is {largest:.2g}, the "
-            f"resolution of {str(dtype).removeprefix('torch.')} is {resolution:.2g} (largest feature norm: "
-            f"{length:.3g}).",
+            f"all {len(pids)} features are equal to within rounding error: the largest {metric} distance is "
+            f"{largest:.2g}, but the resolution of {str(dtype).removeprefix('torch.')} is {resolution:.2g} (largest "
+            f"feature norm: {length:.3g}).",
             "the model collapsed to one output, its weights were not loaded, or its features are too small",
         )
         return len(pids)
@@ -66,7 +66,8 @@ def count_indistinct(
         return 0
     _warn(
         f"{indistinct} of {len(pids)} features are bit-identical to a feature of another identity.",
-        "the model partly collapsed (e.g. all outputs are 0 for some images), or identities have images in common",
+        "the model partly collapsed (e.g. the features of some images are 0), or several identities contain the same "
+        "image",
     )
     return indistinct
 
@@ -74,7 +75,7 @@ def count_indistinct(
 def _warn(found: str, cause: str) -> None:
     if comm.is_main_process():
         logger.warning(
-            "%s Equal features are ranked in gallery order, so the metrics are meaningless.\n"
+            "%s Images with equal features are ranked in gallery order, so the metrics are meaningless.\n"
             "  cause: %s\n"
             "  fix:   check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR",
             found,
@@ -88,10 +89,10 @@ def _blocks(sides: tuple[torch.Tensor, ...]) -> Iterator[torch.Tensor]:
 
 
 def _largest_distance(sides: tuple[torch.Tensor, ...], metric: str, dtype: torch.dtype) -> tuple[float, float, float]:
-    """Compute an upper bound of the largest distance, the largest feature norm and the resolution of distances.
+    """Compute ``(upper bound of the largest distance, largest feature norm, resolution of distances)``.
 
-    The bound is computed from the first few features, and from all features only if the first bound does not clearly
-    exceed the resolution. Euclidean distances are squared, as in the ranking.
+    The bound is first computed from a few features. It is computed from all features only if the first bound does not
+    clearly exceed the resolution. Euclidean distances are squared, as in the ranking.
     """
     exact = torch.float32 if sides[0].device.type == "mps" else torch.float64
     length = max(float(block.to(dtype).norm(dim=1).max()) for block in _blocks(sides))

@@ -37,7 +37,7 @@ class DatasetEvaluator:
     """Base class of evaluators, which accumulate batches of a test set and compute its metrics."""
 
     def metric_names(self) -> list[str] | None:
-        """List the metrics from ``evaluate`` that can select the best model; None if they are not known in advance."""
+        """List the metrics from ``evaluate`` by which the best model can be selected; None if not known in advance."""
         return None
 
     def reset(self) -> None:
@@ -61,7 +61,7 @@ def inference_on_dataset(
     policy: PrecisionPolicy | None = None,
     locate: Locator | str | None = LOCATOR,
 ) -> dict[str, Any]:
-    """Evaluate a model in evaluation mode, and restore the mode of each module afterwards.
+    """Evaluate a model on a test set, in evaluation mode; the mode of each module is restored afterwards.
 
     Args:
         model: model that maps a batch to (B, D) features in evaluation mode.
@@ -69,9 +69,9 @@ def inference_on_dataset(
         evaluator: evaluator that receives each batch and its features.
         flip_test: if True, average the features of each image and its mirror image. Default: False.
         policy: precision policy of the forward passes. Default: float32.
-        locate: function (model, first batch with non-finite features, policy) -> text to add to the error
-            message, or the name of such a function, ``"module:function"``. Default: a function that names the first
-            module with a non-finite output. None adds no text.
+        locate: function (model, first batch with non-finite features, policy) -> text to append to the error
+            message, or the import path of such a function, ``"module:function"``. Default: a function that names the
+            first module whose output is not finite. None appends no text.
 
     Returns:
         The evaluator's metrics; an empty dict on ranks other than 0.
@@ -139,7 +139,7 @@ def _explain_not_finite(
     policy: PrecisionPolicy,
     locate: Locator | str | None,
 ) -> str:
-    """Build the error message; ``number`` is the first batch with non-finite features on this rank, or None."""
+    """Build the error message; ``number`` is the index of this rank's first batch with non-finite features, or None."""
     text = ""
     if number is not None:
         batch = next(itertools.islice(iter(data_loader), number, None))
@@ -159,7 +159,7 @@ class ReidEvaluator(DatasetEvaluator):
         cfg: config; only ``TEST`` is read.
         num_query: number of query images, at the start of the test set.
         output_dir: folder for the files that ``TEST.PER_QUERY`` and ``TEST.ROC`` request; None writes no files.
-        report_options: size of the retrieval examples. Default: ``ReportOptions()`` if ``TEST.REPORT``, else no
+        report_options: settings of the retrieval examples. Default: ``ReportOptions()`` if ``TEST.REPORT``, else no
             examples.
 
     Attributes:
@@ -187,7 +187,7 @@ class ReidEvaluator(DatasetEvaluator):
         self.reset()
 
     def metric_names(self) -> list[str]:
-        """List the metrics in percent."""
+        """List the names of the metrics that are in percent."""
         return self.protocol.metric_names()
 
     def reset(self) -> None:
@@ -226,7 +226,10 @@ class ReidEvaluator(DatasetEvaluator):
             DataError: if there are no images, a feature is not finite, or no query has a match.
         """
         if not self._batches:
-            raise DataError("no images were evaluated: the test set, or this process's part of it, is empty")
+            raise DataError(
+                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
+                "  fix: check DATASETS.TESTS, or use fewer processes"
+            )
         columns, n, protocol = self._gather(), self.num_query, self.protocol
         pids, camids = columns["targets"], columns["camids"]
         identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
@@ -291,9 +294,9 @@ class ReidEvaluator(DatasetEvaluator):
 
 @renamed_arguments(judgement="result")
 def write_per_query(result: EvaluationResult, path: Path) -> None:
-    """Write the per-query results ``ap``, ``inp``, ``valid``: (Q,) and ``first_match``: (Q, R) to an npz file.
+    """Write per-query results to an npz file.
 
-    See ``RankingResult`` for a description of the arrays.
+    The arrays are ``ap``, ``inp`` and ``valid``: (Q,), and ``first_match``: (Q, R); see ``RankingResult``.
 
     Raises:
         ConfigError: if the file cannot be written.

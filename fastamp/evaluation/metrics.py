@@ -131,7 +131,7 @@ def compute_metrics(
         gallery_features: (G, D) float, on the same device; the metrics are computed on this device.
         identities: identities and cameras of the Q query and G gallery images.
         protocol: evaluation protocol. Default: Market-1501 with cosine distance.
-        report_options: size of the retrieval examples. Default: no examples.
+        report_options: settings of the retrieval examples. Default: no examples.
 
     Returns:
         The result, identical on all ranks except for the rank lists, which only rank 0 computes.
@@ -250,7 +250,10 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
             f"{num_gallery} gallery images, got {tuple(distances.shape)}"
         )
     if distances.isnan().any():
-        raise DataError(f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN")
+        raise DataError(
+            f"{int(distances.isnan().sum())} of {distances.numel()} distances are NaN.\n"
+            "  fix: compute the distances from finite features"
+        )
     ranker = Ranker(identities, junk=SAME_CAMERA, trapezoid=trapezoid)
     exact = distances.dtype if distances.dtype in (torch.float32, torch.float64) else torch.float64
     ranker.add(0, distances.to(exact, copy=True))
@@ -270,8 +273,8 @@ def check_features(
         query_features: (Q, D) float.
         gallery_features: (G, D) float.
         identities: identities and cameras of the Q query and G gallery images.
-        dtype: dtype of the distances between float64 features; those between other features are float32. Default:
-            float64.
+        dtype: dtype of distances between float64 features. Distances between features of other dtypes are float32.
+            Default: float64.
 
     Raises:
         DataError: if a set is empty, shapes do not match, features are not finite, or their squared distances overflow.
@@ -314,22 +317,23 @@ def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None
         raise DataError(
             f"{name} features are too large: they contain values up to {largest:.3g}, but squared "
             f"distances of {features.shape[1]} dimensions overflow in {str(dtype).removeprefix('torch.')} for "
-            f"values above {limit:.3g}"
+            f"values above {limit:.3g}.\n"
+            "  fix: divide the features by a constant, or use an earlier checkpoint"
         )
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
-    """Compute the ROC curve over the pairs of all ranks; warn of false accept rates that are too low to be measured."""
+    """Compute the ROC curve over the pairs of all ranks; warn if a false accept rate is too low to be measured."""
     if roc is None:
         return None
     curve = roc.result()
     if curve is None:
-        logger.warning("TEST.ROC: accept rates are not computed, because there are no genuine or no impostor pairs")
+        logger.warning("accept rates (TEST.ROC) are not computed, because there are no genuine or no impostor pairs")
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
     if unreachable:
         logger.warning(
-            "TEST.ROC.FAR: rates too low to measure: %s (the test set has only %d impostor pairs)",
+            "false accept rates in TEST.ROC.FAR are too low to be measured: %s (there are only %d impostor pairs)",
             ", ".join(unreachable),
             curve.num_impostor,
         )
@@ -338,13 +342,20 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
 
 def _explain_no_match(count: int, protocol: Protocol) -> str:
     if protocol.random_query_gallery_split:
-        return f"none of the {count} images has a match: each identity has only one image"
+        return (
+            f"none of the {count} images has a match: each identity has only one image.\n"
+            "  fix: check the identities of the test set"
+        )
     if protocol.junk is None:
-        return f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common"
+        return (
+            f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common.\n"
+            "  fix: check the identities of the test set"
+        )
     if protocol.junk is not SAME_CAMERA:
         return (
             f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common, or "
-            f"TEST.PROTOCOL {protocol.rule} excludes all matches as junk"
+            f"the rule of TEST.PROTOCOL={protocol.rule} excludes all matches as junk.\n"
+            "  fix: check the identities of the test set and the junk of this rule"
         )
     return (
         f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"

@@ -38,7 +38,7 @@ class PairScores:
     less_alike = renamed_attribute("less_alike", "percentile_of")
 
     def percentile_of(self, score: float) -> tuple[float, float]:
-        """Compute the fractions in 0..1 of genuine and of impostor pairs that are less similar than ``score``."""
+        """Compute ``(genuine, impostor)``: fractions in 0..1 of pairs that are less similar than ``score``."""
         shares = np.linspace(0, 1, _QUANTILES)
         below = [float(np.interp(score, each.numpy(), shares)) for each in (self.genuine, self.impostor)]
         genuine, impostor = below if self.metric == "cosine" else [1 - share for share in below]
@@ -69,8 +69,8 @@ def sample_pairs(
 ) -> PairScores | None:
     """Compute the scores of randomly sampled pairs of a query and a gallery image.
 
-    Samples up to 500 queries with a match. Each of them is paired with up to 20 matches, and with up to 10,000 gallery
-    images of other identities.
+    Up to 500 queries with a match and up to 10,000 gallery images are sampled. Each sampled query is paired with up to
+    20 of its matches (genuine pairs), and with each sampled gallery image of another identity (impostor pairs).
 
     Args:
         query_features: (Q, D) float; only the sampled rows are read.

@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class _PooledStatistics:
     """Pooled mean and variance of a layer's inputs over batches (Chan et al. 1983, updating formulas).
 
-    Accumulating sums of squares would lose precision if the variance is small relative to the mean.
+    Sums of squares are not accumulated, because they would lose precision if the variance is small relative to
+    the mean.
     """
 
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
@@ -61,7 +62,7 @@ def update_bn_statistics(
 
     During the forward passes, batch norm layers use batch statistics, and all other modules are in evaluation mode. The
     mean and the unbiased variance are pooled over all inputs and ranks (Wu & Johnson 2021, arXiv:2105.07576,
-    section 3). Layers without running statistics and frozen layers (in evaluation mode) are not changed.
+    section 3). Layers without running statistics and frozen layers (those already in evaluation mode) are not changed.
 
     Args:
         model: model whose batch norm buffers are updated; the mode of each module is restored.

@@ -27,9 +27,9 @@ KEYS = (
         "TEST.PROTOCOL",
         "market1501",
         "Rule that selects the gallery images for each query: market1501 excludes images of the query's identity and "
-        "camera; no_camera excludes none; cuhk03 is market1501 with the CMC over one random gallery image per "
-        "identity; vehicleid draws one gallery image per identity from all images and uses the remaining images as "
-        "queries.",
+        "camera; no_camera excludes no images; cuhk03 excludes the same images as market1501, but computes CMC over "
+        "one random gallery image per identity; vehicleid draws one gallery image per identity from all images and "
+        "uses the remaining images as queries.",
         choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
     ),
 )
@@ -96,7 +96,7 @@ class GalleryGroups:
 
 @dataclass(frozen=True)
 class Junk:
-    """Gallery images that are excluded for a query: they count neither as matches nor as negatives.
+    """Rule that defines the junk of a query: gallery images that count neither as matches nor as negatives.
 
     Attributes:
         test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk. The index arrays are
@@ -139,7 +139,7 @@ class Matches:
         self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
 
     def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split ``start:stop`` into ranges of at least one query, each with a bounded number of pairs."""
+        """Split the queries ``start:stop`` into non-empty ranges, each with a bounded number of pairs."""
         group = self.groups.find(self.query_pids[start:stop])
         pairs = np.where(group >= 0, self.groups.counts[group], 0)
         if self._tests_all_images:
@@ -210,12 +210,12 @@ class Ranker:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; overwrites the entries of junk."""
+        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; junk entries are overwritten."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._parts[first] = self.rank(first, distances[first - start : last - start])
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
-        """Return (B,) AP, (B,) INP and (B, R) rank of the first match for queries ``start:start + B``."""
+        """Return ``(AP, INP, rank of the first match)`` for queries ``start:start + B``: (B,), (B,) and (B, R)."""
         pairs = self.matches.pairs(start, start + len(distances))
         # Comparisons with NaN are False, so NaN excludes an image from all counts.
         junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
@@ -245,10 +245,10 @@ class RankingRule:
 
     Attributes:
         text: description for the log: a format string whose argument 0 is the protocol, e.g. ``{0.num_trials}``.
-        junk: junk rule; None for no junk. ``SAME_CAMERA`` requires camera labels, and a custom rule may too.
+        junk: junk rule; None for no junk. ``SAME_CAMERA`` requires camera labels; custom rules may also require them.
         build: function (identities, protocol) -> ranker. Default: ``build_ranker``.
-        random_query_gallery_split: if True, query and gallery are drawn from all images, and all images are ranked
-            against all. Default: False.
+        random_query_gallery_split: if True, queries and gallery are drawn at random from all images, so distances
+            between all images are required. Default: False.
     """
 
     text: str
@@ -271,7 +271,7 @@ RULES = {
 
 
 def accept_rate_name(rate: float) -> str:
-    """Return the metric name of the true accept rate at a false accept rate in 0..1."""
+    """Return the name of the metric that is the true accept rate at the false accept rate ``rate``, in 0..1."""
     return f"TAR@FAR={rate:.10g}"
 
 
@@ -326,14 +326,14 @@ class Protocol:
         for name, part in parts.items():
             if part is not None:
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED requires a fixed gallery, but TEST.PROTOCOL {self.rule} draws random "
+                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} draws random "
                     "galleries.\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
         if self.trapezoid:
             raise ConfigError(
-                f"TEST.AP_METHOD trapezoid is not supported with TEST.PROTOCOL {self.rule}, because each query has "
-                "only one match\n  fix: set TEST.AP_METHOD standard"
+                f"TEST.AP_METHOD=trapezoid is not supported with TEST.PROTOCOL={self.rule}, because each query has "
+                "only one match.\n  fix: set TEST.AP_METHOD standard"
             )
 
     @classmethod
@@ -364,7 +364,7 @@ class Protocol:
         return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
 
     def metric_names(self) -> list[str]:
-        """List the metrics in percent that ``EvaluationResult.metrics`` computes under this protocol.
+        """List the names of the metrics in percent that ``EvaluationResult.metrics`` computes under this protocol.
 
         The names are known before an evaluation, so that the config can select the metric for the best model.
         """
@@ -378,12 +378,12 @@ class Protocol:
 
     @property
     def cross_camera(self) -> bool:
-        """True if the rule excludes junk; camera labels are required if ``junk`` uses them, as ``SAME_CAMERA`` does."""
+        """True if the rule excludes junk; camera labels are required if ``junk`` uses them (e.g. ``SAME_CAMERA``)."""
         return self.junk is not None
 
     @property
     def random_query_gallery_split(self) -> bool:
-        """True if query and gallery are drawn from all images, and all images are ranked against all."""
+        """True if queries and gallery are drawn at random from all images."""
         return RULES[self.rule].random_query_gallery_split
 
     @renamed_arguments(ids="identities")

@@ -31,7 +31,7 @@ class QueryExpansion:
     Attributes:
         k: number of features in each mean, including the feature to expand. Default: 5.
         alpha: exponent of the cosine similarity in the weight of a neighbor. Default: 3; with 0, all weights are equal.
-        times: number of rounds; each expands the features from the previous round. Default: 1.
+        times: number of rounds; each round expands the result of the previous round. Default: 1.
         target: features to expand. ``"both"`` (default), as in FastReID: queries and gallery, with neighbors from both.
             ``"query"``: only queries, with neighbors from the gallery. ``"gallery"``: only the gallery, with neighbors
             from the gallery. With ``"query"`` and ``"gallery"``, the result for a query does not depend on other
@@ -51,7 +51,7 @@ class QueryExpansion:
         check_choice("TEST.AQE.TARGET", self.target, TARGETS)
         if min(self.k, self.times) < 1:
             raise ConfigError(
-                f"TEST.AQE: QE_K and QE_TIME must be at least 1; got QE_K {self.k} and QE_TIME {self.times}"
+                f"TEST.AQE: QE_K and QE_TIME must be at least 1; got QE_K={self.k} and QE_TIME={self.times}"
             )
 
     @classmethod
@@ -79,7 +79,7 @@ def expand(
 
     Each feature is replaced by the mean of its nearest neighbors, weighted by the cosine similarity to the power of
     alpha (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not
-    normalized before the mean. A negative similarity has weight 0 unless alpha is a non-negative integer.
+    normalized before the mean. Negative similarities have weight 0, except if alpha is a non-negative integer.
 
     Args:
         query_features: (Q, D) float, any precision; converted to float32.
@@ -109,7 +109,8 @@ def expand(
             torch.isfinite(torch.stack(torch.aminmax(side))).all() for side in (query_features, gallery_features)
         ):
             raise ConfigError(
-                f"TEST.AQE.ALPHA {options.alpha:g}: similarities raised to this power overflow in float32.\n"
+                f"TEST.AQE.ALPHA {options.alpha:g} is out of range: similarities raised to this power overflow in "
+                "float32.\n"
                 "  fix: reduce the absolute value of TEST.AQE.ALPHA"
             )
     return query_features, gallery_features
@@ -118,7 +119,7 @@ def expand(
 def _expand(
     features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
 ) -> torch.Tensor:
-    """Compute the (N, D) weighted means of the neighbors in the pool; ``with_itself`` includes the feature itself."""
+    """Compute the (N, D) weighted means of the neighbors in the pool, and of the feature itself if ``with_itself``."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
     found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices

@@ -56,7 +56,7 @@ class RankingResult:
 
     @property
     def trials(self) -> torch.Tensor:
-        """(Q,) float64, number of trials in which each query was ranked, used as its weight in the means."""
+        """(Q,) float64, number of trials in which each query was ranked: the weight of the query in the means."""
         return (self.first_match >= 0).double().sum(1)
 
     @property
@@ -94,8 +94,8 @@ def query_scores(
         trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
 
     Returns:
-        (B,) float64 average precision, (B,) float64 inverse negative penalty and (B,) int64 rank of the first match;
-        0, 0 and -1 for a query without matches.
+        ``(average precision, inverse negative penalty, rank of the first match)``: (B,) float64, (B,) float64 and (B,)
+        int64; 0, 0 and -1 for a query without matches.
     """
     ranks = ranks[np.lexsort((ranks, rows))]
     counts = np.bincount(rows, minlength=num_queries)
@@ -182,7 +182,7 @@ def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
 
 
 def _ranks_on_device(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Compute ranks by tensor operations on chunks of matches that require as much memory as the distances."""
+    """Compute ranks by tensor operations on chunks of matches; a chunk needs about as much memory as the distances."""
     rows, columns = (torch.from_numpy(side).to(distances.device) for side in (rows, columns))
     gallery = torch.arange(distances.shape[1], device=distances.device)
     ranks = []

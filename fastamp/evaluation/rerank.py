@@ -147,7 +147,7 @@ class ReRankedDistances(DistanceBlocks):
 
     @property
     def block_rows(self) -> int:
-        """Number of queries per block; each block requires two additional buffers of its size."""
+        """Number of queries per block; each block requires two additional buffers of the same size."""
         return max(1, super().block_rows // 3)
 
 

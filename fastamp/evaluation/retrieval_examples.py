@@ -31,14 +31,14 @@ _BLOCK_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Size of the retrieval examples.
+    """Selection and size of the retrieval examples.
 
     Attributes:
         kinds: kinds of rank lists: ``"best"`` and ``"worst"`` (by average precision), ``"random"``. Default: best,
             worst.
         lists: number of rank lists per kind. Default: 6.
         length: number of gallery images per rank list. Default: 10.
-        pairs: maximum number of pairs for the ROC curve and the camera matrix. Default: 2^26.
+        pairs: maximum number of image pairs in the ROC curve and the camera matrix. Default: 2^26.
         cameras: maximum number of query cameras, and of gallery cameras, in the camera matrix; cameras with the most
             images are selected. Default: 16.
         seed: seed of the query sample and of the random lists. Default: 0.
@@ -121,7 +121,7 @@ class ExampleCounter:
     Args:
         identities: identities and cameras of Q queries and G gallery images.
         protocol: evaluation protocol.
-        report_options: size of the retrieval examples.
+        report_options: settings of the retrieval examples.
         limit: see ``RocCounter``; None to accumulate no ROC curve.
     """
 
@@ -180,7 +180,7 @@ class ExampleCounter:
 
         Args:
             lists: rank lists to include.
-            roc: ROC curve over all pairs, or None to use the accumulated curve.
+            roc: ROC curve over all pairs; None for the curve over the sampled queries.
         """
         uses_all_pairs = roc is not None
         if self._roc is not None:

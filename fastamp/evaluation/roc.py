@@ -36,7 +36,7 @@ __getattr__ = moved_names(
 
 @renamed_arguments(distances="blocks")
 def distance_limit(blocks: DistanceBlocks) -> float:
-    """Return an upper limit of most distances: the metric's maximum, or 4 times the median over sampled queries."""
+    """Return a limit that few distances exceed: the metric's maximum, or 4 times the median over sampled queries."""
     if blocks.limit is not None:
         return blocks.limit
     count, width = blocks.shape
@@ -81,7 +81,7 @@ class RocCounter:
     """Histogram of the distances of genuine and impostor pairs, filled from blocks of distances.
 
     Thresholds are the edges of 2^20 bins. The false accept rate therefore never exceeds the requested rate, and the
-    true accept rate is underestimated by at most the genuine pairs in one bin.
+    true accept rate is underestimated by at most the fraction of genuine pairs in one bin.
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
@@ -159,7 +159,9 @@ def write_roc(curve: RocCurve, rates: Sequence[float], folder: Path) -> list[Pat
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        logger.warning('skipped the ROC plot because matplotlib was not found (pip install "fastamp[vis]")')
+        logger.warning(
+            'the ROC plot is not drawn, because matplotlib is not installed.\n  fix: pip install "fastamp[vis]"'
+        )
         return paths
     figure = Figure(figsize=(6, 5), layout="constrained")
     axes = figure.subplots()

@@ -21,8 +21,9 @@ __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluatio
 class SingleGalleryShotRanker(Ranker):
     """Ranker of the CUHK03 protocol: CMC over one random gallery image per identity, AP and INP over all images.
 
-    Li et al. 2014, "DeepReID". As in torchreid, except that images of other identities are drawn once per trial for all
-    queries instead of once per query. The image of the query's identity is drawn from the query's matches.
+    The protocol is from Li et al. 2014, "DeepReID". The ranker follows torchreid, except that images of other
+    identities are drawn once per trial for all queries, not once per query. The image of the query's identity is drawn
+    from the query's matches.
 
     Args:
         identities: identities and cameras of Q queries and G gallery images.
@@ -69,8 +70,9 @@ class SingleGalleryShotRanker(Ranker):
 class VehicleIDRanker(Ranker):
     """Ranker of the VehicleID protocol: one random gallery image per identity, and all other images as queries.
 
-    Liu et al. 2016, "Deep relative distance learning". Cameras are ignored. The AP and INP of an image are averaged
-    over the trials in which it is a query, and the number of these trials is its weight in mAP and mINP.
+    The protocol is from Liu et al. 2016, "Deep relative distance learning". Cameras are ignored. The AP and INP of an
+    image are averaged over the trials in which the image is a query. The number of these trials is the weight of the
+    image in mAP and mINP.
 
     Args:
         identities: identities of N images, which are both queries and gallery.

@@ -127,7 +127,7 @@ def export(
         ConfigError: if an argument is invalid, a package is not installed, the file cannot be written, or the size of
             test images is not fixed.
         DataError: if the test set ``data`` is missing.
-        ExportError: if the model cannot be traced, or the parity check fails; no file is written.
+        ExportError: if the model cannot be traced, or the parity check fails. In both cases, no file is written.
     """
     path = Path(path).expanduser()
     format = _check_arguments(path, precision, opset, tolerance)
@@ -155,7 +155,10 @@ class _FeatureExtractor(nn.Module):
         super().__init__()
         self.model = _to_deploy_form(predictor.model)
         if not isinstance(self.model, ImageModel):
-            raise ExportError(f"cannot export a {type(self.model).__name__}: the model must be an ImageModel")
+            raise ExportError(
+                f"cannot export a {type(self.model).__name__}: expected an ImageModel.\n"
+                "  fix: derive the model class from fastamp.modeling.meta_arch.image_model.ImageModel"
+            )
         if not normalization:
             self.model.take_normalized_images()
         if precision == "fp16":
@@ -181,7 +184,7 @@ def _normalized(features: Tensor) -> Tensor:
 
 
 def _to_deploy_form(model: nn.Module) -> nn.Module:
-    """Copy the model to the CPU and convert it to deploy form."""
+    """Copy the model to the CPU and convert the copy to deploy form, in which the branches of blocks are fused."""
     model = copy.deepcopy(model).to("cpu", memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in getattr(model, "training_only", ()):
         setattr(model, name, None)
@@ -211,14 +214,20 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
 def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
     """Validate the arguments of ``export`` and return the format for the suffix of ``path``."""
     if path.suffix not in FORMATS:
-        raise ConfigError(f"{path}: unsupported format; expected a file name ending in {' or '.join(FORMATS)}")
+        raise ConfigError(
+            f"cannot export to {path}: expected a file name that ends in {' or '.join(FORMATS)}.\n"
+            "  fix: choose a file name such as model.onnx"
+        )
     check_choice("--precision", precision, PRECISIONS)
     if not 0 <= tolerance <= 100:
-        raise ConfigError(f"--tolerance must be in 0..100 percentage points of mAP; got {tolerance}")
+        raise ConfigError(
+            f"--tolerance must be in 0..100 percentage points of mAP; got {tolerance}.\n"
+            "  fix: omit --tolerance for the default 0.1"
+        )
     format = FORMATS[path.suffix]
     format.check(opset)
     if path.is_dir():
-        raise ConfigError(f"{path} is a folder; expected a file")
+        raise ConfigError(f"cannot write to {path}, because it is a folder.\n  fix: choose another file name")
     with writing(path), tempfile.TemporaryFile(dir=path.parent):
         pass  # fail before the export, which takes minutes
     return format
@@ -288,7 +297,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
 def _compare(
     report: ExportReport, predictor: Predictor, found: Features, images: RankedImages | None, l2: bool
 ) -> None:
-    """Add the comparisons to ``report``; the test set is skipped if features of random images differ too much."""
+    """Add comparisons to ``report``; the test set is not compared if features of random images differ too much."""
     policy = predictor.policy.in_float32()
 
     def raw_features(batch: dict[str, Any]) -> Tensor:
@@ -330,5 +339,5 @@ def _check_quality(report: ExportReport, tolerance: float) -> None:
     if precision == "float32":
         fix = "use another format, and report a bug: the exporter or fastamp does not support this model correctly"
         if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:
-            fix = "use --no-l2, because the euclidean metric depends on the length of features"
+            fix = "use --no-l2, because Euclidean distances depend on the norm of features"
     raise ExportError(f"parity check failed, {report.path} was not written: {problem}.\n{report.table()}\n  fix: {fix}")

@@ -48,7 +48,7 @@ class Format:
     runner: Callable[[bytes], Run]
 
     def check(self, opset: int | None) -> None:
-        """Raise ConfigError unless the packages are installed and compatible, and the opset is supported."""
+        """Raise ConfigError if a package is missing or too old, or the opset is not supported."""
         for package in self.packages:
             try:
                 importlib.import_module(package)
@@ -59,17 +59,23 @@ class Format:
                 ) from error
         if self.packages and tuple(map(int, torch.__version__.split(".")[:2])) < _LOWEST_TORCH:
             raise ConfigError(
-                f"{self.title} export requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later, found "
-                f"{torch.__version__}: its exporter cannot export batch norm with current onnxscript versions.\n"
+                f"{self.title} export requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later; found "
+                f"{torch.__version__}, which cannot export batch norm with current onnxscript versions.\n"
                 "  fix: upgrade PyTorch, or export a .pt2 file"
             )
         if opset is None:
             return
         if not self.packages:
-            raise ConfigError(f"--opset {opset} is not supported for {self.title} files: only ONNX files have an opset")
+            raise ConfigError(
+                f"--opset {opset} is not supported for {self.title} files, because only ONNX files have an opset.\n"
+                "  fix: omit --opset, or export an .onnx file"
+            )
         highest = importlib.import_module("onnx").defs.onnx_opset_version()
         if not _LOWEST_OPSET <= opset <= highest:
-            raise ConfigError(f"--opset must be in {_LOWEST_OPSET}..{highest}; got {opset}")
+            raise ConfigError(
+                f"--opset must be in {_LOWEST_OPSET}..{highest}; got {opset}.\n"
+                "  fix: omit --opset for PyTorch's default"
+            )
 
 
 @contextlib.contextmanager
@@ -77,10 +83,11 @@ def quiet(what: str) -> Iterator[None]:
     """Suppress output, logs and warnings of PyTorch's exporters, and convert their errors to ExportError.
 
     Args:
-        what: description of the failure, with which the error message begins.
+        what: description of the failure, used as the beginning of the error message.
 
     Raises:
-        ExportError: if an exception is raised in the context; the message is a single line.
+        ExportError: if an exception other than UserError and MemoryError is raised in the context; the message is a
+            single line.
     """
     printed = io.StringIO()
     try:
@@ -110,7 +117,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size >= _PROTOBUF_LIMIT:
         raise ExportError(
-            f"the model is too large for ONNX: its weights have {size / 2**30:.1f} GiB, but the limit is 2 GiB.\n"
+            f"the model is too large for ONNX: the weights require {size / 2**30:.1f} GiB, but the limit is 2 GiB.\n"
             "  fix: use --precision fp16, or export a .pt2 file"
         )
     inputs = [spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "USER_INPUT"]

@@ -1,4 +1,4 @@
-"""Feature extraction from many images into one file, which can be resumed after an interruption."""
+"""Extraction of the features of many images to one file; an interrupted extraction can be resumed."""
 
 import hashlib
 import json
@@ -86,20 +86,26 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         if folder.is_dir():
             items = [ImageItem(file, 0, -1) for file in image_files(folder)]
             if not items:
-                raise DataError(f"no images found in {folder.absolute()} or its subfolders")
+                raise DataError(
+                    f"no images found in {folder.absolute()} or its subfolders.\n"
+                    "  fix: choose a folder that contains image files"
+                )
             return Listing(PackedItems.of(items), np.full(len(items), -1))
         if name.endswith(".csv"):
             name = f"csv:{name}"
         else:
             suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
             raise DataError(
-                f"{name} not found: expected a folder, a CSV file, or a dataset name as in DATASETS.NAMES.{suggestion}"
+                f"{name} not found; expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}\n"
+                "  fix: correct the path or the dataset name"
             )
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
-        raise DataError(f"dataset {name} contains no {' or '.join(parts)} images")
+        raise DataError(
+            f"dataset {name} contains no {' or '.join(parts)} images.\n  fix: choose other splits with --splits"
+        )
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
     are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
@@ -135,16 +141,19 @@ def extract(
         num_workers: number of processes for decoding images. Default: TEST.NUM_WORKERS.
 
     Returns:
-        The extraction, and an error message for each skipped image.
+        ``(extraction, skipped)``: the extraction, and the error message of each skipped image.
 
     Raises:
-        ConfigError: if ``out`` cannot be written, a split is unknown, ``OUT.parts`` is a link or contains other files
-            than the parts of an extraction, or another process is writing to ``out``.
+        ConfigError: if ``out`` cannot be written, a split is unknown, ``OUT.parts`` is a link or contains files
+            that are not parts of an extraction, or another process is writing to ``out``.
         DataError: if there are no images, or an image cannot be read.
     """
     out = Path(out).expanduser()
     if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(f"{out}: expected a file name ending in .npz in an existing folder")
+        raise ConfigError(
+            f"cannot write the extraction to {out}: expected a file name that ends in .npz in an existing folder.\n"
+            "  fix: choose another --output"
+        )
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
@@ -156,7 +165,10 @@ def extract(
         skipped = [str(line) for path in parts.paths for line in parts.read(path, "unreadable")]
         if not len(rows):
             parts.remove()  # otherwise a resume would skip images that were fixed since
-            raise DataError(f"none of the {len(listing.items)} images can be read; first error: {skipped[0]}")
+            raise DataError(
+                f"none of the {len(listing.items)} images can be read; first error: {skipped[0]}\n"
+                "  fix: check that the files exist and are images"
+            )
         width = parts.read(parts.paths[0], "features").shape[1]
         columns = listing.columns(rows) | {
             "config_hash": np.array(predictor.config_hash),
@@ -182,7 +194,7 @@ def _compute(
     num_workers: int | None,
     out: Path,
 ) -> None:
-    """Extract the features of images that are not yet in ``parts``, and add them."""
+    """Extract the features of images that are not yet in ``parts``, and add these features to ``parts``."""
     cfg, total = predictor.cfg, len(listing.items)
     if parts.done == total:
         return
@@ -235,7 +247,7 @@ class _Images(ReidDataset):
         return batch | {"unreadable": self._unreadable}
 
     def read(self, index: int) -> Tensor:
-        """Read an image, see ``ReidDataset``; an unreadable image that is skipped is replaced by a black one."""
+        """Read an image, see ``ReidDataset``; with ``skip_corrupt``, a black image replaces an unreadable image."""
         try:
             return super().read(index)
         except DataError as error:
@@ -252,7 +264,7 @@ class _Parts:
     """Completed parts of an extraction: files with the features of consecutive images, each written atomically.
 
     Args:
-        folder: folder that contains the files; parts of a different extraction are deleted.
+        folder: folder of the part files; existing parts of a different extraction are deleted.
         marker: description of the settings and images, see ``_marker_of``.
 
     Attributes:
@@ -276,7 +288,7 @@ class _Parts:
             raise
 
     def _check_folder(self) -> None:
-        """Raise ConfigError unless the folder is missing, is empty or contains parts of an extraction.
+        """Raise ConfigError if the path is a link or a file, or the folder contains files but no extraction marker.
 
         Temporary files and a lock file are ignored, because an extraction that is killed before it writes the marker
         may leave them behind.
@@ -292,8 +304,8 @@ class _Parts:
             problem = f"contains {other_files[0]}, but no marker of an extraction ({_MARKER})" if other_files else ""
         if problem:
             raise ConfigError(
-                f"cannot store the parts of the extraction in {self.folder}, because it {problem}.\n"
-                "  fix: choose another --output, or move that file or folder to another location"
+                f"cannot store the parts of the extraction in {self.folder}: this path {problem}.\n"
+                f"  fix: choose another --output, or move {self.folder} to another location"
             )
 
     def _read_marker(self) -> Any:
@@ -317,7 +329,8 @@ class _Parts:
             if found is not None:
                 changed = [name for name in marker if found.get(name) != marker[name]]
                 logger.warning(
-                    "%s contains parts of a different extraction (different %s); starting from the beginning",
+                    "%s contains parts of a different extraction (different %s), which are deleted; starting from the "
+                    "beginning",
                     self.folder,
                     ", ".join(changed),
                 )
@@ -337,7 +350,7 @@ class _Parts:
             self.done = stop
 
     def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
-        """Write the images from ``done`` to ``stop`` (exclusive) as one part."""
+        """Write the features of the images ``done:stop`` as one part."""
         features, rows, unreadable = (list(column) for column in zip(*batches, strict=True))
         messages = {row: text for each in unreadable for row, text in each.items()}
         rows = torch.cat(rows).numpy()
@@ -382,7 +395,7 @@ def _is_marker(content: Any) -> bool:
 
 
 def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> dict[str, Any]:
-    """Build the marker: all settings on which the exact bits of the features depend."""
+    """Build the marker: settings that can change the features, if only by rounding, and a hash of the image list."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)
     for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):

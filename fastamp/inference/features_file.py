@@ -78,7 +78,7 @@ def write_arrays(
     """Write a deterministic, uncompressed npz file.
 
     Args:
-        file: binary file opened for writing; it may already contain data, after which the archive is written.
+        file: binary file opened for writing; the archive is written after data that the file already contains.
         arrays: name -> array.
         features: row blocks of an additional float32 array ``features``; only one block is in memory at a time.
             Default: None, no features.
@@ -117,7 +117,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
             if free is not None and size > free:
                 raise DataError(
                     f"{path} is too large: its unpacked size is {size / 1e9:.1f} GB, but only "
-                    f"{free / 1e9:.1f} GB of memory are available"
+                    f"{free / 1e9:.1f} GB of memory are available.\n"
+                    "  fix: free memory, or use a machine with more memory"
                 )
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
@@ -125,7 +126,7 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
     except OSError as error:
         if error.strerror is None:  # not from the system but from decompression, e.g. bz2
             raise _damaged_error(path, expected, error, fix) from error
-        raise DataError(f"cannot read {path}: {error.strerror}") from error
+        raise DataError(f"cannot read {path}: {error.strerror}.\n  fix: check the path and its permissions") from error
     except Exception as error:  # zipfile and NumPy raise many exception types for damaged files
         raise _damaged_error(path, expected, error, fix) from error
 
@@ -195,9 +196,15 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in ("features", "paths"))
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:
-        raise DataError(f"{path}: expected float32 features of shape (N, D), got {features.dtype} {features.shape}")
+        raise DataError(
+            f"{path}: expected float32 features of shape (N, D), got {features.dtype} {features.shape}.\n"
+            f"  fix: {_WRITE_AGAIN}"
+        )
     if 0 in features.shape:
-        raise DataError(f"{path} contains no features: their shape is {features.shape}")
+        raise DataError(
+            f"{path} contains no features: expected shape (N, D) with N and D at least 1, got {features.shape}.\n"
+            f"  fix: {_WRITE_AGAIN}"
+        )
     check_columns(path, arrays, len(features), fix=_WRITE_AGAIN)
     rows = {name: arrays[name] for name in _COLUMNS if name in arrays}
     texts = {
@@ -240,7 +247,7 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
 
 
 def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, found: int) -> None:
-    """Raise ValueError unless ``found`` is the number of bytes of this shape and dtype."""
+    """Raise ValueError unless ``found`` is the number of bytes of an array with this shape and dtype."""
     if math.prod(shape) * dtype.itemsize != found:
         raise ValueError(f"{name}: the header specifies {dtype} {shape}, but the data has {found} bytes")
 
@@ -255,7 +262,7 @@ def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
 
 
 def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    """Memory-map an array in an npz file, or read it if it cannot be mapped, e.g. because it is compressed.
+    """Memory-map an array in an npz file; an array that cannot be mapped (e.g. compressed) is read into memory.
 
     Raises:
         ValueError: if the shape and dtype do not match the number of bytes.

@@ -38,7 +38,7 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
 def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray] | list[Tensor]:
     """Crop boxes from a frame; a box outside the frame results in an image without pixels.
 
-    The crops keep the type of the frame, so that only they need to be converted, and not the entire frame.
+    The crops have the type of the frame, so that callers can convert only the crops instead of the entire frame.
 
     Args:
         frame: uint8 array (H, W[, C]) or tensor (C, H, W).
@@ -61,7 +61,7 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
 
 
 def as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Convert one or more images to a list."""
+    """Return a list of one or more images."""
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]
@@ -69,15 +69,18 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
         images = [images]
     images = list(images)
     if not images:
-        raise DataError("no images were given: at least one image is required")
+        raise DataError("no images were given.\n  fix: pass at least one image")
     return images
 
 
 def as_one(image: Image) -> list[Image]:
-    """Convert one image to a list; raise DataError for more than one."""
+    """Return a list with one image; raise DataError if ``image`` contains more than one."""
     images = as_list(image)
     if len(images) != 1:
-        raise DataError(f"a comparison requires exactly one image per argument; got {len(images)} images")
+        raise DataError(
+            f"a comparison requires exactly one image per argument; got {len(images)} images.\n"
+            "  fix: compare one pair of images per call"
+        )
     return images
 
 
@@ -86,25 +89,34 @@ def as_boxes(boxes: Any) -> np.ndarray:
     try:
         corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"boxes must be an (N, 4) array of numbers: {error}") from error
+        raise DataError(
+            f"boxes must be an (N, 4) array of numbers: {error}.\n"
+            "  fix: pass left, top, right and bottom in pixels for each box"
+        ) from error
     if corners.size == 0:
         return corners.reshape(0, 4)
     if corners.ndim != 2 or corners.shape[1] != 4:
-        raise DataError(f"boxes must have shape (N, 4), with columns left, top, right, bottom; got {corners.shape}")
+        raise DataError(
+            f"boxes must have shape (N, 4); got {corners.shape}.\n"
+            "  fix: pass left, top, right and bottom in pixels for each box"
+        )
     return corners
 
 
 def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
-        hint = "\n  fix: convert it with numpy.asarray(image)" if hasattr(image, "__array_interface__") else ""
+        hint = ".\n  fix: convert it with numpy.asarray(image)" if hasattr(image, "__array_interface__") else ""
         raise DataError(f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}{hint}")
     dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
     channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
     gray = len(shape) == 2 and not isinstance(image, Tensor)
     if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
-        raise DataError(f"an image must be uint8 {layout} with 1, 3 or 4 channels; got {dtype} {shape}")
+        raise DataError(
+            f"an image must be uint8 {layout} with 1, 3 or 4 channels; got {dtype} {shape}.\n"
+            f"  fix: convert the image to integers in 0..255, dtype uint8, and shape {layout}"
+        )
 
 
 def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:

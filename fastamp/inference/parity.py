@@ -1,4 +1,4 @@
-"""Parity check of exported models: differences in features and mAP from the PyTorch model."""
+"""Parity check of exported models: comparison of their features and mAP with those of the PyTorch model."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Comparison:
         count: number of images.
         min_cosine, mean_cosine: minimum and mean cosine similarity between the two features of each image; NaN if a
             feature is not finite.
-        difference: largest absolute difference between feature values, relative to the largest absolute value.
+        difference: largest absolute difference between feature values, divided by the largest absolute expected value.
     """
 
     images: str
@@ -51,10 +51,13 @@ class Comparison:
 
 
 def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
-    """Compare (N, D) features with expected features; ``images`` is a description of the images."""
+    """Compare (N, D) features of an exported model with the expected features; ``images`` describes the images."""
     expected, found = expected.double(), found.double()
     if expected.shape != found.shape:
-        raise DataError(f"shape mismatch: expected features {tuple(expected.shape)}, got {tuple(found.shape)}")
+        raise DataError(
+            f"shape mismatch: expected features of shape {tuple(expected.shape)}, but the exported model returned "
+            f"{tuple(found.shape)}.\n  fix: use another format, and report a bug"
+        )
     cosines = F.cosine_similarity(expected, found)
     cosines = torch.where((expected == found).all(1), 1.0, cosines)  # the cosine of zero vectors is undefined
     difference = (expected - found).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)

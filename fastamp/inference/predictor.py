@@ -81,7 +81,7 @@ class Predictor:
 
     @property
     def camera_view_counts(self) -> dict[str, int]:
-        """Numbers of camera (``camids``) and view (``viewids``) embeddings; empty if the model has no embeddings."""
+        """``camids`` and ``viewids`` -> number of camera and view embeddings, for the embeddings that the model has."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
         backbone = self.cfg.MODEL.BACKBONE
@@ -123,9 +123,9 @@ class Predictor:
         The features of images without pixels, such as boxes outside the frame, are NaN; a warning lists their indices.
 
         Args:
-            images: one or more images, each a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8 tensor
-                (C, H, W), where arrays and tensors are gray, RGB or RGBA; or a batch, as an array (N, H, W, C) or a
-                tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
+            images: one or more images. Each is a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8
+                tensor (C, H, W); arrays and tensors are gray, RGB or RGBA. A batch may also be an array (N, H, W, C) or
+                a tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
             boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; coordinates
                 are rounded and clipped to the frame. Default: None, full images.
             color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
@@ -193,7 +193,7 @@ class Predictor:
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
     ) -> Comparison:
-        """Compare two images, and rank their score among those of genuine and impostor pairs.
+        """Compare two images, and compare their score with the scores of genuine and impostor pairs.
 
         Args:
             a, b: images, see ``features``.
@@ -206,8 +206,8 @@ class Predictor:
             The score and the reference pairs.
 
         Raises:
-            DataError: if an image or the reference cannot be read, or the reference belongs to a different model or
-                contains no pairs.
+            DataError: if an image or the reference cannot be read, or the reference was extracted with a different
+                model or contains no pairs.
             ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
         """
         metric = self.cfg.TEST.METRIC
@@ -256,7 +256,7 @@ class Predictor:
             The k nearest gallery images for each query.
 
         Raises:
-            DataError: if an image or the index cannot be read, or the index belongs to a different model.
+            DataError: if an image or the index cannot be read, or the index was created with a different model.
             ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``k`` or ``effort`` is below
                 1.
         """
@@ -280,7 +280,10 @@ class Predictor:
         check_choice("color", color, COLORS)
         pixels = self._decode(image, color, self.resize.least_side)
         if not pixels.numel():
-            raise DataError(f"the image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}")
+            raise DataError(
+                f"the image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}.\n"
+                "  fix: pass an image of at least 1 x 1 pixels"
+            )
         return self._transforms.resize(pixels)
 
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
@@ -294,7 +297,10 @@ class Predictor:
         """Crop boxes from a frame with ``crop_boxes``, and return the crops and their channel order."""
         frames, corners = as_list(images), as_boxes(boxes)
         if len(frames) != 1:
-            raise DataError(f"boxes require exactly one image, the frame; got {len(frames)}")
+            raise DataError(
+                f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
+                "  fix: extract the features of one frame per call"
+            )
         frame = frames[0]
         if isinstance(frame, (str, os.PathLike, PIL.Image.Image)):
             frame, color = self._decode(frame, color), "rgb"
@@ -308,7 +314,7 @@ class Predictor:
         features = self.features(images, **options)
         empty = features.isnan().any(dim=1).nonzero()[:, 0].tolist()
         if empty:
-            raise DataError(f"image {empty[0]} has no pixels")
+            raise DataError(f"image {empty[0]} has no pixels.\n  fix: remove this image, or pass at least 1 x 1 pixels")
         return features
 
     @cached_property
@@ -358,7 +364,8 @@ class Predictor:
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
                     f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
-                    f"image; got {found}"
+                    f"image; got {found}.\n"
+                    f"  fix: pass the {name} of all images, as numbered in training"
                 )
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}

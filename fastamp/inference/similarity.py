@@ -1,4 +1,4 @@
-"""Similarity of two images, compared with that of genuine and impostor pairs."""
+"""Comparison of the similarity of two images with the similarities of genuine and impostor pairs."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -21,14 +21,14 @@ __getattr__ = moved_names(
 )
 
 _NO_PAIRS = (
-    "no reference pairs: the checkpoint contains none for this metric; training saves them after an evaluation\n"
+    "no reference pairs: the checkpoint contains no pairs for this metric; training saves pairs after an evaluation\n"
     "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Score of two images, with reference pairs.
+    """Score of two images, and the scores of reference pairs.
 
     Attributes:
         score: cosine similarity in -1..1, or Euclidean distance.
@@ -47,12 +47,12 @@ class Comparison:
 
     @property
     def genuine_fraction(self) -> float | None:
-        """Fraction in 0..1 of genuine pairs that are less similar; None without reference pairs."""
+        """Fraction in 0..1 of genuine pairs that are less similar than the images; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[0] if self.pairs else None
 
     @property
     def impostor_fraction(self) -> float | None:
-        """Fraction in 0..1 of impostor pairs that are less similar; None without reference pairs."""
+        """Fraction in 0..1 of impostor pairs that are less similar than the images; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[1] if self.pairs else None
 
     def describe(self) -> str:
@@ -79,8 +79,8 @@ def sample_pair_scores(
 ) -> PairScores:
     """Sample pairs of images from an extraction and compute their scores.
 
-    Each pair consists of a query and a gallery image, or of any two images if the extraction has no query and gallery
-    splits.
+    Each pair consists of a query and a gallery image. If the extraction has no query and gallery splits, each pair
+    consists of any two images.
 
     Args:
         reference: extraction of images with identities, or its file.
@@ -122,7 +122,7 @@ def sample_pair_scores(
 
 
 class _RowSubset:
-    """Subset of the rows of memory-mapped features, of which indexing reads only the selected rows."""
+    """Subset of the rows of memory-mapped features; indexing reads only the requested rows."""
 
     def __init__(self, features: np.ndarray, rows: np.ndarray) -> None:
         self.features, self.rows = features, rows

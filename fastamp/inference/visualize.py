@@ -47,7 +47,7 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
         if kind in kinds:
             panel = make()
             if panel is None:
-                print(f"{name}: {kind} not drawn, because there are no genuine or no impostor pairs")
+                print(f"{name}: {kind} is not drawn, because there are no genuine or no impostor pairs")
                 continue
             write(panel_figure([panel]), folder / f"{kind}.png")
     if "grad-cam" in kinds:
@@ -55,7 +55,7 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
 
 
 def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
-    """Return random queries with their nearest gallery images and similarity maps."""
+    """Return ``(query, nearest gallery image, similarity map)`` for random queries."""
     protocol, pairs = each.result.protocol, []
     offset = 0 if protocol.random_query_gallery_split else len(each.query)
     for one in each.result.examples.lists["random"]:
@@ -69,7 +69,7 @@ def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> li
 
 
 def _sides(each: EvaluatedSet) -> tuple[list, list]:
-    """Return the query and gallery images to which the indices in rank lists refer."""
+    """Return ``(query images, gallery images)``, to which the indices in rank lists refer."""
     if each.result.protocol.random_query_gallery_split:
         return each.images, each.images
     return list(each.query), list(each.gallery)

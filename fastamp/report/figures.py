@@ -35,7 +35,7 @@ def new_figure(width: float, height: float) -> "Figure":
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            'figures need matplotlib, which is not installed.\n  fix: pip install "fastamp[vis]"'
+            'figures require matplotlib, which is not installed.\n  fix: pip install "fastamp[vis]"'
         ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -98,7 +98,7 @@ def rank_list_figure(
     *,
     title: str = "",
 ) -> "Figure":
-    """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red.
+    """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
 
     Args:
         lists (Sequence[RankList]): at least one rank list.

@@ -23,7 +23,7 @@ class History:
         return next((value for _, value in reversed(self.series.get(name, [])) if math.isfinite(value)), None)
 
     def names(self, *, prefix: str = "", suffix: str = "") -> list[str]:
-        """List the metrics with a prefix and suffix, in the order of their first appearance."""
+        """List the metrics whose names have this prefix and suffix, in the order of their first appearance."""
         return [name for name in self.series if name.startswith(prefix) and name.endswith(suffix)]
 
 

@@ -30,7 +30,7 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
     Args:
         run (Run): data to show in the report.
         folder (Path): output folder, created if necessary.
-        name (str): file name. Default ``report.html``.
+        name (str): file name. Default: ``report.html``.
 
     Returns:
         Path: path of the file.
@@ -69,7 +69,7 @@ def page(run: Run) -> str:
 
 @cache
 def templates() -> Environment:
-    """Load the templates in ``report/templates`` with autoescape."""
+    """Load the templates in ``report/templates``, with HTML escaping enabled."""
     found = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,

@@ -17,9 +17,9 @@ class Line:
     Attributes:
         name (str): label in the legend.
         x, y (np.ndarray): (N,) float64; non-finite points are gaps.
-        steps (bool): draw a step function that is constant until the next point.
-        filled (bool): fill the area below.
-        dots (bool): mark the points.
+        steps (bool): if True, draw a step function that is constant until the next point.
+        filled (bool): if True, fill the area below the line.
+        dots (bool): if True, mark the points.
     """
 
     name: str
@@ -32,13 +32,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """Chart.
+    """Data of a chart.
 
     Attributes:
         title (str): title.
         x_label, y_label (str): axis labels.
         lines (Sequence[Line]): at least one line.
-        x_log, y_log (bool): use a logarithmic axis; points that are not above 0 are omitted.
+        x_log, y_log (bool): if True, use a logarithmic axis and omit points that are not above 0.
         x_range, y_range (tuple[float, float] | None): range of the axis; None for the range of the data.
         note (str): sentence below the chart.
     """
@@ -68,7 +68,7 @@ class Panel:
         return fits
 
     def bounds(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Compute the non-empty ranges of x and y."""
+        """Compute ``(x range, y range)`` of the axes; a range of equal values is extended."""
         points = [(line.x[fits], line.y[fits]) for line in self.lines for fits in [self.drawable(line)]]
         x, y = (np.concatenate(side) for side in zip(*points, strict=True))
         return (
@@ -98,8 +98,8 @@ def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list
 
     Args:
         low, high (float): range of the axis; positive for a logarithmic axis.
-        log (bool): the axis is logarithmic. Default False.
-        count (int): desired number of ticks. Default 5.
+        log (bool): if True, the axis is logarithmic. Default: False.
+        count (int): desired number of ticks. Default: 5.
     """
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)

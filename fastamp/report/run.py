@@ -74,12 +74,12 @@ class Run:
 def evaluated_set(
     name: str, metrics: dict[str, Any], evaluator: DatasetEvaluator, loader: Any, num_query: int
 ) -> EvaluatedSet:
-    """Collect the results and images of a test set; custom evaluators and loaders may provide neither.
+    """Collect the results and images of a test set, if its evaluator and loader provide them.
 
     Args:
         name (str): name in DATASETS.TESTS.
         metrics (dict[str, Any]): metrics returned by the evaluator.
-        evaluator (DatasetEvaluator): its ``result`` is used if it is an ``EvaluationResult``.
+        evaluator (DatasetEvaluator): evaluator whose ``result`` is used if it is an ``EvaluationResult``.
         loader (Any): see ``items_of``.
         num_query (int): number of query images, which come first in the loader.
     """
@@ -95,7 +95,7 @@ def items_of(loader: Any) -> list[ImageItem]:
 
 
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
-    """List (dataset, split, number of images, identities, cameras) for the training and test sets."""
+    """List ``(dataset, split, number of images, number of identities, number of cameras)`` for all sets."""
     parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train)]
     for each in run.sets:
         parts += [(each.name, "query", each.query), (each.name, "gallery", each.gallery)]
@@ -103,7 +103,7 @@ def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
 
 
 def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
-    """List (key, value, default, meaning) of the config keys that differ from their defaults."""
+    """List ``(key, value, default, meaning)`` for the config keys whose values differ from their defaults."""
     return [
         (key.path, _shortened(show_value(value)), _shortened(show_value(key.default)), key.meaning)
         for key, value in cfg.keys_below()
@@ -112,7 +112,7 @@ def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:
 
 
 def environment(run: Run) -> dict[str, str]:
-    """Collect the device, the precision, and system and package versions."""
+    """Collect the device, the precision, the system and the package versions."""
     versions = environment_queries.versions()
     name = environment_queries.device_name(run.device)
     return {

@@ -31,11 +31,12 @@ class SimilarityMap:
 def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     """Compute Grad-CAM of the cosine similarity of two embeddings.
 
-    Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391): the channels of the last feature map of each image, weighted by
-    their mean gradient, summed and clamped at 0. The norms of the embeddings are treated as constants. Otherwise the
-    gradient has no component along the common direction of the embeddings, and highlights regions where a change would
-    increase the similarity, rather than regions that cause it. For a Vision Transformer, the feature map consists of
-    the patch tokens before the last block, because only the class token is used after it.
+    Grad-CAM (Selvaraju et al. 2017, arXiv:1610.02391) weights the channels of the last feature map of each image by
+    their mean gradient, sums them and clamps the sum at 0. The norms of the embeddings are treated as constants.
+    Otherwise, the gradient would have no component along the common direction of the embeddings, and the maps would
+    highlight regions where a change increases the similarity, instead of regions that cause the similarity. For a
+    Vision Transformer, the feature map consists of the patch tokens before the last block, because only the class token
+    is used after that block.
 
     Args:
         model (nn.Module): model with a ``backbone``, in evaluation mode.
@@ -50,16 +51,25 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     """
     backbone = getattr(model, "backbone", None)
     if backbone is None:
-        raise ConfigError(f"grad-cam needs a model with a backbone; {type(model).__name__} has no attribute backbone")
+        raise ConfigError(
+            f"grad-cam requires a model with a backbone; {type(model).__name__} has no attribute backbone.\n"
+            "  fix: remove grad-cam from --kind"
+        )
     with torch.inference_mode(False), torch.enable_grad(), _recorded_maps(backbone) as recorded:
         features = model(batch).float()
         lengths = features.detach().norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)
         similarity = (features[0] @ features[1]) / lengths.prod()
         if not recorded or len(recorded[-1]) != 2:
-            raise ConfigError(f"grad-cam: cannot record the feature maps of {type(backbone).__name__}")
+            raise ConfigError(
+                f"grad-cam cannot record the feature maps of the backbone {type(backbone).__name__}.\n"
+                "  fix: remove grad-cam from --kind"
+            )
         (gradient,) = torch.autograd.grad(similarity, recorded[-1], allow_unused=True)
     if gradient is None:
-        raise ConfigError(f"grad-cam: the embedding does not depend on the feature maps of {type(backbone).__name__}")
+        raise ConfigError(
+            f"grad-cam requires embeddings that depend on the feature maps of the backbone {type(backbone).__name__}.\n"
+            "  fix: remove grad-cam from --kind"
+        )
     maps, gradient = (
         _to_feature_maps(each, backbone, batch["images"].shape[2:]) for each in (recorded[-1].detach(), gradient)
     )
@@ -102,8 +112,8 @@ def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> T
         return values[:, 1:].transpose(1, 2).reshape(2, -1, height, width)
     if values.dim() != 4 or values.shape[2] * values.shape[3] == 1:
         raise ConfigError(
-            f"grad-cam needs spatial feature maps: the backbone {type(backbone).__name__} returns "
+            f"grad-cam requires spatial feature maps: the backbone {type(backbone).__name__} returns "
             f"{tuple(values.shape[1:])} per image.\n"
-            "  fix: remove grad-cam from --kind, or use a ConvNet, a ViT of build_vit_backbone or a Swin"
+            "  fix: remove grad-cam from --kind, or use a ConvNet, a Swin, or a ViT built by build_vit_backbone"
         )
     return values

@@ -12,7 +12,7 @@ from fastamp.report.panel import Line, Panel, thinned, tick_text, ticks
 
 @dataclass(frozen=True)
 class Frame:
-    """Size of a chart and edges of its plotting area, in pixels from the top-left corner, and number of line colors."""
+    """Size of a chart, edges of the plotting area in pixels from the top-left corner, and number of line colors."""
 
     width: int = 380
     height: int = 240
@@ -33,7 +33,7 @@ class Shape:
     Attributes:
         color (int): index of the color.
         path (str): SVG path of the line.
-        area (str): SVG path of the filled area below it; empty if it is not filled.
+        area (str): SVG path of the filled area below the line; empty if the area is not filled.
         dots (list[tuple[str, str, str]]): x, y and description of each marked point.
     """
 

@@ -91,7 +91,7 @@ def test_custom_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, mo
 def test_custom_rule_without_matches_does_not_suggest_missing_camera_labels(monkeypatch):
     all_junk = Junk(lambda matches, queries, gallery: np.full(np.broadcast(queries, gallery).shape, True))
     monkeypatch.setitem(RULES, "all_junk", RankingRule(text="all images are junk", junk=all_junk))
-    with pytest.raises(NoMatchError, match="TEST.PROTOCOL all_junk") as error:
+    with pytest.raises(NoMatchError, match="TEST.PROTOCOL.*all_junk") as error:
         compute_metrics(*random_set(3), Protocol(rule="all_junk"))
     assert "camera" not in str(error.value)
 
