@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Replay a failed training step: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
 
-The exit code is 0 if all values are finite, e.g. with the KEY VALUE pairs of a fix; 1 if any value is non-finite; 2 if
-the file or an option is invalid.
+KEY VALUE pairs change the config, to try a fix. The exit code is 0 if all values are finite, 1 if any value is
+non-finite, and 2 if the file or an option is invalid.
 """
 
 import argparse

@@ -39,7 +39,7 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
 
     Args:
         path: npz file.
-        cameras: True if camids are required.
+        cameras: True if the arrays of camids are required.
 
     Raises:
         DataError: if the file is missing, damaged or not an npz file, or arrays are missing.
@@ -100,7 +100,9 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
 
 
 def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a column as int64 tensors (Q,) and (G,). Values that are not integers are replaced by consistent numbers.
+    """Return a column of queries and gallery as int64 tensors ``(Q,)`` and ``(G,)``.
+
+    If any value is text that is not an integer, each distinct value is replaced by a number.
 
     Raises:
         DataError: if an array is neither integers nor text, or not one-dimensional.
@@ -162,7 +164,7 @@ def evaluate(args: argparse.Namespace, cfg: CfgNode) -> None:
 
 
 def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return int64 zeros of shapes (Q,) and (G,)."""
+    """Return zeros as camera IDs of queries and gallery: int64 tensors ``(Q,)`` and ``(G,)``."""
     return tuple(torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
 
 
@@ -174,7 +176,11 @@ def check(args: argparse.Namespace, cfg: CfgNode) -> None:
     """
     for key in args.opts[::2]:
         if key.startswith(WITHOUT_EFFECT):
-            fix = "--per-query OUT.npz" if key.startswith("TEST.PER_QUERY") else "set it when you compute the features"
+            fix = (
+                "use --per-query OUT.npz"
+                if key.startswith("TEST.PER_QUERY")
+                else "set it when you compute the features"
+            )
             raise ConfigError(f"{key} has no effect on saved features.\n  fix: {fix}")
     if args.per_query is not None:
         path = Path(args.per_query)

@@ -55,7 +55,7 @@ def import_checkpoint(
     if out.suffix != ".pth":
         raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}")
     if real_path(out) == real_path(expand(source)):
-        raise ConfigError(f"OUT is the same file as IN: {target}\n  fix: choose another file for OUT")
+        raise ConfigError(f"OUT is the same file as IN: {target}.\n  fix: choose another file for OUT")
     read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
     defaults = read_config("", (), plugin=plugin)
     content = read_checkpoint(source)
@@ -84,13 +84,14 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
         hint = did_you_mean(prefix, backbone_prefixes(tensors, defaults))
         raise WeightsError(
             f"--prefix {prefix!r}: {source} has no tensors with this prefix.{hint}\n"
-            f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}"
+            f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}\n"
+            "  fix: choose the prefix of tensors in the file"
         )
     return state
 
 
 def prefix_hint(content: Any, defaults: CfgNode) -> str:
-    """Return a message that lists the prefixes of backbones in a file; empty if there are none."""
+    """Return a message that lists the prefixes of backbones in a file; empty if no prefix is needed or found."""
     with contextlib.suppress(WeightsError):
         if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
             return ""  # already searched without --prefix
@@ -115,9 +116,9 @@ def write_model(
             *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
         )
         print(
-            "cannot be inferred, default unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, LAST_STRIDE, SIE_VIEWS "
-            "(SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, SCALE, MARGIN, JPM.SHIFT, "
-            "POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
+            "keys that cannot be inferred, and have default values unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
+            "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
+            "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
         opts = [*(each for pair in keys.items() for each in pair), *opts]
     # Download nothing: the weights come from IN.
@@ -142,7 +143,7 @@ def write_model(
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(
-            f"{source}: {len(bad)} tensors have non-finite values{examples(bad)}; nothing was written.\n"
+            f"{source}: non-finite values{examples(bad)} in {len(bad)} of the tensors; nothing was written.\n"
             "  fix: use a checkpoint from before the training diverged"
         )
     with writing(out):

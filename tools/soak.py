@@ -2,9 +2,10 @@
 """Soak test: kill and resume a training repeatedly, and compare the result with an undisturbed run.
 
 soak.py --config-file configs/Demo/quickstart.yml [--kills 30] [KEY VALUE ...]: the first run is undisturbed. The second
-run is killed at random moments (SIGKILL, including its data-loading processes) and resumed. After a third of the kills
-its newest checkpoint is truncated; after two thirds its disk is full until it exits with an error. The exit code is 0
-if both runs end with bit-identical weights, optimizer and random state, and with the same iterations in metrics.json.
+run is killed at random moments (SIGKILL, including its data-loading processes) and resumed. After a third of the kills,
+the newest checkpoint is truncated; after two thirds, the disk is full until the training exits with an error. The exit
+code is 0 if both runs end with bit-identical weights, optimizer and random state, and with the same iterations in
+metrics.json.
 
 The disk is filled by a file if the file system of OUTPUT_DIR has less than 4 GiB of free space (e.g. a tmpfs),
 otherwise simulated by a limit on the file size.
@@ -71,7 +72,7 @@ class Run:
         return self.console.read_text(errors="replace")
 
     def wait(self, process: subprocess.Popen[bytes]) -> None:
-        """Wait until the training ends.
+        """Wait until the training has ended.
 
         Raises:
             ConfigError: if the exit code is not 0.
@@ -80,7 +81,7 @@ class Run:
             raise ConfigError(f"the training failed with exit code {process.returncode}:\n{self.output()[-3000:]}")
 
     def kill(self, process: subprocess.Popen[bytes], after: float, *, starting: bool) -> str:
-        """Kill the training ``after`` seconds from its start or from its first step.
+        """Kill the training ``after`` seconds after its start (if ``starting``) or after its first step.
 
         Returns:
             Activity of the training when it was killed; ``"ended"`` if the training had already ended.

@@ -13,12 +13,12 @@ COMMANDS = {
     "train": "train a model",
     "eval": "evaluate a model on test datasets",
     "extract": "extract the features of images to a file",
-    "search": "search a gallery for the images nearest to a query",
+    "search": "search a gallery for the images that are most similar to a query",
     "compare": "compute the similarity of two images",
     "visualize": "draw rank lists, curves and similarity maps",
     "export": "export a model to ONNX or torch.export",
     "strip": "remove the training state from a checkpoint",
-    "doctor": "check a model and a machine for mixed precision",
+    "doctor": "check whether a model and a machine support mixed precision",
     "check-data": "check a dataset for errors",
     "config": "list and explain config keys; compare and convert configs",
 }
@@ -57,12 +57,12 @@ def _run(command: str, *words: str) -> int:
 
 
 def run_command(command: str, argv: Sequence[str] | None = None, *, program: str | None = None) -> int:
-    """Run one of ``COMMANDS`` and return its exit code.
+    """Run one of the commands in ``COMMANDS`` and return the exit code of the command.
 
     Args:
         command: name of the command.
         argv: arguments of the command. Default None: ``sys.argv[1:]``.
-        program: program name in the help. Default None: name of the running file.
+        program: program name to show in the help. Default None: name of the script that is running.
 
     Raises:
         SystemExit: if an argument is invalid, if ``--help`` is given, or if a child process failed.
@@ -101,7 +101,7 @@ def _help() -> str:
 
 
 def _versions() -> str:
-    """Describe the versions of fastamp and its dependencies, and the GPU."""
+    """Return the versions of fastamp and its dependencies, and the availability of a GPU, as text."""
     from fastamp.diagnostics import environment_queries
 
     cuda = environment_queries.cuda_error()

@@ -60,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "name", metavar="NAME", help="dataset, as in DATASETS.NAMES: a registered name, csv:FILE or folder:FOLDER"
     )
     parser.add_argument(
-        "--output", default="logs/check_data", metavar="DIR", help="folder of the contact sheet (default: %(default)s)"
+        "--output",
+        default="logs/check_data",
+        metavar="DIR",
+        help="output folder for the contact sheet (default: %(default)s)",
     )
     add_plugin_argument(parser)
     parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")

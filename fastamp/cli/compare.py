@@ -1,4 +1,4 @@
-"""Compute the similarity of two images and its percentiles among genuine and impostor pairs.
+"""Compute the similarity of two images, and its percentiles among pairs of the same and of different identities.
 
 example:
   fastamp compare logs/run/model_best.pth a.jpg b.jpg
@@ -17,13 +17,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--reference",
         metavar="FILE.npz",
-        help="extraction with identities that provides the reference pairs (default: pairs stored in the checkpoint)",
+        help="output of `fastamp extract` with identities, for the percentiles (default: pairs in the checkpoint)",
     )
     add_camera_view_arguments(parser)
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print JSON; genuine_share and impostor_share are the fractions of less similar pairs",
+        help="print JSON; genuine_share and impostor_share are the fractions of such pairs that are less similar",
     )
 
 

@@ -72,14 +72,16 @@ def run(args: argparse.Namespace) -> int:
 
 @renamed_arguments(parts="plugin")
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
-    """Translate a config file from an old FastReID release, including its bases and defaults, to the current keys.
+    """Translate a config file from an old FastReID release to the current keys.
+
+    The base files of the file and the defaults of the release are included.
 
     Translated keys, and keys without a counterpart, are printed to stderr.
 
     Args:
         source: YAML file.
         output: file to write; "" prints the result. Default "".
-        release: FastReID release that the file was written for; "" detects it. Default "".
+        release: FastReID release that the file was written for; "" detects the release. Default "".
         plugin: see ``read_config``.
 
     Raises:
@@ -102,7 +104,7 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
     notes = cfg.translation_notes()
     if not notes:
         print(f"{source}: nothing to translate: all keys are current", file=sys.stderr)
-    title = notes[0] if notes else f"{source} with its bases"
+    title = notes[0] if notes else f"{source} with its base files"
     head = [
         title,
         *(note for note in notes if note.startswith("no counterpart")),
@@ -121,13 +123,15 @@ def config_of(source: str, plugin: str = "") -> CfgNode:
     """Read the complete config from a YAML file, a checkpoint or a run folder.
 
     Raises:
-        UserError: if the source cannot be read or has no config.
+        UserError: if ``source`` cannot be read or contains no config.
     """
     path = Path(source).expanduser()
     if path.is_dir():
         path /= "config.yaml"
         if not path.is_file():
-            raise ConfigError(f"{source}: not a run folder: config.yaml not found")
+            raise ConfigError(
+                f"{source}: not a run folder: config.yaml not found.\n  fix: give a run folder, YAML file or checkpoint"
+            )
     if path.suffix != ".pth":
         return read_config(str(path), [], plugin=plugin)
     cfg = read_config("", [], plugin=plugin).clone()

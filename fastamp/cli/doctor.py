@@ -1,8 +1,8 @@
 """Check whether a model and a machine support mixed precision.
 
-Compares low precision with float32 on the training and test images of a config; a config with SOLVER.AMP off is checked
-as if it were on. --env also checks the machine; without --config-file, it only checks the machine. Exit code: 0 if the
-config works as it is, 1 if it needs changes, which are printed, 2 for invalid input.
+Compares bfloat16 and float16 with float32 on training and test images of a config, even if SOLVER.AMP is off. With
+--env, the machine is also checked; with --env but without --config-file, only the machine is checked. Exit code: 0 if
+no change is needed, 1 if the printed changes are needed, 2 for invalid input.
 
 examples:
   fastamp doctor --env
@@ -40,7 +40,7 @@ def at_least(lowest: int) -> Callable[[str], int]:
 
 
 def examine_machine(device: str) -> bool:
-    """Print the environment and its problems; return True if there are none."""
+    """Print the environment and its problems; return True if no problem was found."""
     import torch
 
     from fastamp.amp import resolve_device
@@ -60,7 +60,7 @@ def examine_machine(device: str) -> bool:
 
 
 def examine_model(args: argparse.Namespace) -> bool:
-    """Print the precision check of the config's model; return True if the config works as it is."""
+    """Print the precision check of the config's model; return True if the config needs no change."""
     import torch
 
     from fastamp.config import read_config

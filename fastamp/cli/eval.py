@@ -58,11 +58,11 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = ""
 
     Args:
         config_file: path of a YAML file; "" for the config in the checkpoint.
-        opts: ``[KEY, VALUE, ...]``, which override it.
+        opts: ``[KEY, VALUE, ...]`` pairs that override this config.
         plugin: see ``read_config``.
 
     Returns:
-        The frozen config, and a description of its source.
+        ``(config, source)``: the frozen config, and a description of where it was read from.
 
     Raises:
         ConfigError: if a file, key or value is invalid, or MODEL.WEIGHTS is not set.
@@ -84,11 +84,11 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = ""
         not_the_model = {"MODEL.WEIGHTS", "MODEL.DEVICE"}
         if not any(key.startswith("MODEL.") and key not in not_the_model for key in opts[::2]):
             raise ConfigError(
-                f"{weights} has no config, so the model is unknown.\n"
+                f"{weights} contains no config, so the model is unknown.\n"
                 "  fix: add --config-file X.yml with the config of the training, or convert the weights with "
                 "tools/import_checkpoint.py, which infers the config of many models"
             )
-        return given, f"the defaults, because {weights} has no config"
+        return given, f"the defaults, because {weights} contains no config"
     values = {key.path: value for key, value in defaults.keys_below() if key.path in _MACHINE_KEYS}
     values |= {"MODEL.DEVICE": "auto", "MODEL.COMPILE": "off", "MODEL.HEADS.NUM_CLASSES": 0}
     cfg.merge_from_other_cfg(values)

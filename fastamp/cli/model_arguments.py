@@ -13,7 +13,7 @@ __getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_a
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add CHECKPOINT, --device and --opts."""
+    """Add the arguments CHECKPOINT, --device and --opts."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
     parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
     parser.add_argument(
@@ -26,7 +26,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_camera_view_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --camids and --viewids."""
+    """Add the arguments --camids and --viewids."""
     for name in ("camids", "viewids"):
         help_ = f"one per image, for a model with {'camera' if name == 'camids' else 'view'} embeddings"
         parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_)

@@ -1,4 +1,4 @@
-"""Search a gallery for the images nearest to query images.
+"""Search a gallery for the images that are most similar to query images.
 
 The gallery is an extraction (.npz), for which an index is built first, or an index file.
 
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     for query in args.queries:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
-            raise DataError(f"no images found in the folder {query}")
+            raise DataError(f"no images found in the folder {query}.\n  fix: give a folder that contains images")
         queries += images
     result = predictor.search(
         queries,

@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_dry(args: argparse.Namespace, folder: str) -> None:
-    """Do a dry run that writes its files to ``folder``."""
+    """Perform a dry run that writes its files to ``folder``."""
     from fastamp.config import read_config
     from fastamp.engine.dry_run import dry_run
 

@@ -72,7 +72,7 @@ def checkpoint_of(source: Path) -> Path:
     """Return the path of a checkpoint: ``source`` itself, or model_best.pth or model_final.pth in a folder.
 
     Raises:
-        WeightsError: if the folder has neither.
+        WeightsError: if the folder contains neither of these files.
     """
     if not source.is_dir():
         return source

@@ -9,11 +9,11 @@ from fastamp.config.key import show_value
 
 
 def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
-    """Describe each key that differs from a saved config, as ``KEY: before -> now``.
+    """Return one line ``KEY: before -> now`` for each key whose value differs from a saved config.
 
     Args:
         cfg: the current config.
-        before: saved output of ``cfg.dump()``; missing keys had their default values.
+        before: YAML of the saved config, as returned by ``cfg.dump()``. A missing key counts as its default value.
         source: name of the saved config, for messages.
 
     Raises:
@@ -30,7 +30,10 @@ def describe_changes(cfg: CfgNode, before: str, source: str) -> list[str]:
 
 
 def changed_values(cfg: CfgNode) -> dict[str, Any]:
-    """Return the values that differ from the defaults, as nested dicts. Merged into the defaults, they give ``cfg``."""
+    """Return the values of ``cfg`` that differ from the defaults, as nested dicts.
+
+    Merging the result into the default config reproduces ``cfg``.
+    """
     values, changed = parse_yaml(cfg.dump(), "this config"), {}
     for key, _ in cfg.keys_below():
         default = list(key.default) if isinstance(key.default, tuple) else key.default
@@ -45,7 +48,7 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Look up a key in nested dicts by its current and former paths; return ``default`` if it is not set."""
+    """Return the value at ``path``, or at a former path of this key, in nested dicts; else ``default``."""
     for each in (path, *former_paths(path)):
         value = mapping
         for name in each.split("."):

@@ -1,4 +1,4 @@
-"""Conversion of RGB values in the config to the number of image channels."""
+"""Conversion of config values with one element per RGB channel to the number of image channels."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ _LUMA = (0.299, 0.587, 0.114)
 def per_channel(key: str, values: Sequence[float], *, channels: int) -> tuple[float, ...]:
     """Return one value per channel; for grayscale images, RGB values are converted to luma (ITU-R BT.601).
 
-    A recipe for RGB therefore works with INPUT.CHANNELS 1 without other changes. For three standard deviations, the
-    luma is exact if the channels are fully correlated, which is nearly true for photographs.
+    Therefore, an RGB recipe works on grayscale images if INPUT.CHANNELS is set to 1. For standard deviations, the
+    conversion is exact only if the three channels are fully correlated, as they nearly are in photographs.
 
     Args:
         key: config key of ``values``, for the message.

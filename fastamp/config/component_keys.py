@@ -17,11 +17,11 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
 
         KEYS = (Key("MODEL.LOSSES.SUPCON.SCALE", 1.0, "Supervised contrastive loss: weight in the total loss.", low=0),)
 
-    Only this statement is evaluated; the file is not imported. The config therefore does not depend on the packages
-    above it, and a command can read its config before importing torch.
+    Only the assignment to ``KEYS`` is evaluated; the file is not imported. Therefore, ``fastamp.config`` does not
+    import the components, and a command can read its config before importing torch.
 
     Args:
-        package: folder with one subfolder per package. Default: fastamp.
+        package: folder whose subfolders are searched for components. Default: the package fastamp.
 
     Returns:
         Dict from key path to key.
@@ -37,13 +37,15 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
             continue
         for key in declared_keys(file):
             if key.path in keys:
-                raise ValueError(f"{file}: config key {key.path} is already declared by another component")
+                raise ValueError(
+                    f"{file}: config key {key.path} is already declared by another component.\n  fix: rename it"
+                )
             keys[key.path] = key
     return keys
 
 
 def declared_keys(file: Path) -> tuple[Key, ...]:
-    """Return the ``KEYS`` of a Python file without importing it; () if it declares none.
+    """Return the ``KEYS`` of a Python file without importing the file; () if it does not define ``KEYS``.
 
     Raises:
         ValueError: if the value is not a tuple of ``Key(...)`` with literal arguments.
@@ -58,7 +60,7 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
                 value = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
             except NameError as error:
                 raise ValueError(
-                    f"{file}:{statement.lineno}: KEYS: expected Key(...) with literals: {error}"
+                    f"{file}:{statement.lineno}: KEYS: expected Key(...) with literal arguments, got a name: {error}"
                 ) from error
             return value
     return ()

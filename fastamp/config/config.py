@@ -31,15 +31,17 @@ class FrozenConfigError(ConfigError, AttributeError):
 class CfgNode(YacsCfgNode):
     """The config, or one of its sections.
 
-    All values that are set (from a file, a command line, another config or an attribute) are checked against the
-    declared keys and converted to their types before any of them is set, so a failed merge leaves the config unchanged.
-    A section with a key ``ENABLED`` can be set to a bool, which sets ``ENABLED``, and its truth value is ``ENABLED``.
-    The truth value of any other section is True if the section is not empty.
+    Values from a file, a command line, another config or an attribute assignment are checked against the declared keys
+    and converted to the types of these keys. A merge checks all values before it sets the first one, so a failed merge
+    leaves the config unchanged.
 
-    In a node created by ``CfgNode()``, assignment to a new attribute declares a key. When such a node is assigned to an
-    attribute of a config, it becomes a section, and assignments still declare keys.
+    If a section has a key ``ENABLED``, assigning a bool to the section sets this key, and ``bool(section)`` returns its
+    value. For any other section, ``bool(section)`` is True if the section is not empty.
 
-    Former names of keys and sections are aliases; see ``RENAMED`` in ``config/defaults.py``.
+    In a node created by ``CfgNode()``, assigning to a new attribute declares a key. If such a node is assigned to an
+    attribute of a config, the node becomes a section in which assignments still declare keys.
+
+    Former names of keys and sections are accepted as aliases; see ``RENAMED`` in ``config/defaults.py``.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class CfgNode(YacsCfgNode):
         return bool(self["ENABLED"]) if "ENABLED" in self else len(self) > 0
 
     def keys_below(self) -> Iterator[tuple[Key, Any]]:
-        """Yield the declared keys below this node with their values, in the order of declaration."""
+        """Yield ``(key, value)`` for each declared key below this node, in the order of declaration."""
         for name, value in self.items():
             if name in self._keys:
                 yield self._keys[name], value
@@ -83,7 +85,7 @@ class CfgNode(YacsCfgNode):
                 yield from value.keys_below()
 
     def dump(self, **options: Any) -> str:
-        """Serialize the config as YAML; merging it into the defaults reproduces the config.
+        """Serialize the config as YAML. Merging the YAML into the default config reproduces the config.
 
         Args:
             options: keyword arguments of ``yaml.safe_dump``.
@@ -94,7 +96,9 @@ class CfgNode(YacsCfgNode):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
-            raise ConfigError(f"{name!r} is a reserved attribute of CfgNode and cannot be a config key")
+            raise ConfigError(
+                f"{name!r} is reserved by CfgNode and cannot be a config key.\n  fix: choose another name"
+            )
         self._check_not_frozen(name)
         current = self._current(name)
         if current != name and "." not in current:
@@ -109,10 +113,11 @@ class CfgNode(YacsCfgNode):
     __setitem__ = __setattr__
 
     def merge_from_file(self, cfg_filename: Any, release: str = "") -> None:
-        """Merge a YAML file and, before it, the files listed in its ``_BASE_``.
+        """Merge the base files listed in ``_BASE_`` of a YAML file, then the file itself.
 
-        Files of FastReID v0.1.1 and v1.0.0 are detected: the defaults of the release are merged first, and all keys are
-        translated to the current ones. Translated keys, and keys without a counterpart, are logged.
+        Files of FastReID v0.1.1 and v1.0.0 are detected by their keys. For such files, the defaults of the release are
+        merged first, and all keys are translated to the current ones. Translated keys, and keys without a counterpart,
+        are logged.
 
         Args:
             cfg_filename: path of the file.
@@ -132,7 +137,7 @@ class CfgNode(YacsCfgNode):
             logger.warning("no counterpart: %s", line)
 
     def translation_notes(self) -> list[str]:
-        """Return the log lines of ``merge_from_file`` about old keys: translations, and keys without a counterpart."""
+        """Return the lines that ``merge_from_file`` logged about translated keys and keys without a counterpart."""
         return self.__dict__.get("_notes", [])
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
@@ -181,7 +186,7 @@ class CfgNode(YacsCfgNode):
         return copied
 
     def changes(self, mapping: Mapping[Any, Any], source: str) -> list[tuple[str, Any]]:
-        """Return the path and converted value of each key that merging ``mapping`` would set.
+        """Return ``(path, converted value)`` for each key that merging ``mapping`` would set.
 
         Args:
             mapping: contents of a config file.
@@ -202,7 +207,7 @@ class CfgNode(YacsCfgNode):
         aliases: Mapping[str, str] | None = None,
         of: type | None = None,
     ) -> None:
-        """Declare a config key of a project. It is then checked and documented like the keys of fastamp.
+        """Declare a config key of a project; values are then checked, and the key is documented, as for built-in keys.
 
         Args:
             path: dotted path below this node; missing sections are created.
@@ -219,7 +224,7 @@ class CfgNode(YacsCfgNode):
         self._define(Key(path, default, meaning, tuple(choices), dict(aliases or {}), of))
 
     def add_keys(self, keys: Iterable[Key]) -> None:
-        """Declare the ``KEYS`` of a component with paths relative to this node; for errors see ``define``."""
+        """Declare the ``KEYS`` of a component, with paths relative to this node; for errors, see ``define``."""
         for key in keys:
             self._define(key)
 
@@ -227,7 +232,9 @@ class CfgNode(YacsCfgNode):
         """Declare a key with a dotted path below this node."""
         *sections, name = key.path.split(".")
         if not all([*sections, name]) or not key.meaning:
-            raise ValueError(f"config key {key.path!r}: expected a dotted path and a description")
+            raise ValueError(
+                f"config key {key.path!r}: expected a dotted path and a description, got {key.meaning!r} as description"
+            )
         node = self
         node._check_not_frozen(key.path)
         for section in sections:
@@ -235,10 +242,12 @@ class CfgNode(YacsCfgNode):
                 node._attach(section, CfgNode())
                 node[section].__dict__["_declares"] = False
             elif not node._is_section(section):
-                raise ValueError(f"cannot declare {key.path}: {node._full(section)} is a key, not a section")
+                raise ValueError(
+                    f"cannot declare {key.path}: {node._full(section)} is a key, not a section.\n  fix: rename it"
+                )
             node = node[section]
         if name in node:
-            raise ValueError(f"config key {node._full(name)} is already declared")
+            raise ValueError(f"config key {node._full(name)} is already declared.\n  fix: rename the new key")
         node._declare(replace(key, path=node._full(name)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CfgNode":
@@ -257,13 +266,15 @@ class CfgNode(YacsCfgNode):
         """Create a node from YAML text or an open YAML file.
 
         Raises:
-            ConfigError: if it is not a YAML mapping, or is a Python file, which is never executed.
+            ConfigError: if the content is not a YAML mapping, or the file is a Python file (never executed).
         """
         if isinstance(cfg_file_obj_or_str, str):
             return cls(parse_yaml(cfg_file_obj_or_str, "config text"))
         name = str(cfg_file_obj_or_str.name)
         if name.endswith(".py"):
-            raise ConfigError(f"{name}: expected a YAML file, got a Python file, which is never executed")
+            raise ConfigError(
+                f"{name}: expected a YAML file, got a Python file (never executed).\n  fix: write the config as YAML"
+            )
         return cls(parse_yaml(cfg_file_obj_or_str.read(), name))
 
     # ---- setting values: edits are collected and checked first, then applied together
@@ -333,7 +344,7 @@ class CfgNode(YacsCfgNode):
         return f"{self._path}.{name}" if self._path else name
 
     def _current(self, name: Any) -> Any:
-        """Return the current path, below this node, of a key or section given by its current or former path."""
+        """Resolve a current or former name of a key or section to its current path, relative to this node."""
         if not isinstance(name, str) or name.partition(".")[0] in self:
             return name
         path = self._full(name)
@@ -344,7 +355,10 @@ class CfgNode(YacsCfgNode):
         """Return the error message for an unknown key below this node."""
         head, _, rest = name.partition(".")
         if rest and head in self:
-            return f"unknown config key {self._full(name)!r}: {self._full(head)} is a key, not a section"
+            return (
+                f"unknown config key {self._full(name)!r}: {self._full(head)} is a key, not a section.\n"
+                f"  fix: set {self._full(head)}"
+            )
         if old := hint(self._full(name)):
             return old
         return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
@@ -355,14 +369,19 @@ class CfgNode(YacsCfgNode):
     def _check_not_frozen(self, name: Any = "") -> None:
         if self.is_frozen():
             prefix = f"{self._full(name)}: " if name else ""
-            raise FrozenConfigError(f"{prefix}the config is frozen.\n  fix: cfg.defrost(), or cfg.with_values(...)")
+            raise FrozenConfigError(
+                f"{prefix}the config is frozen.\n  fix: call cfg.defrost() first, or use cfg.with_values(...)"
+            )
 
     # ---- declaring keys and sections
 
     def _declare(self, key: Key) -> None:
         name = key.path.rpartition(".")[2]
         if not (key.default is None or isinstance(key.default, bool | int | float | str | tuple | list | Mapping)):
-            raise ConfigError(f"{ASSIGNMENT}: {key.path}: unsupported type {type(key.default).__name__}")
+            raise ConfigError(
+                f"{ASSIGNMENT}: {key.path}: expected null, a bool, number, string, list or dict, got "
+                f"{type(key.default).__name__}"
+            )
         if key.is_free_form:
             node = CfgNode(new_allowed=True)
             self._attach(name, node)
@@ -376,7 +395,7 @@ class CfgNode(YacsCfgNode):
         """Declare an assigned attribute as a key, or as a section if its value is a dict."""
         value = plain(value)
         if not isinstance(name, str) or "." in name:
-            raise ConfigError(f"{ASSIGNMENT}: invalid name of a config key: {brief(name)}")
+            raise ConfigError(f"{ASSIGNMENT}: expected a string without dots as config key, got {brief(name)}")
         if isinstance(value, dict):
             self._attach(name, CfgNode(value))
         elif self.is_new_allowed():

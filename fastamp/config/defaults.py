@@ -7,7 +7,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def _all_keys() -> dict[str, Key]:
-    """Collect the keys of ``SECTIONS`` in order; component keys replace their markers, and unmarked ones come last."""
+    """Collect all keys in the order of ``SECTIONS``; component keys without a marker there come last."""
     from_components = component_keys()
     keys: dict[str, Key] = {}
     for entry in SECTIONS:
@@ -47,7 +47,7 @@ SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 
 def current_path(path: str) -> str:
-    """Return the current path of a key or section, given its current or a former one."""
+    """Return the current path of a key or section, given its current or former path."""
     names = path.split(".")
     for count in range(1, len(names) + 1):
         if current := RENAMED.get(".".join(names[:count])):

@@ -13,7 +13,7 @@ _WIDTH = 100
 
 
 def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
-    """Describe config keys, grouped by section: default, description and constraints, at most 100 columns wide.
+    """Describe config keys by section, with default, description and constraints, in lines of at most 100 columns.
 
     Args:
         prefix: a section or a key, in any case; "" for all. Default "".
@@ -28,7 +28,10 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
     chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{path}." if path else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
-        raise ConfigError(f"unknown config key or section {prefix!r}.{did_you_mean(prefix, sorted(names))}")
+        raise ConfigError(
+            f"unknown config key or section {prefix!r}.{did_you_mean(prefix, sorted(names))}\n"
+            "  fix: list all keys with `fastamp config list`"
+        )
     lines: list[str] = []
     section = None
     for key, value in chosen:
@@ -40,11 +43,11 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
 
 
 def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") -> str:
-    """Describe one key: default, description, type, constraints, aliases, and the lines of a file that set it.
+    """Describe one key: default, description, type, constraints, aliases, and the values set by a config file.
 
     Args:
-        name: key in any case; former names and FastReID's names are accepted. A section is described as by
-            ``describe_config``.
+        name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
+            that of ``describe_config``.
         cfg: config with the keys, including a project's. Default None: the defaults.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
 
@@ -88,7 +91,7 @@ def _current(name: str, spellings: Mapping[str, str]) -> str:
 
 
 def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
-    """Return one line per file that sets the key, in the order of merging; the last one applies."""
+    """Return one line ``file: value`` for each file that sets the key, in merge order; the last one applies."""
     lines = []
     cfg = cfg.clone()
     cfg.defrost()  # ``changes`` does not accept a frozen config

@@ -1,4 +1,4 @@
-"""Read config files: safe YAML, one mapping per file, with ``_BASE_`` files."""
+"""Safe reading of YAML config files and of the base files that they list in ``_BASE_``."""
 
 import os
 import reprlib
@@ -20,15 +20,15 @@ _VALUE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that also rejects duplicate keys, which PyYAML overwrites silently, and nested aliases that expand to
-    an excessive number of values ("billion laughs").
+    """Safe loader that also rejects duplicate keys, of which PyYAML silently keeps the last one, and nested aliases
+    that expand to more than ``LARGEST`` values ("billion laughs").
     """
 
     def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None and _values(node, {}) > LARGEST:
             raise yaml.constructor.ConstructorError(
-                None, None, "the aliases expand to too many values", node.start_mark
+                None, None, f"the aliases expand to more than {LARGEST} values", node.start_mark
             )
         return node
 
@@ -45,7 +45,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _values(node: yaml.Node, counted: dict[int, int]) -> int:
-    """Count the values of ``node`` with its aliases expanded; more than ``LARGEST`` for a cycle."""
+    """Count the values below ``node`` with aliases expanded; more than ``LARGEST`` if an alias contains itself."""
     if id(node) not in counted:
         counted[id(node)] = LARGEST + 1  # while it is being counted
         children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -56,10 +56,10 @@ def _values(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def parse_yaml(text: str, source: str) -> dict[str, Any]:
-    """Parse YAML text that holds a mapping; empty text gives an empty mapping.
+    """Parse YAML text that contains a mapping; empty text gives an empty dict.
 
     Args:
-        text: YAML; it is parsed with the safe loader, so nothing in it is executed.
+        text: YAML text; it is parsed by a safe loader, which executes no code.
         source: name of the file, for messages.
 
     Raises:
@@ -75,9 +75,13 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         line = f", line {mark.line + 1}" if mark else ""
         words = [getattr(error, name, None) for name in ("context", "problem", "reason")]
         problem = ", ".join(filter(None, words)) or str(error)
-        raise ConfigError(f"{source}{line}: invalid YAML: {problem}") from error
+        raise ConfigError(
+            f"{source}{line}: invalid YAML: {problem}.\n  fix: correct {line.removeprefix(', ') or 'the YAML'}"
+        ) from error
     except _VALUE_ERRORS as error:
-        raise ConfigError(f"{source}: invalid YAML: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{source}: invalid YAML: {type(error).__name__}: {error}.\n  fix: correct the value, or quote it"
+        ) from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -92,19 +96,21 @@ def read_layers(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]
         path: a YAML file; ``~`` is expanded.
 
     Returns:
-        Pairs (path, mapping without ``_BASE_``); bases first, the file itself last.
+        ``(path, mapping without _BASE_)`` for each file: base files first, ``path`` last.
 
     Raises:
         ConfigError: if a file is missing, unreadable, a ``.py`` file or not a YAML mapping, if ``_BASE_`` is not a path
-            or a list of paths, or if it is cyclic.
+            or a list of paths, or if a file includes itself through ``_BASE_``.
     """
     return _read(os.path.expanduser(os.fspath(path)), ())
 
 
 def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
-    """Read ``path``; ``chain`` lists the files that include it by ``_BASE_``, outermost first."""
+    """Read ``path`` and its base files; ``chain`` lists the files that include ``path``, outermost first."""
     if any(os.path.realpath(path) == os.path.realpath(opened) for opened in chain):
-        raise ConfigError(f"{chain[-1]}: cyclic {BASE_KEY}: {' -> '.join((*chain, path))}")
+        raise ConfigError(
+            f"{chain[-1]}: cyclic {BASE_KEY}: {' -> '.join((*chain, path))}.\n  fix: remove {BASE_KEY} from one file"
+        )
     mapping = dict(parse_yaml(_read_text(path, chain), path))
     bases = mapping.pop(BASE_KEY, [])
     if isinstance(bases, str):
@@ -121,27 +127,35 @@ def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]
 def _read_text(path: str, chain: tuple[str, ...]) -> str:
     base_of = f" ({BASE_KEY} of {chain[-1]})" if chain else ""
     if Path(path).suffix.lower() in (".py", ".pyc"):
-        raise ConfigError(f"{path}{base_of}: expected a YAML file, got a Python file, which is never executed")
+        raise ConfigError(
+            f"{path}{base_of}: expected a YAML file, got a Python file (never executed).\n"
+            "  fix: write the config as YAML"
+        )
     try:
         check_not_device(Path(path))
         with Path(path).open("rb") as file:
             content = file.read(LARGEST + 1)
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        hint = ""
+        hint = "\n  fix: correct the path"
         if Path(path).name == "Base-Strongerbaseline.yml":
             hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
         raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{hint}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}{base_of}: expected a config file, got a folder") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}{base_of}: not UTF-8: {error.reason} at byte {error.start}") from None
+        raise ConfigError(
+            f"{path}{base_of}: expected UTF-8 text, got {error.reason} at byte {error.start}.\n"
+            "  fix: save the file as UTF-8"
+        ) from None
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}{base_of}: cannot read config file: {error}") from error
+        raise ConfigError(
+            f"{path}{base_of}: cannot read config file: {error}.\n  fix: give the path of a readable file"
+        ) from error
 
 
 def _describe_folder(path: str) -> str:
-    """List the config files in the folder of ``path``, as a hint."""
+    """Describe the folder of a missing file for its error message: the config files in it, if it exists."""
     folder = Path(path).parent
     if not folder.is_dir():
         return f"; the folder {str(folder)!r} does not exist"

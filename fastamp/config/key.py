@@ -27,14 +27,15 @@ class Key:
         default: a bool, int, float, str, or a tuple or list of them; its type is the key's type. ``None`` accepts any
             of these types. ``{}`` makes a free-form section, whose keys are not validated.
         meaning: description in one or two sentences, with the unit.
-        choices: allowed strings, spelled as the code reads them, or allowed numbers. Default (): any value.
+        choices: allowed strings (values in another case are converted to these) or numbers. Default (): any value.
         aliases: alternative spelling -> choice.
         of: element type of a sequence; required if the default is empty.
         low, above, high: bounds of a number, or of each element of a sequence: low <= x, above < x, x <= high.
         length: number of elements of a sequence. Default None: any number.
-        forms: description of an image size, e.g. ``(height, width) or (side,)``. The value is then one or two positive
-            integers of at most ``high``, or ``(0,)`` if ``low`` is 0. Default "": the key is not an image size.
-        nested: a free-form section accepts sections as values: ``{a: {b: 1}}`` is stored as ``{a.b: 1}``.
+        forms: accepted forms of an image size, for messages, e.g. ``(height, width) or (side,)``. The value is then one
+            or two positive integers of at most ``high``, or ``(0,)`` if ``low`` is 0. Default "": the key is not an
+            image size.
+        nested: if True, a free-form section accepts sections as values: ``{a: {b: 1}}`` is stored as ``{a.b: 1}``.
     """
 
     path: str
@@ -91,7 +92,7 @@ class Key:
 
 
 def parse_bool(value: Any) -> bool | None:
-    """Parse a bool, or true/false, yes/no or on/off in any case; None for any other value."""
+    """Convert a bool, or true/false, yes/no or on/off as text in any case, to a bool; None for any other value."""
     value = plain(value)
     if isinstance(value, bool):
         return value
@@ -256,7 +257,7 @@ def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:
         raise wrong
     if kind is str:
         if isinstance(value, str) and value.strip().lower() in _NONE:
-            raise ConfigError(f"{path}: expected {expected}, got {value!r}.\n  fix: '' for an empty string")
+            raise ConfigError(f"{path}: expected {expected}, got {value!r}.\n  fix: write '' for an empty string")
         if not isinstance(value, str | int | float) or _is_huge(value) or not _is_clean(str(value)):
             raise wrong
         return str(value)
@@ -311,5 +312,7 @@ def _split(key: Key, text: str) -> list[Any]:
         pieces = (piece.strip().strip("'\"") for piece in text[1:-1].split(","))
         return [piece for piece in pieces if piece]
     if closer and closer not in text:
-        raise ConfigError(f"{key.path}: cannot parse {brief(text)}: missing {closer!r}")
+        raise ConfigError(
+            f"{key.path}: cannot parse {brief(text)}: missing {closer!r}.\n  fix: add {closer!r} at the end"
+        )
     return [text]

@@ -46,7 +46,7 @@ def read_config(
 def load_plugin(path: str, cfg: CfgNode) -> None:
     """Run a Python file that registers custom components, and declare its config keys in ``cfg``.
 
-    The keys are the file's ``KEYS``, as in a built-in component, and those that its ``add_config(cfg)`` declares.
+    The file declares keys in ``KEYS``, as a built-in component does, or in a function ``add_config(cfg)``, or in both.
 
     Args:
         path: plugin file; it runs once per process.

@@ -1,6 +1,6 @@
 """Defaults of FastReID v0.1.1 and v1.0.0 under their old names, and tables of renamed keys and values.
 
-A config file only sets the values that differ from the defaults of its release, so a recipe includes those defaults.
+A config file sets only values that differ from the defaults of its release, so its translation needs these defaults.
 """
 
 from typing import Any

@@ -40,7 +40,8 @@ class Recipe:
     """A config file and its bases, translated to the current keys.
 
     Attributes:
-        layers: source and mapping of each file in the order of merging; one translated mapping for an old release.
+        layers: ``(source, mapping)`` of each file in the order of merging. For an old release, one pair with the
+            translated mapping of all files.
         release: "v0.1.1", "v1.0.0", or "" for a file of the current keys.
         lines: log lines: the detected release, and one line per translated key.
         missing: one line per key without a counterpart.
@@ -61,7 +62,7 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
 
     Args:
         path: a YAML file.
-        known: paths of all keys, including those of projects.
+        known: paths of all current keys, including those of projects.
         release: "v0.1.1" or "v1.0.0"; "" detects the release from the keys of all files. Default "".
 
     Raises:
@@ -91,19 +92,19 @@ def hint(path: str) -> str:
     if path not in _OLD_ONLY:
         return ""
     new = RENAMED.get(path) or REPLACED.get(path)
-    fix = f"\n  fix: {new}" if new else " It has no counterpart."
-    return f"unknown config key {path!r}: it belongs to old releases of FastReID.{fix}"
+    fix = f"\n  fix: use {new}" if new else " It has no counterpart.\n  fix: remove the key"
+    return f"unknown config key {path!r}: the key exists only in old releases of FastReID.{fix}"
 
 
 def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     """Detect the FastReID release that config files were written for.
 
     Args:
-        layers: source and mapping with dotted keys of each file.
+        layers: ``(source, mapping with dotted keys)`` of each file.
         known: paths of the current keys.
 
     Returns:
-        Release ("" for the current keys), and log lines with the reasons.
+        ``(release, lines)``: the release, or "" if all keys are current, and log lines with the reasons.
 
     Raises:
         ConfigError: if one file has keys that exist only in an old release, and another has keys that exist only in the
@@ -161,7 +162,7 @@ def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_known(key: str, known: set[str]) -> bool:
-    """Return True for a current key, a key of a free-form section, or a section that accepts a value in its place."""
+    """Return True for a current key, a key of a free-form section, or a section that can be set to a single value."""
     key = current_path(key)
     if key in known or f"{key}.ENABLED" in known:
         return True
@@ -175,7 +176,7 @@ def _parents(key: str) -> list[str]:
 def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yield the dotted key and value of each leaf; a free-form section is one value.
 
-    INPUT.PADDING is a number of pixels in an old file, and a shorthand of INPUT.PADDING.ENABLED in a current one.
+    INPUT.PADDING is a number of pixels in an old file, and a bool that sets INPUT.PADDING.ENABLED in a current file.
     """
     for name, value in mapping.items():
         path = f"{prefix}{name}"
@@ -205,7 +206,7 @@ class _Translation:
 
     Args:
         release: release whose defaults and rules apply.
-        layers: source and mapping with dotted keys of each file.
+        layers: ``(source, mapping with dotted keys)`` of each file.
         known: paths of the current keys.
 
     Attributes:
@@ -247,7 +248,7 @@ class _Translation:
         self._settings[key] = _Setting(name, value, source)
 
     def _put(self, values: Mapping[str, Any], *keys: str, why: str = "") -> None:
-        """Replace the old ``keys`` by current ones, and log the change if there is one."""
+        """Translate the old ``keys`` to ``values`` of current keys, and log the change, if any."""
         self.new |= values
         self._translated |= set(keys)
         settings = [self._settings[key] for key in keys if key in self._settings]
@@ -272,12 +273,14 @@ class _Translation:
                 lines.append(f"{_file(setting.source)}: {setting.name} {show_value(setting.value)}: {why}")
 
     def _schedule(self) -> None:
-        """Translate learning-rate schedules, lengths and periods."""
+        """Translate the learning-rate schedule, durations, and the periods of checkpoints and evaluations."""
         first, warmup = self.release == "v0.1.1", self._settings["SOLVER.WARMUP_EPOCHS"]
         if not first and warmup.name == "SOLVER.WARMUP_ITERS" and warmup.value > self["SOLVER.MAX_EPOCH"]:
             # Releases after v1.0.0 still had old keys, but the current schedule.
             values = {"SOLVER.WARMUP_ITERS": warmup.value, "SOLVER.WARMUP_EPOCHS": 0}
-            self._put(values, "SOLVER.WARMUP_EPOCHS", why="longer than the training, so in iterations, as after v1.0.0")
+            self._put(
+                values, "SOLVER.WARMUP_EPOCHS", why="more than all epochs, so it counts iterations, as after v1.0.0"
+            )
         else:
             rule = {"SOLVER.EPOCH_SCHEDULE": "after_warmup", "SOLVER.LR_UPDATE": "epoch"}
             why = "the learning rate changed once per epoch; epochs counted from the end of the warm-up"
@@ -339,7 +342,7 @@ class _Translation:
         self._put({"MODEL.HEADS.CLS_LAYER": classifier}, "MODEL.HEADS.CLS_LAYER")
         if classifier == "Linear":
             for key, value in (("MODEL.HEADS.SCALE", 1), ("MODEL.HEADS.MARGIN", 0.0)):
-                self._put({key: value}, key, why="not used by linear")
+                self._put({key: value}, key, why="not used by the linear classifier")
         for part in ("BACKBONE", "HEADS"):
             splits = self[f"MODEL.{part}.NORM_SPLIT"] or 1
             ghost = self[f"MODEL.{part}.NORM"] == "GhostBN" and splits > 1
@@ -355,12 +358,12 @@ class _Translation:
             self.missing.append("MODEL.LOSSES.TRI.NORM_FEAT True: distances were Euclidean and are squared now")
         if first and mgn:
             self.missing.append(
-                "MODEL.META_ARCHITECTURE MGN: batch norm and ReLU after each reduction; one pooling layer for all heads"
+                "MODEL.META_ARCHITECTURE MGN: v0.1.1 has one pooling layer, and BN and ReLU after each reduction"
             )
             for name, (section, count) in _MGN_LOSSES.items():
                 key = f"MODEL.LOSSES.{section}.SCALE"
                 if name in self["MODEL.LOSSES.NAME"]:
-                    self._put({key: self[key] * count}, key, why=f"MGN now divides by its {count} losses")
+                    self._put({key: self[key] * count}, key, why=f"MGN now averages its {count} losses")
 
     def _head(self, mgn: bool) -> None:
         name, width, reduced = (self[f"MODEL.HEADS.{key}"] for key in ("NAME", "IN_FEAT", "REDUCTION_DIM"))
@@ -375,7 +378,7 @@ class _Translation:
         if name == "ReductionHead":
             self._put({"MODEL.HEADS.EMBEDDING_DIM": reduced}, "MODEL.HEADS.REDUCTION_DIM")
             self.missing.append(
-                "MODEL.HEADS.NAME ReductionHead: batch norm and leaky ReLU between the reduction and the neck"
+                "MODEL.HEADS.NAME ReductionHead: v0.1.1 has batch norm and leaky ReLU between reduction and neck"
             )
         self._drop("MODEL.HEADS.REDUCTION_DIM", why="no effect without ReductionHead", has_effect=False)
 

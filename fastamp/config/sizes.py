@@ -16,8 +16,8 @@ def crop_size(cfg: Any) -> tuple[int, int] | None:
 def input_size(cfg: Any, *, is_train: bool) -> tuple[int, int] | None:
     """Return (height, width) of the model's input in pixels; None if it depends on the image.
 
-    The size is INPUT.CROP.SIZE if INPUT.CROP is enabled, else SIZE_TRAIN or SIZE_TEST. With SIZE_TRAIN ``(side,)``,
-    padding and cropping make training images squares of that side, as in FastReID.
+    The size is INPUT.CROP.SIZE if INPUT.CROP is enabled, else SIZE_TRAIN or SIZE_TEST. If SIZE_TRAIN is ``(side,)`` and
+    INPUT.PADDING is enabled, training images are cropped to squares of that side, as in FastReID.
 
     Args:
         cfg: config; INPUT is read.

@@ -28,7 +28,7 @@ def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable
     if same_name:
         message += f" Keys of the same name: {', '.join(same_name[:4])}."
     if not nearest and not same_name:
-        message += f"\n  fix: `fastamp config list {section}".rstrip() + "` prints all keys"
+        message += f"\n  fix: list all keys with `fastamp config list {section}".rstrip() + "`"
     return message
 
 

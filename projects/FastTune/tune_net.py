@@ -2,7 +2,7 @@
 """Search hyperparameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
 
 Trials are ordinary trainings that are evaluated on held-out training identities (the fraction TUNE.VAL_FRACTION); only
-the winner is evaluated on the test set. OUTPUT_DIR holds best_config.yaml, trials.csv, trials.png and the trials of
+the winner is evaluated on the test set. OUTPUT_DIR contains best_config.yaml, trials.csv, trials.png and the trials of
 each stage. The exit code is 1 if no trial was evaluated.
 """
 
@@ -58,7 +58,7 @@ _SECONDS_TO_STOP = 10.0
 
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
-    """Return the base config of the trials, without the keys of FastTune, and TUNE.VAL_FRACTION."""
+    """Return ``(cfg, val_fraction)``: the trials' base config without TUNE keys, and the value of TUNE.VAL_FRACTION."""
     with_ours = read_config(args.config_file, args.opts, plugin=args.plugin, define_keys=define_keys)
     cfg = get_cfg()
     if args.plugin:
@@ -70,7 +70,10 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
 
 
 def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
-    """Read the space of --space, or else that of the recipe, which pbt limits to keys that can change in a training."""
+    """Read the search space from the file of --space, else from the default file for the recipe.
+
+    With --scheduler pbt, the default space is limited to keys that can change during a training.
+    """
     if args.space:
         return read_space(args.space, cfg)
     file = default_space(args.config_file)
@@ -140,10 +143,10 @@ def grace_epochs(cfg: CfgNode, space: Space, images: int) -> int:
 
 
 def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
-    """Return the GPUs per trial: --gpus-per-trial, else 1 if the config trains on a GPU."""
+    """Return the GPUs per trial: --gpus-per-trial, else 1 if the config trains on a GPU, else 0."""
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
-            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but Ray assigns a device to each trial.\n  fix: MODEL.DEVICE cuda"
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but Ray assigns a device to each trial.\n  fix: set MODEL.DEVICE cuda"
         )
     needs_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not args.address:
@@ -167,7 +170,7 @@ class SearchInterrupted(Exception):
 def stopped_by_signals(finish: Callable[[int], int]) -> Iterator[None]:
     """Stop a search within seconds on SIGINT or SIGTERM, which clusters send to preempted machines.
 
-    If the signal also ended Ray's processes, Ray waits for them for a minute; this process then exits without waiting.
+    If the signal also ended Ray's processes, Ray would wait for them for a minute; this process exits after 10 seconds.
     Results are written after each trial, and trials resume from their last evaluation, so nothing is lost.
 
     Args:
@@ -214,7 +217,7 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
 
     Args:
         search: settings of the finished search.
-        outcomes: its outcomes, best first.
+        outcomes: outcomes of the finished search, best first.
         trials: number of trials of the new search.
         images: number of training images.
     """
@@ -235,7 +238,7 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
 
 
 def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
-    """Run the search, write the results, evaluate or train the winner; return the exit code.
+    """Run the search, write the results, and evaluate or train the winner; return the exit code.
 
     Args:
         args: command-line arguments.
@@ -326,7 +329,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("--then-refine", type=_positive_int, default=0, metavar="N",
                         help="run N more trials with hyperopt in a third of each range around the winner")  # fmt: skip
     parser.add_argument("--train-best", action="store_true",
-                        help="train winner and recipe with several seeds on all identities; compare them")  # fmt: skip
+                        help="compare winner and recipe, trained with several seeds on all identities")  # fmt: skip
     parser.add_argument(
         "--seeds", type=_positive_int, default=3, help="number of seeds of --train-best (default: %(default)s)"
     )
@@ -361,7 +364,7 @@ def cli(argv: list[str] | None = None) -> int:
     parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
     args = parser.parse_args(argv)
     if args.pbt and args.scheduler not in (None, "pbt"):
-        parser.error(f"--pbt and --scheduler {args.scheduler} cannot be combined")
+        parser.error(f"--pbt and --scheduler {args.scheduler} cannot be combined.\n  fix: remove one of them")
     if args.pbt:
         args.scheduler = "pbt"
     args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")

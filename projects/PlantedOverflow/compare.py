@@ -37,7 +37,7 @@ def config(output: Path, *opts: str) -> CfgNode:
 
 
 def train(output: Path, *opts: str) -> tuple[float, int]:
-    """Train once; return the mAP in percent and the number of skipped steps."""
+    """Train once; return ``(mAP in percent, number of skipped steps)``."""
     trainer = DefaultTrainer(config(output, *opts))
     trainer.resume_or_load(resume=False)
     return trainer.train()["mAP"], trainer.trainer.step.skipped_total
@@ -51,7 +51,7 @@ class Series:
         self.done, self.start = 0, time.perf_counter()
 
     def run(self, name: str, *opts: str) -> list[tuple[float, int]]:
-        """Train with all seeds; return (mAP in percent, skipped steps) for each seed."""
+        """Train with each seed; return ``(mAP in percent, number of skipped steps)`` for each seed."""
         results = []
         for seed in range(self.seeds):
             left = (time.perf_counter() - self.start) / max(1, self.done) * (self.total - self.done)
@@ -63,7 +63,7 @@ class Series:
 
 
 def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
-    """Print a table of the runs; return the mean mAP of each setting."""
+    """Print a table of the runs; return a dict from the name of each setting to its mean mAP."""
     means = {name: statistics.mean(score for score, _ in results) for name, results in rows.items()}
     lines = [
         (
@@ -95,12 +95,12 @@ def main(output: Path, seeds: int) -> None:
         message = str(error)
         print(message)
     else:
-        raise TrainingError("the planted overflow was not detected")
+        raise TrainingError("expected the planted overflow to stop the training in float16, got a finished training")
     print("== the doctor", flush=True)
     found = diagnose(config(output / "doctor", "SOLVER.AMP", "fp16", *PLANTED), dtypes=[torch.float16])
     print(f"{found.table()}\n\n{found.conclusion()}")
     if found.configured is None or not found.configured.force_fp32:
-        raise TrainingError("the doctor does not suggest SOLVER.AMP.FORCE_FP32")
+        raise TrainingError(f"expected the doctor to suggest SOLVER.AMP.FORCE_FP32, got: {found.conclusion()}")
     fix = ("SOLVER.AMP.FORCE_FP32", str(found.configured.force_fp32))
     planted = {
         "float32, planted": series.run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
@@ -123,7 +123,7 @@ def main(output: Path, seeds: int) -> None:
     for claim, holds in claims.items():
         print(f"{'yes' if holds else 'NO '}  {claim}")
     if not all(claims.values()):
-        raise TrainingError("a claim of the README does not hold; see the list above")
+        raise TrainingError("at least one claim of the README does not hold; see the lines with NO above")
 
 
 if __name__ == "__main__":

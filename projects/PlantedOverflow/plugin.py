@@ -27,7 +27,7 @@ class Times(nn.Module):
 def build_small_backbone(cfg) -> nn.Module:
     """Build a backbone (B, C, H, W) -> (B, FEAT_DIM, H/8, W/8) of two convolutions.
 
-    It is small because a CPU emulates float16 convolutions slowly.
+    The backbone is small because a CPU emulates float16 convolutions slowly.
     """
     width = cfg.MODEL.BACKBONE.FEAT_DIM
     return nn.Sequential(

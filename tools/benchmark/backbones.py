@@ -2,9 +2,9 @@
 """Compare backbones with the same networks in torchvision and timm by parameters, multiply-adds and images/s.
 
 Each row measures forward passes in evaluation mode on a batch of 256x128 images, without the head; last stride and
-stem pooling are those of the reference. Both networks run in turns, so that drift of the machine's speed does not bias
-the comparison; the fastest rounds are compared. Multiply-adds are those of convolutions and matrix products for one
-image.
+stem pooling are those of the reference. The two networks run in turns, so that drift of the machine's speed does not
+bias the comparison, and the fastest round of each is used. Multiply-adds of convolutions and matrix products are
+counted, for one image.
 """
 
 import argparse

@@ -62,7 +62,7 @@ IDENTITIES: {choice: [4, 8, 12]}
 
 
 def search(folder: Path, algorithm: str, seed: int, trials: int) -> list[object]:
-    """Run one search and return its table row."""
+    """Run one search and return its row of the table."""
     output = folder / f"{algorithm}-{seed}"
     words = ["--config-file", folder / "base.yml", "--space", folder / "space.yml", "--plugin", folder / "plugin.py"]
     words += ["--srch-algo", algorithm, "--scheduler", "none", "--seed", seed, "--num-trials", trials]

@@ -2,8 +2,9 @@
 """Measure training, inference and ranking on a GPU, and run the CUDA tests: one command per part.
 
 Each part is sized for 8 minutes on one H200 with 16 cores. Results are written to one JSON file after each measurement;
-a second run continues after the last one. Training steps of fastamp and of a bare PyTorch loop with the same model
-alternate in blocks, so that both run at the same clock rate. ``--toy`` runs everything at tiny sizes on any device.
+a second run continues after the last finished measurement. Training steps of fastamp and of a bare PyTorch loop with
+the same model alternate in blocks, so that both run at the same clock rate. ``--toy`` runs everything at tiny sizes on
+any device.
 """
 
 import argparse
@@ -112,7 +113,7 @@ class Setup(NamedTuple):
         return cfg
 
     def batch_size(self, batch: int) -> int:
-        """Limit the batch size of a toy run."""
+        """Return the batch size, which is limited in a toy run."""
         return min(batch, 8) if self.toy else batch
 
 
@@ -142,7 +143,7 @@ def fastamp_step(cfg: Any, loader: Any, *, read: bool = True) -> Callable[[], No
     Args:
         cfg: config.
         loader: training batches.
-        read: if False, the result of the finiteness check, which the host reads from the device, is a constant.
+        read: if False, the host uses a constant instead of reading the result of the finiteness check from the device.
     """
     torch.manual_seed(0)
     model = build_model(cfg)
@@ -270,7 +271,7 @@ def train_step(network: str, batch: int, precision: str, *opts: str) -> Callable
 
 
 def device_read(network: str) -> Callable[[Setup], Figures]:
-    """Build the measurement of the cost of the single device read per step."""
+    """Build the measurement of the time that the only device read per step takes."""
 
     def measure(setup: Setup) -> Figures:
         cfg = setup.config(network, setup.batch_size(64), "bf16")
@@ -310,7 +311,7 @@ def demo_files(setup: Setup) -> Iterator[None]:
 
 
 def train_from_files(setup: Setup) -> Figures:
-    """Compare training with the input pipeline to the same step on a batch in memory."""
+    """Compare a training step with the input pipeline to the same step on a batch in memory."""
     workers = "2" if setup.toy else str(max(1, (os.cpu_count() or 2) - 2))
     opts = ("DATASETS.NAMES", "('Demo',)", "DATALOADER.NUM_WORKERS", workers, "INPUT.FLIP.ENABLED", "True")
     cfg = setup.config("R50", setup.batch_size(256), "bf16", *opts)
@@ -327,7 +328,7 @@ def train_from_files(setup: Setup) -> Figures:
 
 
 def extraction(network: str, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the comparison of feature extraction from a batch in memory with float32 without compilation."""
+    """Build the comparison of feature extraction with that in float32 without compilation, on a batch in memory."""
 
     def measure(setup: Setup) -> Figures:
         batch = setup.batch_size(256)
@@ -482,7 +483,7 @@ def add_ratios(results: dict[str, dict[str, Figures]]) -> None:
 
 
 def tables(results: dict[str, dict[str, Figures]]) -> str:
-    """Format all measured values, and the targets next to the values."""
+    """Format a table of the measured values of each part, and a table that compares values with their targets."""
     text = []
     for part in PARTS:
         if part in results:

@@ -76,7 +76,7 @@ class PlainDataset(Dataset):
 
 
 class _Endless(torch.utils.data.Sampler):
-    """Infinite batches of random indices."""
+    """Batch sampler that yields batches of random indices infinitely."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -130,7 +130,7 @@ def peak_mb() -> float:
 
 
 def measure(variant: str, file: Path, batches: int) -> dict[str, float]:
-    """Run one variant in this process; return CPU seconds, peak memory and growth in MB."""
+    """Run one variant in this process; return CPU seconds, peak memory and memory growth of the worker in MB."""
     torch.set_num_threads(1)
     before, began = peak_mb(), time.process_time()
     loader = VARIANTS[variant](file)

@@ -63,7 +63,7 @@ def fastamp_pipeline(dataset: ReidDataset) -> Callable[[list[int]], Tensor]:
 
 
 def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any]]:
-    """Return one row per variant: name, images/s, and ratio to the reference."""
+    """Return ``(name, images/s, ratio to the reference)`` for each variant."""
     generate_demo(
         folder,
         train_identities=40,
@@ -105,7 +105,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
 
 
 def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, float]:
-    """Return the seconds per training step on CUDA, and the fraction of that time spent waiting for data."""
+    """Return ``(seconds per training step on CUDA, fraction of this time spent waiting for data)``."""
     os.environ["FASTAMP_DATASETS"] = root
     cfg = get_cfg()
     cfg.merge_from_file(str(RECIPE))

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Compare time and memory of the evaluation with those of its matrix product and those of a plain argsort evaluator.
+"""Compare time and memory of the evaluation, of its matrix product, and of a plain argsort evaluator.
 
 Features are generated with the sizes of Market-1501 and MSMT17: clusters of identities with the same numbers of images,
 cameras and distractors, and with noise that spreads the ranks of the matches. Each variant runs in a separate process
@@ -145,7 +145,7 @@ def memory_mb(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
+    raise RuntimeError(f"cannot measure memory: expected {field} in /proc/self/status")
 
 
 def measure(variant: str, path: Path, runs: int) -> dict[str, float]:

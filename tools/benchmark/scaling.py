@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare a training step in one and in two processes, and predict the scaling to many GPUs.
 
-The global batch is the same and the threads are divided: one process with 2 threads, two processes with 1 thread each.
+The global batch and the total number of threads are the same: one process with 2 threads, or two with 1 thread each.
 Both settings run in turns, so that drift of the machine's speed does not bias the comparison. An all-reduce of a tensor
 as large as the gradients is measured separately. Images are random and in memory, without an input pipeline. The output
 of --predict is computed, not measured.
@@ -83,7 +83,7 @@ def all_reduce_seconds(size: int, gpus: int, links: Links) -> float:
 
 
 def efficiencies(step: float, communication: float) -> tuple[float, float]:
-    """Return the scaling efficiency in 0..1 without and with full overlap of communication and backward pass."""
+    """Return the scaling efficiencies, in 0..1, without and with full overlap of communication and backward pass."""
     exposed = max(0.0, communication - BACKWARD * step)
     return step / (step + communication), step / (step + exposed)
 

@@ -80,7 +80,7 @@ def anonymous_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("/proc/self/status has no RssAnon")
+    raise RuntimeError("cannot measure memory: expected RssAnon in /proc/self/status")
 
 
 def build(folder: Path, kind: str) -> dict[str, float]:

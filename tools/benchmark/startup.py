@@ -2,7 +2,7 @@
 """Measure the run time of commands that only parse their arguments.
 
 python tools/benchmark/startup.py                 # this checkout
-python tools/benchmark/startup.py OTHER_CHECKOUT  # and another one, e.g. a git worktree of an earlier version
+python tools/benchmark/startup.py OTHER_CHECKOUT  # and another checkout, e.g. a git worktree of an earlier version
 """
 
 import argparse

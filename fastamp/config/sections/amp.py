@@ -37,13 +37,14 @@ KEYS = (
     Key(
         "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS",
         25,
-        "Maximum number of consecutive skipped steps, in iterations; one more triggers ON_FAILURE.",
+        "Number of consecutive skipped steps that are tolerated; the next skipped step triggers ON_FAILURE.",
         low=0,
     ),
     Key(
         "SOLVER.AMP.ON_FAILURE",
         "error",
-        "Action after MAX_CONSECUTIVE_SKIPS: stop (error), or continue in this dtype, once per run.",
+        "Action if more than MAX_CONSECUTIVE_SKIPS steps are skipped: stop (error), or, once per run, continue in "
+        "bfloat16 or float32.",
         choices=("error", "bfloat16", "float32"),
         aliases={"bf16": "bfloat16", "fp32": "float32"},
     ),
@@ -56,8 +57,8 @@ KEYS = (
     Key(
         "SOLVER.AMP.PREFLIGHT",
         "error",
-        "Checks of the first batch before the first step, with AMP on or off. On failure: warn, stop (error), or "
-        "train in bfloat16 if it is native, else in float32 (fallback).",
+        "Precision checks on the first batch before the first step, with AMP on or off. On failure: log a warning "
+        "(warn), stop (error), or train in bfloat16 if the device supports it natively, else in float32 (fallback).",
         choices=("off", "warn", "error", "fallback"),
     ),
     Key(
@@ -75,8 +76,8 @@ KEYS = (
     Key(
         "SOLVER.AMP.TRACE_NONFINITE",
         "on_failure",
-        "Locate the first module with a non-finite output, and write OUTPUT_DIR/amp_crash/, when mixed precision "
-        "fails.",
+        "If mixed precision fails, locate the first module with a non-finite output, and write a crash dump to "
+        "OUTPUT_DIR/amp_crash/.",
         choices=("on_failure", "off"),
     ),
 )

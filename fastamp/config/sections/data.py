@@ -7,7 +7,7 @@ KEYS = (
         "INPUT.SIZE_TRAIN",
         (256, 128),
         "Size of resized training images, in pixels: (height, width); (shorter_side,) keeps the aspect ratio; (0,) "
-        "disables resizing. One number requires INPUT.CROP, or images of one size.",
+        "disables resizing. A single number requires INPUT.CROP, or images that all have the same shape.",
         low=0,
         high=8192,
         forms="(height, width), (shorter_side,) or (0,)",
@@ -24,7 +24,7 @@ KEYS = (
     Key(
         "INPUT.MAX_PIXELS",
         100_000_000,
-        "Maximum width x height of an image; a larger one is an error. Decoding needs up to 17 bytes per pixel.",
+        "Maximum number of pixels of an image; a larger image is an error. Decoding needs up to 17 bytes per pixel.",
         low=1,
         high=178_956_970,
     ),
@@ -71,9 +71,9 @@ KEYS = (
     Key(
         "DATASETS.NAMES",
         ("Market1501",),
-        "Training datasets, which are combined: registered names, csv:FILE or folder:FOLDER.",
+        "Training datasets, which are combined into one: registered names, csv:FILE or folder:FOLDER.",
     ),
-    Key("DATASETS.TESTS", ("Market1501",), "Test datasets, evaluated one by one."),
+    Key("DATASETS.TESTS", ("Market1501",), "Test datasets, evaluated separately; names as in DATASETS.NAMES."),
     "DATASETS.FOLDER",
     Key("DATASETS.COMBINEALL", False, "Also train on query and gallery images; test results are then meaningless."),
     "DATASETS.MARKET1501_500K",
@@ -106,7 +106,7 @@ KEYS = (
     Key(
         "DATALOADER.CACHE",
         "none",
-        "Cache of decoded and resized images: on disk for all runs, or in shared memory for one run.",
+        "Cache of decoded and resized images: on disk for all runs (disk), or in shared memory for one run (ram).",
         choices=("none", "ram", "disk"),
     ),
     Key(

@@ -18,7 +18,8 @@ KEYS = (
     Key(
         "TEST.SEED",
         0,
-        "Seed of random draws in evaluation. It does not depend on SEED, so that results of runs are comparable.",
+        "Seed of all random draws in evaluation; independent of the seed of training (SEED), so that the results of "
+        "several runs are comparable.",
         low=0,
     ),
     Key(
@@ -53,14 +54,18 @@ KEYS = (
         "Backend of the nearest-neighbor search of AQE and RERANK: torch (auto) or faiss; results are the same.",
         choices=("auto", "torch", "faiss"),
     ),
-    Key("TEST.ROC.ENABLED", False, "Also report verification: true accept rates at the false accept rates FAR."),
+    Key(
+        "TEST.ROC.ENABLED",
+        False,
+        "Also report verification: true accept rates at the false accept rates in TEST.ROC.FAR.",
+    ),
     Key("TEST.ROC.FAR", (1e-4, 1e-3, 1e-2), "False accept rates to report, as fractions.", above=0, high=1),
     Key(
         "TEST.AQE.ENABLED",
         False,
         "Average query expansion: replace a feature by a weighted mean of its nearest neighbors.",
     ),
-    Key("TEST.AQE.ALPHA", 3.0, "Query expansion: exponent of the similarity that weights a neighbor; any real number."),
+    Key("TEST.AQE.ALPHA", 3.0, "Query expansion: each neighbor is weighted by its similarity to the power ALPHA."),
     Key("TEST.AQE.QE_TIME", 1, "Query expansion: number of rounds.", low=1),
     Key("TEST.AQE.QE_K", 5, "Query expansion: number of neighbors in the mean, including the feature itself.", low=1),
     Key(
@@ -71,7 +76,12 @@ KEYS = (
         choices=("both", "query", "gallery"),
     ),
     Key("TEST.RERANK.ENABLED", False, "Re-rank by k-reciprocal neighbors."),
-    Key("TEST.RERANK.K1", 20, "Re-ranking: number of neighbors that must be reciprocal.", low=1),
+    Key(
+        "TEST.RERANK.K1",
+        20,
+        "Re-ranking: number of nearest neighbors among which reciprocal neighbors are searched.",
+        low=1,
+    ),
     Key("TEST.RERANK.K2", 6, "Re-ranking: number of neighbors in the local query expansion; 1 disables it.", low=1),
     Key("TEST.RERANK.LAMBDA", 0.3, "Re-ranking: weight of the original distance in the final distance.", low=0, high=1),
     Key(

@@ -29,7 +29,7 @@ KEYS = (
     Key(
         "MODEL.FREEZE_LAYERS",
         (),
-        "Modules that are frozen for SOLVER.FREEZE_ITERS, e.g. backbone or backbone.layer1.",
+        "Modules that are frozen for the first SOLVER.FREEZE_ITERS iterations, e.g. backbone or backbone.layer1.",
         of=str,
     ),
     Key(
@@ -41,7 +41,8 @@ KEYS = (
     Key(
         "MODEL.PIXEL_STD",
         (58.395, 57.120000000000005, 57.375),
-        "Standard deviation of each channel, in 0..255, that images are divided by; same form as PIXEL_MEAN.",
+        "Standard deviation of each channel, in 0..255; images are divided by it after MODEL.PIXEL_MEAN is subtracted. "
+        "Same form as MODEL.PIXEL_MEAN.",
         above=0,
     ),
     "MODEL.QUEUE_SIZE",
@@ -55,7 +56,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.LAST_STRIDE",
         1,
-        "Stride of the last stage; 1 doubles the size of the last feature map.",
+        "Stride of the last stage; 1 instead of 2 doubles height and width of the last feature map.",
         low=1,
         high=2,
     ),
@@ -104,7 +105,8 @@ KEYS = (
     Key(
         "MODEL.HEADS.EMBEDDING_DIM",
         0,
-        "Feature width after a 1x1 convolution; 0 keeps FEAT_DIM. For FCHead, the width of its layer.",
+        "Feature width, to which a 1x1 convolution maps MODEL.BACKBONE.FEAT_DIM; 0 omits the convolution. For FCHead, "
+        "the width of the fully connected layer.",
         low=0,
     ),
     Key(

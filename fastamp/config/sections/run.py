@@ -8,15 +8,15 @@ KEYS = (
     Key(
         "DETERMINISTIC",
         False,
-        "Use deterministic algorithms, so that two runs with the same seed are bit-identical; an operation without "
-        "one is an error.",
+        "Use deterministic algorithms, so that two runs with the same seed are bit-identical; an operation without a "
+        "deterministic algorithm is an error.",
     ),
     Key("LOG_PERIOD", 50, "Interval between writes to the log, metrics.json and TensorBoard, in iterations.", low=1),
     Key(
         "LOG_ACTIVATION_STATS",
         False,
-        "Log the largest absolute activation, its layer, and its fraction of the largest value of the dtype, every "
-        "LOG_PERIOD iterations.",
+        "Every LOG_PERIOD iterations, log the largest absolute activation, the layer that computed it, and its ratio "
+        "to the largest value of the dtype.",
     ),
     Key(
         "CUDNN_BENCHMARK",

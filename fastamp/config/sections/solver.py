@@ -13,8 +13,8 @@ KEYS = (
     Key(
         "SOLVER.ACCUM_STEPS",
         1,
-        "Gradient accumulation: batches per optimizer step, whose gradients are averaged; one optimizer step is "
-        "one iteration. The last step of an epoch may have fewer.",
+        "Gradient accumulation: number of batches whose gradients are averaged for an optimizer step, which is one "
+        "iteration. The last step of an epoch may use fewer batches.",
         low=1,
     ),
     Key("SOLVER.OPT", "Adam", "Optimizer: name of a class in torch.optim, or LAMB (requires timm)."),
@@ -22,7 +22,7 @@ KEYS = (
         "SOLVER.OPT_ARGS",
         {},
         "Additional keyword arguments of the optimizer, e.g. {betas: [0.9, 0.98], eps: 1.0e-6}. A section replaces "
-        "that of a base file; SOLVER.OPT_ARGS.eps sets one argument.",
+        "the section of a base file; SOLVER.OPT_ARGS.eps sets one argument.",
     ),
     Key("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.", low=0),
     Key(
@@ -33,14 +33,19 @@ KEYS = (
         "arXiv:2205.10287). Warm-up and MODEL.LOSSES.CENTER.LR are not scaled.",
         choices=("none", "linear", "sqrt"),
     ),
-    Key("SOLVER.REFERENCE_BATCH", 64, "LR_SCALING: images per optimizer step that BASE_LR refers to.", low=1),
+    Key(
+        "SOLVER.REFERENCE_BATCH",
+        64,
+        "LR_SCALING: number of images per optimizer step for which BASE_LR is meant.",
+        low=1,
+    ),
     Key("SOLVER.HEADS_LR_FACTOR", 1.0, "Learning-rate factor of the heads.", low=0),
     Key("SOLVER.BIAS_LR_FACTOR", 1.0, "Learning-rate factor of biases.", low=0),
     Key(
         "SOLVER.LR_FACTORS",
         {},
         "Factors of the learning rate by glob patterns of parameter names, e.g. {'backbone.layer1.*': 0.1}; all "
-        "matching factors are multiplied. A section replaces that of a base file.",
+        "matching factors are multiplied. A section replaces the section of a base file.",
     ),
     Key("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers use OPT_ARGS.", low=0),
     Key("SOLVER.NESTEROV", False, "Nesterov momentum for SGD."),
@@ -56,8 +61,8 @@ KEYS = (
     Key(
         "SOLVER.EPOCH_SCHEDULE",
         "after_warmup",
-        "Epochs that STEPS and the cosine count: after_warmup excludes warm-up and delay, as in FastReID; absolute "
-        "counts all epochs.",
+        "Start of the epoch count of STEPS and the cosine schedule: the end of warm-up and delay (after_warmup, as in "
+        "FastReID), or the start of the training (absolute).",
         choices=("after_warmup", "absolute"),
     ),
     Key("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the learning rate is multiplied by GAMMA.", low=0),
@@ -65,17 +70,17 @@ KEYS = (
     Key(
         "SOLVER.LR_UPDATE",
         "mixed",
-        "Interval of learning-rate updates: mixed is every iteration during warm-up and every epoch after it, as "
-        "in FastReID; iteration is every iteration, as in FastReID v0.1.1; epoch is every epoch, as in FastReID "
-        "v1.0.0, where the decay under EPOCH_SCHEDULE after_warmup counts from epoch max(warm-up + 1, "
+        "Interval of learning-rate updates: every iteration (iteration, as in FastReID v0.1.1), every epoch (epoch, as "
+        "in FastReID v1.0.0), or every iteration during warm-up and every epoch after it (mixed, as in current "
+        "FastReID). With LR_UPDATE=epoch and EPOCH_SCHEDULE=after_warmup, the decay counts from max(warm-up + 1, "
         "DELAY_EPOCHS).",
         choices=("mixed", "iteration", "epoch"),
     ),
     Key(
         "SOLVER.DELAY_EPOCHS",
         0,
-        "Epochs at the full learning rate before the decay under EPOCH_SCHEDULE after_warmup; under absolute, only "
-        "the cosine is delayed, and only with LR_UPDATE iteration.",
+        "Number of epochs at the full learning rate before the decay. With EPOCH_SCHEDULE=absolute, only the cosine "
+        "schedule is delayed, and only with LR_UPDATE=iteration.",
         low=0,
     ),
     Key("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: final learning rate.", low=0),
@@ -87,7 +92,12 @@ KEYS = (
     ),
     Key("SOLVER.WARMUP_ITERS", 1000, "Length of the warm-up, in iterations; 0 disables it.", low=0),
     Key("SOLVER.WARMUP_EPOCHS", 0, "Length of the warm-up, in epochs; if positive, it replaces WARMUP_ITERS.", low=0),
-    Key("SOLVER.WARMUP_FACTOR", 0.1, "Fraction of the learning rate at the start of the warm-up.", low=0),
+    Key(
+        "SOLVER.WARMUP_FACTOR",
+        0.1,
+        "Learning rate at the start of the warm-up, as a fraction of the full learning rate.",
+        low=0,
+    ),
     Key(
         "SOLVER.ONE_CYCLE.PCT_START",
         0.3,
@@ -99,7 +109,7 @@ KEYS = (
     Key(
         "SOLVER.ONE_CYCLE.FINAL_DIV_FACTOR",
         1e4,
-        "OneCycleLR: the final learning rate is the initial one / FINAL_DIV_FACTOR.",
+        "OneCycleLR: the final learning rate is the initial learning rate / FINAL_DIV_FACTOR.",
         low=1,
     ),
     Key(
@@ -163,8 +173,8 @@ KEYS = (
     Key(
         "SOLVER.CHECKPOINT_KEEP",
         0,
-        "Number of periodic checkpoints to keep (by epochs, iterations and minutes), newest first; 0 keeps all. "
-        "With 1, a damaged checkpoint leaves none to resume from.",
+        "Number of newest periodic checkpoints to keep, including those by iterations and minutes; 0 keeps all. With "
+        "1, the run cannot be resumed if that checkpoint is damaged.",
         low=0,
     ),
     Key(

@@ -27,7 +27,8 @@ _PACKAGES = {
 class ResumedASHA(schedulers.ASHAScheduler):
     """ASHA (Li et al. 2020, arXiv:1810.05934) that restores its rungs from the reports of earlier trials on resume.
 
-    Ray pickles the scheduler, so it keeps no path: ``trial.path`` is correct even after the search folder was moved.
+    Reports are read from ``trial.path``, which is correct even if the search folder was moved. A path stored in this
+    scheduler, which Ray pickles, would not be.
     """
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -68,7 +69,7 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
         self._remove(tune_controller, trial)
 
     def _remove(self, tune_controller: Any, trial: Any) -> None:
-        """Remove a trial from the population; perturb the population if all other trials are waiting for it."""
+        """Remove a trial from the population; if all other trials wait for this trial, perturb the population."""
         self._ended.add(trial)
         others = [each for each in tune_controller.get_trials() if each not in self._ended and not each.is_finished()]
         states = [self._trial_state[each] for each in others]
@@ -79,7 +80,7 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
 def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
     """Return the Ray Tune domain of each key.
 
-    Choices and steps are represented by their index, which every algorithm supports for values of any type.
+    Choices and steps are represented by indices, because not every algorithm supports values of any type.
     """
     domains = {}
     for key, each in space.parameters.items():
@@ -133,7 +134,7 @@ def check_installed(algorithm: str) -> None:
             __import__(package)
     except ImportError as error:
         raise ConfigError(
-            f"--srch-algo {algorithm} needs {' and '.join(packages)}: not installed.\n"
+            f"cannot import {' and '.join(packages)}, required by --srch-algo {algorithm}.\n"
             f'  fix: pip install "fastamp[{extra}]"{note}'
         ) from error
 

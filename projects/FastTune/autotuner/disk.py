@@ -17,7 +17,7 @@ _GB = 1e9
 
 
 def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
-    """Return the size in bytes of a trial's checkpoint and of its weights.
+    """Return ``(checkpoint, weights)``: the sizes of a trial's checkpoint and of its weights, in bytes.
 
     Args:
         cfg: config of the trial; its model is built once with random weights.
@@ -44,7 +44,8 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
     """Log the maximum disk space that the search needs, and check that it is available.
 
-    A trial keeps one checkpoint (two in population based training) and its best weights until another trial is better.
+    Each trial keeps one checkpoint (two in population based training). Its best weights are kept until another trial
+    has a better score.
 
     Args:
         search: a search that has not started.
@@ -52,7 +53,7 @@ def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
         concurrent: number of concurrent trials.
 
     Raises:
-        ConfigError: if there is less free space on the disk of OUTPUT_DIR.
+        ConfigError: if the disk of OUTPUT_DIR has less free space than the search needs.
     """
     checkpoint, weights = trial_bytes(search.cfg, identities)
     keeps_paused = search.scheduler in ("pbt", "hyperband")  # paused trials keep their files

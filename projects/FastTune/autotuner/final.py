@@ -24,9 +24,9 @@ def train_recipes(
     Each training is evaluated once, at its end, on the test set.
 
     Args:
-        recipes: name -> (folder next to the search folder, config).
+        recipes: dict from name to ``(folder, config)``; the folder is created next to the search folder.
         seeds: number of seeds, starting at the config's SEED.
-        search: settings of the search; its resources, parent folder and plugin are used.
+        search: settings of the search, of which the resources, the parent folder and the plugin are used.
         resume: continue interrupted trainings.
 
     Returns:
@@ -70,7 +70,7 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
 
 
 def final_table(results: Mapping[str, Sequence[Outcome]]) -> str:
-    """Format a table with mean, sample standard deviation and range over the seeds of each recipe's metrics."""
+    """Format a table of each recipe's metrics: mean, sample standard deviation and range over the seeds."""
     rows = []
     for name, outcomes in results.items():
         trained = [each.metrics for each in outcomes if each.metrics]

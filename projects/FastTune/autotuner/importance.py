@@ -14,9 +14,9 @@ _BINS = 3
 def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
     """Compute the importance (0..1) of each key, most important first; empty for fewer than six scores.
 
-    The importance is epsilon squared (Kelley 1935) of the scores' ranks over groups of the key's values: the fraction
-    of their variance that the groups explain, corrected for chance. Groups are the values of a choice, and terciles of
-    the drawn values of a range. The importance of keys that only matter in combination is underestimated.
+    The importance is epsilon squared (Kelley 1935): the fraction of the variance of the scores' ranks that is explained
+    by groups of the key's values, corrected for chance. Each value of a choice is a group; values drawn from a range
+    are divided into terciles. The importance of keys that only matter in combination is underestimated.
 
     In population based training, where values change during a trial, every evaluation counts, and its score is ranked
     among the scores of the same epoch.
@@ -65,7 +65,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 
 
 def _explained(scores: np.ndarray, groups: Sequence[object]) -> float:
-    """Return epsilon squared of scores over groups, at least 0."""
+    """Return epsilon squared of ``scores`` divided into ``groups``, clipped to at least 0."""
     members: dict[object, list[float]] = {}
     for score, group in zip(scores.tolist(), groups, strict=True):
         members.setdefault(group, []).append(score)

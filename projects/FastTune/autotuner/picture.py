@@ -76,7 +76,7 @@ def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
             plot.annotate("", xy=end, xytext=(epoch, begin), arrowprops=arrow)
     title = "trials over epochs, best in black"
     if copies:
-        title += f"\ndashed: {copies} continued from the checkpoint of another"
+        title += f"\ndashed: {copies} continued from another trial's checkpoint"
     plot.set(xlabel="epoch", ylabel="score", title=title)
     plot.locator_params(axis="x", integer=True)
     plot.title.set_fontsize("small")

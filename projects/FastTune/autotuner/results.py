@@ -72,7 +72,7 @@ def short(value: object) -> str:
 
 
 def short_keys(space: Space) -> list[str]:
-    """Return the shortest suffix of each key that no other key in the space ends with."""
+    """Return the shortest suffix of each key that is unique in the search space."""
     keys = [key.split(".") for key in space.parameters]
     ends = []
     for key in keys:

@@ -55,16 +55,17 @@ class Search:
         space: search space.
         algorithm: one of ``ALGORITHMS``, or ``"grid"`` (each combination of choices once). Default ``"hyperopt"``.
         scheduler: one of ``SCHEDULERS``. ``"pbt"`` (population based training, Jaderberg et al. 2017,
-            arXiv:1711.09846) does not stop trials that fall behind; they continue from better trials with perturbed
-            values. It samples the first values at random and only changes keys in ``MUTABLE``. Default ``"asha"``.
+            arXiv:1711.09846) does not stop trials with low scores; they continue from checkpoints of better trials with
+            perturbed values. The initial values are sampled at random, and only keys in ``MUTABLE`` can be searched.
+            Default ``"asha"``.
         trials: number of trials. Default 20.
         trials_flag: command-line flag of ``trials``, for messages.
-        with_recipe: evaluate the values of the recipe in the first trial, so that the result is never worse than the
+        with_recipe: use the values of the recipe in the first trial, so that the winner is at least as good as the
             recipe. Default True.
         seed: seed of the sampling and of the validation split. Default 0.
         fraction: fraction of the training identities to hold out for validation, in 0..1. With 0, trials are
             evaluated on ``DATASETS.TESTS``. Default 0.2.
-        grace_epochs: epochs before which no trial is stopped. Default 0.
+        grace_epochs: number of epochs during which no trial is stopped. Default 0.
         cpus, gpus: resources per trial; a fractional GPU is shared. Default 1 and 0.
         max_concurrent: maximum number of concurrent trials; 0 for as many as fit. Default 0.
         max_failures: maximum number of restarts of a crashed trial. Default 0.
@@ -120,7 +121,7 @@ class Search:
         return EvalRounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return the recipe's values as the first sample; empty if disabled or if a value is outside the space."""
+        """Return ``[sample]`` with the recipe's values; [] without ``with_recipe`` or if a value is not a choice."""
         sample = self.space.sample_of(self.cfg) if self.with_recipe else None
         return [] if sample is None else [sample]
 
@@ -156,11 +157,12 @@ class Outcome:
         epochs: number of completed epochs.
         failure: first line of the error that ended the trial; empty if it did not fail.
         folder: OUTPUT_DIR of the trial.
-        metrics: metrics of the evaluation with the best score, see ``tune_hooks.TuneReportHook``; the total of
-            ``skipped_steps``, the maximum of ``peak_memory_mb`` and the mean of ``images_per_second``.
-        history: (epoch, score) of each report.
+        metrics: ``mAP`` and ``Rank-1`` of the evaluation with the best score, and, over the evaluations with these
+            values, the total of ``skipped_steps``, the maximum of ``peak_memory_mb`` and the mean of
+            ``images_per_second``; see ``tune_hooks.TuneReportHook``.
+        history: ``(epoch, score)`` of each report.
         history_values: sampled values at each report; population based training changes them.
-        parents: (epoch, name) of each checkpoint of another trial that this trial continued from.
+        parents: ``(epoch, trial name)`` of each checkpoint of another trial from which this trial continued.
     """
 
     stage: str
@@ -235,7 +237,7 @@ def start_ray(*, address: str, cpus: float, gpus: float) -> None:
     for flag, asked, kind in (("--cpus-per-trial", cpus, "CPU"), ("--gpus-per-trial", gpus, "GPU")):
         if asked > available.get(kind, 0):
             raise ConfigError(
-                f"{flag} is {asked:g}, but Ray has {available.get(kind, 0):g} {kind}s: no trial could start.\n"
+                f"{flag} is {asked:g}, but Ray has {available.get(kind, 0):g} {kind}s, so no trial can start.\n"
                 f"  fix: lower {flag}, or add machines to the cluster"
             )
 
@@ -265,7 +267,7 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
 
     Raises:
         ConfigError: if the folder contains a search and ``resume`` is False, if the settings of that search differ, if
-            it cannot be resumed, or if a package of the algorithm is not installed.
+            that search cannot be resumed, or if a package of the algorithm is not installed.
     """
     from ray import tune
 
@@ -350,7 +352,7 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Sort trials by score, then failed trials, then trials without an evaluation; ties by name."""
+    """Sort successful trials by descending score, then failed trials, then trials without a score; ties by name."""
     return sorted(
         sorted(outcomes, key=lambda outcome: outcome.name),
         key=lambda outcome: (outcome.score is not None, not outcome.failure, outcome.score or 0.0),
@@ -359,7 +361,7 @@ def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def winner_of(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the first of the trials, which are sorted best first; None if it failed or has no evaluation."""
+    """Return the first trial in a list sorted best first; None if this trial failed or has no score."""
     return outcomes[0] if outcomes and outcomes[0].score is not None and not outcomes[0].failure else None
 
 
@@ -376,7 +378,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
             search.folder.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps(facts, indent=1), encoding="utf-8")
         if resume:
-            print(f"--resume: no search found in {search.folder}; starting a new one")
+            print(f"no search to resume in {search.folder}: starting a new one")
         return False
     if not resume:
         raise ConfigError(
@@ -397,7 +399,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
         changed = changed[[search.trials_flag in each for each in changed].index(True) :][:1]
     if changed:
         raise ConfigError(
-            f"--resume: the settings of the search in {search.folder} differ: {'; '.join(changed)}.\n"
+            f"cannot resume the search in {search.folder} with other settings: {'; '.join(changed)}.\n"
             "  fix: repeat the command that started the search, or set OUTPUT_DIR to another folder"
         )
     began = any(search.folder.glob("experiment_state-*.json"))
@@ -415,7 +417,7 @@ def outcome_of(path: Path, sample: dict[str, Any] | None, error: Exception | Non
     Args:
         path: folder of the trial in the search folder.
         sample: last sample of the trial.
-        error: error that crashed the trial, or None.
+        error: exception that ended the trial, or None.
         search: settings of the search.
     """
     folder = run_dir(path)
@@ -468,7 +470,7 @@ def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
 
 
 def read_outcomes(folder: Path) -> list[Outcome]:
-    """Read the outcomes of a finished search; empty if the folder has none."""
+    """Read the outcomes of a finished search; [] if the folder contains no finished search."""
     if not (folder / _OUTCOMES).is_file():
         return []
     rows = json.loads((folder / _OUTCOMES).read_text(encoding="utf-8"))

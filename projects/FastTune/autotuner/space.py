@@ -6,7 +6,7 @@
     DATALOADER.NUM_INSTANCE: {choice: [2, 4, 8]}
 
 ``IDENTITIES`` is not a config key but the number P of identities per batch. With K images per identity
-(``DATALOADER.NUM_INSTANCE``) a batch has P x K images, so it is always divisible.
+(``DATALOADER.NUM_INSTANCE``), a batch has P x K images, so the batch size is always a multiple of K.
 """
 
 import math
@@ -84,7 +84,7 @@ class Parameter:
         return (self._on_grid(0), self._on_grid(self.steps)) if self.kind == "quniform" else (low, high)
 
     def around(self, value: float) -> tuple[float, ...]:
-        """Return a third of the range centered at ``value``, clipped to the range."""
+        """Return bounds of a range around ``value``, a third as wide and clipped to the original range."""
         low, high = self.values[:2]
         if self.kind == "loguniform":
             part = (high / low) ** (1 / 6)
@@ -105,7 +105,7 @@ class Parameter:
 
 
 class Space:
-    """Parameters of a search, and the config that results from a sample.
+    """Search space, which converts samples to config values.
 
     Args:
         parameters: parameters, one per key.
@@ -127,7 +127,7 @@ class Space:
         return {key: self.parameters[key].decode(number) for key, number in sample.items()}
 
     def overrides(self, cfg: CfgNode, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the config values of a sample by key, including the batch size that it implies.
+        """Return a dict from config key to value for a sample, including the resulting batch size.
 
         Args:
             cfg: config with the values of all other keys.
@@ -153,7 +153,7 @@ class Space:
         return cfg.with_values(self.overrides(cfg, values))
 
     def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
-        """Return the sample with the values of the config; None if a value is not among the choices of its key."""
+        """Return the values of ``cfg`` as a sample; None if a value is not among the choices of its key."""
         own = {key.path: value for key, value in cfg.keys_below()}
         own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
         sample: dict[str, Any] = {}
@@ -191,7 +191,7 @@ class Space:
         """Validate every choice and both bounds of every range with the config.
 
         Raises:
-            ConfigError: if a value is invalid, or a range gives fractions for an integer key.
+            ConfigError: if a key cannot be searched, a value is invalid, or a range gives fractions for an integer key.
         """
         types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
         for parameter in self.parameters.values():
@@ -223,10 +223,12 @@ class Space:
 
 
 def default_space(config_file: str) -> Path:
-    """Find the space of a recipe: the file whose name is the config's folder or a prefix of the config's name.
+    """Find the search space of a recipe in ``projects/FastTune/configs``.
+
+    The name of the space is a prefix of the recipe's file name, or the name of the recipe's folder.
 
     Raises:
-        ConfigError: if no file matches.
+        ConfigError: if there is no such space.
     """
     spaces = {file.stem: file for file in sorted(_SPACES.glob("*.yml"))}
     file = Path(config_file)
@@ -236,8 +238,8 @@ def default_space(config_file: str) -> Path:
     if file.parent.name.lower() in spaces:
         return spaces[file.parent.name.lower()]
     raise ConfigError(
-        f"no search space found for {config_file or 'the default config'}.\n  fix: --space FILE, with a new file or "
-        f"one of {', '.join(str(space) for space in spaces.values())}"
+        f"no search space found for {config_file or 'the default config'}.\n  fix: add --space FILE, with a new file "
+        f"or one of {', '.join(str(space) for space in spaces.values())}"
     )
 
 
@@ -250,11 +252,14 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--space: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise ConfigError(
+            f"--space: cannot read {path}: {getattr(error, 'strerror', None) or error}.\n"
+            "  fix: give the path of a readable UTF-8 file"
+        ) from error
     content = parse_yaml(text, str(path))
     if not content:
         raise ConfigError(
-            f"--space: {path} is empty; expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}"
+            f"--space: {path}: expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}, got an empty file"
         )
     space = Space([_as_numbers(each, cfg) for each in _parameters(content, str(path))])
     space.check(cfg)
@@ -279,13 +284,15 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
         key = SHORT_NAMES.get(name, name)
         present = current_path(str(key))
         if present in seen:
-            raise ConfigError(f"{source}: {seen[present]} and {name} are the same key; remove one of them")
+            raise ConfigError(f"{source}: {seen[present]} and {name} are the same key.\n  fix: remove one of them")
         seen[present] = name
         if not isinstance(value, Mapping) or len(value) != 1:
-            raise ConfigError(f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}")
+            raise ConfigError(
+                f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}, got {value!r}"
+            )
         ((kind, values),) = value.items()
         if kind not in KINDS and isinstance(values, Mapping):
-            raise ConfigError(f"{source}: expected a dotted key, got nested keys.\n  fix: {name}.{kind}: {{...}}")
+            raise ConfigError(f"{source}: expected a dotted key, got nested keys.\n  fix: write {name}.{kind}: {{...}}")
         if kind not in KINDS:
             raise ConfigError(
                 f"{source}: {name}: unknown kind {kind!r}.{did_you_mean(kind, KINDS)}\n  choices: {', '.join(KINDS)}"
@@ -313,7 +320,7 @@ def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
     if kind == "loguniform" and low <= 0:
         raise ConfigError(f"{where}: loguniform: expected numbers above 0, got {values!r}")
     if kind == "randint" and not all(isinstance(number, int) for number in numbers):
-        raise ConfigError(f"{where}: randint requires integers, got {values!r}")
+        raise ConfigError(f"{where}: randint: expected integers, got {values!r}")
     return tuple(numbers)
 
 

@@ -16,7 +16,7 @@ def define_keys(cfg: CfgNode) -> None:
 def split_training(
     cfg: CfgNode, fraction: float, seed: int
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
-    """Split the training images of DATASETS.NAMES into training, query and gallery images; see ``hold_out``.
+    """Split the training images of DATASETS.NAMES into ``(training, query, gallery)`` images; see ``hold_out``.
 
     Raises:
         ConfigError: if a dataset name is unknown, or too few identities are left.
@@ -27,14 +27,14 @@ def split_training(
 
 
 def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
-    """Register the training split and the validation split as datasets; return their names.
+    """Register the training split and the validation split as two datasets.
 
     Args:
         cfg: config with DATASETS.
         fraction, seed: see ``hold_out``.
 
     Returns:
-        Names for ``DATASETS.NAMES`` and ``DATASETS.TESTS``.
+        ``(training, validation)``: the names of these datasets, for DATASETS.NAMES and DATASETS.TESTS.
 
     Raises:
         ConfigError: if a dataset name is unknown, or too few identities are left.

@@ -37,7 +37,7 @@ class TrialSettings:
             identities and are evaluated on DATASETS.TESTS.
         seed: seed of the validation split.
         plugin: Python file that registers custom components; "" for none.
-        here: working directory; relative paths refer to it.
+        here: working directory, to which relative paths refer.
         folder: folder of the search.
         population: True if trials continue from checkpoints of other trials, as in population based training.
         resumed: True if a trial may have been killed in an earlier run of the search; it then continues from its own
@@ -59,7 +59,7 @@ class TrialSettings:
 
 
 class TrialTrainer(DefaultTrainer):
-    """Trainer that saves only the checkpoints of its report hook, and the best weights without the optimizer state.
+    """Trainer that saves the best weights without optimizer state, and checkpoints only by ``TuneReportHook``.
 
     Args:
         cfg: see ``DefaultTrainer``.
@@ -98,7 +98,7 @@ def run_trial(
         cfg: config of this trial, with a separate OUTPUT_DIR.
         report: see ``TuneReportHook``; an exception that it raises ends the trial.
         checkpoint: file that was passed to ``report`` by a trial of the same model; None to start from the beginning.
-            Learning rates are those of ``cfg``.
+            Training continues with the learning rates of ``cfg``.
         with_other_values: True if the values of ``cfg`` differ from those of the checkpoint's trial; the best score of
             the checkpoint is then discarded.
         recipe: see ``TrialTrainer``.
@@ -205,7 +205,7 @@ def plain_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _report_to_ray(metrics: dict[str, Any]) -> None:
-    """Report metrics to Ray; Ray's checkpoint contains only the report, which refers to the checkpoint file."""
+    """Report metrics to Ray; the Ray checkpoint contains only the report, with the path of the checkpoint file."""
     from ray import tune
 
     with tempfile.TemporaryDirectory() as folder:
@@ -220,12 +220,12 @@ def output_dir(folder: str | Path, trial_id: str) -> Path:
 
 
 def run_dir(trial_dir: str | Path) -> Path:
-    """Return the OUTPUT_DIR of the trial in the given folder."""
+    """Return the OUTPUT_DIR of the trial whose folder in the search is ``trial_dir``."""
     return Path(trial_dir) / "run"
 
 
 def read_reports(output_dir: str | Path) -> list[dict[str, Any]]:
-    """Read the reports of a trial; those of paused trials are missing in Ray's own records."""
+    """Read the reports that a trial wrote; Ray's own records lack the reports of paused trials."""
     file = Path(output_dir) / _REPORTS
     if not file.is_file():
         return []

@@ -20,12 +20,14 @@ __getattr__ = moved_names(__name__, {"Rounds": "autotuner.tune_hooks.EvalRounds"
 
 @dataclass(frozen=True)
 class EvalRounds:
-    """Evaluations that count for the scheduler: those after warm-up and freezing, so that no trial is stopped earlier.
+    """Evaluations that count for the scheduler.
+
+    Only evaluations after warm-up and freezing count, so that no trial is stopped earlier.
 
     Attributes:
         period: epochs between evaluations; the last epoch is always evaluated.
         epochs: epochs of a full trial.
-        grace: epochs until warm-up and freezing have ended.
+        grace: number of epochs until warm-up and freezing have ended.
     """
 
     period: int
@@ -44,14 +46,16 @@ class EvalRounds:
 
 
 class TuneReportHook(HookBase):
-    """Report the metrics of each evaluation together with a checkpoint; register it after the trainer's own hooks.
+    """Report the metrics and a checkpoint after each evaluation.
+
+    Register this hook after the hooks of the trainer.
 
     Args:
         trainer: trainer of the trial.
         report: function called with the metrics and the checkpoint file. Metrics: ``mAP``, ``Rank-1`` and ``score``
             (their mean), in percent, averaged over the datasets; ``epoch``, the number of finished epochs;
             ``skipped_steps`` so far; ``peak_memory_mb``; ``images_per_second`` of training since the last report.
-        keep: number of newest checkpoints to keep. Above 1, file names contain the epoch. Default 1.
+        keep: number of newest checkpoints to keep; if greater than 1, file names contain the epoch. Default 1.
     """
 
     saves = True
