@@ -130,18 +130,18 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     first = [*sorted(given & _FIRST_ONLY, key=lambda key: (key in KEYS, key)), *dict.fromkeys(by_value)]
     last = sorted(given & _LAST_ONLY, key=lambda key: (key in KEYS, key))
     release, reasons = ("v0.1.1", first) if len(first) > len(last) else ("v1.0.0", last)
-    lines = [f"detected a config of FastReID {release} by {_first_few(reasons)}"]
+    lines = [f"detected a config of FastReID {release}, because it sets {_first_few(reasons)}"]
     if not reasons:
         marks = [mark for each in old.values() for mark in each]
         lines = [
-            f"detected a config of FastReID v0.1.1 or v1.0.0 by {_first_few(marks)}; read as v1.0.0 (for v0.1.1: "
-            "fastamp config convert --release v0.1.1)"
+            f"detected a config of FastReID v0.1.1 or v1.0.0, because it sets {_first_few(marks)}; read as "
+            "v1.0.0 (for v0.1.1, run `fastamp config convert --release v0.1.1`)"
         ]
     elif first and last:
         others = last if release == "v0.1.1" else first
-        lines.append(f"not in FastReID {release}: {_first_few(others)}; translated as in the other release")
+        lines.append(f"FastReID {release} does not have {_first_few(others)}; translated as in the other release")
     if both := [key for keys in current.values() for key in keys]:
-        lines.append(f"not in any old release: {_first_few(both)}; read as current keys")
+        lines.append(f"no old release of FastReID has {_first_few(both)}; read as current keys")
     return release, lines
 
 
