@@ -174,7 +174,7 @@ def test_old_config_files_translate_to_the_recipe_of_their_release(root, subtest
         with subtests.test(name):
             cfg = load(root / name)
             assert flat(cfg) == flat(get_cfg()) | expected(name)
-            assert f"FastReID {name.split('/')[0]} by" in cfg.translation_notes()[0]
+            assert f"FastReID {name.split('/')[0]}," in cfg.translation_notes()[0]
 
 
 def test_all_25_config_files_per_release_are_tested():
@@ -263,7 +263,7 @@ def test_file_with_all_release_defaults_equals_empty_file(recipe, release):
         key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
     }
     cfg = recipe(whole)
-    assert f"FastReID {release} by" in cfg.translation_notes()[0] and cfg == recipe({}, release)
+    assert f"FastReID {release}," in cfg.translation_notes()[0] and cfg == recipe({}, release)
     assert not any(line.startswith("no counterpart") for line in cfg.translation_notes())
 
 
@@ -405,7 +405,7 @@ def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recip
     """The vehicle configs in v1.0.0 still used key names from v0.1.1."""
     solver = {"FP16_ENABLED": True, "MAX_EPOCH": 120, "WARMUP_EPOCHS": 10, "NESTEROV": True}
     cfg = recipe({"SOLVER": solver | {"MAX_ITER": 60, "WARMUP_ITERS": 5, "STEPS": [30, 50]}})
-    assert "FastReID v1.0.0 by" in cfg.translation_notes()[0]
+    assert "FastReID v1.0.0," in cfg.translation_notes()[0]
     assert "SOLVER.MAX_ITER, SOLVER.WARMUP_ITERS" in cfg.translation_notes()[1]
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WARMUP_ITERS) == (60, 5, 0)
 
