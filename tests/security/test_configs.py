@@ -44,7 +44,7 @@ def test_malicious_config_raises(here, name):
 def test_config_must_be_a_regular_yaml_file(here):
     os.mkfifo(here / "pipe.yml")
     for path in (here / "pipe.yml", "/dev/zero"):
-        with pytest.raises(ConfigError, match="pipe or .*device"):
+        with pytest.raises(ConfigError, match="pipe.*device"):
             get_cfg().merge_from_file(path)
     for base in ("config.py", "/etc/passwd.py", "http://127.0.0.1/a.yml", "file:///etc/passwd", "/dev/zero"):
         (here / "child.yml").write_text(f"_BASE_: {base}\n")
