@@ -52,12 +52,12 @@ def test_devices_pipes_and_circular_links_do_not_hang(tmp_path):
     for path in (tmp_path / "pipe", "/dev/zero", "/dev/stdin"):
         if Path(path).is_file():
             continue  # stdin may be a regular file
-        with pytest.raises(DataError, match="pipe or .*device"):
+        with pytest.raises(DataError, match="pipe.*device"):
             read_image(str(path))
         assert "pipe" in _inspect_image(ImageItem(str(path), 0, 0)).fault
-        with pytest.raises(DataError, match="pipe or .*device"):
+        with pytest.raises(DataError, match="pipe.*device"):
             CsvDataset(path)
-        with pytest.raises(WeightsError, match="pipe or .*device"):
+        with pytest.raises(WeightsError, match="pipe.*device"):
             read_checkpoint(path)
     with pytest.raises(DataError, match="loop: Too many levels"):
         read_image(str(tmp_path / "loop"))
