@@ -1,7 +1,6 @@
 """Definition of config keys, and conversion of values to their types."""
 
 import ast
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -293,7 +292,7 @@ def _number(text: str) -> int | float | None:
             number = kind(text)
         except ValueError:
             continue
-        return None if math.isnan(number) else number
+        return None if number != number else number  # NaN; math.isnan overflows for huge integers
     return None
 
 

@@ -579,3 +579,9 @@ def test_load_cfg_executes_nothing(tmp_path):
         CfgNode.load_cfg(opened)
     with pytest.raises(ConfigError, match="python/object/apply"):
         CfgNode.load_cfg("!!python/object/apply:os.system ['false']")
+
+
+@pytest.mark.parametrize("key", ["SEED", "SOLVER.BASE_LR"])
+def test_number_with_hundreds_of_digits_raises_config_error(key):
+    with pytest.raises(ConfigError, match=key):
+        get_cfg().merge_from_list([key, "9" * 400])
