@@ -152,7 +152,8 @@ def test_unchanged_parameters_raise_after_three_steps(name, dtype):
 def test_zero_gradients_and_zero_learning_rate_warn_once(name, message, dtype, caplog):
     model, optimizer = NOTHING[name]()
     make_trainer(model, [optimizer], [GOOD] * 10, dtype).train(0, 1, 10)
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] and message in caplog.text
+    (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert message in warning.getMessage()
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -194,7 +195,7 @@ def test_gradients_that_underflow_in_float16_warn(caplog):
 def test_normal_run_logs_no_warning(dtype, caplog):
     model = make_net(normalize=True)
     make_trainer(model, [sgd(model)], [GOOD] * 10, dtype).train(0, 1, 10)
-    assert not caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("dtype", ALL)
@@ -219,7 +220,7 @@ def test_warmup_from_zero_logs_no_warning(dtype, caplog):
     zero_grad = trainer.step.zero_grad
     trainer.step.zero_grad = lambda: (warm_up_from_zero(optimizer, trainer.iter), zero_grad())
     trainer.train(0, 1, 5)
-    assert not caplog.text
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def clip(gradients, norm):
