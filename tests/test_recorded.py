@@ -277,7 +277,7 @@ def test_extraction_and_indices_load_with_equal_results():
         np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=0 if same_machine() else 1e-5)
 
 
-def test_averaged_weights_give_equal_features_and_gallery(monkeypatch):
+def test_predictor_with_averaged_weights_reproduces_recorded_features(monkeypatch):
     model = Predictor(FILES / "ema/model_best.pth", device="cpu")
     features, expected = model.features(list(recorded.IMAGES)), torch.tensor(EXPECTED["features"])
     if same_machine():

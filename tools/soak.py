@@ -129,7 +129,7 @@ class Run:
         return path.name
 
     def fill_disk(self) -> str:
-        """Resume the training with a full disk until it exits.
+        """Fill the disk, resume training, and check that it fails with a user error.
 
         Returns:
             Description of how the disk was filled.

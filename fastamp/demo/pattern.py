@@ -1,4 +1,4 @@
-"""Patterns of the generated clothes, wrapped around a body."""
+"""Clothing patterns of the demo images, mapped onto a body."""
 
 import numpy as np
 

@@ -72,15 +72,16 @@ def resume_command() -> str:
 def run_command_line(command: Callable[[], Any]) -> int:
     """Run ``command`` and return the exit code of the process.
 
-    User errors are printed to stderr without a traceback. In a run with several processes, ``launch`` prints the same
-    messages and ends all processes with the same exit codes. Any other exception ends such a run with exit code 1.
+    User errors are printed to stderr without a traceback. In multi-process runs, ``launch`` handles user errors in the
+    same way: it prints the message and terminates all processes with the exit code listed below. Any other exception
+    terminates a multi-process run with exit code 1.
 
     Args:
         command (Callable): the command, without arguments.
 
     Returns:
         int: exit code: 0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n. If
-        signal n stopped a training, the message contains the command that resumes the training.
+        signal n interrupted training, the message contains the command to resume it.
 
     Raises:
         Exception: if ``command`` raises any other exception. Such an exception indicates a bug.

@@ -33,14 +33,15 @@ Features = Callable[[Batch], Tensor]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of the features that two models compute for the same images.
+    """Comparison of the features that a model and a reference model compute for the same images.
 
     Attributes:
         images: description of the images.
         count: number of images.
         min_cosine, mean_cosine: minimum and mean cosine similarity between the two features of each image; NaN if a
             feature is not finite.
-        difference: largest absolute difference between feature values, divided by the largest absolute expected value.
+        difference: largest absolute difference between feature values, divided by the largest absolute value of the
+            reference features.
     """
 
     images: str

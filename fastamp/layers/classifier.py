@@ -1,7 +1,7 @@
 """Classification layers: linear and margin softmax.
 
-All layers compute in float32 under every precision policy: a margin softmax multiplies cosines by 30 to 128, where the
-spacing of float16 numbers is 0.06 and larger.
+All layers compute in float32 under every precision policy: a margin softmax multiplies cosines by 30 to 128, and
+float16 is too coarse for logits of that magnitude (spacing 0.0156 above 16, 0.0625 above 64).
 """
 
 import math

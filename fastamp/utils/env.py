@@ -107,7 +107,7 @@ class RandomState:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the global generators of Python, NumPy and PyTorch, including the current device."""
+    """Return the states of the global random number generators of Python, NumPy and PyTorch (CPU and device)."""
     name, keys, *rest = np.random.get_state()
     state: dict[str, Any] = {
         "python": random.getstate(),

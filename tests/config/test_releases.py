@@ -184,7 +184,7 @@ def test_all_25_config_files_per_release_are_tested():
 @pytest.mark.parametrize(
     "name", ["v0.1.1/configs/Market1501/sbs_R50-ibn.yml", "v1.0.0/configs/DukeMTMC/mgn_R50-ibn.yml"]
 )
-def test_wrong_release_gives_another_recipe(root, name):
+def test_loading_with_another_release_changes_the_recipe(root, name):
     """Negative control for the comparison above."""
     right, other = load(root / name), {"v0.1.1": "v1.0.0", "v1.0.0": "v0.1.1"}[name.split("/")[0]]
     wrong = load(root / name, release=other)

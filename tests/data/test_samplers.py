@@ -144,7 +144,7 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
         ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
     ],
 )
-def test_infeasible_batch_size_raises_with_config_values(name, options, error, numbers):
+def test_error_for_infeasible_batch_size_gives_config_values(name, options, error, numbers):
     with pytest.raises(error) as raised:
         make(name, **options)
     for number in numbers:

@@ -78,7 +78,7 @@ def test_autocast_gradients_and_float16_do_not_change_metrics(opts):
 
 
 @pytest.mark.parametrize("opts", [["TEST.RERANK", "on"], ["TEST.AQE", "on"], []])
-def test_features_whose_squared_distances_overflow_raise(opts):
+def test_squared_distance_overflow_raises(opts):
     queries, gallery, ids = random_set(7)
     limit = 1e50 if opts else 1e160
     with pytest.raises(DataError, match="overflow"):

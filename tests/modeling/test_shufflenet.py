@@ -53,7 +53,7 @@ def test_features_equal_naive_computation(depth, width):
     assert maps.shape == (2, width, 3, 2) and maps.std() > 0.01
 
 
-def test_loads_file_of_authors(tmp_path):
+def test_loads_official_weights(tmp_path):
     origin, path = build(NAME, "0.5x", 1024), tmp_path / "ShuffleNetV2.0.5x.pth.tar"
     state = {f"module.{key}": value for key, value in origin.state_dict().items()}
     torch.save({"state_dict": state | {"module.classifier.0.weight": torch.ones(10, 1024)}}, path)

@@ -37,7 +37,7 @@ def test_tick_labels_are_short(value, text):
     assert tick_text(value) == text
 
 
-def test_thinned_line_keeps_extrema_and_ends():
+def test_downsampled_line_keeps_extrema_and_endpoints():
     y = np.random.default_rng(0).random(100_000)
     y[77_777], y[3], y[50_000] = 9.0, math.nan, -5.0
     line = thinned(Line("", np.arange(100_000.0), y))

@@ -72,7 +72,7 @@ def test_options_are_accepted_in_any_order_and_per_query_file_is_written(capsys,
     assert saved["valid"].all() and saved["valid"].shape == (40,)
 
 
-def test_trapezoid_excludes_identity_minus_one(capsys, features):
+def test_trapezoidal_ap_excludes_identity_minus_1(capsys, features):
     _, out, _ = run(capsys, features, "--json", "TEST.METRIC", "euclidean", "TEST.AP_METHOD", "trapezoid")
     expected = VALUES["g1_small_junk"]["trapezoid_mAP_euclidean(pid -1 also removed)"]
     assert json.loads(out)["mAP"] == pytest.approx(100 * expected, abs=1e-6)

@@ -36,7 +36,7 @@ SINGLE = 30
 
 
 class Images:
-    """Generator of image features."""
+    """Random synthetic features, one per image."""
 
     def __init__(self, identities: int, width: int) -> None:
         self.random = np.random.default_rng(0)

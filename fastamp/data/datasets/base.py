@@ -88,7 +88,7 @@ class ImageDataset:
         return self._split("gallery")
 
     def origin(self, path: str) -> str:
-        """Return the list file and line number of an image for messages, or "" if there are none."""
+        """Return the annotation file and line number of an image, for error messages; "" if unknown."""
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:

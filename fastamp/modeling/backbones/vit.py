@@ -171,7 +171,7 @@ class Block(nn.Module):
     """Transformer block: attention and MLP, each with a preceding layer norm and a residual connection.
 
     Args:
-        depth (Depth): configuration of the network.
+        depth (Depth): size of the network: embedding width, number of blocks and number of heads.
         dropout (float): dropout probability of the attention and MLP outputs.
         attention_dropout (float): dropout probability of the attention weights.
         drop_path (float): stochastic depth probability, per image (Huang et al. 2016, arXiv:1603.09382).
@@ -202,7 +202,7 @@ class VisionTransformer(nn.Module):
     """Vision Transformer with the class token as feature.
 
     Args:
-        depth (Depth): configuration of the network.
+        depth (Depth): size of the network: embedding width, number of blocks and number of heads.
         image_size (tuple[int, int]): height and width of the images for which the position embedding is created. For
             images of other sizes, the position embedding is resized.
         in_channels (int): number of image channels.

@@ -122,7 +122,7 @@ def test_checkpoint_contains_the_state_of_hooks_registered_later(tmp_path):
         assert content["trainer"]["hooks"]["CountSteps"]["count"] == iteration == content["trainer"]["iteration"]
 
 
-def test_keep_deletes_only_older_periodic_checkpoints(tmp_path):
+def test_keep_limit_deletes_only_older_periodic_checkpoints(tmp_path):
     others = ("model_best", "model_interrupted", "model_final", "model_unevaluated", "model_0099", "model_iter_x")
     for name in others:
         (tmp_path / f"{name}.pth").write_text("of before")
