@@ -251,8 +251,8 @@ def test_loss_scale_resumes_from_a_checkpoint_file(demo, tmp_path):
 
 
 @pytest.mark.parametrize("before, now, message", [
-    (torch.bfloat16, torch.float16, "scale 65536"),
-    (torch.float32, torch.float16, "scale 65536"),
+    (torch.bfloat16, torch.float16, "65536"),
+    (torch.float32, torch.float16, "65536"),
     (torch.float16, torch.bfloat16, "(128)"),
     (torch.float16, torch.float32, "(128)"),
 ])  # fmt: skip

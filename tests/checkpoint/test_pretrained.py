@@ -71,7 +71,7 @@ def test_rgb_weights_treat_a_gray_image_as_three_equal_channels(resnet18_file, r
     caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "1")
     assert sum("conv1.weight in" in record.message for record in caplog.records) == 1
-    assert "INPUT.CHANNELS 1" in caplog.text
+    assert "INPUT.CHANNELS is 1" in caplog.text
     gray = torch.randn(2, 1, 64, 32)
     expected = resnet18.conv1(gray.expand(-1, 3, -1, -1))
     torch.testing.assert_close(backbone.conv1(gray), expected, rtol=1e-4, atol=1e-5)
@@ -81,7 +81,7 @@ def test_rgb_weights_treat_a_gray_image_as_three_equal_channels(resnet18_file, r
 def test_rgb_weights_initialize_a_fourth_channel_to_zero(resnet18_file, resnet18, caplog):
     caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "4")
-    assert "INPUT.CHANNELS 4" in caplog.text
+    assert "INPUT.CHANNELS is 4" in caplog.text
     assert torch.equal(backbone.conv1.weight[:, :3], resnet18.conv1.weight)
     assert not backbone.conv1.weight[:, 3].any()
     images = torch.randn(2, 4, 64, 32)

@@ -56,7 +56,7 @@ def test_write_error_names_a_valid_best_model(demo, tmp_path, capsys, evaluated)
     assert run_command_line(train) == 2
     stderr = capsys.readouterr().err
     assert (f"best model: {tmp_path}/model_best.pth (" in stderr) == evaluated, stderr
-    assert ("no checkpoint was saved" in stderr) == (not evaluated)
+    assert ("has been saved" in stderr) == (not evaluated)
 
 
 def test_failed_checkpoint_keeps_the_previous_one(demo, tmp_path, capsys):

@@ -102,7 +102,7 @@ def test_overriding_an_unused_step_method_raises(method):
     trainer = explosive_trainer([{"number": 0}])
     kind = type("MyStep", (OptimizationStep,), {method: lambda self, *args: None})
     trainer.step = kind(trainer.model, trainer.optimizers)
-    with pytest.raises(TrainingError, match=f"MyStep.{method}"):
+    with pytest.raises(TrainingError, match=f"MyStep.*{method}"):
         trainer.train(0, 1, 1)
 
 

@@ -133,7 +133,7 @@ def test_images_of_different_sizes_raise_unless_batch_size_is_one(demo, checkpoi
     opts = ["INPUT.SIZE_TEST", "(24,)", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     images = [np.zeros((50, 25, 3), np.uint8), np.zeros((40, 30, 3), np.uint8)]
-    with pytest.raises(DataError, match=r"INPUT\.SIZE_TEST \(24,\).*\(48, 24\).*\(32, 24\)"):
+    with pytest.raises(DataError, match=r"\(48, 24\).*\(32, 24\).*INPUT\.SIZE_TEST \(24,\)"):
         predictor.features(images)
     one_by_one = fastamp.Predictor(checkpoint, device="cpu", opts=[*opts, "TEST.IMS_PER_BATCH", "1"])
     assert torch.equal(one_by_one.features(images), torch.cat([predictor.features(image) for image in images]))

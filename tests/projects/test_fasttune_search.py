@@ -457,7 +457,7 @@ def test_search_continues_after_cluster_loses_a_node(demo, tmp_path):
 
 def test_validation_fraction_that_leaves_no_identities_is_an_error(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["TUNE.VAL_FRACTION", "0.99"])
-    assert code == 2 and "TUNE.VAL_FRACTION 0.99" in captured.err
+    assert code == 2 and "TUNE.VAL_FRACTION is 0.99" in captured.err
     assert not (output / "search").exists()
 
 

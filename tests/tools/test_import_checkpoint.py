@@ -92,7 +92,7 @@ def test_file_with_more_tensors_than_any_backbone_is_an_error(tmp_path, capsys, 
     monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
     assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
-    assert "6100 tensors" in capsys.readouterr().err
+    assert "6100" in capsys.readouterr().err
 
 
 def test_circular_links_are_errors(tmp_path, capsys):
