@@ -82,7 +82,8 @@ class NonFiniteParameters(TrainingError):
 
 
 LARGEST_PARAMETER = 1e15
-"""Absolute value above which a parameter counts as diverged: its square overflows in the forward pass."""
+"""Absolute value above which a parameter counts as diverged. Trained weights are below 1e4; after two layers with such
+weights, products overflow float32."""
 
 
 def check_finite(model: nn.Module) -> None:
@@ -331,7 +332,7 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         return
     sharded = {id(p) for each in model.modules() if getattr(each, "sharded", False) for p in each.parameters()}
     named = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
-    sums = torch.stack([p.double().sum() for p in named.values()]).cpu()
+    sums = torch.stack([p.double().sum() for p in named.values()]).cpu() if named else torch.empty(0)
     of_ranks = comm.gather_rows(sums).view(comm.get_world_size(), -1)
     equal = ((of_ranks == of_ranks[0]) | (of_ranks.isnan() & of_ranks[0].isnan())).all(0).tolist()
     differing = [name for name, same in zip(named, equal, strict=True) if not same]

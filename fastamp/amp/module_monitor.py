@@ -1,5 +1,6 @@
 """Detection of parts of a model that do not train."""
 
+import functools
 import logging
 from collections.abc import Iterable, Sequence
 
@@ -17,6 +18,9 @@ MOSTLY_ZERO = 0.5
 
 SMALLEST_UPDATE = 1e-10
 """Update-to-weight ratio (L2 norms) below which float32 rounding absorbs the updates."""
+
+VISIBLE_UPDATE = 1e-6
+"""Update-to-weight ratio above which the float32 sums of the parameters change within a period."""
 
 SMALL_SCALE = 128.0
 """Loss scale below which float16 gradients smaller than 5e-10 underflow. Trained networks have many of them."""
@@ -56,7 +60,6 @@ class ModuleMonitor:
         self._same: list[torch.Tensor] = []
         self._sums: dict[str, torch.Tensor] = {}
         self._reported: set[tuple[str, str]] = set()
-        self._quiet = False
 
     @torch.no_grad()
     def before_step(self, frozen: Iterable[str] = ()) -> None:
@@ -107,16 +110,17 @@ class ModuleMonitor:
 
         Args:
             values: values of ``pending``, copied to the host; empty if ``pending`` is empty.
-            quiet: True if a previous warning said that the whole model does not train. Default False.
+            quiet: True if a warning already said that the first steps do not change the model; the first check does not
+                repeat it. Default False.
         """
         if not values:
             return
         self.pending = []
-        self._quiet = quiet
+        report = functools.partial(self._report, quiet=quiet and self._applied == FIRST_CHECK)
         count = len(self._names)
         columns = (values[start : start + count] for start in (0, count, 2 * count))
         for name, zeros, ratio, same in zip(self._names, *columns, strict=True):
-            self._report(
+            report(
                 name,
                 "zero gradients",
                 zeros > MOSTLY_ZERO,
@@ -127,16 +131,16 @@ class ModuleMonitor:
                 "  fix:   set SOLVER.AMP.DTYPE bfloat16, or increase SOLVER.AMP.INIT_SCALE; in float32, check the "
                 "losses",
             )
-            self._report(
+            report(
                 name,
                 "reset",
-                bool(same) and ratio >= SMALLEST_UPDATE,
-                f"the parameters of {name!r} are the same as {self.period} steps ago, although the optimizer "
-                "updates them: they are reset between the steps.\n"
+                bool(same) and ratio >= VISIBLE_UPDATE,
+                f"the parameters of {name!r} have the values of the previous check, at most {self.period} steps ago, "
+                "although the optimizer updates them: they are reset between steps.\n"
                 "  cause: custom code or a hook restores weights.\n"
                 "  fix:   remove that code, or exclude these parameters from training (MODEL.FREEZE_LAYERS)",
             )
-            self._report(
+            report(
                 name,
                 "no update",
                 ratio < SMALLEST_UPDATE and zeros <= MOSTLY_ZERO,
@@ -179,13 +183,13 @@ class ModuleMonitor:
                     name,
                 )
 
-    def _report(self, name: str, kind: str, found: bool, message: str) -> None:
-        """Log ``message`` when ``found`` becomes true."""
+    def _report(self, name: str, kind: str, found: bool, message: str, *, quiet: bool = False) -> None:
+        """Log ``message`` when ``found`` becomes true, unless ``quiet``."""
         if not found:
             self._reported.discard((name, kind))
         elif (name, kind) not in self._reported:
             self._reported.add((name, kind))
-            if not self._quiet:
+            if not quiet:
                 logger.warning("%s", message)
 
 

@@ -295,7 +295,7 @@ class PrecisionPolicy:
 # All decorated functions share the code of the wrapper.
 _REGION = force_fp32(lambda: None).__code__
 # Operations that autocast runs in low precision and that dominate the time of a model.
-_PRODUCTS = ("convolution", "mm", "addmm", "bmm", "baddbmm", "matmul", "linear", "scaled_dot_product")
+_PRODUCTS = ("convolution", "mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
 
 class _DtypeRecorder(TorchDispatchMode):
@@ -321,7 +321,8 @@ class _DtypeRecorder(TorchDispatchMode):
             outputs = out if isinstance(out, (tuple, list)) else (out,)
             dtypes = [item.dtype for item in outputs if isinstance(item, torch.Tensor)]
             self.found |= self.dtype in dtypes
-            is_product = any(name in func.overloadpacket.__name__ for name in _PRODUCTS)
+            name = func.overloadpacket.__name__
+            is_product = name in _PRODUCTS or name.startswith("_scaled_dot_product")
             if self._child and dtypes and is_product and not _in_fp32_region():
                 self.products.setdefault(self._child, Counter())[dtypes[0]] += 1
         return out

@@ -210,8 +210,6 @@ class OptimizationStep:
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
         guard_buffers: whether ``zero_grad`` copies the buffers that forward passes modify and ``skip`` restores them,
             see ``ForwardBuffers``. Default True.
-        monitor_period: number of applied steps between two checks of the gradients and updates of each module, see
-            ``ModuleMonitor``. Default 50.
 
     Attributes:
         clip: as above.
@@ -231,7 +229,6 @@ class OptimizationStep:
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
-        monitor_period: int = 50,
     ) -> None:
         self.model = model
         self.buffers = ForwardBuffers(model) if guard_buffers else None
@@ -252,7 +249,7 @@ class OptimizationStep:
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
-        self._module_monitor = ModuleMonitor(model, self.optimizers, period=monitor_period)
+        self._module_monitor = ModuleMonitor(model, self.optimizers)
 
     @classmethod
     def from_config(

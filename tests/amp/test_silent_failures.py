@@ -118,6 +118,26 @@ def test_warning_is_repeated_if_a_module_stops_training_again(caplog):
     assert len(warnings_of(caplog)) == 2
 
 
+def test_warning_about_the_first_steps_does_not_silence_later_ones(caplog):
+    model, step = make(lr=0.0)
+    run(model, step, 5)
+    (first,) = warnings_of(caplog)
+    assert "learning rate is 0" in first
+    caplog.clear()
+    for group in step.optimizers[0].param_groups:
+        group["lr"] = 0.1
+    run(model, step, 50, hook=lambda number: "zero the backbone")
+    (message,) = warnings_of(caplog)
+    assert "'backbone'" in message and "100.0 %" in message
+
+
+@pytest.mark.parametrize("scale, expected", [(64.0, 1), (1024.0, 0)])
+def test_small_scale_is_reported_despite_a_warning_about_the_first_steps(scale, expected, caplog):
+    model, step = make(lr=0.0, scaler=LossScaler(init_scale=scale))
+    run(model, step, 210)
+    assert sum("SOLVER.AMP.GROWTH_INTERVAL" in each for each in warnings_of(caplog)) == expected
+
+
 def test_backbone_frozen_by_accident_is_reported(caplog):
     model, step = make()
     model.backbone.requires_grad_(False)
