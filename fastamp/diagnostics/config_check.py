@@ -1,4 +1,4 @@
-"""Consistency checks between config values of different components."""
+"""Consistency checks for config values that depend on each other."""
 
 import torch
 import torch.distributed as dist
@@ -12,10 +12,10 @@ from fastamp.utils.errors import ConfigError
 
 
 def check_config(cfg: CfgNode) -> None:
-    """Check config values that depend on each other.
+    """Check that config values of different components are consistent.
 
     Raises:
-        ConfigError: if a check fails; the message gives the keys, their values and a fix.
+        ConfigError: if values are inconsistent; the message gives the keys, their values and a fix.
     """
     if not cfg.MODEL.LOSSES.NAME:
         raise ConfigError("MODEL.LOSSES.NAME is empty.\n  fix: set MODEL.LOSSES.NAME to at least one loss")
@@ -40,7 +40,7 @@ def check_config(cfg: CfgNode) -> None:
     if images_per_rank == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
         raise ConfigError(
             f"SOLVER.IMS_PER_BATCH is {cfg.SOLVER.IMS_PER_BATCH}, which is one image per process, but the batch norm "
-            "of MODEL.HEADS.WITH_BNNECK needs at least two.\n"
+            "that MODEL.HEADS.WITH_BNNECK adds needs at least two.\n"
             f"  fix: set SOLVER.IMS_PER_BATCH to at least {2 * comm.get_world_size()}"
         )
     _check_distributed(cfg)
@@ -65,4 +65,7 @@ def _check_distributed(cfg: CfgNode) -> None:
     norms = {key: cfg.MODEL[key].NORM for key in ("BACKBONE", "HEADS")}
     sync = [f"MODEL.{key}.NORM" for key, name in norms.items() if name.lower() == "syncbn"]
     if sync and device.type != "cuda":
-        raise ConfigError(f"{sync[0]} is syncBN, which PyTorch supports only on CUDA.\n  fix: set {sync[0]} to BN")
+        raise ConfigError(
+            f"{sync[0]} is syncBN, which PyTorch supports only on CUDA, but the device is {device.type}.\n"
+            f"  fix: set {sync[0]} to BN"
+        )

@@ -1,4 +1,4 @@
-"""Crash dump of a step that failed because of its precision, for replay."""
+"""Crash dump: saved state of a step that failed because of its precision, from which the step can be replayed."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,13 +93,16 @@ class CrashDump:
             path: a crash dump, or a folder from which the newest crash dump is read.
 
         Raises:
-            WeightsError: if no crash dump was found, or the file is not a crash dump of this version.
+            WeightsError: if no crash dump was found, or the file is not a crash dump that this version can read.
         """
         path = Path(path)
         if path.is_dir():
             files = sorted(path.glob("*.pth"), key=lambda file: file.stat().st_mtime)
             if not files:
-                raise WeightsError(f"no crash dump (*.pth) found in {path}")
+                raise WeightsError(
+                    f"no crash dump (*.pth) found in {path}.\n"
+                    f"  fix: pass the folder OUTPUT_DIR/{FOLDER} of a failed run"
+                )
             path = files[-1]
         content = read_checkpoint(str(path))
         if not isinstance(content, dict) or content.pop("fastamp_crash", None) != _FORMAT:
@@ -107,7 +110,10 @@ class CrashDump:
         try:
             return cls(**content | {"micro_batch": MicroBatch(**content["micro_batch"])})
         except (TypeError, KeyError) as error:
-            raise WeightsError(f"{path} is not a crash dump of this version: {error}") from error
+            raise WeightsError(
+                f"{path} is not a crash dump of this version of fastamp: {error}.\n"
+                "  fix: replay it with the version that wrote it"
+            ) from error
 
     def restore(self, model: nn.Module, *, exact: bool = True) -> None:
         """Restore the state of the failed step.
@@ -127,7 +133,8 @@ class CrashDump:
         if differing:
             raise WeightsError(
                 f"the model in the crash dump does not match the model built from its config: {len(differing)} tensors "
-                f"differ, e.g. {', '.join(differing[:3])}"
+                f"differ, e.g. {', '.join(differing[:3])}.\n"
+                "  fix: use the same code, plugin (--plugin FILE) and MODEL values as in the failed run"
             )
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -207,7 +214,7 @@ def build_crash_dump(
     location: NonFiniteLocation | None,
     frozen: tuple[str, ...],
 ) -> CrashDump:
-    """Build the crash dump. The model is still in its state before the step, because a skipped step changes nothing."""
+    """Build the crash dump of a skipped step; the model is unchanged because the step was not applied."""
     return CrashDump(
         message=message,
         iteration=iteration,

@@ -1,4 +1,4 @@
-"""Doctor: analysis of mixed precision for the model and the datasets of a config."""
+"""Mixed-precision doctor: compare low precisions with float32, using the model and the datasets of a config."""
 
 import dataclasses
 import logging
@@ -55,9 +55,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     Args:
         cfg: config that has passed ``check_config``.
         dtypes: low precisions to analyze.
-        batch_size: number of training images, taken from the first batch. Default 16.
-        max_images: largest number of test images to rank. From a larger test set, only some of the identities are used.
-            0 for all images. Default 512.
+        batch_size: number of images to use from the first training batch. Default 16.
+        max_images: maximum number of test images to rank; 0 for all. If the test set is larger, only some of its
+            identities are used. Default 512.
 
     Returns:
         Results in float32 and in each low precision.
@@ -188,7 +188,7 @@ def _analyze(
 
 
 class _Progress:
-    """Progress bar and log lines that show the current step and the expected remaining time.
+    """Progress bar and log lines that show the current step of the analysis and the estimated remaining time.
 
     Args:
         total: number of steps.
@@ -206,5 +206,5 @@ class _Progress:
         return result
 
     def close(self) -> None:
-        """Remove the bar."""
+        """Remove the progress bar."""
         self._bar.close()

@@ -1,4 +1,4 @@
-"""Report of the doctor: tables, verdict, YAML lines for the config, and a figure."""
+"""Report of the mixed-precision doctor: tables, a verdict, recommended config values as YAML, and a figure."""
 
 import dataclasses
 import json
@@ -45,13 +45,12 @@ class PrecisionReport:
     Attributes:
         dtype: name of the dtype.
         refused: reason why the device does not support the dtype; empty if it does.
-        failure: failure with the config as given; empty if there is none.
+        failure: message of the failed precision check or evaluation; empty if there was no failure.
         force_fp32: modules to force to float32 in addition to those in the config; None if no short list of modules is
             sufficient.
-        cosine: mean cosine similarity between the embeddings in this precision, with ``force_fp32`` applied, and in
-            float32.
+        cosine: mean cosine similarity to the float32 embeddings, if the modules in ``force_fp32`` compute in float32.
         loss_scale: largest loss scale with finite gradients, a power of two; None without loss scaling.
-        zero_share: fraction of gradient elements that are 0 in this precision but not in float32, 0..1.
+        zero_share: fraction of the gradient elements that are 0 in this precision but not in float32, 0..1.
         cost: time and memory of a training pass.
         metrics: ``mAP`` and ``Rank-1`` in percent.
         layers: measurements of each layer with the config as given, in call order.
@@ -91,12 +90,12 @@ class PrecisionReport:
 
 @dataclass
 class AmpReport:
-    """Report of the doctor.
+    """Results of the mixed-precision doctor in float32 and in each low precision, with a recommendation.
 
     Attributes:
         policy: precision of the config; if AMP is off, the precision that ``SOLVER.AMP True`` selects.
         asked: True if the config enables AMP.
-        problem: message if the model fails in float32; else empty. With a problem, there are no other results.
+        problem: message if the model fails in float32, in which case there are no other results; else empty.
         float32: reference results.
         low: results in each low precision.
         force_fp32: ``SOLVER.AMP.FORCE_FP32`` of the config.
@@ -191,7 +190,7 @@ class AmpReport:
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
     def layer_table(self, each: PrecisionReport) -> str:
-        """Format a table of the layers with the largest errors or with values closest to the limit of the dtype."""
+        """Format a table of the layers with the largest errors or with values close to the dtype's limit."""
         erring = [layer for layer in each.layers if layer.own_error > 0]
         notable = sorted(erring, key=lambda layer: -layer.own_error)[:_SHOWN_LAYERS]
         notable += [
@@ -253,7 +252,7 @@ def write_amp_report(report: AmpReport, folder: Path) -> list[Path]:
 
 
 def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
-    """Plot the error and the largest value of each layer.
+    """Plot the error and the largest output value of each layer in each precision.
 
     Raises:
         ConfigError: if matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Environment report: versions, device, driver and supported precisions, and problems with them."""
+"""Environment report: versions, device, driver and supported precisions, and any problems found."""
 
 import os
 import textwrap
@@ -92,7 +92,7 @@ class EnvironmentReport:
 
     @property
     def problems(self) -> list[str]:
-        """Messages about problems, each with its cause and a fix. The absence of a GPU is not a problem."""
+        """Messages about problems, each with its cause and a fix. A missing GPU is reported only if requested."""
         found = self._gpu_problem() or self._capability_problem()
         # Without code for the device, the smoke test fails for that reason.
         return ([found] if found else []) + (self._loop_problems() if self.capability_fits is not False else [])
@@ -177,7 +177,7 @@ class EnvironmentReport:
             if visible is not None:
                 cause += f"; CUDA_VISIBLE_DEVICES is {visible!r}"
             fix = (
-                "check that nvidia-smi and CUDA_VISIBLE_DEVICES list the GPU and that this process may open it (in a "
+                "check that nvidia-smi and CUDA_VISIBLE_DEVICES list the GPU and that this process can access it (in a "
                 "container: --gpus all), restart the machine after a driver update, or set MODEL.DEVICE to cpu"
             )
         else:
@@ -217,17 +217,17 @@ class EnvironmentReport:
 
 
 def inspect_environment(device: torch.device, *, asked: str = "auto", train: bool = False) -> EnvironmentReport:
-    """Collect the environment report, in about 20 ms without ``train``.
+    """Collect the environment report; without ``train``, this takes about 20 ms.
 
     ``torch.utils.collect_env.get_env_info`` is not used because it takes about one second: it lists all packages, runs
-    a shell, and runs nvidia-smi several times. Random states, TF32 flags and the log are not changed. If a query fails,
-    its error is listed in the report instead of being raised.
+    a shell, and runs nvidia-smi several times. Random states and TF32 flags are not changed, and nothing is logged. If
+    a query fails, its error is listed in the report instead of being raised.
 
     Args:
         device: training device, which may be unavailable.
         train: also train a tiny model for ten steps in each supported precision, which takes seconds. Default False.
-        asked: ``MODEL.DEVICE``. An unusable GPU is reported as a problem for ``"auto"``, but not for ``"cpu"``. Default
-            ``"auto"``.
+        asked: value of ``MODEL.DEVICE``. An unusable GPU is a problem for ``"auto"`` and ``"cuda"``, but not for
+            ``"cpu"``. Default ``"auto"``.
     """
     unknown: dict[str, str] = {}
 
@@ -279,7 +279,7 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
 
 
 def _wrapped(check: str, found: str, verdict: str) -> list[list[str]]:
-    """Wrap a row of the table into several rows, to limit its width."""
+    """Split a row with a long text into several rows, to limit the width of the table."""
     first, *more = textwrap.wrap(found, 90)
     return [[check, first, verdict], *(["", line, ""] for line in more)]
 

@@ -21,11 +21,11 @@ _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")
 
 @dataclass(frozen=True)
 class Support:
-    """Support of a precision by a device.
+    """Support of a precision by a device, and its reason.
 
     Attributes:
         state: ``"native"``, ``"slow"`` (emulated) or ``"no"``.
-        reason: explanation.
+        reason: why the precision has this state, e.g. ``"MPS has native float16"``.
     """
 
     state: str
@@ -172,7 +172,7 @@ def memory(device: torch.device) -> tuple[int | None, int | None]:
 
 
 def supported(device: torch.device) -> dict[str, Support]:
-    """Return the support of ``device`` for float32, bfloat16, float16 and, only on CUDA, tf32, by precision name."""
+    """Return the support of ``device`` for each precision: float32, bfloat16, float16 and, only on CUDA, tf32."""
     found = {"float32": Support("native", "all devices support float32")}
     if device.type == "cuda" and torch.version.cuda:
         found["tf32"] = _tf32(device)

@@ -1,4 +1,4 @@
-"""Error messages for failing passes of a model, with the module, the source line and the batch."""
+"""Error messages for failed model passes that report the module, the source line and the batch."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,14 +24,14 @@ def run_passes(
     frozen: tuple[str, ...] = (),
     halve_from: int | None = None,
 ) -> tuple[T, int]:
-    """Call ``run(passes)`` with isolated passes over a batch; explain its errors as in ``ErrorContext.explain``.
+    """Call ``run(passes)`` with isolated passes over a batch, and explain exceptions (see ``ErrorContext.explain``).
 
     Args:
         model, batch, frozen: see ``IsolatedPasses``.
         run: function that runs the model.
         precision: name of the dtype, for messages.
-        halve_from: smallest batch that is halved and tried again after an out-of-memory error, in images. Default None:
-            the batch is never halved.
+        halve_from: smallest number of images at which the batch is halved and tried again after an out-of-memory
+            error. Default None: the batch is never halved.
 
     Returns:
         ``(result, count)``: the return value of ``run``, and the number of images in the batch that was used.
@@ -57,7 +57,7 @@ def run_passes(
 
 
 class ErrorContext:
-    """Context manager that records the current module, to report where an error was raised.
+    """Context manager that tracks the module being called, to report where an exception was raised.
 
     Args:
         model: the model.

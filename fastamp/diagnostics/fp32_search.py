@@ -18,7 +18,7 @@ from fastamp.utils.errors import TrainingError
 
 @contextmanager
 def forced(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Turn modules into float32 regions for the duration of the context, like ``SOLVER.AMP.FORCE_FP32``."""
+    """Make modules compute in float32 inside the context, like ``SOLVER.AMP.FORCE_FP32``."""
     classes = [(module, type(module)) for module in model.modules()]
     patched = [(module, vars(module)["forward"]) for module in model.modules() if "forward" in vars(module)]
     try:

@@ -285,7 +285,7 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
 
 @contextmanager
 def without_collectives(model: nn.Module) -> Iterator[None]:
-    """Run passes without communication: SyncBatchNorm and losses use only the images of this process.
+    """Context manager that disables communication: SyncBatchNorm and losses use only the images of this process.
 
     All processes must enter the context together; they may run different code inside.
     """

@@ -80,9 +80,9 @@ def check_layers(passes: IsolatedPasses, policy: PrecisionPolicy) -> tuple[list[
 
     Each layer (module without submodules) is called again with the input that it gets under ``policy`` and the same
     random state. PyTorch layers that round once are also called in float32, with the input and weights rounded as by
-    autocast. The remaining difference is the rounding of the output and the order of summation. This difference does
-    not depend on the depth, training or input of the model. If no error is found, the whole model runs again; if the
-    output has changed, the first module with a different output is reported.
+    autocast. The remaining difference comes from rounding the output and from the order of summation, so that the
+    tolerance does not depend on the depth, training or input of the model. If no error is found, the whole model runs
+    again; if the output has changed, the first module with a different output is reported.
 
     Args:
         passes: passes of a model over a batch.

@@ -13,15 +13,15 @@ __getattr__ = moved_names(__name__, {"Location": "fastamp.diagnostics.nan_locati
 
 @dataclass(frozen=True)
 class NonFiniteLocation:
-    """Location of the first non-finite value.
+    """Module and tensor in which the first non-finite value occurs, and its likely cause.
 
     Attributes:
         kind: ``"forward overflow"``, ``"backward overflow"``, ``"loss-scale overflow"`` (the gradients are finite with
             a smaller loss scale), ``"not finite in float32"`` (not caused by the precision), ``"batch not finite"``.
         module: name of the module; ``""`` is the whole model.
         module_class: name of the module's class.
-        part: ``"output"``, ``"gradient of its input"``, ``"gradient of <parameter>"``, or
-            ``"between its submodules, before <module>"``.
+        part: which value is not finite: ``"output"`` of the module, ``"gradient of its input"``,
+            ``"gradient of <parameter>"``, or a value ``"between its submodules, before <module>"``.
         dtype: dtype of the value.
         inputs_finite: True if the inputs of the module, or the incoming gradient, are finite.
         input_magnitude: largest absolute value of the module's inputs.
@@ -54,7 +54,7 @@ class NonFiniteLocation:
 
     @property
     def order(self) -> int:
-        """Sort key by order of computation: the lowest location among several processes is the likely cause."""
+        """Sort key by order of computation: among several processes, the lowest location is the likely cause."""
         kinds = ("batch not finite", "not finite in float32", "forward overflow", "backward overflow")
         return (kinds.index(self.kind) if self.kind in kinds else len(kinds)) * 10**6 + self.position
 

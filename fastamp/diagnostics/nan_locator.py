@@ -70,7 +70,7 @@ def try_locate(
     random: dict[str, Any] | None = None,
     frozen: tuple[str, ...] = (),
 ) -> tuple[NonFiniteLocation | None, str]:
-    """Locate the first non-finite value; return the reason instead of raising if that fails.
+    """Locate the first non-finite value; if an exception prevents this, return its text instead of raising it.
 
     Args:
         model, batch, random, frozen: see ``IsolatedPasses``. The batch is halved until a float32 pass fits into
@@ -78,8 +78,8 @@ def try_locate(
         find: function that calls ``locate_in_training`` or ``locate_in_evaluation`` under a policy.
 
     Returns:
-        ``(location, reason)``: the result of ``find``, or None if it failed; and the reason for the failure, else
-        empty.
+        ``(location, reason)``: the result of ``find``, or None if ``find`` failed; and the reason for the failure, or
+        an empty string.
     """
     count = batch_size(batch)
     while True:

@@ -95,7 +95,7 @@ class PrecisionCheck:
 
     @property
     def problem(self) -> str:
-        """Message of the first finding, with causes before effects; empty if the precision passes."""
+        """First finding in the order layers, repeatability, overflow, embeddings; empty if the precision passes."""
         return self._wrong_layers() or self.unrepeatable or self.overflow or self.imprecise
 
     def _wrong_layers(self) -> str:
@@ -166,8 +166,8 @@ def check_precision(
     """Check a low precision on one batch, in training and evaluation.
 
     Layers must be deterministic and match float32 up to rounding (see ``check_layers``). Losses must be finite, and
-    gradients must be finite at some loss scale. A second training pass must have the same gradients. Embeddings must be
-    finite and have a high cosine similarity with float32.
+    gradients must be finite at some loss scale. A second training pass must produce the same gradients. Embeddings must
+    be finite and have a high cosine similarity with float32.
 
     Args:
         model, frozen: as in ``check_float32``.

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionDiagnostics:
-    """Pre-flight before the first step; location of the first non-finite value and crash dump after a failure.
+    """Run the pre-flight before the first step; locate the first non-finite value and write a crash dump on failure.
 
     Args:
         preflight: ``SOLVER.AMP.PREFLIGHT``: off, warn, error or fallback (to bfloat16 if it is native, else to
@@ -71,7 +71,7 @@ class PrecisionDiagnostics:
         )
 
     def disable_crash_dumps(self) -> None:
-        """Write no crash dumps from now on."""
+        """Stop writing crash dumps."""
         self.folder = None
 
     write_no_files = renamed_attribute("write_no_files", "disable_crash_dumps")
@@ -122,7 +122,8 @@ class PrecisionDiagnostics:
             raise TrainingError(self._describe_failure(failed, step, batch, iteration))
         if candidate is not policy and not report.problem:
             logger.warning(
-                "training in %s instead, because SOLVER.AMP.PREFLIGHT is fallback", dtype_name(candidate.dtype)
+                "the pre-flight failed, so this run trains in %s (SOLVER.AMP.PREFLIGHT is fallback)",
+                dtype_name(candidate.dtype),
             )
             step.disable_loss_scaling()
             return candidate
@@ -242,7 +243,7 @@ class PrecisionDiagnostics:
         try:
             outcome = f"replay: python tools/amp_replay.py {crash.write(self.folder)}"
         except (OSError, WriteError) as error:  # the message is still raised
-            outcome = f"(no crash dump: {error})"
+            outcome = f"(no crash dump was written: {error})"
         # All ranks report the crash dump of the rank with the reported location.
         location = details["location"]
         return f"{message}\n{comm.select_text(outcome, location.order if location else math.inf)[1]}"

@@ -54,7 +54,7 @@ class PreflightReport:
     kernel: bool = False
 
     def describe(self) -> str:
-        """Format the result in one or a few lines for the log."""
+        """Format the result for the log, in one or more lines."""
         parts = [f"{name} {low:.4g} (float32 {reference:.4g})" for name, (reference, low) in self.losses.items()]
         if not self.policy.enabled or self.in_float32:
             parts = [f"{name} {reference:.4g}" for name, (reference, _) in self.losses.items()]

@@ -28,8 +28,8 @@ class LayerReport:
         name, kind: name and class of the module.
         error: relative L2 error of the output compared with float32, in a pass under the policy. It includes the errors
             of all layers before this one.
-        own_error: relative L2 error of the output if the input is taken from the float32 pass: the error of this layer
-            only.
+        own_error: relative L2 error of the output if the input is taken from the float32 pass: the error that only this
+            layer causes.
         magnitude: largest absolute value of the output in float32.
         limit_share: ``magnitude`` divided by the largest number of the low precision; above 1 the layer overflows.
         zero_gradients: fraction of the gradient elements of the layer's parameters that are 0 in this precision but not
@@ -48,7 +48,7 @@ class LayerReport:
 def measure_layers(
     passes: IsolatedPasses, policy: PrecisionPolicy, *, lost: dict[str, tuple[int, int]] | None = None
 ) -> list[LayerReport]:
-    """Measure errors and magnitudes of each layer (module without submodules), in the order of the calls.
+    """Measure the errors and the output magnitude of each layer (module without submodules), in call order.
 
     Args:
         passes: passes of a model over a batch.

@@ -1,4 +1,4 @@
-"""Functions on tensors in nested structures: finiteness, magnitude, distance to a reference."""
+"""Functions for tensors in nested structures: finiteness, magnitude and distance to a reference."""
 
 import math
 from collections.abc import Iterator
