@@ -62,7 +62,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     )
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
-        logger.warning("nothing to resume in %s: starting from the beginning", cfg.OUTPUT_DIR)
+        logger.warning("no checkpoint found in %s: starting a new run", cfg.OUTPUT_DIR)
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:

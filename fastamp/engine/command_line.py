@@ -70,21 +70,20 @@ def resume_command() -> str:
 
 
 def run_command_line(command: Callable[[], Any]) -> int:
-    """Run ``command`` and return the exit code of the process.
+    """Run ``command`` and return the exit code for the process.
 
-    User errors are printed to stderr without a traceback. In multi-process runs, ``launch`` handles user errors in the
-    same way: it prints the message and terminates all processes with the exit code listed below. Any other exception
-    terminates a multi-process run with exit code 1.
+    User errors are printed to stderr without a traceback. If signal n interrupts training, the command that resumes the
+    run is printed. In multi-process runs, ``launch`` handles both cases in the same way and terminates all processes
+    with the same exit code. Any other exception terminates a multi-process run with exit code 1.
 
     Args:
-        command (Callable): the command, without arguments.
+        command (Callable): called without arguments.
 
     Returns:
-        int: exit code: 0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n. If
-        signal n interrupted training, the message contains the command to resume it.
+        int: 0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n.
 
     Raises:
-        Exception: if ``command`` raises any other exception. Such an exception indicates a bug.
+        Exception: any other exception that ``command`` raises, which indicates a bug.
     """
     try:
         outcome = run_and_capture(command)

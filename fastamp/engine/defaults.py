@@ -84,7 +84,7 @@ class DefaultTrainer:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """Precision policy of the trainer."""
+        """Precision policy currently used for training; a fallback to a safer precision replaces it."""
         return self.trainer.policy
 
     def resume_or_load(self, resume: bool = True, *, folder: str | Path | None = None) -> None:
@@ -103,7 +103,7 @@ class DefaultTrainer:
             extra = self.checkpointer.resume(last)
             if "average" in extra:
                 logger.warning(
-                    "discarding the weight average (%s) in %s: this run does not average weights",
+                    "discarding the weight average (%s) in %s: neither SOLVER.EMA nor SOLVER.SWA is enabled",
                     extra["average"]["kind"],
                     last,
                 )
@@ -112,7 +112,7 @@ class DefaultTrainer:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
         if resume and last is None:
-            logger.warning("nothing to resume in %s: starting from the beginning", folder or self.checkpointer.save_dir)
+            logger.warning("no checkpoint found in %s: starting a new run", folder or self.checkpointer.save_dir)
 
     def train(self) -> dict[str, Any]:
         """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during training.
@@ -155,7 +155,7 @@ class DefaultTrainer:
         )
         if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
             logger.info(
-                "the training is already complete: only evaluating. To continue training, increase SOLVER.MAX_EPOCH"
+                "training is already complete: only evaluating\n  fix: to continue training, increase SOLVER.MAX_EPOCH"
             )
             try:
                 return unwrap_single(self._evaluate_finished_run(start))
@@ -174,7 +174,11 @@ class DefaultTrainer:
         return unwrap_single(self.eval_hook.results)
 
     def _evaluate_finished_run(self, start: int) -> dict[str, dict[str, Any]]:
-        """Evaluate a completed run; also save ``model_final`` if the run was stopped before its last evaluation."""
+        """Evaluate a completed run.
+
+        If the run was stopped before its last evaluation, save ``model_final`` and, if its score is the best,
+        ``model_best``.
+        """
         end = self.cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         self.trainer.move_to(end - 1, self.cfg.SOLVER.MAX_EPOCH)
         if start > end or self._resumed is None or self._resumed.stem == "model_final":
@@ -198,7 +202,7 @@ class DefaultTrainer:
         self.trainer.register_hooks(hooks_)
 
     def evaluate(self, loaders: dict[str, tuple[Any, int]] | None = None) -> dict[str, dict[str, Any]]:
-        """Evaluate the current weights of the model under the precision policy of the trainer.
+        """Evaluate the current weights of the model in the precision set by ``SOLVER.AMP.EVAL_DTYPE``.
 
         Args:
             loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: all
@@ -218,7 +222,7 @@ class DefaultTrainer:
         return results
 
     def _pop_run(self) -> Run | None:
-        """Return the data of the last evaluation for the report; None if that evaluation has already been reported."""
+        """Return the data for the report on the last evaluation and forget them; None if they were already returned."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
         if not sets:
@@ -235,18 +239,21 @@ class DefaultTrainer:
         )
 
     def _pair_scores(self) -> dict[str, Any]:
-        """Return the ``PairScores`` to checkpoint; an empty dict if training continued after the last evaluation."""
+        """Return the checkpoint entry with the ``PairScores`` of the last evaluation.
+
+        The entry is empty if training has continued since then.
+        """
         pairs = self._last.pairs
         return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
-        """Context manager in which the model holds the weights to evaluate.
+        """Return a context manager within which the model has the weights to evaluate.
 
-        These are the averaged weights if ``SOLVER.EMA`` or ``SOLVER.SWA`` provides them, else the trained weights.
-        Batch-norm statistics are re-estimated on entry if ``TEST.PRECISE_BN`` is enabled or if SWA weights are
-        evaluated. On exit, the trained weights are restored. Statistics re-estimated for averaged weights are stored
-        in the average; those re-estimated for the trained weights remain in the model.
+        The weights are the EMA weights if ``SOLVER.EMA.EVALUATE`` is True, the SWA weights after the last epoch, and
+        the trained weights otherwise. On entry, the batch-norm statistics are re-estimated if ``TEST.PRECISE_BN`` is
+        enabled or SWA weights are evaluated. On exit, the trained weights are restored. Statistics that were
+        re-estimated for averaged weights are stored in the average; for trained weights, they remain in the model.
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
@@ -271,7 +278,7 @@ class DefaultTrainer:
             yield
 
     def build_hooks(self) -> list[HookBase]:
-        """Build the hooks, in call order."""
+        """Build the training hooks in the order in which they are registered."""
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         return [
@@ -327,7 +334,7 @@ class DefaultTrainer:
         )
 
     def checkpoint_parts(self) -> dict[str, Any]:
-        """Return the objects to checkpoint in addition to the model: name -> object with a ``state_dict`` method."""
+        """Return the objects in a checkpoint other than the model: name -> object with a ``state_dict`` method."""
         average = {"average": self.average} if self.average else {}
         optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
@@ -345,7 +352,11 @@ class DefaultTrainer:
         )
 
     def build_writers(self, start_iter: int) -> list[Any]:
-        """Build the writers of ``metrics.json`` and of TensorBoard events."""
+        """Build the writers for ``metrics.json`` and TensorBoard events.
+
+        Args:
+            start_iter (int): first iteration of this training; above 0 after a resume.
+        """
         output_dir = Path(self.cfg.OUTPUT_DIR)
         return [
             JSONWriter(output_dir / "metrics.json", start_iter=start_iter),
@@ -384,14 +395,14 @@ class DefaultTrainer:
 
     @classmethod
     def build_weight_average(cls, cfg: CfgNode, model: nn.Module) -> WeightAverage | None:
-        """Build the weight average of ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is enabled."""
+        """Build the weight average for ``SOLVER.EMA`` or ``SOLVER.SWA``; return None if neither is enabled."""
         if cfg.SOLVER.EMA.ENABLED:
             return WeightAverage(model, "ema")
         return WeightAverage(model, "swa") if cfg.SOLVER.SWA.ENABLED else None
 
     @classmethod
     def build_precise_bn_loader(cls, cfg: CfgNode) -> Any:
-        """Build a training loader for ``TEST.PRECISE_BN.DATASET``; None if ``TEST.PRECISE_BN.ENABLED`` is False."""
+        """Build a training loader for ``TEST.PRECISE_BN.DATASET``; return None if ``TEST.PRECISE_BN`` is disabled."""
         if not cfg.TEST.PRECISE_BN.ENABLED:
             return None
         cfg = cfg.with_values({"DATASETS.NAMES": (cfg.TEST.PRECISE_BN.DATASET,)})
@@ -458,11 +469,10 @@ class DefaultTrainer:
     def load_model(cls, cfg: CfgNode) -> tuple[nn.Module, dict[str, Any]]:
         """Build the model and load the weights to evaluate from ``MODEL.WEIGHTS``.
 
-        ``evaluated_average`` decides whether the model weights or averaged weights are loaded.
+        Averaged weights are loaded if the config selects an average for evaluation; see ``evaluated_average``.
 
         Returns:
-            tuple[nn.Module, dict[str, Any]]: ``(model, entries)``: the model with the loaded weights, and the other
-            entries of the file.
+            tuple[nn.Module, dict[str, Any]]: the model with the loaded weights, and all other entries of the file.
 
         Raises:
             UserError: if the weights are missing or damaged, or do not match the model.

@@ -143,7 +143,8 @@ class _TimedLoader:
 
     Attributes:
         images (list[int]): number of images in each batch.
-        times (list[float]): start of the iteration, then the end of the processing of each batch, in seconds.
+        times (list[float]): times in seconds: when the iteration over the loader started, and when each batch had been
+            processed.
     """
 
     def __init__(self, loader: TestLoader) -> None:
@@ -168,9 +169,9 @@ class _TimedLoader:
 
 
 def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
-    """Build a test loader with ``NUM_ITERATIONS`` batches per process.
+    """Build a test loader with at most ``NUM_ITERATIONS`` batches per process.
 
-    The batches contain queries, then gallery images of the same identities, then other gallery images.
+    The batches contain query images, then gallery images of their identities, then gallery images of other identities.
     """
     dataset, size = loader.dataset, loader.batch_sampler.batch_size
     count = min(len(dataset), NUM_ITERATIONS * size * comm.get_world_size())
@@ -265,7 +266,7 @@ def _describe_checkpoints(trainer: DefaultTrainer, free: int) -> str:
 
 
 def _epochs_left(trainer: DefaultTrainer) -> range:
-    """Return the numbers, counted from 1, of the epochs that remain to be completed."""
+    """Return the numbers of the epochs that have not been completed. The first epoch has number 1."""
     return range(trainer.trainer.start_iter // trainer.trainer.iters_per_epoch + 1, trainer.cfg.SOLVER.MAX_EPOCH + 1)
 
 

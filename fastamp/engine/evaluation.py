@@ -27,7 +27,7 @@ class EvaluationOutput:
 
     Attributes:
         results (dict[str, dict]): dataset name -> metrics.
-        sets (list[EvaluatedSet]): report input of each test set.
+        sets (list[EvaluatedSet]): data for the report, one entry per test set.
         pairs (dict[str, Any]): dataset name -> state dict of the evaluator's ``PairScores``.
     """
 
@@ -53,7 +53,7 @@ def evaluate_sets(
         build_evaluator (Callable): called as ``build_evaluator(cfg, num_query, folder)``; returns an evaluator.
 
     Returns:
-        EvaluationOutput: metrics and report input of each test set.
+        EvaluationOutput: metrics and report data for each test set.
     """
     found = EvaluationOutput()
     for name, (loader, num_query) in loaders.items():
@@ -106,5 +106,5 @@ def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of the only dataset; return ``results`` if there are several datasets, as FastReID does."""
+    """Return the metrics of the dataset if ``results`` has one entry, else ``results`` itself, as FastReID does."""
     return next(iter(results.values())) if len(results) == 1 else results

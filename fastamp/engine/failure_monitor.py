@@ -286,7 +286,7 @@ def connect(host: str | None) -> dict[int, _Connection]:
 
 
 def _authenticated_rank(connection: _Connection, token: str) -> int | None:
-    """Read the rank that the connected process sends; None if the message is invalid or has a wrong token."""
+    """Read the rank of the connected process; return None if its message is invalid or contains a wrong token."""
     try:
         message = connection.receive()
         authenticated = hmac.compare_digest(str(message["token"]).encode(), token.encode())

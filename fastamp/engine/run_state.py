@@ -47,7 +47,7 @@ class ConfigText:
 
     def load_state_dict(self, state: str) -> None:
         for line in describe_changes(self.cfg, state, "the checkpoint's config"):
-            logger.info("the config differs from the checkpoint's: %s", line)
+            logger.info("the config differs from the config in the checkpoint: %s", line)
 
 
 def labels_checksum(data_loader: Any) -> int | None:

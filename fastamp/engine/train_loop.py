@@ -75,11 +75,11 @@ class TrainerBase:
         self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
-        """Set the number of iterations per epoch and the checksum of the training labels. A resume verifies both."""
+        """Set the number of iterations per epoch and the training label checksum, which are verified on resume."""
         self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
 
     def move_to(self, iteration: int, max_epoch: int) -> None:
-        """Set ``iter`` and ``epoch`` for iteration number ``iteration`` of a run of ``max_epoch`` epochs."""
+        """Set ``iter`` and ``epoch`` for ``iteration``, and ``max_iter`` to the length of ``max_epoch`` epochs."""
         self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
         self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
 
@@ -194,8 +194,8 @@ class TrainerBase:
         processes = state.get("processes", self.processes)
         if processes != self.processes:
             logger.warning(
-                "the checkpoint was trained with %d processes, but this run has %d: the batches are the same, but "
-                "dropout, batch norm and losses that are computed per process give different results",
+                "the number of processes changed from %d to %d: the batches are the same, but dropout, batch norm and "
+                "losses that are computed per process give different results",
                 processes,
                 self.processes,
             )
@@ -224,7 +224,8 @@ class SimpleTrainer(TrainerBase):
         data_loader (Iterable[dict]): infinite iterable of batches. Its optional attribute ``iters_per_epoch`` is the
             number of batches in an epoch. With this attribute, the last step of an epoch uses the remaining batches.
             Without it, every step uses ``accum_steps`` batches.
-        optimizers (Sequence[Optimizer]): optimizers of the model. In each iteration, all of them step or none of them.
+        optimizers (Sequence[Optimizer]): optimizers of the model. In each iteration, either all optimizers update their
+            parameters, or none does.
         policy (PrecisionPolicy): precision of the forward pass.
         accum_steps (int): number of batches whose gradients are averaged for one step. Default 1.
         on_failure (str): ``SOLVER.AMP.ON_FAILURE``: reaction to too many skipped steps. ``"bfloat16"`` or ``"float32"``
@@ -234,7 +235,7 @@ class SimpleTrainer(TrainerBase):
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:
-        on_failure, precision_diagnostics: as above. A newly assigned value takes effect at the next step.
+        on_failure, precision_diagnostics: see Args. A newly assigned value takes effect at the next step.
     """
 
     @renamed_arguments(precautions="precision_diagnostics")
@@ -424,7 +425,7 @@ class SimpleTrainer(TrainerBase):
         self.metrics.average(data_time=self._data_seconds, time=time.perf_counter() - self._step_began)
 
     def exclude_time(self, seconds: float) -> None:
-        """Exclude ``seconds`` of the current step from the metric ``time``, e.g. the duration of the pre-flight."""
+        """Subtract ``seconds``, e.g. the duration of the pre-flight, from the metric ``time`` of the current step."""
         self._step_began += seconds
 
     def _start_clock(self) -> None:
@@ -440,7 +441,7 @@ class SimpleTrainer(TrainerBase):
         return super().state_dict() | own
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
+        """Restore the state that ``state_dict`` returned; continue in the fallback dtype if the run had fallen back."""
         super().load_state_dict(state)
         self.steps_taken = state["steps_taken"]
         self.step.load_state_dict(state["step"])

@@ -59,7 +59,7 @@ def test_resume_of_finished_training_evaluates_and_new_batch_size_is_an_error(de
     assert run("--resume", *tiny.tiny_options(tmp_path, *options, "SOLVER.IMS_PER_BATCH", "32"))[0] == 2
     assert "SOLVER.IMS_PER_BATCH" in capfd.readouterr().err
     assert run("--resume", *tiny.tiny_options(tmp_path / "nothing", *options))[0] == 0
-    assert "nothing to resume" in (tmp_path / "nothing/log.txt").read_text()
+    assert "no checkpoint found in" in (tmp_path / "nothing/log.txt").read_text()
 
 
 @pytest.mark.parametrize("name", plain_train_net.UNSUPPORTED)

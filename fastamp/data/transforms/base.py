@@ -31,9 +31,9 @@ def bitwise_where(condition: Tensor, chosen: Tensor, others: Tensor) -> Tensor:
     For uint8, bitwise selection is about six times as fast as ``torch.where`` (measured on a CPU).
 
     Args:
-        condition (Tensor): uint8 mask of ``byte_mask``, broadcastable to (B, C, H, W).
-        chosen (Tensor): uint8, broadcastable to (B, C, H, W); values where the mask is set.
-        others (Tensor): (B, C, H, W) uint8; values elsewhere.
+        condition (Tensor): uint8 mask returned by ``byte_mask``, broadcastable to (B, C, H, W).
+        chosen (Tensor): uint8 values to select where the mask is 255, broadcastable to (B, C, H, W).
+        others (Tensor): (B, C, H, W) uint8 values to select where the mask is 0.
 
     Returns:
         Tensor: (B, C, H, W) uint8.
@@ -47,21 +47,21 @@ def byte_mask(condition: Tensor) -> Tensor:
 
 
 class BatchTransform:
-    """Random operation on a uint8 batch.
+    """Base class of random transforms of uint8 image batches.
 
     A subclass defines ``draws``, the number of uniform random numbers per image; ``parameters``, which converts these
-    numbers to parameters of the operation; and ``apply``. Both methods are pure functions, so that ``apply`` can run in
-    a worker process or on the device.
+    numbers to transform parameters; and ``apply``, which transforms a batch. Both methods are pure functions, so that
+    ``apply`` can run in a worker process or on the device.
 
-    Register a subclass with ``TRANSFORM_REGISTRY`` under the name of its config section in INPUT, e.g. ``FLIP``. It is
-    built if ``ENABLED`` is True in that section. ``build.ORDER`` defines the order in which transforms are applied.
+    Register each subclass in ``TRANSFORM_REGISTRY`` under the name of its config section in INPUT, e.g. ``FLIP``. A
+    transform is built if ``ENABLED`` is True in its section. ``build.ORDER`` defines the order in which transforms are
+    applied.
 
     Attributes:
-        draws (int): uniform random numbers per image.
-        size (tuple[int, int], optional): output height and width in pixels, for inputs of any size. Default: the input
-            size.
-        before (str): for a custom transform, the section in ``build.ORDER`` before which it is applied; "" applies it
-            last. Default "".
+        draws (int): number of uniform random numbers per image.
+        size (tuple[int, int], optional): output height and width in pixels. None (default) keeps the input size.
+        before (str): only used for custom transforms: name in ``build.ORDER`` of the transform before which this one
+            is applied. The default "" applies it last.
     """
 
     draws: int
@@ -70,33 +70,33 @@ class BatchTransform:
 
     @classmethod
     def from_config(cls, cfg: Any) -> "BatchTransform":
-        """Build from the transform's section of INPUT.
+        """Build the transform from its config section in INPUT.
 
         Raises:
-            ConfigError: if values are inconsistent.
+            ConfigError: if the values in the section are inconsistent.
         """
         raise NotImplementedError
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Return the output height and width for images of ``size``."""
+        """Return the output size for images of ``size``; both sizes are (height, width) in pixels."""
         return self.size or size
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that images of this height and width are supported.
+        """Check that the transform supports images of ``size``: (height, width) in pixels.
 
         Raises:
-            ConfigError: if they are not supported.
+            ConfigError: if the transform does not support this size.
         """
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute the parameters of each image.
+        """Compute the transform parameters of each image from random numbers.
 
         Args:
-            uniforms (np.ndarray): (B, draws) float64 in [0, 1).
-            size (tuple[int, int]): height and width of the images.
+            uniforms (np.ndarray): (B, draws) float64 random numbers, uniform in [0, 1).
+            size (tuple[int, int]): height and width of the images in pixels.
 
         Returns:
-            dict[str, Tensor]: CPU tensors with first dimension B.
+            dict[str, Tensor]: parameter name -> CPU tensor whose first dimension is B.
         """
         raise NotImplementedError
 
@@ -120,8 +120,8 @@ class Augmentation:
     the training stream. They do not depend on the batch, the worker, the rank or other transforms.
 
     Args:
-        transforms (Sequence[BatchTransform]): transforms in order; may be empty.
-        seed (int): any integer.
+        transforms (Sequence[BatchTransform]): transforms in the order in which they are applied; may be empty.
+        seed (int): seed of the random numbers; any integer.
     """
 
     def __init__(self, *, transforms: Sequence[BatchTransform], seed: int) -> None:
@@ -135,12 +135,15 @@ class Augmentation:
             earlier[name] += 1
 
     def draw(self, epochs: Sequence[int], positions: Sequence[int], size: tuple[int, int]) -> list[Parameters]:
-        """Draw the parameters of all transforms for a batch; return one dict per transform, in order.
+        """Draw the parameters of all transforms for a batch of B images.
 
         Args:
-            epochs (Sequence[int]): (B,) epoch of each image.
-            positions (Sequence[int]): (B,) position of each image in the epoch's stream.
-            size (tuple[int, int]): height and width of the images.
+            epochs (Sequence[int]): epoch of each image.
+            positions (Sequence[int]): position of each image in the training stream of its epoch, from 0.
+            size (tuple[int, int]): height and width of the images in pixels.
+
+        Returns:
+            list[dict[str, Tensor]]: for each transform, the return value of its method ``parameters``.
 
         Raises:
             ConfigError: if a transform does not support images of this size.
@@ -155,7 +158,15 @@ class Augmentation:
         return parameters
 
     def apply(self, images: Tensor, parameters: Sequence[Parameters]) -> Tensor:
-        """Apply each transform with its ``parameters`` to (B, C, H, W) uint8 ``images``."""
+        """Apply all transforms to a batch.
+
+        Args:
+            images (Tensor): (B, C, H, W) uint8, on any device.
+            parameters (Sequence[dict]): return value of ``draw``.
+
+        Returns:
+            Tensor: (B, C, H, W) uint8; the height and width may differ from those of ``images``.
+        """
         for transform, transform_parameters in zip(self.transforms, parameters, strict=True):
             images = transform.apply(images, transform_parameters)
         return images

@@ -31,20 +31,20 @@ ORDER = (
     "LOCAL_GRAYSCALE",  # LocalGrayscale
     "RPT",  # RandomPatch
 )
-"""Sections of INPUT in the order of their transforms."""
+"""Config sections in INPUT, in the order in which their transforms are applied."""
 
 
 class Transforms(NamedTuple):
-    """Image reading, resizing and augmentation.
+    """Steps from an image file to an augmented batch: reading, resizing, stacking and random transforms.
 
     Attributes:
-        channels (int): channels of the images: 1, 3 or 4.
-        max_pixels (int): maximum width x height of an image.
-        resize (Resize): resizing of one image.
-        augment_each (Augmentation): transforms applied to each image before batching, needed if image sizes differ;
-            usually empty.
-        augment (Augmentation): transforms applied to a batch.
-        size_key (str): config key of the image size, for messages.
+        channels (int): number of channels of the images: 1, 3 or 4.
+        max_pixels (int): maximum width x height of an image file; larger images are rejected.
+        resize (Resize): resizes one image.
+        augment_each (Augmentation): transforms applied to each image before batching: if resized images have different
+            sizes, all transforms up to the first that returns images of a fixed size; otherwise none.
+        augment (Augmentation): all other transforms, applied to each batch.
+        size_key (str): config key that sets the image size, named in error messages.
     """
 
     channels: int
@@ -70,10 +70,10 @@ class Transforms(NamedTuple):
         """Stack resized images into a batch.
 
         Args:
-            images (Sequence[Tensor]): B images, (C, H, W) each.
+            images (Sequence[Tensor]): B images, each (C, H, W) uint8.
 
         Returns:
-            Tensor: (B, C, H, W).
+            Tensor: (B, C, H, W) uint8.
 
         Raises:
             DataError: if the images have different sizes.
@@ -96,11 +96,11 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     FastReID's order, except that AutoAugment follows resizing. For testing, images are resized and center-cropped.
 
     Args:
-        cfg (CfgNode): config; reads INPUT and SEED.
+        cfg (CfgNode): config, of which the section INPUT and the key SEED are used.
         is_train (bool): if True, build the training transforms, otherwise the test transforms. Default True.
 
     Raises:
-        ConfigError: if a transform's settings are inconsistent, or do not match INPUT.CHANNELS or the image size.
+        ConfigError: if the settings of a transform are inconsistent or conflict with INPUT.CHANNELS or the image size.
     """
     settings = cfg.INPUT
     if is_train:
@@ -164,10 +164,12 @@ def _train_augmentations(cfg: Any) -> list[BatchTransform]:
 
 
 def transform_order() -> list[str]:
-    """Insert each custom transform into ``ORDER``, before the section named in its ``before``, or last if that is "".
+    """Return the names in ``ORDER`` and the names of custom transforms, in the order in which transforms are applied.
+
+    A custom transform is applied before the transform named in its attribute ``before``, or last if that is empty.
 
     Raises:
-        ConfigError: if a transform's ``before`` is not in ``ORDER``.
+        ConfigError: if the attribute ``before`` of a custom transform is not in ``ORDER``.
     """
     order = [*ORDER]
     for name in TRANSFORM_REGISTRY:

@@ -16,16 +16,22 @@ __getattr__ = moved_names(__name__, {"grey": "fastamp.data.transforms.color.to_g
 KEYS = (
     Key("INPUT.CJ.ENABLED", False, "Jitter the colors of training images; a fourth channel is not changed."),
     Key("INPUT.CJ.PROB", 0.5, "Probability of jittering an image.", low=0, high=1),
-    Key("INPUT.CJ.BRIGHTNESS", 0.15, "Maximum relative change of brightness.", low=0),
-    Key("INPUT.CJ.CONTRAST", 0.15, "Maximum relative change of contrast.", low=0),
-    Key("INPUT.CJ.SATURATION", 0.1, "Maximum relative change of saturation.", low=0),
+    Key("INPUT.CJ.BRIGHTNESS", 0.15, "Maximum relative change in brightness.", low=0),
+    Key("INPUT.CJ.CONTRAST", 0.15, "Maximum relative change in contrast.", low=0),
+    Key("INPUT.CJ.SATURATION", 0.1, "Maximum relative change in saturation.", low=0),
     Key("INPUT.CJ.HUE", 0.1, "Maximum hue shift, as a fraction of the color circle.", low=0, high=0.5),
     Key("INPUT.GRAYSCALE.ENABLED", False, "Convert training images to grayscale at random."),
     Key("INPUT.GRAYSCALE.PROB", 0.1, "Probability of converting an image to grayscale.", low=0, high=1),
     Key("INPUT.BLUR.ENABLED", False, "Blur training images at random with a Gaussian kernel."),
     Key("INPUT.BLUR.PROB", 0.5, "Probability of blurring an image.", low=0, high=1),
     Key("INPUT.BLUR.KERNEL_SIZE", 5, "Kernel size in pixels, odd.", low=1),
-    Key("INPUT.BLUR.SIGMA", (0.1, 2.0), "Minimum and maximum standard deviation in pixels.", above=0, length=2),
+    Key(
+        "INPUT.BLUR.SIGMA",
+        (0.1, 2.0),
+        "Minimum and maximum standard deviation of the blur kernel, in pixels.",
+        above=0,
+        length=2,
+    ),
 )
 
 _WHITE = 255
@@ -42,7 +48,8 @@ class ColorJitter(BatchTransform):
 
     Args:
         prob (float): probability of jittering an image.
-        brightness, contrast, saturation (float): the factor is uniform in [max(0, 1 - x), 1 + x].
+        brightness, contrast, saturation (float): maximum relative change x; the factor is uniform in
+            [max(0, 1 - x), 1 + x].
         hue (float): the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
     """
 
@@ -55,7 +62,7 @@ class ColorJitter(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "ColorJitter":
-        """Build from INPUT.CJ."""
+        """Build the transform from the config section ``INPUT.CJ``."""
         jitter = cfg.INPUT.CJ
         return cls(
             prob=jitter.PROB,
@@ -102,7 +109,7 @@ class ColorJitter(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("GRAYSCALE")
 class RandomGrayscale(BatchTransform):
-    """Randomly convert images to grayscale, as torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
+    """Randomly convert images to grayscale like torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
 
     Args:
         prob (float): probability of converting an image.
@@ -115,7 +122,7 @@ class RandomGrayscale(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomGrayscale":
-        """Build from INPUT.GRAYSCALE."""
+        """Build the transform from the config section ``INPUT.GRAYSCALE``."""
         return cls(prob=cfg.INPUT.GRAYSCALE.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -131,12 +138,12 @@ class RandomGrayscale(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("BLUR")
 class GaussianBlur(BatchTransform):
-    """Randomly blur images with reflection padding, as torchvision's ``gaussian_blur``.
+    """Randomly blur images with reflection padding, like torchvision's ``gaussian_blur``.
 
     Args:
         prob (float): probability of blurring an image.
         kernel_size (int): kernel size in pixels, odd.
-        sigma (tuple[float, float]): minimum and maximum standard deviation in pixels, drawn uniformly.
+        sigma (tuple[float, float]): minimum and maximum of the standard deviation, which is drawn uniformly, in pixels.
     """
 
     draws = 2
@@ -148,28 +155,38 @@ class GaussianBlur(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "GaussianBlur":
-        """Build from INPUT.BLUR.
+        """Build the transform from the config section ``INPUT.BLUR``.
 
         Raises:
             ConfigError: if the kernel size is even, or the maximum standard deviation is smaller than the minimum.
         """
         blur = cfg.INPUT.BLUR
         if blur.KERNEL_SIZE % 2 == 0:
-            raise ConfigError(f"INPUT.BLUR.KERNEL_SIZE must be odd, got {blur.KERNEL_SIZE}")
+            raise ConfigError(
+                f"INPUT.BLUR.KERNEL_SIZE must be odd, got {blur.KERNEL_SIZE}.\n"
+                f"  fix: set INPUT.BLUR.KERNEL_SIZE {blur.KERNEL_SIZE + 1}"
+            )
         if blur.SIGMA[0] > blur.SIGMA[1]:
-            raise ConfigError(f"INPUT.BLUR.SIGMA must be (minimum, maximum), got {blur.SIGMA}")
+            raise ConfigError(
+                f"INPUT.BLUR.SIGMA must be (minimum, maximum), but its first value is larger: {blur.SIGMA}.\n"
+                "  fix: swap the two values"
+            )
         return cls(prob=blur.PROB, kernel_size=blur.KERNEL_SIZE, sigma=blur.SIGMA)
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that images of this height and width are large enough for reflection padding."""
+        """Check that images of ``size`` (height, width) are large enough for reflection padding."""
         if min(size) <= self.kernel_size // 2:
             raise ConfigError(
                 f"INPUT.BLUR.KERNEL_SIZE must be odd and at most {2 * min(size) - 1} for images of size {list(size)}, "
-                f"got {self.kernel_size}"
+                f"got {self.kernel_size}.\n"
+                f"  fix: set INPUT.BLUR.KERNEL_SIZE {2 * min(size) - 1}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``blur``, the (B,) bool mask of images to blur, and ``kernel``: (B, kernel_size) float32, sum 1."""
+        """Compute ``blur``, the (B,) bool mask of images to blur, and ``kernel``, the (B, kernel_size) float32 kernels.
+
+        Each kernel sums to 1.
+        """
         sigma = self.sigma[0] + uniforms[:, 1:] * (self.sigma[1] - self.sigma[0])
         distance = np.arange(self.kernel_size) - (self.kernel_size - 1) / 2
         kernel = np.exp(-0.5 * (distance / sigma) ** 2)

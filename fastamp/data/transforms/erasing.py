@@ -1,4 +1,4 @@
-"""Transforms that change a random rectangle: erasing, grayscale, and patches from other images."""
+"""Transforms of a random rectangle: erasing, conversion to grayscale, and patches from other images."""
 
 import math
 from typing import Any
@@ -36,9 +36,9 @@ _ATTEMPTS = 10
 class RandomRectangle(BatchTransform):
     """Base class of transforms that modify a random rectangle, sampled as in torchvision's ``RandomErasing``.
 
-    The fraction of the area is uniform in ``scale``, and the aspect ratio (height / width) is log-uniform in ``ratio``.
-    Both are drawn up to ten times until the rectangle fits into the image; its position is uniform. If no rectangle
-    fits, the image is not changed.
+    The area, as a fraction of the image area, is uniform in ``scale``. The aspect ratio (height / width) is log-uniform
+    in ``ratio``. Area and aspect ratio are drawn up to ten times until the rectangle fits into the image. If none fits,
+    the image is not changed. The position of the rectangle is uniform.
 
     Args:
         prob (float): probability of modifying an image.
@@ -54,7 +54,10 @@ class RandomRectangle(BatchTransform):
         self.ratio = ratio
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``top``, ``left``, ``height`` and ``width``: (B,) int64; height 0 means no rectangle."""
+        """Compute ``top``, ``left``, ``height`` and ``width`` of each rectangle in pixels: (B,) int64.
+
+        The height is 0 for images that are not modified.
+        """
         height, width = size
         erase, position = uniforms[:, 0] < self.prob, uniforms[:, 1:3]
         area = height * width * _interpolate(uniforms[:, 3 : 3 + _ATTEMPTS], self.scale)
@@ -70,7 +73,7 @@ class RandomRectangle(BatchTransform):
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def inside(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Return the ``byte_mask`` of the pixels in each image's rectangle: (B, 1, H, W) uint8."""
+        """Return the (B, 1, H, W) uint8 mask of the rectangles: 255 inside, 0 outside."""
         height, width = images.shape[-2:]
         rows = byte_mask(_interval_mask(parameters["top"], parameters["height"], height)).to(images.device)
         columns = byte_mask(_interval_mask(parameters["left"], parameters["width"], width)).to(images.device)
@@ -83,7 +86,7 @@ class RandomErasing(RandomRectangle):
 
     Args:
         prob, scale, ratio: see ``RandomRectangle``.
-        value (tuple[float, ...]): one number per channel in 0..255, rounded to integers.
+        value (tuple[float, ...]): color of the rectangle: one number in 0..255 per channel, rounded to an integer.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class RandomErasing(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomErasing":
-        """Build from INPUT.REA.
+        """Build the transform from the config section ``INPUT.REA``.
 
         Raises:
             ConfigError: if the number of values in INPUT.REA.VALUE does not match INPUT.CHANNELS.
@@ -133,7 +136,7 @@ class LocalGrayscale(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "LocalGrayscale":
-        """Build from INPUT.LOCAL_GRAYSCALE."""
+        """Build the transform from the config section ``INPUT.LOCAL_GRAYSCALE``."""
         return cls(prob=cfg.INPUT.LOCAL_GRAYSCALE.PROB)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
@@ -145,9 +148,9 @@ class LocalGrayscale(RandomRectangle):
 class RandomPatch(RandomRectangle):
     """Paste a patch from another image of the batch, randomly flipped (Zhou et al. 2019, arXiv:1905.00953).
 
-    The other image is from the part of the batch that is augmented in the same process. Results therefore depend on the
-    number of processes. FastReID instead keeps a pool of patches from earlier images, which cannot be restored on
-    resume.
+    The patch comes from an image that is augmented in the same process and in the same batch. Results therefore depend
+    on the number of processes. FastReID instead stores patches from earlier images, which a resumed run could not
+    restore.
 
     Args:
         prob (float): probability of pasting a patch into an image.
@@ -160,7 +163,7 @@ class RandomPatch(RandomRectangle):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomPatch":
-        """Build from INPUT.RPT."""
+        """Build the transform from the config section ``INPUT.RPT``."""
         return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -168,7 +171,8 @@ class RandomPatch(RandomRectangle):
 
         Returns:
             dict: parameters of ``RandomRectangle``, and ``other``: (B,) int64 index of the source image in the batch;
-                ``from_top`` and ``from_left``: (B,) int64 corner of the patch; ``flip``: (B,) bool.
+                ``from_top`` and ``from_left``: (B,) int64 top left corner of the patch in the source image; ``flip``:
+            (B,) bool mask of patches to flip.
         """
         rectangle = super().parameters(uniforms, size)
         count, (source, row, column, flip) = len(uniforms), uniforms[:, -4:].T
@@ -183,7 +187,7 @@ class RandomPatch(RandomRectangle):
         return rectangle | {name: torch.from_numpy(value) for name, value in patch.items()}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Fill the rectangles with patches of other images."""
+        """Fill the rectangles with patches from other images."""
         height, width = images.shape[-2:]
         rows = torch.arange(height) - parameters["top"][:, None] + parameters["from_top"][:, None]
         columns = torch.arange(width) - parameters["left"][:, None]
@@ -200,6 +204,6 @@ def _interpolate(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarra
 
 
 def _interval_mask(start: Tensor, length: Tensor, size: int) -> Tensor:
-    """Return a (B, size) bool mask, true in [start, start + length)."""
+    """Return a (B, size) bool mask that is True at positions in [start, start + length)."""
     position = torch.arange(size)
     return (position >= start[:, None]) & (position < (start + length)[:, None])

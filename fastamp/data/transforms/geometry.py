@@ -71,8 +71,8 @@ _MODES = {
 class Resize:
     """Resize an image, then crop its center if ``crop`` is given.
 
-    Resized images equal PIL's up to rounding. As in torchvision, images smaller than the center crop are padded with
-    black.
+    Resized images equal those of ``PIL.Image.resize`` up to rounding. As in torchvision, images smaller than the center
+    crop are padded with black.
 
     Args:
         size (tuple[int, ...]): (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which
@@ -90,16 +90,16 @@ class Resize:
 
     @property
     def output_size(self) -> tuple[int, int] | None:
-        """Output height and width; None if they depend on the image."""
+        """Output (height, width) in pixels; None if the output size depends on the image."""
         return self.crop or (self.size if len(self.size) == 2 else None)
 
     @property
     def least_side(self) -> int | None:
-        """``least_side`` for ``read_image``; None if images are not resized."""
+        """Value of the argument ``least_side`` of ``read_image``; None if images are not resized."""
         return None if self.size == (0,) else 2 * max(self.size)
 
     def __call__(self, image: Tensor) -> Tensor:
-        """Resize and crop a (C, H, W) uint8 image."""
+        """Return the resized and cropped (C, H, W) uint8 image."""
         if self.size not in ((0,), tuple(image.shape[-2:])):
             image = functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
         return image if self.crop is None else functional.center_crop(image, list(self.crop))
@@ -119,7 +119,7 @@ class RandomHorizontalFlip(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomHorizontalFlip":
-        """Build from INPUT.FLIP."""
+        """Build the transform from the config section ``INPUT.FLIP``."""
         return cls(prob=cfg.INPUT.FLIP.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
@@ -137,10 +137,10 @@ class RandomHorizontalFlip(BatchTransform):
 
 @TRANSFORM_REGISTRY.register("PADDING")
 class PadAndRandomCrop(BatchTransform):
-    """Pad all sides, then crop at a random position.
+    """Pad all sides of an image, then crop the padded image at a random position.
 
     Args:
-        padding (int): pixels on each side.
+        padding (int): padding on each side, in pixels.
         mode (str): ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as in torchvision's ``Pad``.
         size (tuple[int, int], optional): height and width of the crop in pixels, at most those of the padded image.
             Default: the input size.
@@ -155,22 +155,23 @@ class PadAndRandomCrop(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "PadAndRandomCrop":
-        """Build from INPUT.PADDING."""
+        """Build the transform from the config section ``INPUT.PADDING``."""
         padding = cfg.INPUT.PADDING
         return cls(padding=padding.SIZE, mode=padding.MODE, size=input_size(cfg, is_train=True))
 
     def check_size(self, size: tuple[int, int]) -> None:
-        """Check that images of this height and width are large enough for the padding and its mode."""
+        """Check that images of ``size`` (height, width) are large enough for the padding mode."""
         # The reflected part cannot be larger than the image; ``reflect`` does not repeat the edge.
         largest = {"reflect": min(size) - 1, "symmetric": min(size)}.get(self.mode)
         if largest is not None and self.padding > largest:
             raise ConfigError(
                 f"INPUT.PADDING.SIZE must be in 0..{largest} for mode {self.mode!r} and images of size {list(size)}, "
-                f"got {self.padding}"
+                f"got {self.padding}.\n"
+                f"  fix: set INPUT.PADDING.SIZE {largest}, or INPUT.PADDING.MODE constant"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``top`` and ``left``, the corner of each crop in the padded image: (B,) int64."""
+        """Compute ``top`` and ``left``, the top left corner of each crop in the padded image: (B,) int64."""
         spare = [side + 2 * self.padding - cut for side, cut in zip(size, self.output_size(size), strict=True)]
         corners = torch.from_numpy((uniforms * (np.array(spare) + 1)).astype(np.int64))
         return {"top": corners[:, 0], "left": corners[:, 1]}
@@ -198,7 +199,7 @@ class PadAndRandomCrop(BatchTransform):
         )
 
     def _pad(self, images: Tensor) -> Tensor:
-        """Pad to (B, C, H + 2 padding, W + 2 padding) uint8."""
+        """Pad all sides; return a (B, C, H + 2 * padding, W + 2 * padding) uint8 tensor."""
         batch, channels, height, width = images.shape
         padding = self.padding
         inner_rows, inner_columns = slice(padding, padding + height), slice(padding, padding + width)
@@ -215,7 +216,7 @@ class PadAndRandomCrop(BatchTransform):
         return padded
 
     def _sources(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return ``(before, after)``: source indices of the padding pixels around a row of ``length`` pixels."""
+        """Return the indices of the pixels in a row of ``length`` pixels that pad the row: ``(before, after)``."""
         distance = torch.arange(1, self.padding + 1)
         if self.mode == "edge":
             distance = torch.zeros_like(distance)
@@ -228,9 +229,10 @@ class PadAndRandomCrop(BatchTransform):
 class RandomResizedCrop(BatchTransform):
     """Crop a random region of an image, and resize the crop to a fixed size.
 
-    The crop is drawn as in torchvision: the fraction of the area is uniform in ``scale``, and the aspect ratio (width /
-    height) is log-uniform in ``ratio``. Both are drawn up to ten times until the crop fits; its position is uniform. If
-    none fits, the crop is the largest central region with an aspect ratio in ``ratio``.
+    The crop is sampled as in torchvision. The area, as a fraction of the image area, is uniform in ``scale``. The
+    aspect ratio (width / height) is log-uniform in ``ratio``. Area and aspect ratio are drawn up to ten times until the
+    crop fits into the image. The position of the crop is uniform. If no crop fits, the largest central region whose
+    aspect ratio is in ``ratio`` is used.
 
     Args:
         size (tuple[int, int]): output height and width in pixels.
@@ -256,7 +258,7 @@ class RandomResizedCrop(BatchTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomResizedCrop":
-        """Build from INPUT.CROP.
+        """Build the transform from the config section ``INPUT.CROP``.
 
         Raises:
             ConfigError: if a maximum is smaller than its minimum.
@@ -265,11 +267,14 @@ class RandomResizedCrop(BatchTransform):
         for name in ("SCALE", "RATIO"):
             low, high = crop[name]
             if low > high:
-                raise ConfigError(f"INPUT.CROP.{name} must be (minimum, maximum), got {crop[name]}")
+                raise ConfigError(
+                    f"INPUT.CROP.{name} must be (minimum, maximum), but its first value is larger: {crop[name]}.\n"
+                    "  fix: swap the two values"
+                )
         return cls(size=crop_size(cfg), scale=crop.SCALE, ratio=crop.RATIO, interpolation=cfg.INPUT.INTERPOLATION)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``top``, ``left``, ``height`` and ``width`` of each crop: (B,) int64."""
+        """Compute ``top``, ``left``, ``height`` and ``width`` of each crop in pixels: (B,) int64."""
         height, width = size
         position, area, aspect = uniforms[:, :2], uniforms[:, 2 : 2 + _ATTEMPTS], uniforms[:, 2 + _ATTEMPTS :]
         area = height * width * (self.scale[0] + area * (self.scale[1] - self.scale[0]))
@@ -287,7 +292,7 @@ class RandomResizedCrop(BatchTransform):
         return {name: torch.from_numpy(value.astype(np.int64)) for name, value in names.items()}
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
-        """Crop and resize to (B, C, *size) uint8."""
+        """Crop the images and resize the crops; return a (B, C, H, W) uint8 tensor, where (H, W) is ``size``."""
         corners = {name: value.to(images.device) for name, value in parameters.items()}
         across = resampling_weights(
             corners["left"], corners["width"], images.shape[-1], self.size[1], self.interpolation
@@ -305,7 +310,7 @@ class RandomResizedCrop(BatchTransform):
 
 
 def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, interpolation: str = "bicubic") -> Tensor:
-    """Compute interpolation matrices that resize an interval of each row to ``output`` pixels.
+    """Compute, for each image, the interpolation matrix that resizes an interval of a row to ``output`` pixels.
 
     Args:
         start, length (Tensor): (B,) int64 first pixel and length of the interval in each image.

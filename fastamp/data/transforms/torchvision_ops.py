@@ -1,4 +1,4 @@
-"""torchvision's random transforms with reproducible random numbers per image."""
+"""Random transforms from torchvision, made reproducible by a random seed for each image."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from fastamp.utils.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 KEYS = (
-    Key("INPUT.AFFINE.ENABLED", False, "Random rotation, scaling and shear of training images."),
+    Key("INPUT.AFFINE.ENABLED", False, "Rotate, scale and shear training images at random."),
     Key("INPUT.AUTOAUG.ENABLED", False, "AutoAugment with the ImageNet policy, for grayscale and RGB images."),
     Key("INPUT.AUTOAUG.PROB", 0.0, "Probability of applying AutoAugment to an image.", low=0, high=1),
     Key("INPUT.AUGMIX.ENABLED", False, "AugMix: mix an image with augmented copies, for grayscale and RGB images."),
@@ -80,7 +80,7 @@ class AutoAugment(TorchvisionTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AutoAugment":
-        """Build from INPUT.AUTOAUG.
+        """Build the transform from the config section ``INPUT.AUTOAUG``.
 
         Raises:
             ConfigError: if INPUT.CHANNELS is 4.
@@ -106,7 +106,7 @@ class AugMix(TorchvisionTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AugMix":
-        """Build from INPUT.AUGMIX.
+        """Build the transform from the config section ``INPUT.AUGMIX``.
 
         Raises:
             ConfigError: if INPUT.CHANNELS is 4.
@@ -129,7 +129,7 @@ class RandAugment(TorchvisionTransform):
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandAugment":
-        """Build from INPUT.RANDAUG.
+        """Build the transform from the config section ``INPUT.RANDAUG``.
 
         Raises:
             ConfigError: if INPUT.CHANNELS is 4.
@@ -155,15 +155,20 @@ class RandomAffine(TorchvisionTransform):
 
 
 def _section(cfg: Any, name: str) -> Any:
-    """Check that images are grayscale or RGB, and return INPUT.<name>."""
+    """Return the config section INPUT.<name> after checking that images are grayscale or RGB."""
     section = cfg.INPUT[name]
     if cfg.INPUT.CHANNELS == 4:
         raise ConfigError(
             f"INPUT.{name} supports only grayscale and RGB images, but INPUT.CHANNELS is 4.\n"
-            f"  fix: set INPUT.{name}.ENABLED to False"
+            f"  fix: set INPUT.{name}.ENABLED False, or INPUT.CHANNELS to 1 or 3"
         )
     if section.PROB == 0:
-        logger.warning("INPUT.%s is enabled but has no effect: INPUT.%s.PROB is 0", name, name)
+        logger.warning(
+            "INPUT.%s is enabled but has no effect because INPUT.%s.PROB is 0.\n"
+            "  fix: set PROB to a value above 0, or ENABLED to False",
+            name,
+            name,
+        )
     return section
 
 

@@ -11,9 +11,10 @@ from fastamp.utils.compiled import uncompiled
 
 
 class ActivationMonitor(HookBase):
-    """Record the largest absolute activation, its layer, and its ratio to the largest number in the policy's dtype.
+    """Record the largest absolute activation, the layer that returned it, and its ratio to the dtype's largest number.
 
-    Activations are measured in the last iteration of each log period. Register this hook before ``PeriodicWriter``.
+    The dtype is that of the trainer's precision policy. Activations are measured in the last iteration of each log
+    period. Register this hook before ``PeriodicWriter``.
 
     Args:
         model (nn.Module): model whose leaf modules are monitored.

@@ -1,4 +1,4 @@
-"""Averages of the weights: EMA and SWA."""
+"""Hooks for weight averages: EMA and SWA."""
 
 import logging
 from typing import Any
@@ -46,7 +46,7 @@ class EMA(HookBase):
         if state.get("warmup", False) != self.warmup:
             self.warmup = not self.warmup
             logger.info(
-                "SOLVER.EMA.WARMUP cannot change on resume: keeping the value at the start of this run, %s",
+                "SOLVER.EMA.WARMUP cannot change on resume: using %s, as at the start of this run",
                 self.warmup,
             )
 
@@ -56,8 +56,9 @@ class SWA(HookBase):
 
     Args:
         average (WeightAverage): the average to update.
-        start (int): number of epochs without averaging. The first update follows ``period`` epochs later.
-        period (int): update period in epochs. The average is also updated after the last epoch.
+        start (int): number of epochs at the start of training that are excluded from averaging.
+        period (int): update period in epochs, counted from ``start``. The average is also updated after the last
+            epoch.
     """
 
     def __init__(self, average: WeightAverage, *, start: int, period: int) -> None:

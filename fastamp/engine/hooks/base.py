@@ -73,4 +73,4 @@ class HookBase:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore ``state``."""
+        """Restore the state that ``state_dict`` returned."""

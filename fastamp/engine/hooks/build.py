@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 def build_training_hooks(
     cfg: CfgNode, model: nn.Module, average: WeightAverage | None, iters_per_epoch: int
 ) -> list[HookBase]:
-    """Build the hooks for learning rate, freezing, weight averages and activations, in this order.
+    """Build the hooks for the learning rate, freezing, weight averages and activation statistics, in this order.
 
     Args:
         cfg (CfgNode): config of the run.
-        model (nn.Module): the trained model.
-        average (WeightAverage, optional): average of ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is enabled.
+        model (nn.Module): model to train.
+        average (WeightAverage, optional): weight average for ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is
+            enabled.
         iters_per_epoch (int): number of iterations in an epoch.
 
     Returns:
@@ -36,13 +37,17 @@ def build_training_hooks(
         epochs, iterations = cfg.SOLVER[f"{name}_EPOCHS"], cfg.SOLVER[f"{name}_ITERS"]
         if epochs and iterations:
             logger.warning(
-                "SOLVER.%s_ITERS=%d has no effect because SOLVER.%s_EPOCHS=%d", name, iterations, name, epochs
+                "SOLVER.%s_ITERS=%d has no effect because SOLVER.%s_EPOCHS=%d.\n  fix: set one of the two keys to 0",
+                name,
+                iterations,
+                name,
+                epochs,
             )
     freezing = freeze_length(cfg, iters_per_epoch)
     if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
         logger.warning(
             "no layers are frozen: freezing requires MODEL.FREEZE_LAYERS and either SOLVER.FREEZE_ITERS or "
-            "SOLVER.FREEZE_EPOCHS.\n  fix: set both, or neither"
+            "SOLVER.FREEZE_EPOCHS.\n  fix: to freeze layers, set the missing key; otherwise, reset the key that is set"
         )
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
     if cfg.MODEL.FREEZE_LAYERS:

@@ -81,7 +81,7 @@ class BestMetric:
             if self.metric not in results[dataset]:
                 raise ConfigError(
                     f"SOLVER.BEST_METRIC: {self.metric!r} is missing from the results of {dataset}.\n"
-                    f"  found: {', '.join(results[dataset])}"
+                    f"  found: {', '.join(results[dataset])}\n  fix:   set SOLVER.BEST_METRIC to one of these metrics"
                 )
         return float(sum(results[dataset][self.metric] for dataset in self.datasets) / len(self.datasets))
 
@@ -138,7 +138,7 @@ class EvalHook(HookBase):
             raise
 
     def _save_if_best(self) -> None:
-        """Pass the results to the writers, and save ``model_best`` if the score is the best so far."""
+        """Pass the results to the writers. If ``metric`` has improved, save ``model_best``."""
         if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
@@ -157,7 +157,7 @@ class EvalHook(HookBase):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         best, before = state["best"], state.get("metric", "metric")
         if not (best is None or isinstance(best, float)):
-            raise ValueError(f"best metric: expected a number, got {type(best).__name__}")
+            raise ValueError(f"EvalHook: best score: expected a float or None, got {type(best).__name__}")
         self.best = best
         if self.best is not None and before != str(self.metric):
             logger.warning(

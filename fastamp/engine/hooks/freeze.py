@@ -1,4 +1,4 @@
-"""Freezing of layers at the start of the training, and of the classifier at its end."""
+"""Hooks that freeze layers at the start of training and the classifier at the end."""
 
 import logging
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ logger = logging.getLogger(__name__)
 
 
 def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
-    """Return the number of iterations in which ``MODEL.FREEZE_LAYERS`` are frozen."""
+    """Return the number of iterations during which the layers in ``MODEL.FREEZE_LAYERS`` are frozen."""
     return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):
     """Freeze modules during the first iterations.
 
-    The parameters of a frozen module receive no gradients, and its submodules are in evaluation mode. A named module
-    that has submodules keeps its own training mode, because e.g. the output of a head depends on this mode. Whether
-    modules are frozen depends only on the iteration, so a resumed run behaves the same.
+    The parameters of a frozen module receive no gradients, and its submodules are in evaluation mode. If a module in
+    ``names`` has submodules, its own ``training`` flag is not changed: for example, the type of a head's output depends
+    on this flag. Whether modules are frozen depends only on the iteration, so a resumed run behaves the same.
 
     Args:
-        model (nn.Module): contains the modules.
+        model (nn.Module): model that contains the modules.
         names (Sequence[str]): names of the modules, e.g. ``"backbone"``.
         iterations (int): number of iterations during which the modules are frozen.
 
@@ -75,7 +75,7 @@ class FreezeClassifier(HookBase):
 
     Args:
         model (nn.Module): model whose heads list the names of their classifier parameters in ``classifiers``.
-        iterations (int): number of iterations at the end of the training.
+        iterations (int): number of iterations, at the end of training, during which the classifier is frozen.
 
     Raises:
         ConfigError: if no head lists a classifier.

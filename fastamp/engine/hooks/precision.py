@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 class PrecisionHook(HookBase):
     """Run the pre-flight check on the first batch, record batches, and react to too many skipped steps.
 
-    The checks, records and crash dumps are those of the trainer's ``precision_diagnostics``. After too many skipped
-    steps, training continues in the dtype given by the trainer's ``on_failure``, at most once per run, or ends with a
-    ``PrecisionFailure``.
+    The trainer's ``precision_diagnostics`` runs the checks, records the batches and writes crash dumps. After too many
+    skipped steps, the trainer's ``on_failure`` determines whether training continues in another dtype, at most once per
+    run, or raises ``PrecisionFailure``.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class PrecisionHook(HookBase):
         trainer.precision_diagnostics.record(batch)
 
     def after_step(self) -> None:
-        """After too many skipped steps, continue in the dtype given by ``on_failure`` or raise ``PrecisionFailure``.
+        """After too many skipped steps, switch to the dtype in ``on_failure`` or raise ``PrecisionFailure``.
 
         Skipped steps change neither weights nor batch-norm statistics, so training continues from a valid state.
         """

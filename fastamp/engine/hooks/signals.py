@@ -20,7 +20,7 @@ class StopOnSignal(HookBase):
     """After SIGINT, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop the training.
 
     A second signal stops the process immediately. With several processes, a signal to one process stops all of them.
-    The same signal is ignored within ``SAME_WITHIN`` seconds after the first one, because a process may receive it
+    A repetition of the same signal within ``SAME_WITHIN`` seconds is ignored, because a process may receive a signal
     twice: from the terminal or scheduler, and forwarded by the parent process.
 
     Args:

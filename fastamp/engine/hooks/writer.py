@@ -1,4 +1,4 @@
-"""Periodic writing and logging of metrics."""
+"""Hook that writes and logs metrics periodically."""
 
 import logging
 import math
@@ -20,8 +20,8 @@ class PeriodicWriter(HookBase):
     Args:
         period (int): log period in iterations.
         writers (list): objects with ``write(iteration, metrics)`` and ``close()``.
-        images_per_iteration (int): number of images per iteration, for the throughput.
-        device (torch.device): device of the model, for the peak memory.
+        images_per_iteration (int): mean number of images per iteration, used to compute the throughput.
+        device (torch.device): device of the model, whose peak memory use is logged.
     """
 
     def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
@@ -66,7 +66,7 @@ class PeriodicWriter(HookBase):
 
 
 def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Average the losses over all ranks. All ranks apply or skip a step together."""
+    """Average the losses over all ranks. All ranks have the same losses, because they skip the same steps."""
     names = _losses(metrics)
     sums = comm.sum_over_ranks([metrics[name] for name in names])
     return metrics | {name: total / comm.get_world_size() for name, total in zip(names, sums, strict=True)}
