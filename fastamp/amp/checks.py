@@ -200,22 +200,22 @@ def check_losses(
             raise TrainingError(f"loss {name!r} must be a scalar tensor, got {shape}.\n  fix: {fix}")
         if loss.dtype not in (torch.float32, torch.float64):
             raise TrainingError(
-                f"loss {name!r} must be float32 under every precision policy, got {loss.dtype}.\n"
+                f"loss {name!r} must be float32 or float64 under every precision policy, got {loss.dtype}.\n"
                 "  fix: decorate the loss with fastamp.amp.force_fp32"
             )
         connected = loss.requires_grad and (parameter_ids is None or _reaches(loss, parameter_ids))
         if not connected and (loss.requires_grad or not frozen):
             raise TrainingError(
-                f"loss {name!r} is not connected to any parameter of the model, so it has no gradient.\n"
+                f"loss {name!r} does not depend on any trainable parameter of the model, so it has no gradient.\n"
                 f"  found: {_describe_graph(loss)}\n"
                 "  cause: the loss was detached or wrapped in a new tensor, or all layers before it are frozen.\n"
                 "  fix:   compute the loss from the model's outputs without .detach(), .item() or torch.tensor()"
             )
     if not any(loss.requires_grad for loss in losses.values()):
         raise TrainingError(
-            f"no loss ({', '.join(losses)}) is connected to a trainable parameter.\n"
+            f"none of the losses ({', '.join(losses)}) depends on a trainable parameter.\n"
             f"  cause: the losses depend only on layers frozen by MODEL.FREEZE_LAYERS ({', '.join(frozen)}).\n"
-            "  fix:   freeze fewer layers"
+            "  fix:   list fewer layers in MODEL.FREEZE_LAYERS"
         )
 
 
@@ -228,7 +228,7 @@ def _describe_graph(loss: torch.Tensor) -> str:
 
 
 def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
-    """Return True if the autograd graph of ``loss`` contains a tensor with one of these ids."""
+    """Return True if the autograd graph of ``loss`` may contain a tensor whose ``id()`` is in ``parameters``."""
     if loss.grad_fn is None:
         return id(loss) in parameters
     # Custom autograd functions, e.g. activation checkpointing, can use parameters that are not in the graph.
@@ -307,10 +307,10 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
         name = getattr(getattr(hook, "func", hook), "__qualname__", "")
         if scaled and "fp16_compress" in name:
             raise TrainingError(
-                "DDP communicates gradients in float16 (fp16_compress_hook) while the loss is scaled: scaled gradients "
-                "overflow in the all-reduce, and most steps would be skipped.\n"
-                "  fix: use bf16_compress_hook, because bfloat16 has the range of float32, or set SOLVER.AMP.DTYPE "
-                "bfloat16, which needs no loss scale"
+                "fp16_compress_hook is registered on a DDP model, but the loss is scaled: scaled gradients overflow in "
+                "a float16 all-reduce, so most steps would be skipped.\n"
+                "  fix: register bf16_compress_hook instead (bfloat16 has the range of float32), or set "
+                "SOLVER.AMP.DTYPE bfloat16, which does not scale the loss"
             )
 
 
@@ -318,15 +318,15 @@ def check_communication(parallel_model: nn.Module, *, scaled: bool) -> None:
 def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     """Check that all ranks hold the same parameters and compute the same losses.
 
-    The float64 sums of the parameters are compared. Buffers, such as batch-norm statistics, may differ between ranks.
-    Parameters of modules with an attribute ``sharded = True`` differ by design and are excluded.
+    Two parameters count as equal if their float64 sums are equal. Buffers, such as batch-norm statistics, may differ
+    between ranks. Parameters of modules with an attribute ``sharded = True`` differ by design and are not compared.
 
     Args:
         model (nn.Module): model of this rank.
         losses (Sequence[str]): names of the losses of this rank.
 
     Raises:
-        TrainingError: if the parameters or losses differ between ranks; the message lists them.
+        TrainingError: if the parameters or the names of the losses differ between ranks; the message lists them.
     """
     if not comm.is_distributed():
         return
@@ -340,8 +340,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         raise TrainingError(
             f"{len(differing)} parameters differ between ranks, e.g. {', '.join(differing[:3])}: each rank trains "
             "a different model.\n"
-            "  cause: parameters are changed outside of the optimizer step, a step depends on the rank, or gradients "
-            "are computed outside of DistributedDataParallel.\n"
+            "  cause: custom code changes parameters on some ranks only, or the forward pass bypasses "
+            "DistributedDataParallel, so gradients are not averaged.\n"
             "  fix:   change parameters in the same way on all ranks; set sharded = True on a module whose parameters "
             "differ by design"
         )
@@ -362,10 +362,10 @@ def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class ParameterUpdateMonitor:
-    """Check that the first optimizer steps change the parameters, without an additional synchronization.
+    """Check that the first optimizer steps change the parameters, without an additional device synchronization.
 
-    ``OptimizationStep`` owns the monitor, so custom training loops are monitored too. The size of an update stays on
-    the device and is read together with the verdict of the next step.
+    ``OptimizationStep`` owns the monitor, so custom training loops are monitored too. The size of each update stays on
+    the device until the host reads the verdict of the next step.
 
     Attributes:
         reported: True after a warning that the parameters do not change.
@@ -397,7 +397,7 @@ class ParameterUpdateMonitor:
 
     @torch.no_grad()
     def after_step(self, grad_norm: float) -> None:
-        """Measure the update after an optimizer step.
+        """Measure how much an optimizer step changed the parameters.
 
         Args:
             grad_norm: total L2 norm of the gradients of the step.
@@ -415,14 +415,15 @@ class ParameterUpdateMonitor:
         self._kept = []
 
     def check(self, *change: float) -> None:
-        """Check the measured update after its copy to the host; see ``SMALLEST_CHANGE``.
+        """Receive the last measured update from the device, and report after the last monitored step.
 
         Args:
-            change: largest absolute change divided by largest absolute parameter; omitted if ``pending`` is empty.
+            change: value of ``pending``, copied to the host: largest absolute change divided by the largest absolute
+                parameter. Omitted if ``pending`` is empty.
 
         Raises:
-            TrainingError: if no parameter changed in the first steps although the gradients and the learning rate were
-                not zero.
+            TrainingError: if the first steps changed no parameter by more than ``SMALLEST_CHANGE``, although the
+                gradients and the learning rate were not zero.
         """
         if not change:
             return
@@ -435,13 +436,17 @@ class ParameterUpdateMonitor:
         """Warn or raise if the first steps did not change the parameters."""
         self.reported = not any(self._rates) or not any(self._norms)
         if not any(self._rates):
-            logger.warning("the learning rate is 0 in the first %d steps: the parameters do not change", FIRST_STEPS)
+            logger.warning(
+                "the learning rate is 0 in the first %d steps: the parameters do not change.\n"
+                "  fix: increase SOLVER.BASE_LR, or start the warmup above 0 (SOLVER.WARMUP_FACTOR)",
+                FIRST_STEPS,
+            )
         elif not any(self._norms):
             logger.warning(
                 "all gradients are exactly zero in the first %d steps: the parameters do not change.\n"
-                "  cause: the losses do not depend on the parameters, e.g. dead activations, a margin that all samples "
-                "satisfy, or a loss weight of 0; or the gradients are below 6e-8 divided by the loss scale and "
-                "underflow in float16",
+                "  cause: dead activations, a margin that all samples satisfy, a loss weight of 0, or float16 "
+                "underflow (gradients below 6e-8 divided by the loss scale).\n"
+                "  fix:   check the loss weights and margins; with float16, set SOLVER.AMP.DTYPE bfloat16",
                 FIRST_STEPS,
             )
         elif self.change < SMALLEST_CHANGE:

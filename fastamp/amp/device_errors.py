@@ -31,11 +31,11 @@ class DeviceErrorHandler:
     """Context manager that converts device errors into a TrainingError with a fix; other errors pass through.
 
     Args:
-        place: where the error occurred, as stated in the message, e.g. ``"iteration 7"``.
-        smaller: fix stated in the message after an out-of-memory error: config values that reduce memory use.
+        place: where the error occurs, for the message, e.g. ``"iteration 7"``.
+        smaller: text after ``fix:`` in the message of an out-of-memory error: config values that reduce memory use.
 
     Attributes:
-        batch: the current batch, set by the caller; the message lists its shapes.
+        batch: the current batch, set by the caller; the message lists the shapes of its tensors.
     """
 
     def __init__(self, place: str, smaller: str) -> None:
@@ -54,12 +54,15 @@ class DeviceErrorHandler:
 
 
 def explain_device_error(error: Exception, place: str, batch: dict[str, Any], smaller: str) -> TrainingError | None:
-    """Convert an out-of-memory or nondeterminism error into a TrainingError; None for other errors.
+    """Convert an out-of-memory or nondeterminism error into a TrainingError.
 
     Args:
         error: the error that PyTorch raised.
         place, smaller: see ``DeviceErrorHandler``.
-        batch: the current batch; the message lists its shapes.
+        batch: the current batch; the message lists the shapes of its tensors.
+
+    Returns:
+        Error that states a fix, or None if ``error`` is of neither kind.
     """
     found = summarize_error(error)
     if is_out_of_memory(error):

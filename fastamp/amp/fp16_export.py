@@ -36,7 +36,7 @@ def to_float16(module: nn.Module) -> None:
 
 
 def _has_region(module: nn.Module) -> bool:
-    """Return True if any method of the module is a float32 region; such a method may call any submodule."""
+    """Return True if at least one method of the module's class is decorated with ``force_fp32``."""
     return any(
         getattr(member, "is_fp32_region", False) for base in type(module).__mro__ for member in vars(base).values()
     )

@@ -21,8 +21,8 @@ _DEVICE_TYPES = ("cpu", "cuda", "mps")
 def to_float32(value: Any) -> Any:
     """Cast all float16 and bfloat16 tensors in a nested structure of lists, tuples and dicts to float32.
 
-    A structure without such tensors is returned as the same object, because a module may modify an argument in place,
-    e.g. a cache.
+    A structure without such tensors is returned itself, not a copy, so that a module can still modify its arguments in
+    place, e.g. a cache.
     """
     if isinstance(value, torch.Tensor):
         return value.float() if value.dtype in _LOW_PRECISION else value
@@ -46,7 +46,8 @@ def force_fp32(function: F) -> F:
 
     Autocast is disabled on every device type where it is enabled, and float16 and bfloat16 arguments are cast to
     float32 (float64 is kept). This holds in training, in evaluation, under ``no_grad`` and under ``inference_mode``: a
-    region that is float32 only while gradients are enabled returns different results, or NaN, in evaluation.
+    region that computed in float32 only while gradients are enabled would return different features, or NaN, in
+    evaluation.
     """
 
     @functools.wraps(function)
@@ -82,7 +83,7 @@ def _fp32_class(module_class: type[nn.Module]) -> type[nn.Module]:
 
 
 def _reduce(module: nn.Module) -> tuple[Any, ...]:
-    """Pickle a float32 region by its original class, because the generated subclass cannot be imported."""
+    """Pickle a module by its original class, because the generated float32 subclass cannot be imported."""
     return _rebuild, (type(module).__bases__[0],), module.__dict__
 
 
@@ -118,7 +119,7 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
         if not matches:
             choices = [name for name in named if name] + sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
-                f"SOLVER.AMP.FORCE_FP32: {pattern!r} does not match a module name or a class name of the model."
+                f"SOLVER.AMP.FORCE_FP32: no module name and no class name in the model matches {pattern!r}."
                 f"{did_you_mean(pattern, choices)}"
             )
         chosen |= matches

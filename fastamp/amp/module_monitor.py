@@ -1,4 +1,4 @@
-"""Detection of parts of a model that do not train."""
+"""Detection of child modules that do not train."""
 
 import functools
 import logging
@@ -93,7 +93,7 @@ class ModuleMonitor:
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Measure the updates of a step that ``before_step`` selected."""
+        """Measure the update-to-weight ratios if ``before_step`` started a check at this step."""
         if not self._before:
             return
         ratios = []
@@ -110,8 +110,8 @@ class ModuleMonitor:
 
         Args:
             values: values of ``pending``, copied to the host; empty if ``pending`` is empty.
-            quiet: True if a warning already said that the first steps do not change the model; the first check does not
-                repeat it. Default False.
+            quiet: True if ``ParameterUpdateMonitor`` already warned that the first steps do not change the parameters;
+                the first check then logs no warning. Default False.
         """
         if not values:
             return
@@ -184,7 +184,7 @@ class ModuleMonitor:
                 )
 
     def _report(self, name: str, kind: str, found: bool, message: str, *, quiet: bool = False) -> None:
-        """Log ``message`` when ``found`` becomes true, unless ``quiet``."""
+        """Log ``message`` if ``found`` is True and was False at the last check of this module and kind."""
         if not found:
             self._reported.discard((name, kind))
         elif (name, kind) not in self._reported:
@@ -194,7 +194,7 @@ class ModuleMonitor:
 
 
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """List the child modules of the model; the model itself if it has none."""
+    """List the names and modules of the model's children, or only the model itself if it has no children."""
     return list(model.named_children()) or [(type(model).__name__, model)]
 
 

@@ -183,15 +183,15 @@ class PrecisionPolicy:
 
     @contextmanager
     def checked_autocast(self, model: nn.Module | None = None) -> Iterator[None]:
-        """Autocast context for the first forward pass: also check that at least one operation ran in low precision.
+        """Create an autocast context for the first forward pass, and check that it computes in low precision.
 
         Args:
-            model: model whose child modules are examined. The dtypes of the matrix products and convolutions of each
-                child are logged, and a large child that computes all of them in float32 causes a warning. None
-                (default) disables both.
+            model: model whose child modules are examined: the dtypes in which each child computes matrix products and
+                convolutions are logged, and a large child that computes all of them in float32 causes a warning.
+                None (default) disables both.
 
         Raises:
-            TrainingError: if AMP is on, but no operation returned a tensor of the policy's dtype.
+            TrainingError: if AMP is on, but no operation (other than a cast) returned a tensor of the policy's dtype.
         """
         if not self.enabled:
             yield
@@ -254,16 +254,17 @@ class PrecisionPolicy:
             )
 
     def compare(self, trained: dict[str, Any] | None, what: str) -> None:
-        """Log a warning if the dtype of a checkpoint's policy differs from the dtype of this policy.
+        """Log a warning if the policy in a checkpoint has another dtype than this policy.
 
         Args:
-            trained: ``state_dict`` of the policy in the checkpoint. None, for a checkpoint without a policy,
-                logs no warning.
+            trained: ``state_dict`` of the policy in the checkpoint, or None if the checkpoint contains no policy;
+                then no warning is logged.
             what: beginning of the warning, e.g. ``"these weights were trained"``.
         """
         if isinstance(trained, dict) and trained.get("dtype") not in (None, dtype_name(self.dtype)):
             logger.warning(
-                "%s in %s, but the precision is now %s: results may differ",
+                "%s in %s, but this process computes in %s: results may differ.\n"
+                "  fix: unless the change is intended, set SOLVER.AMP and SOLVER.AMP.DTYPE as in training",
                 what,
                 trained["dtype"],
                 dtype_name(self.dtype),
@@ -275,7 +276,7 @@ class PrecisionPolicy:
         torch.backends.cudnn.allow_tf32 = self.tf32
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Log a warning if the resumed run was trained in another dtype; the policy itself does not change."""
+        """Log a warning if the checkpoint was saved under another dtype; this policy keeps its own dtype."""
         self.compare(state, "this run was trained")
 
     def describe(self) -> str:
@@ -299,12 +300,12 @@ _PRODUCTS = ("convolution", "mm", "addmm", "bmm", "baddbmm", "matmul", "linear")
 
 
 class _DtypeRecorder(TorchDispatchMode):
-    """Record whether any operation returns a tensor of the given dtype, and the dtypes of products per child module.
+    """Record the dtypes in which the operations of a forward pass compute.
 
     Attributes:
         found: True if an operation other than a cast returned a tensor of ``dtype``.
-        products: name of a child module -> dtypes of its matrix products and convolutions, with counts, outside
-            ``force_fp32`` regions.
+        products: name of a child module -> result dtype of its matrix products and convolutions -> number of such
+            operations. Operations in ``force_fp32`` regions do not count.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -329,7 +330,7 @@ class _DtypeRecorder(TorchDispatchMode):
 
     @contextmanager
     def follow(self, model: nn.Module | None) -> Iterator[None]:
-        """Attribute operations to the child modules of ``model``. Has no effect if a child module is compiled."""
+        """Record in ``products`` which child module runs each operation, unless a module of ``model`` is compiled."""
         children = [] if model is None else list(model.named_children())
         if any(getattr(module, "_compiled_call_impl", None) for _, child in children for module in child.modules()):
             children = []  # a hook would compile it again
@@ -357,8 +358,9 @@ class _DtypeRecorder(TorchDispatchMode):
                 logger.warning(
                     "SOLVER.AMP is on, but all matrix products and convolutions of %r ran in float32: mixed precision "
                     "has no effect on this part of the model.\n"
-                    "  cause: the module disables autocast, or SOLVER.AMP.FORCE_FP32 matches all of its layers.\n"
-                    "  fix:   enable autocast in the module, or list the module in SOLVER.AMP.FORCE_FP32",
+                    "  cause: the module disables autocast.\n"
+                    "  fix:   enable autocast in the module, or, if float32 is intended, list the module in "
+                    "SOLVER.AMP.FORCE_FP32",
                     name,
                 )
 

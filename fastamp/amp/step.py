@@ -84,7 +84,8 @@ class LossScaler:
         amp = cfg.SOLVER.AMP
         if not amp.MIN_SCALE <= amp.INIT_SCALE <= amp.MAX_SCALE:
             logger.warning(
-                "SOLVER.AMP.INIT_SCALE=%g is not between MIN_SCALE=%g and MAX_SCALE=%g: using the nearest bound",
+                "SOLVER.AMP.INIT_SCALE=%g is not between MIN_SCALE=%g and MAX_SCALE=%g: using the nearest bound.\n"
+                "  fix: set SOLVER.AMP.INIT_SCALE to a value between these bounds",
                 amp.INIT_SCALE,
                 amp.MIN_SCALE,
                 amp.MAX_SCALE,
@@ -212,7 +213,7 @@ class OptimizationStep:
             see ``ForwardBuffers``. Default True.
 
     Attributes:
-        clip: as above.
+        clip: see Args.
         verdict: verdict of the last step; None before the first.
         total_loss: scalar tensor, detached sum of the losses last passed to ``scale``; None before the first call.
         loss_names: names of the losses last passed to ``scale``.
@@ -271,7 +272,11 @@ class OptimizationStep:
         return self.scaler.scale if self.scaler else 1.0
 
     def set_frozen(self, modules: Sequence[str]) -> None:
-        """Set the names of the frozen modules (``MODEL.FREEZE_LAYERS``). Losses may depend on frozen modules only."""
+        """Set the names of the frozen modules. A loss that depends only on frozen modules is then not an error.
+
+        Args:
+            modules: module names from ``MODEL.FREEZE_LAYERS``; empty if all modules train.
+        """
         self.frozen = modules
 
     def zero_grad(self) -> None:
@@ -440,7 +445,7 @@ class OptimizationStep:
         """Unscale, check and clip the gradients, step or skip, and update the loss scale.
 
         Shorthand for custom training loops. ``SimpleTrainer.run_step`` does not call ``finish``, but calls the same
-        methods in the same order. To change the training, a subclass must override these methods.
+        methods in the same order. A subclass must therefore override these methods and not ``finish``.
 
         Returns:
             Verdict of the step.
@@ -473,10 +478,10 @@ class OptimizationStep:
         return self.total_loss
 
     def check_overrides(self) -> None:
-        """Check that a subclass does not override a method that ``SimpleTrainer.run_step`` does not call.
+        """Reject a subclass that overrides a method which ``SimpleTrainer.run_step`` does not call.
 
         Raises:
-            TrainingError: if the subclass overrides ``begin``, ``backward`` or ``finish``.
+            TrainingError: if the class of this object overrides ``begin``, ``backward`` or ``finish``.
         """
         for old, new in _NOT_CALLED_IN_TRAINING.items():
             if getattr(type(self), old) is not getattr(OptimizationStep, old):
@@ -486,7 +491,7 @@ class OptimizationStep:
                 )
 
     def disable_loss_scaling(self) -> None:
-        """Disable loss scaling and reset the count of skipped steps after a change of the dtype."""
+        """Disable loss scaling and forget recent skipped steps, after a fallback to bfloat16 or float32."""
         self.scaler = None
         self.skipped_in_a_row = 0
         self._recent.clear()
@@ -494,7 +499,7 @@ class OptimizationStep:
     go_on_without_scaling = renamed_attribute("go_on_without_scaling", "disable_loss_scaling")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loss scaler and the numbers of skipped steps."""
+        """Return the state of the loss scaler, and the total and consecutive numbers of skipped steps."""
         return {
             "scaler": self.scaler.state_dict() if self.scaler else None,
             "skipped_total": self.skipped_total,
@@ -502,7 +507,7 @@ class OptimizationStep:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the numbers of skipped steps, and the loss scale if both ``state`` and this step have one."""
+        """Restore the numbers of skipped steps, and the loss scale if the old run and this run use loss scaling."""
         self.skipped_total = state["skipped_total"]
         self.skipped_in_a_row = state["skipped_in_a_row"]
         if self.scaler and state["scaler"]:

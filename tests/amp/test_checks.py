@@ -1,4 +1,4 @@
-"""Checks of models and losses without a fault; test_failures_*.py has the faults."""
+"""Correct models, losses and optimizers pass the checks; test_failures_*.py covers incorrect ones."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from fastamp.utils.errors import TrainingError
 
 
 class Double(torch.autograd.Function):
-    """Custom autograd function without saved tensors."""
+    """Custom autograd function that saves no tensors for the backward pass."""
 
     @staticmethod
     def forward(ctx, x):
@@ -34,7 +34,7 @@ class Checkpointed(Net):
 
 
 class OnlyInsideACheckpoint(Net):
-    """Net with a loss graph that contains no parameter."""
+    """Net whose parameters are hidden from the autograd graph by reentrant checkpointing."""
 
     def forward(self, batch):
         run = nn.Sequential(self.body, self.head)
@@ -47,7 +47,7 @@ class OwnFunction(Net):
 
 
 class OfAParameterItself(Net):
-    """Net with a loss that is a parameter."""
+    """Net with a second loss that is itself a parameter."""
 
     def __init__(self):
         super().__init__()
@@ -69,14 +69,14 @@ CONNECTED = {
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name", CONNECTED)
-def test_connected_losses_pass(name, dtype):
+def test_losses_that_depend_on_parameters_pass_the_check(name, dtype):
     model = make_net(CONNECTED[name])
     trainer = make_trainer(model, [sgd(model)], [make_batch()] * 3, dtype)
     trainer.train(0, 1, 3)
     assert trainer.steps_taken == 3
 
 
-def test_losses_without_a_graph_pass_if_modules_are_frozen():
+def test_check_losses_accepts_detached_loss_if_modules_are_frozen():
     model = make_net()
     losses = {"loss_frozen": torch.ones(()), **model(make_batch())}
     check_losses(losses, frozen=["body"], model=model)
@@ -91,7 +91,7 @@ def test_optimizer_may_hold_frozen_parameters():
     check_optimizers(model, [sgd(model.body), sgd(model.head)])
 
 
-def test_check_finite_covers_all_dtypes_and_empty_tensors():
+def test_check_finite_accepts_all_dtypes_and_reports_float16_overflow():
     model = nn.Module()
     model.register_buffer("largest", torch.tensor(torch.finfo(torch.float32).max))
     model.register_buffer("short", torch.tensor(65504.0, dtype=torch.float16))
@@ -109,7 +109,7 @@ def test_zero_fraction_counts_only_exact_zeros():
     assert zero_fraction(gradients).item() == pytest.approx(6 / 8)
 
 
-def test_step_accepts_an_empty_parameter():
+def test_step_accepts_parameter_without_elements():
     model = nn.Linear(2, 1)
     model.empty = nn.Parameter(torch.zeros(0))
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])

@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device: synchronizations, native float16, memory."""
+"""AMP tests that need a CUDA device: synchronizations, random states, memory, training and the doctor."""
 
 import warnings
 
@@ -65,7 +65,7 @@ def test_preflight_restores_the_model_and_random_states(dtype):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_nan_locator_and_layer_measurements_run_on_cuda():
+def test_nan_locator_finds_float16_overflow_on_cuda():
     model, batch = on_device()
     with IsolatedPasses(model, batch) as passes:
         assert locate_in_training(passes, policy(torch.float16), scale=1.0) is None
@@ -78,7 +78,7 @@ def test_nan_locator_and_layer_measurements_run_on_cuda():
     assert found.kind == "forward overflow" and found.module == "head"
 
 
-def test_auto_dtype_follows_native_bfloat16():
+def test_auto_dtype_is_bfloat16_on_cuda_devices_with_native_support():
     dtype, reason = auto_dtype(resolve_device("cuda"))
     native = torch.cuda.is_bf16_supported(including_emulation=False)
     assert dtype == (torch.bfloat16 if native else torch.float16) and "bfloat16" in reason

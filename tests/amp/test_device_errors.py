@@ -1,4 +1,4 @@
-"""Out of memory and operations without a deterministic implementation, in training and evaluation."""
+"""Out-of-memory errors, and errors of operations without a deterministic implementation."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ NO_MEMORY = [
 
 
 class Failing(Net):
-    """Net that raises in its third training pass and in its first evaluation pass."""
+    """Net that raises ``error`` in the third training pass and in every evaluation pass."""
 
     def __init__(self, error):
         super().__init__()
@@ -40,7 +40,7 @@ class Failing(Net):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_in_a_step_lists_batch_and_config_keys(error):
+def test_out_of_memory_error_in_training_lists_batch_shapes_and_config_keys(error):
     model = Failing(error)
     trainer = make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.bfloat16)
     with pytest.raises(TrainingError) as raised:
@@ -53,13 +53,13 @@ def test_out_of_memory_in_a_step_lists_batch_and_config_keys(error):
 
 
 @pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_in_evaluation_lists_batch_and_config_keys(error):
+def test_out_of_memory_error_in_evaluation_lists_batch_shapes_and_config_keys(error):
     with pytest.raises(TrainingError, match=r"images \(8, 8\)") as raised:
         inference_on_dataset(Failing(error), [make_batch()], DatasetEvaluator())
     assert "TEST.IMS_PER_BATCH" in str(raised.value) and "INPUT.SIZE_TEST" in str(raised.value)
 
 
-def test_errors_unrelated_to_the_device_pass_through():
+def test_shape_errors_in_training_are_not_converted_to_training_error():
     model = Failing(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
         make_trainer(model, [sgd(model)], [make_batch()] * 5, torch.float32).train(0, 1, 5)
@@ -80,7 +80,9 @@ def reset_deterministic():
     torch.backends.cudnn.deterministic = torch.backends.cudnn.benchmark = False
 
 
-def test_nondeterministic_operation_raises_if_deterministic(demo, tmp_path, reset_deterministic, monkeypatch, capsys):
+def test_nondeterministic_operation_raises_if_deterministic_is_true(
+    demo, tmp_path, reset_deterministic, monkeypatch, capsys
+):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     model = make_net(Nondeterministic)
     train = make_trainer(model, [sgd(model)], [make_batch()] * 4, torch.float32).train
@@ -99,7 +101,7 @@ def test_nondeterministic_operation_raises_if_deterministic(demo, tmp_path, rese
     train(1, 1, 2)
 
 
-def test_deterministic_runs_are_bit_identical(demo_root, tmp_path):
+def test_deterministic_runs_with_the_same_seed_are_bit_identical(demo_root, tmp_path):
     options = ["DETERMINISTIC", "True", "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "2", "SOLVER.MAX_EPOCH", "1"]
     root, names = {"FASTAMP_DATASETS": str(demo_root)}, ("first", "second", "other")
     # A new process has another hash seed.

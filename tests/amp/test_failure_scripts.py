@@ -1,4 +1,4 @@
-"""The scripts in tests/failures: each reproduces a failure in plain PyTorch, then shows the behavior of fastamp."""
+"""Run the scripts in tests/failures; each reproduces a failure in plain PyTorch, then shows how fastamp reacts."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ print(json.dumps(codes))
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_script_reproduces_the_failure_and_shows_the_fix(name):
+def test_failure_script_prints_plain_pytorch_failure_and_fastamp_fix(name):
     process = preloaded.run(FOLDER / f"{name}.py")
     assert process.returncode == 0, process.stdout + process.stderr
     before, _, fastamp = process.stdout.partition("== fastamp ==")
@@ -94,7 +94,7 @@ def test_script_reproduces_the_failure_and_shows_the_fix(name):
         assert [words for words in expected if words not in text] == []
 
 
-def test_script_fails_without_the_fastamp_check(tmp_path):
+def test_failure_script_fails_if_the_fastamp_check_is_disabled(tmp_path):
     script = tmp_path / "controls.py"
     script.write_text(CONTROLS)
     process = preloaded.run(script, FOLDER)
@@ -104,7 +104,7 @@ def test_script_fails_without_the_fastamp_check(tmp_path):
     assert all(code.startswith("not shown: ") for code in codes.values())  # SystemExit with text is exit code 1
 
 
-def test_readme_lists_every_script():
+def test_readme_lists_every_failure_script():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     scripts = {path.name for path in FOLDER.glob("*.py")}
     assert scripts == {f"{name}.py" for name in EXPECTED}

@@ -1,4 +1,4 @@
-"""Optimizers that receive no gradient."""
+"""Training runs in which an optimizer receives no gradient, in plain PyTorch and in fastamp."""
 
 import itertools
 
@@ -50,7 +50,7 @@ def of_another_model(loss, other):
 
 
 class Spoiled(Net):
-    """Net that modifies its loss with ``spoil``, or adds a modified second loss."""
+    """Net whose loss is replaced by ``spoil(loss, other_net)``, or, with ``beside``, that adds it as a second loss."""
 
     def __init__(self, spoil, beside=False):
         super().__init__()
@@ -68,7 +68,7 @@ REQUIRING = [detached_and_required, rewrapped, of_another_model]
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_loss_without_a_path_to_the_model_raises(spoil, dtype):
+def test_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
     model = make_net(Spoiled, spoil=spoil)
     before = values(model)
     for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
@@ -95,7 +95,7 @@ def test_loss_without_a_path_to_the_model_raises(spoil, dtype):
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_second_loss_without_a_path_to_the_model_raises(spoil, dtype):
+def test_second_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
     for scaler in (None, plain_scaler()):
         model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
         for each in (model, reference):
@@ -108,8 +108,8 @@ def test_second_loss_without_a_path_to_the_model_raises(spoil, dtype):
 
 
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_loss_that_loses_its_path_later_raises(spoil):
-    """The run also fails after the first steps, which trace the autograd graph."""
+def test_loss_that_becomes_detached_after_the_first_steps_raises(spoil):
+    """Only the first steps trace the autograd graph; the error must be raised without this trace too."""
 
     class Later(HookBase):
         def before_step(self):
@@ -123,7 +123,7 @@ def test_loss_that_loses_its_path_later_raises(spoil):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_frozen_model_raises(dtype):
+def test_training_a_completely_frozen_model_raises(dtype):
     frozen = make_net().requires_grad_(False)
     for scaler in (None, plain_scaler()):
         with pytest.raises(RuntimeError, match="does not require grad"):
@@ -138,8 +138,8 @@ def test_frozen_model_raises(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_optimizer_with_only_frozen_parameters_raises(dtype):
-    """The optimizer holds the frozen head and not the trainable body."""
+def test_optimizer_that_holds_only_frozen_parameters_raises(dtype):
+    """The optimizer holds the frozen head but not the trainable body."""
 
     def make():
         model = make_net()
@@ -155,7 +155,7 @@ def test_optimizer_with_only_frozen_parameters_raises(dtype):
         train(model, [optimizer], dtype)
 
 
-def test_step_in_a_custom_loop_reports_frozen_parameters():
+def test_step_names_frozen_parameters_if_optimizer_holds_no_others():
     model = make_net()
     step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
     step.scale(model(make_batch())).backward()
@@ -164,7 +164,7 @@ def test_step_in_a_custom_loop_reports_frozen_parameters():
     assert "all parameters in the optimizer are frozen, e.g. head.weight" in str(error.value)
 
 
-def test_default_trainer_raises_on_a_frozen_model(demo, tmp_path):
+def test_default_trainer_rejects_completely_frozen_model(demo, tmp_path):
     class Frozen(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
@@ -175,7 +175,7 @@ def test_default_trainer_raises_on_a_frozen_model(demo, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_gradients_cleared_before_the_step_raise(dtype):
+def test_clearing_gradients_before_the_step_raises(dtype):
     model = make_net()
     optimizer = sgd(model)
     before = values(model)
@@ -204,7 +204,7 @@ def test_gradients_cleared_before_the_step_raise(dtype):
 
 
 class Alternating(Net):
-    """Net with a second head, which has a loss in every second forward pass."""
+    """Net with a second head that contributes a loss only in every second forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -226,7 +226,7 @@ def two_optimizers(model):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_scaler_fails_on_an_optimizer_without_gradients(dtype):
+def test_plain_pytorch_scaler_fails_if_one_optimizer_has_no_gradients(dtype):
     model = make_net(Alternating)
     optimizers, scaler = two_optimizers(model), plain_scaler()
     with autocast(dtype):
@@ -256,7 +256,7 @@ def test_optimizer_without_gradients_does_not_step(dtype):
     assert moved == [[True] * 4, [True] * 4, [False, True, False, True]]
 
 
-def test_two_optimizers_step_together_or_not_at_all():
+def test_all_optimizers_skip_the_step_if_one_gradient_is_infinite():
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], plain_scaler()
     scaler.scale((a * 2 + b * float("inf")).sum()).backward()

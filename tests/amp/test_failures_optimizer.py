@@ -1,6 +1,7 @@
-"""Optimizers that hold the wrong tensors.
+"""Optimizers that hold tensors which are not the model's parameters, or that lack trainable parameters.
 
-Each test_failures_*.py first reproduces a failure in plain PyTorch, as the negative control, and then checks fastamp.
+Each test in test_failures_*.py first reproduces a failure in plain PyTorch, as the negative control, and then checks
+that fastamp reports or prevents it.
 """
 
 import copy
@@ -32,7 +33,7 @@ NO_INF_CHECKS = "No inf checks were recorded for this optimizer"
 
 
 def plain_losses(model, optimizer, dtype, steps=5):
-    """Train with a plain PyTorch loop on one batch; return losses and gradient norms."""
+    """Train on one batch with a plain PyTorch loop; return the losses and gradient norms of all steps."""
     losses, norms = [], []
     for _ in range(steps):
         losses.append(plain_step(model, optimizer, make_batch(), dtype))
@@ -44,7 +45,7 @@ def plain_losses(model, optimizer, dtype, steps=5):
 
 
 def flat_buffers(model):
-    """Make the parameters views of one flat tensor that the optimizer holds, as in FastReID."""
+    """Turn the parameters into views of one flat tensor; only this tensor is in the optimizer, as in FastReID."""
     flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
     flat.grad = torch.zeros_like(flat)
     sizes = [p.numel() for p in model.parameters()]
@@ -77,8 +78,8 @@ def replaced_layers(model):
 FOREIGN = [flat_buffers, copied_model, rebuilt_model, assigned_state, replaced_layers]
 
 
-def test_flat_buffers_train_if_gradients_are_zeroed_in_place():
-    """The negative control: flat buffers work if ``zero_grad`` does not set gradients to None."""
+def test_plain_pytorch_trains_flat_buffers_if_gradients_are_zeroed_in_place():
+    """The negative control: with flat buffers, training fails only if ``zero_grad`` sets the gradients to None."""
     model, optimizer = flat_buffers(make_net())
     optimizer.zero_grad = lambda: torch.optim.SGD.zero_grad(optimizer, set_to_none=False)
     losses, _ = plain_losses(model, optimizer, torch.float32)
@@ -87,7 +88,7 @@ def test_flat_buffers_train_if_gradients_are_zeroed_in_place():
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("build", FOREIGN)
-def test_foreign_tensors_in_the_optimizer_raise_before_the_first_step(build, dtype):
+def test_trainer_rejects_optimizer_with_foreign_tensors_before_the_first_step(build, dtype):
     model, optimizer = build(make_net())
     losses, norms = plain_losses(model, optimizer, dtype)
     assert len(set(losses)) == 1 and norms[4] > 4 * norms[0]  # constant loss, growing gradients, no error
@@ -102,8 +103,8 @@ def test_foreign_tensors_in_the_optimizer_raise_before_the_first_step(build, dty
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_step_in_a_custom_loop_raises_on_foreign_tensors(dtype):
-    """In a custom loop no trainer checks the optimizer beforehand."""
+def test_step_raises_if_optimizer_holds_foreign_tensors(dtype):
+    """A custom training loop has no trainer that checks the optimizer before the first step."""
     model, optimizer = copied_model(make_net())
     step = OptimizationStep(model, [optimizer])
     with autocast(dtype):
@@ -115,7 +116,7 @@ def test_step_in_a_custom_loop_raises_on_foreign_tensors(dtype):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_default_trainer_raises_on_foreign_tensors(demo, tmp_path, precision):
+def test_default_trainer_rejects_optimizer_with_foreign_tensors(demo, tmp_path, precision):
     class Copied(DefaultTrainer):
         @classmethod
         def build_optimizer(cls, cfg, model):
@@ -125,7 +126,7 @@ def test_default_trainer_raises_on_foreign_tensors(demo, tmp_path, precision):
         Copied(tiny.tiny_config(tmp_path, "SOLVER.AMP", precision)).train()
 
 
-def test_loading_weights_keeps_parameters_in_the_optimizer(demo, tmp_path):
+def test_loading_weights_does_not_replace_parameters_held_by_the_optimizer(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"))
     path = trainer.checkpointer.save("weights", tag=False)
     for resume in (False, True):  # loading copies into the tensors that the optimizer holds
@@ -166,7 +167,7 @@ def test_head_missing_from_the_optimizer_raises(change, dtype):
         train(model, [optimizer], dtype)
 
 
-def test_missing_parameters_are_listed_unless_frozen():
+def test_check_optimizers_lists_missing_parameters_unless_frozen():
     model, optimizer = head_missing(make_net())
     with pytest.raises(TrainingError, match=r"head.weight, head.bias"):
         check_optimizers(model, [optimizer])
@@ -174,7 +175,7 @@ def test_missing_parameters_are_listed_unless_frozen():
     check_optimizers(model, [optimizer])
 
 
-def test_error_lists_the_replaced_head():
+def test_check_optimizers_names_head_replaced_after_optimizer_was_built():
     model, optimizer = replaced_head(make_net())
     with pytest.raises(TrainingError) as error:
         check_optimizers(model, [optimizer])

@@ -1,4 +1,7 @@
-"""Overflow on one rank, diverging ranks and compressed gradients: two gloo processes, started once for all tests."""
+"""Failures of distributed training: overflow on one rank, diverging ranks, compressed gradients.
+
+Two gloo processes run all scenarios once; the tests read their records.
+"""
 
 import itertools
 from pathlib import Path
@@ -19,7 +22,7 @@ STEPS, BAD_STEP = 6, 2  # as in failing_ranks.py
 
 @pytest.fixture(scope="module")
 def ranks(made_once):
-    """Records of each rank: scenario -> implementation -> history of (scale, model)."""
+    """Run the scenarios on two ranks; return for each rank: scenario -> implementation -> list of (scale, model)."""
     with made_once("failing_ranks") as (folder, missing):
         if missing:
             start(folder)
@@ -41,7 +44,7 @@ def scales(history):
 
 
 def skips(history):
-    """For each step after the first, True if the parameters did not change."""
+    """Return one bool for each step after the first: True if the step did not change the weight of the head."""
     return [torch.equal(a["model"]["head.weight"], b["model"]["head.weight"]) for a, b in itertools.pairwise(history)]
 
 
@@ -54,7 +57,7 @@ def statistics(step):
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_plain_pytorch_ddp_keeps_non_finite_statistics_of_rank_0(ranks, dtype, bad_rank):
+def test_plain_pytorch_ddp_broadcasts_non_finite_statistics_from_rank_0(ranks, dtype, bad_rank):
     scenario = f"overflow on rank {bad_rank}, {dtype}"
     plain = histories(ranks, scenario, "plain")
     assert [finite(statistics(history[BAD_STEP])) for history in plain] == [bad_rank != 0, bad_rank != 1]
@@ -67,7 +70,7 @@ def test_plain_pytorch_ddp_keeps_non_finite_statistics_of_rank_0(ranks, dtype, b
 
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
-def test_skipped_step_restores_statistics_on_both_ranks(ranks, dtype, bad_rank):
+def test_skipped_step_restores_running_statistics_on_all_ranks(ranks, dtype, bad_rank):
     for history in histories(ranks, f"overflow on rank {bad_rank}, {dtype}", "ours"):
         assert same(history[BAD_STEP - 1]["model"], history[BAD_STEP]["model"])
         assert skips(history) == [step == BAD_STEP for step in range(1, STEPS)]
@@ -89,7 +92,7 @@ def test_plain_pytorch_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype)
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_all_ranks_share_one_verdict(ranks, dtype):
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "ours")
     assert all(same(a["model"], b["model"]) for a, b in zip(first, second, strict=True))
     assert [same(a["model"], b["model"]) for a, b in itertools.pairwise(first)] == [False, True, False, False, False]
@@ -101,7 +104,7 @@ def test_all_ranks_share_one_verdict(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_fp16_compression_skips_most_steps(ranks, dtype):
+def test_plain_pytorch_fp16_compress_hook_skips_most_steps_with_loss_scaling(ranks, dtype):
     scenario = f"compression, {dtype}"
     for rank in (0, 1):
         assert scales(ranks[rank][scenario]["plain fp16"])[-1] <= 4096.0  # at least 4 of 6 steps were skipped
@@ -118,7 +121,7 @@ def test_fp16_compress_hook_with_loss_scaling_raises(ranks):
 @pytest.mark.parametrize("dtype, kind", [
     (torch.float16, "Bf16Hook"), (torch.bfloat16, "Bf16Hook"), (torch.bfloat16, "Fp16Hook"),
 ])  # fmt: skip
-def test_allowed_compression_hooks_train(ranks, dtype, kind):
+def test_training_with_accepted_compression_hook_matches_uncompressed_training(ranks, dtype, kind):
     first, second = histories(ranks, f"compression, {dtype}", kind)
     without, _ = histories(ranks, f"compression, {dtype}", "SimpleTrainer")
     assert skips(first) == [False] * (STEPS - 1)
@@ -128,7 +131,7 @@ def test_allowed_compression_hooks_train(ranks, dtype, kind):
     assert not same(first[-1]["model"], without[-1]["model"])  # the negative control: compression has an effect
 
 
-def test_compression_hook_of_a_nested_ddp_model_raises(ranks):
+def test_fp16_compress_hook_of_nested_ddp_model_raises(ranks):
     assert isinstance(ranks[0]["compression, torch.float16"]["InnerFp16Hook"], str)
 
 
@@ -145,7 +148,7 @@ def parallel_with(hook):
     ("fp16 around PowerSGD", default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), True),
     ("bf16 around PowerSGD", default_hooks.bf16_compress_wrapper(powerSGD_hook.powerSGD_hook), False),
 ])  # fmt: skip
-def test_only_fp16_hooks_with_loss_scaling_raise(name, hook, fails):
+def test_check_communication_rejects_only_fp16_hooks_with_loss_scaling(name, hook, fails):
     check_communication(parallel_with(hook), scaled=False)
     if fails:
         with pytest.raises(TrainingError, match="fp16_compress_hook"):
@@ -164,18 +167,18 @@ def test_plain_pytorch_parameters_outside_ddp_diverge_silently(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_parameters_that_differ_between_ranks_are_named_after_the_epoch(ranks, dtype):
+def test_error_after_the_epoch_names_parameters_that_differ_between_ranks(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "drift"):
         assert isinstance(message, str) and "second.weight" in message and "net." not in message
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_parameters_declared_as_sharded_may_differ(ranks, dtype):
+def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "sharded")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_losses_that_differ_between_ranks_are_named(ranks, dtype):
+def test_error_lists_loss_names_that_differ_between_ranks(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "losses"):
         assert isinstance(message, str) and "rank 0: loss_cls" in message and "loss_extra" in message

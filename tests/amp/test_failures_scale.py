@@ -1,4 +1,4 @@
-"""Failures of clipping, schedules and parameters under loss scaling and skipped steps."""
+"""Failures caused by loss scaling and skipped steps: clipping, learning rate schedules, the loss scale, parameters."""
 
 import math
 from functools import partial
@@ -35,7 +35,7 @@ clip_norm = partial(clip_gradients, clip_type="global_norm", clip_value=0.5)
 
 
 class Losses(HookBase):
-    """Record the loss of each step."""
+    """Hook that records the total loss of each step."""
 
     def __init__(self):
         self.losses = []
@@ -48,7 +48,12 @@ class Losses(HookBase):
 
 
 def plain_clipping(dtype, *, unscale):
-    """Train 30 steps with a plain PyTorch loop and clipping at norm 0.5; return model and losses."""
+    """Train for 30 steps in plain PyTorch with gradients clipped to norm 0.5; return the model and the losses.
+
+    Args:
+        dtype: dtype of autocast.
+        unscale: whether to unscale the gradients before clipping.
+    """
     model, scaler, losses = make_net(), plain_scaler(), []
     optimizer = sgd(model)
     for _ in range(30):
@@ -130,7 +135,7 @@ def test_schedule_advances_only_on_applied_steps(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_loss_scale_collapses(dtype):
+def test_plain_pytorch_loss_scale_falls_below_1e_7_after_40_overflows(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(40):
@@ -146,7 +151,7 @@ def test_plain_pytorch_loss_scale_collapses(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_loss_scale_stops_at_min_scale(dtype):
+def test_loss_scale_does_not_fall_below_default_min_scale(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40 + [GOOD], dtype, max_consecutive_skips=40)
     before = values(model)
@@ -155,7 +160,7 @@ def test_loss_scale_stops_at_min_scale(dtype):
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_loss_scale_stops_at_a_custom_min_scale():
+def test_loss_scale_does_not_fall_below_custom_min_scale():
     scaler = LossScaler(init_scale=65536.0, min_scale=128.0)
     for _ in range(40):
         scaler.update(False)
@@ -173,8 +178,8 @@ NO_SCALE = "Inf or NaN"
     (torch.float32, "error", NO_SCALE),
     (torch.float32, "float32", NO_SCALE),
 ])  # fmt: skip
-def test_too_many_skips_raise_precision_failure(dtype, on_failure, cause):
-    """This includes a fallback dtype that equals the current one."""
+def test_too_many_skipped_steps_raise_precision_failure(dtype, on_failure, cause):
+    """A fallback dtype that equals the current dtype counts as no fallback."""
     model = make_net()
     before = values(model)
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype, on_failure=on_failure)
@@ -190,7 +195,7 @@ def test_too_many_skips_raise_precision_failure(dtype, on_failure, cause):
     torch.bfloat16,
     torch.float32,
 ])  # fmt: skip
-def test_suggested_dtype_differs_from_the_current_one(dtype):
+def test_precision_failure_does_not_suggest_the_current_dtype(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 40, dtype)
     with pytest.raises(PrecisionFailure) as error:
@@ -200,8 +205,8 @@ def test_suggested_dtype_differs_from_the_current_one(dtype):
 
 
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
-def test_on_failure_switches_the_dtype(on_failure, caplog):
-    """Train on images with values beyond the range of float16."""
+def test_on_failure_switches_dtype_after_repeated_float16_overflows(on_failure, caplog):
+    """Images with values beyond the range of float16 make all float16 steps overflow."""
     model, large = make_net(), spoil(GOOD, 1e6)
     trainer = make_trainer(model, [sgd(model, lr=1e-9)], [large] * 30, torch.float16, on_failure=on_failure)
     before = values(model)
@@ -216,7 +221,7 @@ def test_on_failure_switches_the_dtype(on_failure, caplog):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_parameters_become_non_finite_after_145_skips(dtype):
+def test_plain_pytorch_parameters_become_non_finite_after_145_skipped_steps(dtype):
     model, scaler = make_net(), plain_scaler()
     optimizer = sgd(model)
     for _ in range(145):
@@ -228,8 +233,8 @@ def test_plain_pytorch_parameters_become_non_finite_after_145_skips(dtype):
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-149])
-def test_parameters_stay_finite_after_145_skips(dtype, min_scale):
-    """This holds even for a subnormal min_scale, because the verdict is computed from the unscaled gradients."""
+def test_parameters_stay_finite_after_145_skipped_steps(dtype, min_scale):
+    """A subnormal ``min_scale``, whose inverse is infinite, must not corrupt them: the step is skipped instead."""
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], [BAD] * 145 + [GOOD], dtype, max_consecutive_skips=1000)
     if trainer.step.scaler:

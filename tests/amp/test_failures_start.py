@@ -1,4 +1,4 @@
-"""Failures at the start of a run: parameters in low precision, and parameters that do not change."""
+"""Failures at the start of training: parameters in low precision, and parameters that do not change."""
 
 import logging
 import warnings
@@ -34,20 +34,20 @@ GOOD = make_batch()
 
 
 class Low(Net):
-    """Net that casts its input to the dtype of the body."""
+    """Net that casts the images to the dtype of its weights, so that it also runs in low precision."""
 
     def forward(self, batch):
         return super().forward(batch | {"images": batch["images"].to(self.body[0].weight.dtype)})
 
 
-def test_plain_pytorch_float16_model_fails_with_a_scaler():
+def test_plain_pytorch_scaler_rejects_float16_parameters():
     model = make_net(Low).half()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         plain_step(model, sgd(model), GOOD, torch.float32, plain_scaler())
 
 
-def test_plain_pytorch_bfloat16_model_loses_updates_silently():
-    """Most updates are below the resolution of bfloat16 weights."""
+def test_plain_pytorch_bfloat16_parameters_lose_small_updates_without_an_error():
+    """In bfloat16, rounding absorbs most updates at learning rate 1e-3; the float32 model is the control."""
     moved = []
     for dtype in (torch.bfloat16, torch.float32):
         model = make_net(Low).to(dtype)
@@ -64,7 +64,7 @@ def test_plain_pytorch_bfloat16_model_loses_updates_silently():
     (lambda model: model.bfloat16(), "4 .*body.0.weight, body.0.bias, head.weight"),
     (lambda model: model.head.half(), "2 .*head.weight, head.bias"),
 ], ids=["half", "bfloat16", "half head"])  # fmt: skip
-def test_low_precision_parameters_raise(change, found, dtype):
+def test_trainer_rejects_model_with_low_precision_parameters(change, found, dtype):
     model = make_net(Low)
     change(model)
     with pytest.raises(TrainingError, match=found):
@@ -72,7 +72,7 @@ def test_low_precision_parameters_raise(change, found, dtype):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_default_trainer_raises_on_low_precision_parameters(demo, tmp_path, precision):
+def test_default_trainer_rejects_model_with_low_precision_parameters(demo, tmp_path, precision):
     class Half(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
@@ -86,7 +86,7 @@ def test_default_trainer_raises_on_low_precision_parameters(demo, tmp_path, prec
 
 
 class Weighted(Net):
-    """Net with a loss weight."""
+    """Net whose loss is multiplied by ``weight``."""
 
     def __init__(self, weight, **options):
         super().__init__(**options)
@@ -97,14 +97,14 @@ class Weighted(Net):
 
 
 class Dead(Net):
-    """Net with a loss of dead activations."""
+    """Net whose loss is the sum of dead ReLU outputs, so that all gradients are zero."""
 
     def losses(self, logits, batch):
         return {"loss_cls": (logits - 100).relu().sum()}
 
 
 class Idle(torch.optim.SGD):
-    """Optimizer that does not step."""
+    """Optimizer whose ``step`` does nothing."""
 
     def step(self, closure=None):
         pass
@@ -121,7 +121,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name", NOTHING)
-def test_plain_pytorch_is_silent_if_parameters_do_not_change(name, dtype, caplog):
+def test_plain_pytorch_does_not_warn_if_parameters_do_not_change(name, dtype, caplog):
     for scaler in (None, plain_scaler()):
         model, optimizer = NOTHING[name]()
         before = values(model)
@@ -157,8 +157,8 @@ def test_zero_gradients_and_zero_learning_rate_warn_once(name, message, dtype, c
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_zero_gradients_warn_under_weight_decay(dtype, caplog):
-    """Weight decay changes the parameters, so comparing them does not reveal zero gradients."""
+def test_zero_gradients_warn_although_weight_decay_changes_parameters(dtype, caplog):
+    """Weight decay changes the parameters, so unchanged parameters are not the only sign of zero gradients."""
     model = make_net(Weighted, weight=0.0)
     before = values(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
@@ -166,7 +166,7 @@ def test_zero_gradients_warn_under_weight_decay(dtype, caplog):
     assert "gradients are exactly zero" in caplog.text and not same(before, values(model))
 
 
-def test_verdict_has_the_fraction_of_zero_gradients():
+def test_verdict_contains_zero_gradient_fraction_if_gradient_norm_is_tiny():
     for weight, expected in ((1.0, None), (1e-4, 0.05), (0.0, 1.0)):
         model = make_net(Weighted, weight=weight)
         step = OptimizationStep(model, [sgd(model)])
@@ -185,21 +185,21 @@ def test_tiny_learning_rate_raises_despite_batch_norm_updates(dtype):
         make_trainer(model, [sgd(model, lr=1e-12)], [GOOD] * 10, dtype).train(0, 1, 10)
 
 
-def test_gradients_that_underflow_in_float16_warn(caplog):
+def test_float16_gradient_underflow_logs_zero_gradient_warning(caplog):
     model = make_net(Weighted, weight=1e-12)
     make_trainer(model, [sgd(model)], [GOOD] * 5, torch.float16).train(0, 1, 5)
     assert "gradients are exactly zero" in caplog.text and "float16" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_normal_run_logs_no_warning(dtype, caplog):
+def test_training_that_changes_the_parameters_logs_no_warning(dtype, caplog):
     model = make_net(normalize=True)
     make_trainer(model, [sgd(model)], [GOOD] * 10, dtype).train(0, 1, 10)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_skipped_steps_do_not_count_as_monitored_steps(dtype):
+def test_parameter_update_monitor_ignores_skipped_steps(dtype):
     model = make_net()
     batches = [spoil(GOOD)] * 5 + [GOOD] * 5
     trainer = make_trainer(model, [sgd(model, lr=1e-12)], batches, dtype)
@@ -229,7 +229,7 @@ def clip(gradients, norm):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """List of tensor methods that copied a value to the host."""
+    """Record the name of each called tensor method that copies a value to the host."""
     reads = []
     for name in ("item", "tolist", "__bool__", "__float__", "__int__", "__index__", "cpu", "numpy", "nonzero", "equal"):
         original = getattr(torch.Tensor, name)
@@ -243,7 +243,7 @@ def reads(monkeypatch):
 @pytest.mark.parametrize("clipping", [None, clip])
 @pytest.mark.parametrize("weight", [1.0, 1e-4])
 def test_applied_step_synchronizes_once(reads, dtype, clipping, weight):
-    """This includes the first steps, which monitor the updates and count zero gradients."""
+    """Monitoring parameter updates in the first steps and counting zero gradients add no synchronization."""
     model = make_net(Weighted, weight=weight, normalize=True)
     scaler = LossScaler(init_scale=64.0) if dtype == torch.float16 else None
     step = OptimizationStep(model, [sgd(model)], scaler=scaler, clip=clipping)
@@ -259,7 +259,7 @@ def test_applied_step_synchronizes_once(reads, dtype, clipping, weight):
 
 
 def test_skipped_step_synchronizes_twice(reads):
-    """The second copy lists the non-finite parameters. Also the negative control of ``reads``."""
+    """The second copy lists the non-finite parameters. This test is also the negative control of ``reads``."""
     model = nn.Linear(4, 1)
     step = OptimizationStep(model, [sgd(model)])
     step.scale({"loss": model(torch.full((2, 4), float("inf"))).sum()}).backward()

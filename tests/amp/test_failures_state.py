@@ -1,4 +1,4 @@
-"""Failures of state: statistics and metrics after a skipped step, checkpoints, weight averages, accumulation."""
+"""Corrupted state: running statistics and metrics after a skipped step, checkpoints, weight averages, accumulation."""
 
 import logging
 import math
@@ -39,7 +39,7 @@ BAD, GOOD = spoil(make_batch()), make_batch()
 
 
 class Record(HookBase):
-    """Record the state dict after each step."""
+    """Hook that records the model's state dict after each step."""
 
     def __init__(self):
         self.steps = []
@@ -58,7 +58,7 @@ def evaluate(model, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_evaluation_stays_nan_after_an_overflow(dtype):
+def test_plain_pytorch_evaluation_stays_nan_after_one_overflowing_batch(dtype):
     model, scaler = make_net(normalize=True), plain_scaler()
     optimizer = sgd(model)
     for batch in (GOOD, BAD, *[GOOD] * 50):
@@ -69,7 +69,7 @@ def test_plain_pytorch_evaluation_stays_nan_after_an_overflow(dtype):
 
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_skipped_step_restores_statistics(dtype, accum_steps):
+def test_skipped_step_restores_batch_norm_statistics(dtype, accum_steps):
     model, record = make_net(normalize=True), Record()
     batches = [GOOD] * accum_steps + [GOOD] * (accum_steps - 1) + [BAD] + [GOOD] * accum_steps
     trainer = make_trainer(model, [sgd(model)], batches, dtype, init_scale=8.0, accum_steps=accum_steps)
@@ -84,7 +84,7 @@ def test_skipped_step_restores_statistics(dtype, accum_steps):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_non_finite_statistics_raise_without_the_buffer_guard(dtype):
+def test_check_finite_names_non_finite_statistics_if_buffers_are_not_restored(dtype):
     model = make_net(normalize=True)
     trainer = make_trainer(model, [sgd(model)], [GOOD, BAD, GOOD], dtype, init_scale=8.0, guard_buffers=False)
     trainer.train(0, 1, 3)
@@ -95,7 +95,7 @@ def test_non_finite_statistics_raise_without_the_buffer_guard(dtype):
 
 
 class Poison(HookBase):
-    """Set a weight to infinity after the last step of an epoch."""
+    """Hook that sets a weight to infinity after the last step of epoch number ``epoch``, counted from 1."""
 
     def __init__(self, epoch):
         self.epoch = epoch
@@ -120,8 +120,8 @@ def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch,
     assert len(evaluated) == evaluations
 
 
-def test_restore_buffers_key_prevents_non_finite_statistics(demo, tmp_path, monkeypatch, capfd):
-    """Train from the command line with one overflowing batch."""
+def test_restore_buffers_on_skip_prevents_non_finite_running_statistics(demo, tmp_path, monkeypatch, capfd):
+    """Train with one infinite batch: the run succeeds with the key on, and fails with the key off."""
     original = DefaultTrainer.build_train_loader.__func__
 
     def with_a_bad_batch(cls, cfg):
@@ -154,7 +154,7 @@ def test_restore_buffers_key_prevents_non_finite_statistics(demo, tmp_path, monk
 
 
 def plain_norms(dtype, batches):
-    """Train with a plain PyTorch loop; return the gradient norms."""
+    """Train in plain PyTorch, one step for each batch; return the unscaled gradient norms."""
     model, scaler, norms = make_net(normalize=True), plain_scaler(init_scale=8.0), []
     optimizer = sgd(model)
     for batch in batches:
@@ -188,7 +188,7 @@ def test_averaged_metrics_exclude_skipped_steps(dtype):
 
 
 class Steep(Net):
-    """Net with gradients that overflow float16 above a loss scale of about 500."""
+    """Net whose float16 gradients overflow if the loss scale exceeds about 500."""
 
     def losses(self, logits, batch):
         return {"loss_cls": super().losses(logits, batch)["loss_cls"] * 1000}
@@ -202,7 +202,7 @@ def steep_trainer(dtype, batches=60):
 
 
 def plain_skips(model, scaler):
-    """Count the skipped steps among the 30 steps of a plain PyTorch loop."""
+    """Train for 30 steps with a plain PyTorch loop; return the number of skipped steps."""
     skipped, optimizer = 0, sgd(model, lr=1e-6)
     for _ in range(30):
         before = values(model)
@@ -211,7 +211,7 @@ def plain_skips(model, scaler):
     return skipped
 
 
-def test_plain_pytorch_resume_without_scaler_state_skips_steps():
+def test_plain_pytorch_resume_without_scaler_state_skips_steps_again():
     model, scaler = make_net(Steep), plain_scaler()
     first = plain_skips(model, scaler)
     kept = scaler.state_dict()
@@ -221,7 +221,7 @@ def test_plain_pytorch_resume_without_scaler_state_skips_steps():
     assert plain_skips(model, scaler) == 0
 
 
-def test_loss_scale_is_saved_and_restored(tmp_path):
+def test_state_dict_restores_the_loss_scale(tmp_path):
     trainer = steep_trainer(torch.float16)
     trainer.train(0, 1, 30)
     skipped = trainer.step.skipped_total
@@ -238,7 +238,7 @@ def test_loss_scale_is_saved_and_restored(tmp_path):
     assert fresh.step.skipped_total == skipped
 
 
-def test_loss_scale_resumes_from_a_checkpoint_file(demo, tmp_path):
+def test_resume_restores_the_loss_scale_from_the_checkpoint(demo, tmp_path):
     options = ("SOLVER.AMP", "fp16", "SOLVER.MAX_EPOCH", "1", "SOLVER.AMP.GROWTH_INTERVAL", "2")
     options += ("SOLVER.AMP.INIT_SCALE", "64", "SOLVER.AMP.PREFLIGHT", "off")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
@@ -278,14 +278,14 @@ EXPECTED = 1 - DECAY**UPDATES  # average of weight 1, starting from 0
 
 
 @pytest.mark.parametrize("dtype, last", [(torch.float16, 0.25), (torch.bfloat16, 0.03125)])
-def test_plain_pytorch_low_precision_average_stops_changing(dtype, last):
+def test_plain_pytorch_low_precision_weight_average_ignores_small_updates(dtype, last):
     average, weight = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
     for _ in range(UPDATES):
         average.mul_(DECAY).add_(weight, alpha=1 - DECAY)
     assert average.item() == last and EXPECTED > 0.39
 
 
-def test_weight_average_follows_small_updates():
+def test_float32_weight_average_accumulates_small_updates():
     model = nn.Linear(1, 1)
     with torch.no_grad():
         model.weight.fill_(0.0)
@@ -297,8 +297,8 @@ def test_weight_average_follows_small_updates():
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_weight_average_of_a_run_matches_float64(dtype):
-    """Compare with an average in float64 over the applied steps."""
+def test_weight_average_after_training_matches_float64_reference(dtype):
+    """The reference is a float64 average over the applied steps only."""
     model, record = make_net(normalize=True), Record()
     average = WeightAverage(model, "ema")
     start = {name: tensor.double() for name, tensor in values(model).items()}
@@ -324,10 +324,15 @@ WINDOW = [make_batch(seed) for seed in range(4)]
 
 
 def plain_window(dtype, *, inside):
-    """Train one accumulation window of four batches in plain PyTorch; return model, gradient norm and number of steps.
+    """Accumulate gradients over four batches in plain PyTorch, then step; some options do this incorrectly.
 
     Args:
-        inside: operation after each backward pass: ``"unscale"``, ``"step"``, another string for ``update``, or None.
+        dtype: dtype of autocast.
+        inside: scaler method that is called too early, after each backward pass, followed by ``update``:
+            ``"unscale"`` or ``"step"``; ``"update"`` calls only ``update``. None is the correct loop.
+
+    Returns:
+        Model, gradient norm before the last step, and number of steps while accumulating.
     """
     model, scaler, steps = make_net(), plain_scaler(), []
     optimizer = sgd(model)
@@ -351,7 +356,7 @@ def plain_window(dtype, *, inside):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_plain_pytorch_update_inside_the_accumulation_window_is_wrong(dtype):
+def test_plain_pytorch_scaler_calls_during_accumulation_corrupt_gradients(dtype):
     right, norm, steps = plain_window(dtype, inside=None)
     assert steps == 1
     for inside in ("unscale", "step"):
@@ -364,7 +369,7 @@ def test_plain_pytorch_update_inside_the_accumulation_window_is_wrong(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_accumulation_applies_one_step_per_window(dtype):
+def test_accumulation_over_four_batches_applies_one_optimizer_step(dtype):
     model = make_net()
     trainer = make_trainer(model, [sgd(model)], WINDOW, dtype, accum_steps=4)
     trainer.train(0, 1, 1)
@@ -378,7 +383,7 @@ def test_accumulation_applies_one_step_per_window(dtype):
         torch.testing.assert_close(ours, together, rtol=1e-2, atol=1e-3)
 
 
-def test_step_accumulates_micro_batches():
+def test_step_accumulates_gradients_of_weighted_micro_batches():
     model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
     step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)
     for batch in WINDOW:

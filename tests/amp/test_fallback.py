@@ -1,4 +1,4 @@
-"""SOLVER.AMP.ON_FAILURE: error or fallback to another dtype after too many skipped steps."""
+"""After too many skipped steps, SOLVER.AMP.ON_FAILURE selects an error or a fallback to another dtype."""
 
 import json
 
@@ -14,7 +14,7 @@ from fastamp.modeling import BACKBONE_REGISTRY
 
 
 class Times(nn.Module):
-    """Multiply by a factor; a factor of 1e6 overflows in float16 but not in bfloat16."""
+    """Multiply the input by a factor; a factor of 1e6 overflows in float16 but not in bfloat16."""
 
     def __init__(self, factor):
         super().__init__()
@@ -26,7 +26,7 @@ class Times(nn.Module):
 
 @BACKBONE_REGISTRY.register()
 def build_overflowing_backbone(cfg):
-    """Build the tiny backbone with a layer that overflows in float16."""
+    """Build the tiny backbone with a ``Times`` layer; its factor is ``MODEL.BACKBONE.SIE_COE``."""
     net = tiny.build_tiny_backbone(cfg)
     overflowing = nn.Sequential(net[0], Times(cfg.MODEL.BACKBONE.SIE_COE), *list(net)[1:])
     overflowing.feature_dim = net.feature_dim
@@ -46,14 +46,14 @@ def checkpoint(output):
 
 
 @pytest.mark.parametrize("precision, factor", [("fp16", "1e6"), ("bf16", "inf")])
-def test_on_failure_error_exits_with_2(demo, tmp_path, capfd, precision, factor):
+def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, capfd, precision, factor):
     assert train_net.cli(options(tmp_path, precision, "error", factor)) == 2
     stderr = capfd.readouterr().err
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (3)" in stderr
 
 
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
-def test_on_failure_continues_in_another_dtype(demo, tmp_path, on_failure):
+def test_on_failure_dtype_continues_training_after_repeated_skips(demo, tmp_path, on_failure):
     assert train_net.cli(options(tmp_path, "fp16", on_failure)) == 0
     log = (tmp_path / "log.txt").read_text()
     assert "SOLVER.AMP.ON_FAILURE" in log
@@ -67,12 +67,12 @@ def test_on_failure_continues_in_another_dtype(demo, tmp_path, on_failure):
     assert saved["model"]["backbone.2.num_batches_tracked"] == 8
 
 
-def test_fallback_to_the_same_dtype_exits_with_2(demo, tmp_path, capfd):
+def test_train_exits_with_2_if_fallback_dtype_is_the_current_dtype(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "bf16", "bfloat16", "inf")) == 2
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS" in capfd.readouterr().err
 
 
-def test_second_failure_after_a_fallback_exits_with_2(demo, tmp_path, capfd):
+def test_train_exits_with_2_if_steps_fail_again_after_fallback(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "fp16", "float32", "inf")) == 2
     assert "SOLVER.AMP.ON_FAILURE" in (tmp_path / "log.txt").read_text()
     assert "backbone.1 (Times)" in capfd.readouterr().err

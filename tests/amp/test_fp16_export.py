@@ -1,4 +1,4 @@
-"""Conversion to float16 without autocast keeps the same modules in float32 as autocast."""
+"""Models converted to float16 keep the same modules in float32 as under autocast."""
 
 import pytest
 import tiny
@@ -21,7 +21,7 @@ def dtypes(module):
     return {name: tensor.dtype for name, tensor in module.state_dict().items() if tensor.is_floating_point()}
 
 
-def test_weights_become_float16_except_in_norms_and_heads(tmp_path):
+def test_to_float16_keeps_normalization_layers_and_heads_in_float32(tmp_path):
     model = build_model(tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")).eval().requires_grad_(False)
     images = torch.randint(256, (4, 3, 64, 32), dtype=torch.uint8)
     expected = model({"images": images})
@@ -35,7 +35,7 @@ def test_weights_become_float16_except_in_norms_and_heads(tmp_path):
     assert not torch.equal(found, expected)  # the negative control: it computes in float16
 
 
-def test_float16_output_matches_autocast():
+def test_output_after_to_float16_matches_autocast():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     images = torch.randn(2, 3, 16, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.float16):
@@ -52,7 +52,7 @@ def test_float32_pooling_after_float16_does_not_overflow():
     assert torch.isinf(torch.full((1,), 50.0, dtype=torch.float16) ** 3)  # the negative control
 
 
-def test_forced_modules_stay_in_float32():
+def test_to_float16_keeps_force_fp32_modules_in_float32():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     apply_force_fp32(net, ["1"])
     assert in_float16(net)(torch.ones(1, 4)).dtype == torch.float16  # output of the last layer
@@ -60,7 +60,7 @@ def test_forced_modules_stay_in_float32():
     assert dtypes(net)["1.weight"] == torch.float32
 
 
-def test_module_with_a_float32_method_stays_in_float32():
+def test_to_float16_keeps_modules_with_force_fp32_methods_in_float32():
     x = torch.randn(2, 8, 4, 4)
     block = NonLocal(8, "BN")
     nn.init.ones_(block.W[1].weight)
@@ -69,7 +69,7 @@ def test_module_with_a_float32_method_stays_in_float32():
     assert block(x.half()).dtype == torch.float16
 
 
-def test_buffers_become_float16_too():
+def test_to_float16_converts_floating_point_buffers():
     class Biased(nn.Module):
         def __init__(self):
             super().__init__()
@@ -87,7 +87,7 @@ def test_buffers_become_float16_too():
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.InstanceNorm1d(4), nn.BatchNorm1d(4)])
-def test_normalization_layers_compute_in_float32(norm):
+def test_normalization_layers_compute_in_float32_after_to_float16(norm):
     seen = []
     norm.register_forward_hook(lambda module, args, output: seen.append(args[0].dtype))
     net = in_float16(nn.Sequential(norm))
@@ -96,7 +96,7 @@ def test_normalization_layers_compute_in_float32(norm):
     assert seen == [torch.float32] and set(dtypes(norm).values()) <= {torch.float32}
 
 
-def test_container_named_norm_is_converted():
+def test_to_float16_converts_container_with_norm_in_its_class_name():
     class PreNorm(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""float32 regions by decorator, class attribute and pattern, in training and evaluation."""
+"""float32 regions selected by decorator, class attribute and pattern, in training and evaluation."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ MODES = {"grad": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_region_computes_in_float32_in_every_mode(mode, dtype):
+def test_force_fp32_computes_in_float32_in_every_gradient_mode(mode, dtype):
     @force_fp32
     def product(x, y):
         return x @ y
@@ -32,7 +32,7 @@ def test_region_computes_in_float32_in_every_mode(mode, dtype):
     torch.testing.assert_close(inside, x.to(dtype).float() @ x.to(dtype).float())
 
 
-def test_region_avoids_float16_overflow():
+def test_force_fp32_avoids_float16_overflow():
     def cube(x):
         return x.pow(3)
 
@@ -41,7 +41,7 @@ def test_region_avoids_float16_overflow():
     torch.testing.assert_close(force_fp32(cube)(x), torch.full((4,), 41.0**3))
 
 
-def test_nested_arguments_are_cast_and_float64_is_kept():
+def test_to_float32_casts_nested_tensors_and_keeps_float64():
     half = torch.ones(2, dtype=torch.float16)
     cast = to_float32({"a": [half, (half, 3)], "b": torch.ones(1, dtype=torch.float64), "c": torch.ones(1).long()})
     assert cast["a"][0].dtype == cast["a"][1][0].dtype == torch.float32
@@ -74,7 +74,7 @@ def output_dtypes(model):
     "patterns, forced",
     [([], set()), (["second.*"], {"second.0"}), (["Linear"], {"first", "second.0"}), (["second"], {"second.0"})],
 )
-def test_patterns_match_modules_and_classes(patterns, forced):
+def test_force_fp32_patterns_match_module_names_and_class_names(patterns, forced):
     model = Net()
     keys = list(model.state_dict())
     apply_force_fp32(model, patterns)
@@ -84,7 +84,7 @@ def test_patterns_match_modules_and_classes(patterns, forced):
     assert list(model.state_dict()) == keys
 
 
-def test_region_survives_pickling_and_a_patched_forward():
+def test_float32_regions_survive_pickling_and_patched_forward():
     model = Net()
     model.first.forward = model.first.forward
     apply_force_fp32(model, ["second.*", "first"])
@@ -104,15 +104,15 @@ def test_class_attribute_makes_a_module_a_float32_region():
     assert output_dtypes(model) == {"0": torch.float32}
 
 
-def test_unmatched_pattern_suggests_nearest():
+def test_force_fp32_pattern_without_a_match_suggests_nearest_module_name():
     with pytest.raises(ConfigError, match=r"FORCE_FP32.*'secnd'.*Did you mean 'second'"):
         apply_force_fp32(Net(), ["secnd"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("patterns", [["backbone.4"], ["Conv2d"], ["backbone", "heads"]])
-def test_forced_regions_change_features_within_rounding(tmp_path, dtype, patterns):
-    """Compare the features of a model without overflows in all modes."""
+def test_force_fp32_changes_features_only_by_rounding(tmp_path, dtype, patterns):
+    """The model does not overflow, so its features with and without float32 regions must almost agree in all modes."""
     cfg = tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4")
     images = torch.randint(256, (16, 3, 64, 32), dtype=torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Precision policy: choice of the dtype, devices, and checks that autocast has an effect."""
+"""Precision policy: selection of the dtype and the device, and checks that autocast has an effect."""
 
 import ast
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_configured_dtype_is_used_on_cpu(name, dtype):
     assert chosen.state_dict()["dtype"] == name
 
 
-def test_forward_without_low_precision_raises():
+def test_checked_autocast_raises_if_no_operation_runs_in_low_precision():
     model = nn.Linear(4, 4)
     chosen = make(ENABLED=True, DTYPE="bfloat16")
     with chosen.checked_autocast():
@@ -63,8 +63,8 @@ def test_forward_without_low_precision_raises():
         torch.ones(3).exp()
 
 
-def test_wrong_device_type_raises():
-    """Without the check, autocast for another device type computes in float32 without an error."""
+def test_policy_for_another_device_type_than_the_model_raises():
+    """Without the check, autocast for CUDA leaves a model on the CPU in float32, without an error."""
     model = nn.Linear(4, 4)
     wrong = PrecisionPolicy("cuda", torch.bfloat16, "wrong on purpose")
     with pytest.warns(UserWarning) if not torch.cuda.is_available() else torch.no_grad(), wrong.autocast():
@@ -73,7 +73,7 @@ def test_wrong_device_type_raises():
         wrong.check_model(model)
 
 
-def test_low_precision_model_raises():
+def test_policy_rejects_model_with_float16_parameters():
     with pytest.raises(TrainingError, match=r"2 .*weight, bias"):
         make(ENABLED=True, DTYPE="float16").check_model(nn.Linear(2, 2).half())
 
@@ -84,7 +84,7 @@ def test_evaluation_policy_follows_eval_dtype():
     assert trained.for_evaluation("float32").dtype == torch.float32
 
 
-def test_tf32_flags_follow_the_config(monkeypatch):
+def test_solver_tf32_sets_the_tf32_flags_of_pytorch(monkeypatch):
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     try:
         cfg = get_cfg()
@@ -97,7 +97,7 @@ def test_tf32_flags_follow_the_config(monkeypatch):
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def test_resolve_device_rejects_unknown_names():
+def test_resolve_device_rejects_unknown_device_names():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")
     for name in ("gpu", "cudaa", "xla"):
@@ -106,13 +106,13 @@ def test_resolve_device_rejects_unknown_names():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_missing_cuda_device_raises():
+def test_resolve_device_raises_if_cuda_is_not_available():
     with pytest.raises(ConfigError, match=r"MODEL.DEVICE is 'cuda'"):
         resolve_device("cuda")
 
 
 def calls_outside_amp(root=ROOT):
-    """Yield file:line of each use of autocast, GradScaler or .half() outside ``fastamp/amp``."""
+    """Yield ``"file:line"`` for each use of autocast, GradScaler or ``.half()`` outside ``fastamp/amp``."""
     for folder in ("fastamp", "tools", "projects"):
         for path in (root / folder).rglob("*.py"):
             if path.is_relative_to(root / "fastamp/amp") or path == root / "tools/benchmark/gpu.py":
@@ -135,7 +135,7 @@ def calls_outside_amp(root=ROOT):
                     yield f"{path}:{node.lineno}"
 
 
-def test_only_the_amp_package_uses_autocast_scaler_and_half():
+def test_only_the_amp_package_uses_autocast_grad_scaler_and_half():
     assert list(calls_outside_amp()) == []
 
 
@@ -153,7 +153,7 @@ def test_only_the_amp_package_uses_autocast_scaler_and_half():
         "from torch.cuda.amp import autocast",
     ],
 )
-def test_autocast_outside_the_amp_package_is_found(tmp_path, call):
+def test_search_finds_autocast_calls_outside_the_amp_package(tmp_path, call):
     for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")

@@ -1,4 +1,4 @@
-"""Runs that train nothing, or only a part of the model, without an error in plain PyTorch: each is reported."""
+"""Failures that plain PyTorch does not report, because training continues without an error; fastamp reports them."""
 
 import logging
 import math
@@ -17,7 +17,7 @@ from fastamp.utils.errors import TrainingError
 
 
 class ScaleGradient(torch.autograd.Function):
-    """Multiply the gradient by a factor."""
+    """Identity in the forward pass; multiply the gradient by ``factor`` in the backward pass."""
 
     @staticmethod
     def forward(ctx, x, factor):
@@ -30,7 +30,7 @@ class ScaleGradient(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """A backbone whose gradient is multiplied by ``factor``, and a head that computes in float32."""
+    """Backbone whose gradient is multiplied by ``factor``, followed by a head that computes in float32."""
 
     def __init__(self, factor=1.0):
         super().__init__()
@@ -71,7 +71,7 @@ def run(model, step, steps, dtype=torch.float32, hook=lambda number: None, check
 
 
 def plain_run(model, steps, dtype, scale):
-    """Train with PyTorch's own loop and a fixed loss scale; return the norm of the backbone's gradient."""
+    """Train in plain PyTorch with a fixed loss scale; return the last gradient norm of the backbone."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(steps):
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_underflow_of_the_backbone_below_a_float32_head_is_reported(caplog):
+def test_float16_backbone_underflow_below_float32_head_warns(caplog):
     model, _ = make(factor=1e-9)
     weights = model.backbone.weight.clone()
     assert plain_run(model, 20, torch.float16, 1.0) == 0
@@ -105,20 +105,20 @@ def test_underflow_of_the_backbone_below_a_float32_head_is_reported(caplog):
     assert not any("100.0 %" in each for each in warnings_of(caplog))
 
 
-def test_gradients_zeroed_from_step_5_on_are_reported_once(caplog):
+def test_zeroed_backbone_gradients_warn_only_once(caplog):
     model, step = make()
     run(model, step, 160, hook=lambda number: "zero the backbone" if number >= 5 else None)
     (message,) = warnings_of(caplog)
     assert "'backbone'" in message and "100.0 %" in message
 
 
-def test_warning_is_repeated_if_a_module_stops_training_again(caplog):
+def test_zero_gradient_warning_repeats_if_module_stops_training_again(caplog):
     model, step = make()
     run(model, step, 210, hook=lambda number: "zero the backbone" if number < 60 or number > 120 else None)
     assert len(warnings_of(caplog)) == 2
 
 
-def test_warning_about_the_first_steps_does_not_silence_later_ones(caplog):
+def test_zero_learning_rate_warning_does_not_suppress_later_zero_gradient_warning(caplog):
     model, step = make(lr=0.0)
     run(model, step, 5)
     (first,) = warnings_of(caplog)
@@ -132,13 +132,13 @@ def test_warning_about_the_first_steps_does_not_silence_later_ones(caplog):
 
 
 @pytest.mark.parametrize("scale, expected", [(64.0, 1), (1024.0, 0)])
-def test_small_scale_is_reported_despite_a_warning_about_the_first_steps(scale, expected, caplog):
+def test_small_loss_scale_warns_despite_an_earlier_learning_rate_warning(scale, expected, caplog):
     model, step = make(lr=0.0, scaler=LossScaler(init_scale=scale))
     run(model, step, 210)
     assert sum("SOLVER.AMP.GROWTH_INTERVAL" in each for each in warnings_of(caplog)) == expected
 
 
-def test_backbone_frozen_by_accident_is_reported(caplog):
+def test_frozen_backbone_missing_from_freeze_layers_warns(caplog):
     model, step = make()
     model.backbone.requires_grad_(False)
     run(model, step, 2)
@@ -147,7 +147,7 @@ def test_backbone_frozen_by_accident_is_reported(caplog):
 
 
 @pytest.mark.parametrize("name", ["backbone", "backbone.layer1"])
-def test_backbone_frozen_on_purpose_is_not_reported(name, caplog):
+def test_backbone_listed_in_freeze_layers_does_not_warn(name, caplog):
     model, step = make()
     model.backbone.requires_grad_(False)
     step.set_frozen([name])
@@ -155,7 +155,7 @@ def test_backbone_frozen_on_purpose_is_not_reported(name, caplog):
     assert not warnings_of(caplog)
 
 
-def test_learning_rate_0_and_sparse_gradients_are_not_reported(caplog):
+def test_modules_with_zero_learning_rate_or_sparse_gradients_do_not_warn(caplog):
     class Centers(nn.Module):
         sparse_gradients = True
 
@@ -174,7 +174,7 @@ def test_learning_rate_0_and_sparse_gradients_are_not_reported(caplog):
     assert not warnings_of(caplog)
 
 
-def test_parameters_that_do_not_change_are_reported(caplog):
+def test_backbone_parameters_that_do_not_change_warn(caplog):
     model, _ = make()
     groups = [{"params": model.backbone.parameters(), "lr": 1e-30}, {"params": model.heads.parameters()}]
     step = OptimizationStep(model, [torch.optim.SGD(groups, lr=0.1)])
@@ -183,7 +183,7 @@ def test_parameters_that_do_not_change_are_reported(caplog):
     assert "'backbone'" in message and "SOLVER.LR_FACTORS" in message
 
 
-def test_loss_scale_that_stays_small_is_reported(caplog):
+def test_loss_scale_that_stays_small_for_200_steps_warns(caplog):
     scaler = LossScaler()
     model, step = make(scaler=scaler)
     run(model, step, 17, hook=lambda number: "overflow")
@@ -194,7 +194,7 @@ def test_loss_scale_that_stays_small_is_reported(caplog):
     assert scaler.scale == 1.0 and "SOLVER.AMP.GROWTH_INTERVAL" in message
 
 
-def test_loss_scale_grows_after_the_growth_interval_was_lowered():
+def test_loss_scale_grows_if_growth_interval_was_lowered_on_resume():
     scaler = LossScaler(init_scale=1.0, growth_interval=10)
     scaler.load_state_dict({"scale": 1.0, "good_steps": 25})
     scaler.update(True)
@@ -210,7 +210,7 @@ def test_training_ends_if_more_than_half_of_the_steps_are_skipped(caplog):
 
 
 @pytest.mark.parametrize("rate", [math.nan, 1e38])
-def test_diverged_weights_are_named_at_the_first_skip(rate):
+def test_first_skipped_step_raises_if_weights_diverged(rate):
     model, step = make()
     run(model, step, 1)
     for group in step.optimizers[0].param_groups:
@@ -220,14 +220,14 @@ def test_diverged_weights_are_named_at_the_first_skip(rate):
     assert step.skipped_in_a_row == 1
 
 
-def test_overflow_with_finite_weights_is_not_a_divergence():
+def test_overflow_with_finite_weights_skips_the_step_without_an_error():
     model, step = make()
     run(model, step, 1, hook=lambda number: "overflow")
     assert step.skipped_in_a_row == 1
 
 
 class Listed(Net):
-    """A net with layers in a plain list and a plain dict."""
+    """Net with layers in a plain list and a plain dict, which PyTorch does not register."""
 
     def __init__(self):
         super().__init__()
@@ -238,7 +238,7 @@ class Listed(Net):
         return super().forward(self.more["a"](self.extra[0](x)), targets)
 
 
-def test_layers_in_plain_containers_are_named(caplog):
+def test_warning_names_layers_in_plain_lists_and_dicts(caplog):
     model, step = make(Listed)
     weights = model.extra[0].weight.clone()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -252,7 +252,7 @@ def test_layers_in_plain_containers_are_named(caplog):
 
 
 def epochs_with(change, caplog):
-    """Train for two epochs, with ``change`` called after the first."""
+    """Train for two epochs, and call ``change(trainer)`` after each."""
 
     class Change(HookBase):
         def after_epoch(self):
@@ -283,7 +283,7 @@ def test_model_changed_after_the_first_epoch_raises(change, words, caplog):
         epochs_with(change, caplog)
 
 
-def test_parameters_reset_between_steps_are_reported(caplog):
+def test_parameters_reset_between_steps_warn(caplog):
     model, step = make()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -298,7 +298,7 @@ def test_parameters_reset_between_steps_are_reported(caplog):
 
 
 class Disabled(nn.Module):
-    """A linear layer that disables autocast."""
+    """Linear layer that disables autocast in its forward pass."""
 
     def __init__(self):
         super().__init__()
@@ -310,7 +310,7 @@ class Disabled(nn.Module):
 
 
 @pytest.mark.parametrize("forced", [False, True])
-def test_child_module_that_disables_autocast_is_reported(forced, caplog):
+def test_child_module_that_disables_autocast_warns_unless_in_force_fp32(forced, caplog):
     caplog.set_level(logging.INFO, "fastamp.amp")
     model = make_net()
     model.body = Disabled()
@@ -321,7 +321,7 @@ def test_child_module_that_disables_autocast_is_reported(forced, caplog):
     assert [("'body'" in each) for each in warnings_of(caplog)] == ([] if forced else [True])
 
 
-def test_plain_pytorch_is_silent_if_a_child_disables_autocast(caplog):
+def test_plain_pytorch_does_not_warn_if_child_module_disables_autocast(caplog):
     model = make_net()
     model.body = Disabled()
     with torch.autocast("cpu", torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Optimizer step compared with plain loops; test_failures_*.py has its failures."""
+"""Optimizer step compared with plain PyTorch loops; test_failures_*.py covers its failures."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def loss_of(model, factor=1.0):
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0])
-def test_step_equals_plain_pytorch(scale):
+def test_optimization_step_matches_plain_pytorch_step(scale):
     model, step = make(scaler=LossScaler(init_scale=scale) if scale else None)
     plain, _ = make()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -91,14 +91,14 @@ def test_loss_scale_grows_after_consecutive_finite_steps():
         ({"loss_cls": torch.tensor(1.0, dtype=torch.float16, requires_grad=True)}, "'loss_cls' .*torch.float16"),
     ],
 )
-def test_invalid_losses_raise(losses, message):
+def test_step_rejects_empty_non_scalar_and_float16_losses(losses, message):
     _, step = make()
     with pytest.raises(TrainingError, match=message):
         step.scale(losses).backward()
 
 
 def test_parameter_in_two_optimizers_is_unscaled_once():
-    """Unlike ``torch.amp.GradScaler``, which unscales it twice."""
+    """``torch.amp.GradScaler`` would unscale its gradient twice."""
     norms = []
     for scaler in (None, LossScaler(init_scale=1024.0)):
         torch.manual_seed(0)
@@ -114,8 +114,8 @@ def test_parameter_in_two_optimizers_is_unscaled_once():
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_parameters_added_later_are_unscaled():
-    """The cached parameter order is updated if the groups change."""
+def test_parameters_added_after_the_first_step_are_unscaled():
+    """Adding a parameter group invalidates the cached parameter order."""
     model, step = make(scaler=LossScaler(init_scale=1024.0))
     model.bias.requires_grad_(False)
     step.optimizers[0].param_groups[0]["params"] = [model.weight]
@@ -131,7 +131,7 @@ def test_parameters_added_later_are_unscaled():
     assert changes[-1] != 0 and norms[1] == pytest.approx(changes.norm().item(), rel=1e-5)
 
 
-def test_parameter_order_is_computed_once(monkeypatch):
+def test_step_computes_the_parameter_order_only_once(monkeypatch):
     calls = []
     sort = amp_step.groups_by_value
     monkeypatch.setattr(amp_step, "groups_by_value", lambda *given: calls.append(1) or sort(*given))
