@@ -260,7 +260,7 @@ def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError('matplotlib is not installed.\n  fix: run pip install "fastamp[vis]"') from error
+        raise ConfigError('matplotlib is not installed.\n  fix: pip install "fastamp[vis]"') from error
     layers = reports[0].layers
     figure = Figure(figsize=(max(8, min(30, 0.22 * len(layers))), 9), layout="constrained")
     errors, sizes = figure.subplots(2, 1, sharex=True)

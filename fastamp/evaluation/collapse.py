@@ -32,12 +32,12 @@ def count_indistinct(
     metric: str,
     dtype: torch.dtype,
 ) -> int:
-    """Count images whose features cannot be distinguished from those of another identity, and log a warning.
+    """Count images whose features cannot be distinguished from another identity's; log a warning if there are any.
 
-    If the largest distance between two features is below the resolution of ``dtype``, all images are counted. To avoid
-    comparing all pairs, twice the largest distance from the mean is used as an upper bound of this distance. Otherwise,
-    images with a feature that is bit-identical to a feature of another identity are counted. The result is 0 if fewer
-    than 5 % of the images are counted, because a dataset may contain copies of an image.
+    All images are counted if the largest distance between two features is below the resolution of ``dtype``. Instead
+    of comparing all pairs, this distance is bounded by twice the largest distance from the mean. Otherwise, images with
+    a feature that is bit-identical to a feature of another identity are counted. The result is 0 if these are fewer
+    than 5 % of the images, because a dataset may contain copies of an image.
 
     Args:
         query_features: (Q, D) float, finite.
@@ -135,7 +135,7 @@ def _equal_to_another_identity(sides: tuple[torch.Tensor, ...], pids: np.ndarray
 
 
 def _hashes(sides: tuple[torch.Tensor, ...], rows: torch.Tensor, step: int) -> np.ndarray:
-    """Hash every ``step``-th column of R rows, given as sorted indices into the concatenated sets: (R,) int64."""
+    """Hash every ``step``-th column of the R ``rows`` (sorted indices into the concatenated sets) to (R,) int64."""
     integer = torch.int64 if sides[0].dtype == torch.float64 else torch.int32
     generator = torch.Generator().manual_seed(0)
     factors = torch.randint(-(2**62), 2**62, (len(range(0, sides[0].shape[1], step)),), generator=generator) * 2 + 1

@@ -34,7 +34,7 @@ LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
 
 
 class DatasetEvaluator:
-    """Base class of evaluators, which accumulate batches of a test set and compute its metrics."""
+    """Base class of evaluators, which accumulate the batches of a test set and then compute metrics."""
 
     def metric_names(self) -> list[str] | None:
         """List the metrics from ``evaluate`` by which the best model can be selected; None if not known in advance."""
@@ -215,7 +215,7 @@ class ReidEvaluator(DatasetEvaluator):
             self._batches.setdefault(name, []).append(column)
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the metrics, on the model's device if its memory suffices, and discard the features.
+        """Compute the metrics, on the model's device if it has enough memory, and discard the features.
 
         Returns:
             The metrics from ``EvaluationResult.metrics``, and with ``TEST.BASELINES`` also ``baselines``: dict from
@@ -258,7 +258,7 @@ class ReidEvaluator(DatasetEvaluator):
         return metrics
 
     def _gather(self) -> dict[str, torch.Tensor]:
-        """Gather the columns of all ranks in the order of ``indices``, and free the batches."""
+        """Gather features, identities and cameras from all ranks in the order of ``indices``, and free the batches."""
         indices = comm.gather_rows(torch.cat(self._batches.pop("indices")))
         rows = indices.argsort().argsort()
         columns = {}

@@ -284,7 +284,10 @@ def check_features(
         ("gallery", gallery_features, identities.gallery_pids, identities.gallery_camids),
     ):
         if len(features) == 0:
-            raise DataError(f"the {name} set is empty: at least one image is required")
+            raise DataError(
+                f"the {name} set is empty: at least one image is required.\n"
+                f"  fix: choose a test set or file that contains {name} images"
+            )
         if features.dim() != 2 or not len(features) == len(pids) == len(camids):
             raise DataError(
                 f"shape mismatch in the {name} set: expected (N, D) features, N identities and N cameras; got "

@@ -1,7 +1,7 @@
 """Exact nearest-neighbor search in blocks, with the same result for every backend, block size and device.
 
-The search is a collective operation: in a distributed run, all ranks must call it, and each rank searches the neighbors
-of a part of the queries.
+The search is a collective operation: in a distributed run, all ranks must call it, and each rank searches for the
+neighbors of its part of the queries.
 """
 
 import math

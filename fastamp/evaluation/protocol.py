@@ -50,7 +50,12 @@ __getattr__ = moved_names(
 
 @dataclass(frozen=True)
 class Identities:
-    """Identities and cameras of the query and gallery images: (Q,), (G,), (Q,), (G,) int64."""
+    """Identities and cameras of Q query and G gallery images.
+
+    Attributes:
+        query_pids, query_camids: (Q,) int64.
+        gallery_pids, gallery_camids: (G,) int64.
+    """
 
     query_pids: torch.Tensor
     gallery_pids: torch.Tensor
@@ -58,7 +63,7 @@ class Identities:
     gallery_camids: torch.Tensor
 
     def all_images(self) -> "Identities":
-        """Return identities with all images as both queries and gallery."""
+        """Return the identities and cameras of a test in which all images are both queries and gallery."""
         pids = torch.cat((self.query_pids, self.gallery_pids))
         camids = torch.cat((self.query_camids, self.gallery_camids))
         return Identities(pids, pids, camids, camids)
@@ -210,7 +215,7 @@ class Ranker:
 
     @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
-        """Rank the gallery for queries ``start:start + B`` by (B, G) distances; junk entries are overwritten."""
+        """Rank the gallery for queries ``start:start + B``, given (B, G) distances; those of junk become NaN."""
         for first, last in self.matches.spans(start, start + len(distances)):
             self._parts[first] = self.rank(first, distances[first - start : last - start])
 
@@ -234,7 +239,7 @@ class Ranker:
 
 
 def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
-    """Build the ranker over all gallery images."""
+    """Build a ``Ranker``, which ranks all gallery images."""
     return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
 
 
@@ -271,7 +276,7 @@ RULES = {
 
 
 def accept_rate_name(rate: float) -> str:
-    """Return the name of the metric that is the true accept rate at the false accept rate ``rate``, in 0..1."""
+    """Return the metric name of the true accept rate at the false accept rate ``rate``, e.g. ``TAR@FAR=0.001``."""
     return f"TAR@FAR={rate:.10g}"
 
 

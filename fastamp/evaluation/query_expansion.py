@@ -77,8 +77,8 @@ def expand(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Expand query and gallery features.
 
-    Each feature is replaced by the mean of its nearest neighbors, weighted by the cosine similarity to the power of
-    alpha (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not
+    Each feature is replaced by the mean of its nearest neighbors, each multiplied by its cosine similarity to the power
+    of alpha (Radenovic et al. 2019, arXiv:1711.02512, section 3.3; Chum et al. 2007 for alpha 0). Features are not
     normalized before the mean. Negative similarities have weight 0, except if alpha is a non-negative integer.
 
     Args:
@@ -119,7 +119,7 @@ def expand(
 def _expand(
     features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
 ) -> torch.Tensor:
-    """Compute the (N, D) weighted means of the neighbors in the pool, and of the feature itself if ``with_itself``."""
+    """Expand (N, D) features with neighbors from ``pool``; ``with_itself`` adds each feature to its own mean."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
     found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices

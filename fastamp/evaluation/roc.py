@@ -1,4 +1,4 @@
-"""Verification: ROC curve and true accept rate at given false accept rates, in bounded memory."""
+"""Verification: ROC curve, and true accept rate at given false accept rates, in bounded memory."""
 
 import logging
 from collections.abc import Sequence
