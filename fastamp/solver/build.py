@@ -94,11 +94,12 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
     for pattern, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: expected a finite factor of at least 0 for {pattern!r}, got {factor!r}"
+                f"SOLVER.LR_FACTORS: expected a finite factor of at least 0 for {pattern!r}, got {factor!r}.\n"
+                "  fix: set a number such as 0.1"
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: {pattern!r} matches no parameter name of the model.{did_you_mean(pattern, names)}"
+                f"SOLVER.LR_FACTORS: no parameter name in the model matches {pattern!r}.{did_you_mean(pattern, names)}"
             )
     return dict(factors)
 
@@ -187,7 +188,8 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         break
     if solver.LR_SCALING != "none":
         logger.info(
-            "learning rate: scaled SOLVER.BASE_LR from %g for %d images per step to %g for %d x %d images (%s)",
+            "scaled the base learning rate from %g (SOLVER.BASE_LR, for %d images per step: SOLVER.REFERENCE_BATCH) "
+            "to %g for %d x %d images (SOLVER.IMS_PER_BATCH x SOLVER.ACCUM_STEPS), SOLVER.LR_SCALING %s",
             solver.BASE_LR,
             solver.REFERENCE_BATCH,
             base_lr,
@@ -212,13 +214,13 @@ def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     with ``scheduled=False`` is constant.
 
     Returns:
-        dict[str, torch.optim.Optimizer]: name of the optimizer, ``<module name>.optimizer`` -> optimizer.
+        dict[str, torch.optim.Optimizer]: ``"<module name>.optimizer"`` -> optimizer of this module.
     """
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 
 
 def build_optimizers(cfg: Any, model: nn.Module) -> dict[str, torch.optim.Optimizer]:
-    """Build all optimizers of a model by name: ``optimizer``, the main one, and those of ``build_own_optimizers``."""
+    """Build all optimizers of a model: the main one, named ``"optimizer"``, and those of ``build_own_optimizers``."""
     return {"optimizer": build_optimizer(cfg, model)} | build_own_optimizers(model)
 
 
@@ -230,7 +232,7 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
     """Check ``SOLVER.OPT_ARGS`` against the optimizer's signature.
 
     Raises:
-        ConfigError: if an argument is unknown, must be set by another config key, or has a value of the wrong type.
+        ConfigError: if an argument is unknown, has a value of the wrong type, or must be set by another config key.
     """
     for key, value in options.items():
         if key in ("params", "lr", "weight_decay"):
@@ -254,12 +256,13 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
             continue
         if not fits:
             raise ConfigError(
-                f"SOLVER.OPT_ARGS: expected {key} of {name} to have the type of the default {default!r}, got {value!r}"
+                f"SOLVER.OPT_ARGS: the {name} argument {key!r} must have the same type as its default {default!r}, "
+                f"got {value!r}"
             )
 
 
 def build_gradient_clipping(cfg: Any) -> Clip | None:
-    """Build the function ``clip(gradients, total_norm)`` set by ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
+    """Build the function ``clip(gradients, total_norm)`` from ``SOLVER.CLIP_GRADIENTS``; None if clipping is off."""
     clip = cfg.SOLVER.CLIP_GRADIENTS
     if not clip.ENABLED:
         return None

@@ -55,7 +55,7 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
 
 
 def warmup_length(cfg: Any, iters_per_epoch: int) -> int:
-    """Compute the length of the warm-up in iterations from ``SOLVER.WARMUP_EPOCHS``; if 0, from ``WARMUP_ITERS``."""
+    """Compute the length of the warm-up in iterations: ``SOLVER.WARMUP_EPOCHS`` if not 0, else ``WARMUP_ITERS``."""
     return cfg.SOLVER.WARMUP_EPOCHS * iters_per_epoch or cfg.SOLVER.WARMUP_ITERS
 
 
@@ -108,7 +108,7 @@ class EpochSchedule:
 
     @property
     def epochs_before_decay(self) -> float:
-        """Number of epochs before the decay starts to count epochs."""
+        """Number of epochs at the start of training that the decay does not count."""
         if not self.after_warmup:
             return 0
         return {
@@ -130,7 +130,7 @@ class EpochSchedule:
 
 @SCHEDULE_REGISTRY.register("MultiStepLR")
 def build_multi_step(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
-    """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``; ``EpochSchedule`` counts the epochs."""
+    """Multiply the rate by ``SOLVER.GAMMA`` at each epoch in ``SOLVER.STEPS``, counted as in ``EpochSchedule``."""
     ordered, gamma = sorted(cfg.SOLVER.STEPS), cfg.SOLVER.GAMMA
     return EpochSchedule.from_config(
         cfg, lambda base_lr, epochs: base_lr * gamma ** bisect.bisect_right(ordered, epochs), iters_per_epoch
@@ -244,7 +244,7 @@ def swa_start(cfg: Any) -> int:
         raise ConfigError(
             f"SOLVER.SWA.START_EPOCH is {start}, but training ends after {epochs} epochs (SOLVER.MAX_EPOCH): "
             "no weights would be averaged.\n"
-            "  fix: decrease SOLVER.SWA.START_EPOCH"
+            "  fix: set SOLVER.SWA.START_EPOCH to a smaller epoch, or to -1 for the last quarter of training"
         )
     return start
 

@@ -44,7 +44,7 @@ class OptimizerState:
         return {"name": type(self.optimizer).__name__, **state}
 
     def form(self) -> dict[str, Any]:
-        """Return a template of the structure of the state dict; ``load_state_dict`` checks the options and values."""
+        """Return a template of the structure of ``state_dict``; ``load_state_dict`` validates options and values."""
         return {"name": "", "state": {}, "param_groups": [{"params": [0], "param_names": [""]}]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,7 +56,9 @@ class OptimizerState:
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
-            raise ValueError(f"the saved optimizer is {state['name']}, but SOLVER.OPT is {name}")
+            raise ValueError(
+                f"the state was saved with SOLVER.OPT {state['name']}, but the current optimizer is {name}"
+            )
         saved = self._saved_by_group(state["param_groups"])
         changed, groups, values = {}, [], {}
         for parameters, now in zip(saved, own, strict=True):
@@ -72,10 +74,10 @@ class OptimizerState:
                     values[number] = state["state"][saved_number]
         refused = [option for option in _STRUCTURAL if option in changed]
         if refused:
-            raise ValueError(f"the saved state is incompatible with a changed optimizer option: {changed[refused[0]]}")
+            raise ValueError(f"optimizer option changed, so the saved state cannot be used: {changed[refused[0]]}")
         if changed:
             logger.warning(
-                "optimizer options differ from the checkpoint; using the current values: %s",
+                "optimizer options differ from the checkpoint (saved -> current); using the current values: %s",
                 ", ".join(changed.values()),
             )
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
@@ -84,7 +86,7 @@ class OptimizerState:
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
 
     def _names_by_group(self) -> list[list[str]]:
-        """List the parameter names of each group; empty if the model lacks a parameter of the optimizer."""
+        """List the parameter names of each group; empty if a parameter of the optimizer is not in the model."""
         groups = self.optimizer.param_groups
         if not all(id(parameter) in self._names for group in groups for parameter in group["params"]):
             return []
@@ -94,7 +96,7 @@ class OptimizerState:
         """For each parameter in each group of this optimizer, find ``(saved group, index in the saved state)``.
 
         Raises:
-            ValueError: if the parameters differ.
+            ValueError: if the optimizer and the saved state have different parameters.
         """
         own = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
         names = self._names_by_group()
@@ -103,7 +105,7 @@ class OptimizerState:
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
                 raise ValueError(
-                    f"checkpoint and model have different parameters: {len(differ)} in total{examples(sorted(differ))}"
+                    f"{len(differ)} parameters are in only one of checkpoint and optimizer{examples(sorted(differ))}"
                 )
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.
@@ -112,9 +114,9 @@ class OptimizerState:
             keys = own
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
-                "the parameter groups differ, and the checkpoint contains no parameter names to match them: expected "
-                "the learning-rate factors and weight decays of the saved run (SOLVER.BIAS_LR_FACTOR, HEADS_LR_FACTOR, "
-                "LR_FACTORS, WEIGHT_DECAY, WEIGHT_DECAY_BIAS, WEIGHT_DECAY_NORM)"
+                "the parameter groups differ from the checkpoint, which stores no parameter names to match them: set "
+                "SOLVER.BIAS_LR_FACTOR, HEADS_LR_FACTOR, LR_FACTORS, WEIGHT_DECAY, WEIGHT_DECAY_BIAS and "
+                "WEIGHT_DECAY_NORM as in the saved run"
             )
         saved_positions = {
             key: (group, number)

@@ -1,4 +1,4 @@
-"""Expected names, shapes and dtypes of the optimizer state of a parameter."""
+"""Validation of saved optimizer state: expected names, shapes and dtypes for each parameter."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ _SCALARS = {"ASGD": ("step", "eta", "mu"), "NAdam": ("step", "mu_product"), "Lam
 
 
 def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
-    """Create a template of the optimizer state that a parameter has after a step.
+    """Create a template of one parameter's optimizer state after an optimizer step.
 
     Args:
         optimizer (torch.optim.Optimizer): optimizer of any class. If the class is not from torch.optim or overrides
@@ -63,7 +63,7 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
 
 def _layout_of(kind: type[Optimizer]) -> str | None:
-    """Return the key in ``_LIKE_PARAMETER`` of a class, or of the base class that it inherits ``step`` from."""
+    """Return the name of the known optimizer class whose ``step`` ``kind`` uses; None if ``step`` is custom."""
     for base in kind.__mro__:
         name = base.__name__
         if getattr(torch.optim, name, None) is base or (name == "Lamb" and base.__module__.startswith("timm.optim")):
@@ -91,11 +91,13 @@ def _state_after_step(optimizer: Optimizer, group: Mapping[str, Any], parameter:
 
 @functools.cache  # one warning, not one for each parameter
 def _warn_not_validated(name: str, error: str) -> None:
-    logger.warning("cannot validate the saved state of %s: a trial step failed with %s", name, error)
+    logger.warning("the saved state of %s is not validated, because a trial step failed with %s", name, error)
 
 
 def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, saved: Any, name: str) -> None:
-    """Validate the saved state of a parameter. None and an empty state are valid: the parameter had no updates.
+    """Validate the saved optimizer state of one parameter.
+
+    None and an empty state are valid: they are saved for a parameter that was never updated.
 
     Args:
         optimizer, group, parameter: see ``expected_state``.

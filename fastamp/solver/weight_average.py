@@ -10,9 +10,9 @@ from torch import nn
 
 
 class WeightAverage:
-    """Running average of the parameters and floating-point buffers of a model, in the model's dtype (float32).
+    """Running average of the parameters and floating-point buffers of a model, in the dtype of each tensor.
 
-    Buffers of other dtypes are copied from the model at each update. An exponential moving average (EMA) calls
+    Integer and boolean buffers are copied from the model at each update. An exponential moving average (EMA) calls
     ``update(1 - decay)`` after every step; stochastic weight averaging (SWA, Izmailov et al. 2018, arXiv:1803.05407)
     calls ``update(1 / (updates + 1))`` after every epoch.
 
@@ -86,7 +86,7 @@ class WeightAverage:
             raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")
         own = self.tensors()
         if own.keys() != state["model"].keys():
-            raise ValueError("the averaged weights belong to another model: the tensor names differ")
+            raise ValueError("the average was saved for another model: the tensor names differ")
         for name, tensor in own.items():
             tensor.copy_(state["model"][name])
         self.updates = state["updates"]

@@ -1,4 +1,4 @@
-"""Parameter groups and optimizers by name."""
+"""Parameter groups, learning-rate factors, and optimizers built by name."""
 
 import sys
 
@@ -30,7 +30,7 @@ def groups_by_name(optimizer, model):
     return {names[id(p)]: (g["base_lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
 
 
-def test_parameter_groups_match_fastreid():
+def test_learning_rates_and_weight_decays_of_parameter_groups_match_fastreid():
     cfg = config(
         "SOLVER.BASE_LR", "1.0", "SOLVER.HEADS_LR_FACTOR", "3.0", "SOLVER.BIAS_LR_FACTOR", "2.0",
         "SOLVER.WEIGHT_DECAY", "0.1", "SOLVER.WEIGHT_DECAY_NORM", "0.2", "SOLVER.WEIGHT_DECAY_BIAS", "0.3",
@@ -83,7 +83,7 @@ def test_opt_args_and_momentum_are_passed_to_the_optimizer():
     assert group["momentum"] == 0.7 and group["nesterov"]
 
 
-def test_unknown_optimizers_and_arguments_raise():
+def test_build_optimizer_rejects_unknown_names_unknown_arguments_and_frozen_models():
     with pytest.raises(ConfigError, match="SOLVER.OPT: .*'AdmaW'.*'AdamW'"):
         build_optimizer(config("SOLVER.OPT", "AdmaW"), Model())
     with pytest.raises(ConfigError, match="SOLVER.OPT_ARGS: .*Adam.*'beta'.*'betas'"):
@@ -94,7 +94,7 @@ def test_unknown_optimizers_and_arguments_raise():
         build_optimizer(get_cfg(), frozen)
 
 
-def test_layer_wise_learning_rate_factors_are_multiplied():
+def test_all_matching_lr_factors_are_multiplied():
     factors = {"backbone.0.*": 0.5, "*.weight": 0.1, "heads.*": 0.2}
     cfg = config("SOLVER.BASE_LR", "1.0", "SOLVER.HEADS_LR_FACTOR", "3.0", "SOLVER.LR_FACTORS", str(factors))
     model = Model()
@@ -110,7 +110,7 @@ def test_layer_wise_learning_rate_factors_are_multiplied():
     })  # fmt: skip
 
 
-def test_layer_wise_factors_can_be_set_in_yaml_and_on_the_command_line(tmp_path):
+def test_lr_factors_accept_yaml_mapping_and_command_line_entries(tmp_path):
     file = tmp_path / "factors.yml"
     file.write_text("SOLVER:\n  LR_FACTORS:\n    backbone.0.*: 0.5\n")
     cfg = config("SOLVER.LR_FACTORS.heads.reduce.*", "0.25")
@@ -124,8 +124,8 @@ def test_layer_wise_factors_can_be_set_in_yaml_and_on_the_command_line(tmp_path)
     assert again == cfg
 
 
-def test_invalid_layer_wise_factors_raise():
-    with pytest.raises(ConfigError, match=r"SOLVER.LR_FACTORS: 'backbon.\*'.*Did you mean"):
+def test_lr_factors_reject_unmatched_globs_and_invalid_factors():
+    with pytest.raises(ConfigError, match=r"SOLVER.LR_FACTORS: .*'backbon.\*'.*Did you mean"):
         build_optimizer(config("SOLVER.LR_FACTORS", "{'backbon.*': 0.5}"), Model())
     for value in ("-1", "fast", "True"):
         with pytest.raises(ConfigError, match="SOLVER.LR_FACTORS"):
@@ -133,7 +133,7 @@ def test_invalid_layer_wise_factors_raise():
 
 
 @pytest.mark.parametrize("name", ["LAMB", "Lamb"])
-def test_timm_lamb_updates_the_weights_with_the_given_options(name):
+def test_timm_lamb_receives_opt_args_and_updates_the_weights(name):
     pytest.importorskip("timm")
     model = nn.Linear(3, 2)
     optimizer = build_optimizer(config("SOLVER.OPT", name, "SOLVER.OPT_ARGS.eps", "1e-7"), model)

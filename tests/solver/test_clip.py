@@ -1,4 +1,4 @@
-"""Gradient clipping."""
+"""Gradient clipping compared with ``torch.nn.utils``, and invalid settings."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_gradient_clipping_matches_torch(clip_type, norm_type):
     torch.testing.assert_close(coefficient, after / before)
 
 
-def test_disabled_clipping_builds_none_and_zero_clip_value_raises():
+def test_gradient_clipping_is_none_if_disabled_and_rejects_zero_clip_value():
     assert build_gradient_clipping(get_cfg()) is None
     with pytest.raises(ConfigError, match="SOLVER.CLIP_GRADIENTS.CLIP_VALUE"):
         build_gradient_clipping(config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0"))

@@ -1,4 +1,4 @@
-"""Learning-rate schedules against curves of FastReID and PyTorch."""
+"""Learning-rate schedules compared with those of FastReID and PyTorch."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def config(**solver):
 
 
 @pytest.mark.parametrize("name", CURVES)
-def test_schedule_matches_fastreid(name):
+def test_schedule_matches_recorded_fastreid_learning_rates(name):
     recipe, _, rest = name.partition(" @ ")
     iters_per_epoch = int(rest.split(" ")[0])
     solver = {k.removeprefix("SOLVER."): v for k, v in RECIPES[recipe].items() if k.count(".") == 1 and "SOLVER" in k}
@@ -40,14 +40,14 @@ def test_schedule_matches_fastreid(name):
     assert {i: rate(int(i)) for i in curve["iters"]} == pytest.approx(curve["iters"], rel=1e-9)
 
 
-def test_absolute_multi_step_schedule_counts_all_epochs():
+def test_multi_step_schedule_counts_all_epochs_if_epoch_schedule_is_absolute():
     cfg = config(EPOCH_SCHEDULE="absolute", STEPS=[4, 9], MAX_EPOCH=12, WARMUP_ITERS=300, BASE_LR=1.0)
     schedule = build_lr_schedule(cfg, 100)
     rates = [schedule.learning_rate(1.0, epoch=epoch, steps_taken=10**6) for epoch in range(12)]
     assert rates == pytest.approx([1.0] * 4 + [0.1] * 5 + [0.01] * 3)
 
 
-def test_absolute_cosine_schedule_ends_at_eta_min():
+def test_cosine_schedule_ends_at_eta_min_if_epoch_schedule_is_absolute():
     cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
     schedule = build_lr_schedule(cfg, 5)
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=0) == pytest.approx(1.0)
@@ -56,14 +56,14 @@ def test_absolute_cosine_schedule_ends_at_eta_min():
 
 
 @pytest.mark.parametrize("method, middle", [("linear", 0.55), ("constant", 0.1), ("exp", 0.1**0.5)])
-def test_warm_up_advances_with_steps_taken(method, middle):
+def test_warmup_factor_depends_on_the_number_of_optimizer_steps(method, middle):
     schedule = build_lr_schedule(config(WARMUP_METHOD=method, WARMUP_ITERS=10, WARMUP_FACTOR=0.1), 100)
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=0) == pytest.approx(0.1)
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=5) == pytest.approx(middle)
     assert schedule.learning_rate(1.0, epoch=0, steps_taken=10) == 1.0
 
 
-def test_unknown_schedule_and_warm_up_suggest_the_nearest_name():
+def test_unknown_schedule_and_warmup_method_raise():
     with pytest.raises(ConfigError, match="SOLVER.WARMUP_METHOD.*'linaer'.*'linear'"):
         build_lr_schedule(config(WARMUP_METHOD="linaer"), 1)
     with pytest.raises(ConfigError, match=r"SOLVER.SCHED.*'CosineLR'"):
@@ -71,7 +71,7 @@ def test_unknown_schedule_and_warm_up_suggest_the_nearest_name():
 
 
 @pytest.mark.parametrize("epochs, iters, rise", [(4, 25, 0.3), (1, 10, 0.5), (3, 7, 0.1), (1, 1, 0.3), (2, 1, 0.3)])
-def test_one_cycle_matches_pytorch(epochs, iters, rise):
+def test_one_cycle_schedule_matches_pytorch(epochs, iters, rise):
     cfg = config(SCHED="OneCycleLR", MAX_EPOCH=epochs)
     cfg.SOLVER.ONE_CYCLE.PCT_START = rise
     schedule = build_lr_schedule(cfg, iters)
@@ -86,20 +86,20 @@ def test_one_cycle_matches_pytorch(epochs, iters, rise):
     assert 0 < schedule.learning_rate(0.4, epoch=0, steps_taken=total + 5) <= 0.4
 
 
-def test_cosine_schedule_never_exceeds_the_base_rate():
+def test_cosine_schedule_keeps_base_rates_below_eta_min():
     cfg = config(EPOCH_SCHEDULE="absolute", SCHED="CosineAnnealingLR", MAX_EPOCH=10, WARMUP_ITERS=0, ETA_MIN_LR=1e-3)
     schedule = build_lr_schedule(cfg, 5)
     for base_lr in (0.0, 1e-4):  # e.g. by SOLVER.LR_FACTORS
         assert {schedule.learning_rate(base_lr, epoch=epoch, steps_taken=0) for epoch in range(11)} == {base_lr}
 
 
-def test_constant_schedule_keeps_the_rate_after_warm_up():
+def test_constant_schedule_keeps_the_base_rate_after_warmup():
     schedule = build_lr_schedule(config(SCHED="ConstantLR", WARMUP_ITERS=10, WARMUP_FACTOR=0.1), 5)
     rates = [schedule.learning_rate(2.0, epoch=step // 5, steps_taken=step) for step in (0, 5, 10, 1000)]
     assert rates == pytest.approx([0.2, 1.1, 2.0, 2.0])
 
 
-def test_learning_rate_is_constant_during_weight_averaging():
+def test_learning_rate_is_constant_during_stochastic_weight_averaging():
     cfg = config(STEPS=[1], WARMUP_ITERS=0, MAX_EPOCH=8)
     cfg.SOLVER.SWA = {"ENABLED": True, "LR_FACTOR": 0.5}
     schedule = build_lr_schedule(cfg, 5)
@@ -113,7 +113,7 @@ def test_learning_rate_is_constant_during_weight_averaging():
 @pytest.mark.parametrize("rule, batch, accumulated, factor", [
     ("none", 256, 2, 1.0), ("linear", 256, 2, 8.0), ("sqrt", 256, 1, 2.0), ("linear", 32, 1, 0.5), ("sqrt", 64, 1, 1.0),
 ])  # fmt: skip
-def test_lr_scaling_multiplies_the_whole_schedule(rule, batch, accumulated, factor, caplog):
+def test_lr_scaling_multiplies_all_learning_rates_of_the_schedule(rule, batch, accumulated, factor, caplog):
     asked = {"SCHED": "CosineAnnealingLR", "BASE_LR": 0.01, "ETA_MIN_LR": 1e-4, "MAX_EPOCH": 6, "WARMUP_ITERS": 15}
     curves = []
     for options in ({}, {"LR_SCALING": rule, "IMS_PER_BATCH": batch, "ACCUM_STEPS": accumulated}):
@@ -127,11 +127,11 @@ def test_lr_scaling_multiplies_the_whole_schedule(rule, batch, accumulated, fact
             [schedule.learning_rate(groups[0]["base_lr"], epoch=step // 10, steps_taken=step) for step in range(60)]
         )
     assert curves[1] == pytest.approx([factor * rate for rate in curves[0]], rel=1e-12)
-    line = f"{0.01 * factor:g} for {batch} x {accumulated} images ({rule})"
+    line = f"to {0.01 * factor:g} for {batch} x {accumulated} images"
     assert (line in caplog.text) == (rule != "none")
 
 
-def test_lr_scaling_combines_with_reference_batch_and_factors():
+def test_lr_scaling_uses_reference_batch_and_keeps_bias_lr_factor():
     cfg = config(LR_SCALING="linear", REFERENCE_BATCH=32, BASE_LR=0.01, BIAS_LR_FACTOR=2.0)
     rates = sorted(group["lr"] for group in build_optimizer(cfg, torch.nn.Linear(2, 2)).param_groups)
     assert rates == pytest.approx([0.02, 0.04])
@@ -199,8 +199,8 @@ RELEASES = [(release_0_1_1, "iteration", "absolute"), (release_1_0_0, "epoch", "
     # v0.1.1 rejects a cosine that starts before the end of the warm-up.
     if delay >= warmup or release is release_1_0_0 or schedule == "MultiStepLR"
 ])  # fmt: skip
-def test_schedule_matches_fastreid_releases(release, update, counting, schedule, warmup, delay):
-    """The schedules of v0.1.1 and v1.0.0, computed step by step, differ from the default rule."""
+def test_schedule_matches_fastreid_v0_1_1_and_v1_0_0(release, update, counting, schedule, warmup, delay):
+    """v0.1.1 and v1.0.0 count epochs differently from the default; the expected rates are computed iteratively."""
     expected = release(
         schedule, epochs=16, warmup=warmup, factor=0.01, delay=delay, steps=[5, 9], gamma=0.1, eta_min=1e-3,
         iters_per_epoch=7,

@@ -32,7 +32,7 @@ def stepped(optimizer, **options):
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "Adafactor", "NAdam", "Rprop"])
-def test_optimizer_state_is_restored_without_taking_a_step(name):
+def test_loading_optimizer_state_takes_no_optimizer_step(name):
     optimizer = getattr(torch.optim, name)
     saved, other = stepped(optimizer).state_dict(), stepped(optimizer)
     parameters = [parameter for group in other.optimizer.param_groups for parameter in group["params"]]
@@ -55,7 +55,7 @@ def test_optimizer_state_of_wrong_type_shape_or_dtype_raises(wrong):
         stepped(torch.optim.Adam).load_state_dict(saved)
 
 
-def test_missing_optimizer_state_raises():
+def test_optimizer_state_with_a_missing_tensor_raises():
     saved = stepped(torch.optim.Adam).state_dict()
     del saved["state"][1]["exp_avg_sq"]
     with pytest.raises(ValueError, match="missing state 1.exp_avg_sq"):
@@ -73,7 +73,7 @@ def variants():
 
 
 @pytest.mark.parametrize("optimizer, options", list(variants()))
-def test_expected_state_matches_every_torch_optimizer(optimizer, options):
+def test_expected_state_matches_real_state_of_every_torch_optimizer(optimizer, options):
     shapes = [(4, 3), (4,), (), (2, 3, 3, 3), (2, 1, 5)]
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
     parameters.append(torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16)))
@@ -105,13 +105,13 @@ class SketchSGD(torch.optim.SGD):
 
 
 class ClosureSGD(SketchSGD):
-    """Custom optimizer that cannot step without a closure."""
+    """Custom optimizer whose ``step`` requires a closure, so that a trial step without one fails."""
 
     def step(self, closure):
         super().step()
 
 
-def test_state_of_a_custom_optimizer_is_loaded():
+def test_loading_restores_the_state_of_a_custom_optimizer():
     saved, other = stepped(SketchSGD).state_dict(), stepped(SketchSGD)
     values = [parameter.detach().clone() for parameter in other.optimizer.param_groups[0]["params"]]
     other.load_state_dict(saved)
@@ -122,7 +122,7 @@ def test_state_of_a_custom_optimizer_is_loaded():
 @pytest.mark.parametrize(
     "key, wrong", [("sketch", torch.zeros(4, 3)), ("sketch", None), ("sketch", torch.zeros(7).long()), ("step", "x")]
 )
-def test_wrong_state_of_a_custom_optimizer_raises(key, wrong):
+def test_invalid_state_of_a_custom_optimizer_raises(key, wrong):
     saved = stepped(SketchSGD).state_dict()
     saved["state"][0] = {**saved["state"][0], key: wrong}
     with pytest.raises(ValueError, match=f"state 0.{key}"):
@@ -172,7 +172,11 @@ def resumed(folder, content, opts=()):
 
 
 def in_previous_layout(content):
-    """Convert a checkpoint to the layout of earlier versions: groups by learning rate and weight decay, no names."""
+    """Convert a checkpoint to the layout of earlier versions: groups by learning rate and weight decay, no names.
+
+    Returns:
+        Converted checkpoint, and the parameter names in the order of the converted optimizer state.
+    """
     state, order = content["optimizer"], list(content["model"])
     held = [
         (name, number, group)
@@ -220,7 +224,7 @@ def test_checkpoint_with_previous_optimizer_layout_resumes_bit_identically(demo,
     assert all(torch.equal(other["model"][name], last["model"][name]) for name in straight)
 
 
-def test_resume_uses_the_weight_decays_of_the_config(demo, tmp_path):
+def test_resume_uses_learning_rates_and_weight_decays_from_the_config(demo, tmp_path):
     with pytest.raises(TrainingInterrupted):
         train(tmp_path / "interrupted", Interrupt())
     content = torch.load(tmp_path / "interrupted/model_interrupted.pth", weights_only=True)
@@ -236,7 +240,7 @@ def test_resume_uses_the_weight_decays_of_the_config(demo, tmp_path):
     }
 
 
-def test_optimizer_state_is_matched_by_parameter_name():
+def test_loading_matches_optimizer_state_by_parameter_name():
     model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
 
     def state(*groups):

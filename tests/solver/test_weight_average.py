@@ -1,4 +1,4 @@
-"""Weight averages: closed forms, swapping with the model, state."""
+"""Weight averages: comparison with closed forms, swapping with the model, saving and loading."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def make():
 
 
 def change(model, seed):
-    """Randomize the weights and statistics of a model, and return them."""
+    """Set the weights and statistics of a model to random values, and return a copy of them by name."""
     torch.manual_seed(seed)
     with torch.no_grad():
         for tensor in model.state_dict().values():
@@ -22,7 +22,7 @@ def change(model, seed):
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.9, 0.999, 1.0])
-def test_ema_matches_its_closed_form(decay):
+def test_ema_matches_the_closed_form(decay):
     model = make()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     average = WeightAverage(model, "ema")
@@ -42,7 +42,7 @@ def test_ema_matches_its_closed_form(decay):
         assert tensor.dtype == torch.float32
 
 
-def test_swa_is_the_mean_of_all_weights():
+def test_swa_equals_the_mean_of_the_weights_at_all_updates():
     model = make()
     average = WeightAverage(model, "swa")
     history = [change(model, seed) for seed in range(1, 6) if not average.update(1 / (average.updates + 1))]
@@ -54,7 +54,7 @@ def test_swa_is_the_mean_of_all_weights():
         torch.testing.assert_close(average.tensors()[name], expected)
 
 
-def test_applied_loads_the_average_and_restores_the_model_on_exit():
+def test_applied_context_loads_the_average_and_restores_the_model_on_exit():
     model = make()
     average = WeightAverage(model, "ema")
     before = change(model, 1)
@@ -72,7 +72,7 @@ def test_applied_loads_the_average_and_restores_the_model_on_exit():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_weight_average_round_trip_is_exact_and_mismatches_raise():
+def test_weight_average_state_round_trip_is_exact_and_mismatches_raise():
     model, other = make(), make()
     average, again = WeightAverage(model, "ema"), WeightAverage(other, "ema")
     change(model, 3)
