@@ -81,7 +81,7 @@ def interpolation_keys(state: State) -> dict[str, str]:
 
 
 def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[str, str]:
-    """Find the parameter name prefixes of backbones in a weights file, sorted by the number of matching tensors.
+    """Find the prefixes under which a weights file contains a backbone, sorted by the number of matching tensors.
 
     Args:
         tensors (dict[str, torch.Tensor]): path -> tensor, for all tensors of the file; see ``tensors_by_path``.
@@ -117,7 +117,7 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
 
 
 def _all_variants() -> dict[str, Variants]:
-    """Return a dict from the registry name of each backbone that declares variants to these variants."""
+    """Return the variants of all backbones that declare them: registry name -> ``Variants``."""
     backbones = {name: BACKBONE_REGISTRY.get(name) for name in BACKBONE_REGISTRY}
     return {name: backbone.variants for name, backbone in backbones.items() if hasattr(backbone, "variants")}
 
@@ -125,7 +125,7 @@ def _all_variants() -> dict[str, Variants]:
 def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[str, str], int]:
     """Find the registered backbone that best matches ``trunk``, and return ``(config keys, width)``.
 
-    If all tensors match for several backbones, which then differ only in layers without weights, the first is used.
+    Backbones that differ only in layers without weights can all match completely; the first one is used.
     """
     count = sum(not name.startswith(_HEAD_PREFIXES) and not name.endswith(_DERIVED_SUFFIXES) for name in trunk)
     if count > _MAX_TENSORS:
@@ -154,7 +154,7 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
 
 
 def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
-    """Yield config keys of candidate backbones, by similarity of parameter names, then by number of enabled options."""
+    """Yield the config keys of candidate backbones: most similar parameter names first, then fewest enabled options."""
     similarity: dict[str, float] = {}
     all_variants = _all_variants()
     for name, variants in all_variants.items():

@@ -89,7 +89,7 @@ def load_model(
 
 
 def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
-    """Read the config from a checkpoint and adapt it for inference with its weights."""
+    """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
     checkpoint = expand(checkpoint)
     cfg = get_cfg()
     merge_from_checkpoint(cfg, checkpoint)

@@ -1,4 +1,4 @@
-"""Detection of models that do not fit into memory, before the operating system kills the process."""
+"""Detect that a model does not fit into memory before the operating system kills the process."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -39,7 +39,8 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
         cfg (CfgNode): the config; the message names keys below ``MODEL``.
 
     Raises:
-        ConfigError: if the model does not fit into memory. The message contains the likely config key and the sizes.
+        ConfigError: if the model does not fit into memory. The message states the required and available memory, and
+            the config keys that are the likely cause.
     """
     try:
         with _CheckTensorSizes(cfg):
@@ -82,7 +83,7 @@ class _CheckTensorSizes(TorchFunctionMode):
 def _out_of_memory_error(
     cfg: Any, *, shape: tuple[int, ...] = (), nbytes: int | None = None, free: int | None = None
 ) -> ConfigError:
-    """Create the error, which lists large integers below ``MODEL`` that divide a dimension of the tensor."""
+    """Create the error; the message lists large integers below ``MODEL`` that divide a dimension of the tensor."""
     integers = {
         key.path: value
         for key, value in cfg.keys_below()

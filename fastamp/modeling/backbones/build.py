@@ -28,8 +28,8 @@ class Variants:
         depths (tuple[str, ...]): supported values of ``MODEL.BACKBONE.DEPTH``.
         options (tuple[str, ...]): boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g.
             ``WITH_IBN``.
-        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys. Its argument maps the
-            parameter names in the weights file to the tensors of the backbone. Default: infers no keys.
+        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys from the backbone's
+            tensors, a dict with the parameter names of the weights file. Default: infers no keys.
     """
 
     depths: tuple[str, ...]
@@ -40,12 +40,12 @@ class Variants:
 def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backbone]:
     """Decorate a backbone builder with its variants, so that ``infer_config`` can identify the weights files.
 
-    The backbone's ``convert_state_dict`` method translates parameter names of other libraries; see
+    The backbone's method ``convert_state_dict`` converts parameter names from other libraries; see
     ``fastamp.checkpoint.load_state.convert_state_dict``.
 
     Args:
         depths (Iterable[str]): supported values of ``MODEL.BACKBONE.DEPTH``.
-        fields: other attributes of ``Variants``, by name.
+        fields: ``options`` and ``keys_of`` of ``Variants``, as keyword arguments.
 
     Returns:
         Callable[[Backbone], Backbone]: decorator that sets the attribute ``variants`` of the builder.
@@ -95,8 +95,8 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
         A copy of ``cfg``, or ``cfg`` itself if ``FEAT_DIM`` does not change.
 
     Raises:
-        ConfigError: if ``POOL_LAYER`` is Flatten and either ``FEAT_DIM`` is neither of these two values, or the feature
-            maps of training and test images differ in size.
+        ConfigError: if ``POOL_LAYER`` is Flatten, and ``FEAT_DIM`` differs from both values or the feature maps of
+            training and test images differ in size.
     """
     timm = cfg.MODEL.BACKBONE.NAME.startswith(_TIMM)
     if not timm and not _flattens(cfg):
@@ -112,7 +112,7 @@ def _flattens(cfg: Any) -> bool:
 
 
 def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
-    """Compute the size C x h x w of the flattened feature map; see ``with_feature_dim``."""
+    """Compute the length C * h * w of the flattened feature map; see ``with_feature_dim``."""
     needed_by = "MODEL.HEADS.POOL_LAYER=Flatten"
     sizes = [fixed_input_size(cfg, is_train=is_train, needed_by=needed_by) for is_train in (True, False)]
     train, test = (_map_shape(cfg, backbone, size) for size in sizes)

@@ -158,7 +158,7 @@ class EfficientNet(nn.Module):
         return x
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert torchvision's parameter names.
+        """Convert torchvision's parameter names to those of pycls.
 
         torchvision's networks are equivalent, except that torchvision trained B5 with a batch norm epsilon of 1e-3
         instead of 1e-5.

@@ -103,7 +103,7 @@ def compute_stages(depth: Depth) -> list[Stage]:
 
 
 class _Transform(nn.Module):
-    """1x1, strided grouped 3x3 and 1x1 convolutions, with squeeze-and-excitation before the last convolution."""
+    """1x1 convolution, strided grouped 3x3 convolution, optional squeeze-and-excitation and 1x1 convolution."""
 
     def __init__(self, in_channels: int, channels: int, *, group_width: int, stride: int, se: bool, norm: str) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class RegNet(nn.Module):
         return x
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert torchvision's parameter names."""
+        """Convert torchvision's parameter names to those of pycls."""
         names = {"stem.0": "stem.conv", "stem.1": "stem.bn"}
         parts = {"proj.0": "proj", "proj.1": "bn", "f.se.fc1": "f.se.f_ex.0", "f.se.fc2": "f.se.f_ex.2"}
         parts |= {f"f.{letter}.0": f"f.{letter}" for letter in "abc"}

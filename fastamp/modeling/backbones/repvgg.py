@@ -42,9 +42,10 @@ _BATCH_NORM_EPS = 1e-5  # PyTorch's default, used by all known RepVGG implementa
 class _PointwiseConv2d(nn.Conv2d):
     """1x1 convolution with a workaround for an out-of-bounds write by oneDNN during training on a CPU.
 
-    oneDNN's weight gradient of a strided 1x1 convolution writes out of bounds if the input is channels-last and has
-    fewer channels than oneDNN's block size, which is at most 16 (https://github.com/uxlfoundation/oneDNN/issues/6035,
-    PyTorch 2.15). In this case the input is subsampled and convolved with stride 1, which is equivalent.
+    oneDNN writes out of bounds when it computes the weight gradient of a strided 1x1 convolution whose input is
+    channels-last and has fewer channels than oneDNN's block size, which is at most 16
+    (https://github.com/uxlfoundation/oneDNN/issues/6035, PyTorch 2.15). Therefore, inputs with fewer than 16 channels
+    are subsampled and convolved with stride 1, which is equivalent.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -123,9 +124,9 @@ class RepVGGBlock(nn.Module):
         self.rbr_reparam, self.deploy = convolution, True
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Convert the tensors of this block in ``state`` to the form of this block.
+        """Convert ``state``, the tensors of this block, to the block's form: training or deploy form.
 
-        A fused convolution is renamed. If this block is in deploy form, branches in ``state`` are fused.
+        The tensors of a fused convolution are renamed. If the block is in deploy form, branches in ``state`` are fused.
 
         Raises:
             WeightsError: if ``state`` is in deploy form, but this block is not.

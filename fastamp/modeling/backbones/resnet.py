@@ -55,7 +55,7 @@ class BlockParts:
     base_width: int = 64
 
     def inner_width(self, channels: int) -> int:
-        """Compute the width of the 3x3 convolution in a bottleneck from ``channels``, the width without groups."""
+        """Compute the width of a bottleneck's 3x3 convolution; ``channels`` is the width in a ResNet without groups."""
         return channels * self.base_width // 64 * self.groups
 
     def first_norm(self, channels: int) -> nn.Module:

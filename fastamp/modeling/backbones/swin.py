@@ -45,8 +45,8 @@ class Swin(SwinTransformer):
     """Swin Transformer without classifier, with torchvision's parameter names, for images of any size.
 
     Feature maps are padded to multiples of the window size. The relative position index is computed from the window
-    size and is not part of the state dict. The output stride is always 32, because the layers that halve the
-    feature map also double its width.
+    size and is not part of the state dict. The output stride is always 32, because each layer that halves the
+    resolution also doubles the number of channels.
 
     Args:
         width (int): channels of the first stage.

@@ -115,7 +115,8 @@ def _check_name(timm: ModuleType, name: str) -> None:
     # The list does not contain deprecated model names.
     if name not in known and ("." in name or not timm.is_model(name)):
         raise ConfigError(
-            f"MODEL.BACKBONE.NAME: unknown model {name!r} in timm {timm.__version__}.{did_you_mean(name, known)}"
+            f"MODEL.BACKBONE.NAME: unknown model {name!r} in timm {timm.__version__}.{did_you_mean(name, known)}\n"
+            "  fix: set MODEL.BACKBONE.NAME to timm/MODEL, where MODEL is a model listed by timm.list_models()"
         )
 
 
@@ -159,7 +160,7 @@ def _create_pretrained(timm: ModuleType, name: str, arguments: dict[str, Any]) -
 
 
 def _check_size(backbone: TimmBackbone, name: str, key: str, shape: tuple[int, int, int, int]) -> None:
-    """Raise ConfigError if a forward pass fails for images of this shape: timm may not check the size earlier."""
+    """Raise ConfigError if a forward pass over images of ``shape`` fails; some timm models check the size only then."""
     training = backbone.training
     try:
         with torch.no_grad():

@@ -44,14 +44,16 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.SIE_VIEWS",
         0,
-        "ViT: number of views with a learned embedding; with SIE_CAMERAS, one per camera-view pair. 0 disables it.",
+        "ViT: number of views with a learned embedding (TransReID's SIE); view IDs start at 0. If SIE_CAMERAS is also "
+        "positive, each camera-view pair has an embedding. 0 disables it.",
         low=0,
     ),
     Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
     Key(
         "MODEL.BACKBONE.CHECKPOINTING",
         False,
-        "ViT: recompute the activations of each block in the backward pass; saves memory, but is about a third slower.",
+        "ViT: recompute the activations of each block in the backward pass; training needs less memory, but is about a "
+        "third slower.",
     ),
     Key(
         "MODEL.BACKBONE.DROP_PATH_RATIO",
@@ -60,8 +62,14 @@ KEYS = (
         low=0,
         high=0.99,
     ),
-    Key("MODEL.BACKBONE.DROP_RATIO", 0.0, "ViT: dropout probability of tokens and MLPs.", low=0, high=0.99),
-    Key("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of attention weights.", low=0, high=0.99),
+    Key(
+        "MODEL.BACKBONE.DROP_RATIO",
+        0.0,
+        "ViT: dropout probability of the tokens, and of the attention and MLP outputs.",
+        low=0,
+        high=0.99,
+    ),
+    Key("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of the attention weights.", low=0, high=0.99),
 )
 
 PATCH = 16
@@ -304,13 +312,16 @@ class VisionTransformer(nn.Module):
         return self.pos_embed if grid == self.grid else resize_positions(self.pos_embed, self.grid, grid)
 
     def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
-        """Compute the rows of ``sie_embed`` for the images, (B,) int64."""
+        """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
         for key, number, name, ids in (
             ("SIE_CAMERAS", self.cameras, "camids", camids),
             ("SIE_VIEWS", self.views, "viewids", viewids),
         ):
             if number and ids is None:
-                raise ValueError(f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it")
+                raise ValueError(
+                    f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it.\n"
+                    f"  fix: add {name!r}, (B,) int64 IDs from 0 to {number - 1}, to the batch"
+                )
         if self.cameras and self.views:
             return camids * self.views + viewids
         return camids if self.cameras else viewids
@@ -394,6 +405,10 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
 
     Args:
         state (dict[str, torch.Tensor]): tensors of a ViT.
+
+    Returns:
+        dict[str, str]: config key -> value, as text. Contains the image size and patch stride only if a common image
+        size has the number of patches of the position embedding.
     """
     keys = {}
     if "sie_embed" in state:

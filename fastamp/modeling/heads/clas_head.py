@@ -34,7 +34,7 @@ class ClasHead(EmbeddingHead):
         return super().forward(features, targets) if self.training else self.logits(features)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert ``state`` like ``EmbeddingHead``; set the number of classes of a head built without classes.
+        """Convert ``state`` as ``EmbeddingHead`` does; set the number of classes of a head built without classes.
 
         Raises:
             WeightsError: see ``EmbeddingHead.convert_state_dict``.

@@ -16,8 +16,8 @@ from fastamp.utils.moved import renamed_attribute
 class EmbeddingHead(nn.Module):
     """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
 
-    The head computes in float32 under any precision policy, because distances are computed from its output and its cost
-    is less than 1 % of the backbone's.
+    The head computes in float32 under any precision policy, because distances are computed from the embeddings, and the
+    head needs less than 1 % of the backbone's time.
 
     Args:
         feat_dim (int): channels of the feature map; with ``Flatten`` channels x height x width.

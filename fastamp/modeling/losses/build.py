@@ -43,7 +43,7 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
             continue  # the loss needs classes, and the model is built without them
         if loss.loss_name in losses:
             raise ConfigError(
-                f"MODEL.LOSSES.NAME: two of the losses {', '.join(names)} have the same log name {loss.loss_name}.\n"
+                f"MODEL.LOSSES.NAME: two of the losses {', '.join(names)} are logged as {loss.loss_name}.\n"
                 "  fix: remove one of the two losses"
             )
         losses[loss.loss_name] = loss
@@ -64,7 +64,8 @@ def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
     if with_parameters:
         raise ConfigError(
             f"MODEL.LOSSES.NAME: losses with learnable parameters ({', '.join(with_parameters)}) cannot be shared "
-            f"across {owner}, because their features differ.\n  fix: remove these losses from MODEL.LOSSES.NAME"
+            f"across {owner}, because each output has different features.\n"
+            "  fix: remove these losses from MODEL.LOSSES.NAME"
         )
 
 

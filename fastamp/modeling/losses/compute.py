@@ -11,7 +11,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return the outputs for the whole image: the first element if a head returns a list of outputs."""
+    """Return the outputs for the whole image; if a head returns a list of (weight, outputs), these are the first."""
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
@@ -22,16 +22,16 @@ def compute_losses(
     *,
     gather: bool,
 ) -> dict[str, torch.Tensor]:
-    """Compute each loss from the outputs of a head. Over several outputs, each loss is a weighted sum.
+    """Compute each loss from the outputs of a head. If a head returns several outputs, each loss is a weighted sum.
 
     Args:
         losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> ()``.
         outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode, or a list of (weight,
             outputs).
         targets (torch.Tensor): (B,) int64 class labels.
-        gather (bool): gather features and targets of all ranks for losses that compare images (``over_pairs``), and
-            average over the images of all ranks for losses that average over a subset of the batch
-            (``total_and_count``).
+        gather (bool): use the images of all ranks. Losses that compare images (``over_pairs``) then receive the
+            features and targets of all ranks; losses that average over a subset of the batch (``total_and_count``)
+            average over the subsets of all ranks together.
 
     Returns:
         dict[str, torch.Tensor]: loss name -> () float32.

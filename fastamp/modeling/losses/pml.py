@@ -100,7 +100,8 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     if unused:
         raise ConfigError(
             f"MODEL.LOSSES.PML.ARGS: {unused[0]!r} is not in MODEL.LOSSES.NAME or MODEL.LOSSES.PML.MINER."
-            f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}"
+            f"{did_you_mean(unused[0].partition('.')[0], filter(None, selected))}\n"
+            "  fix: correct the class name, or remove the entry from MODEL.LOSSES.PML.ARGS"
         )
     unnested = [key for key in args if "." not in key]
     if unnested:

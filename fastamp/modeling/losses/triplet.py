@@ -29,8 +29,9 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
         "softmax",
-        "Triplet loss without HARD_MINING: weights from a softmax of the distances (Ye et al. 2020, arXiv:2001.04193) "
-        "or from FastReID's variant, which underestimates the weighted negative distance if distances exceed about 14.",
+        "Triplet loss without HARD_MINING: softmax: weights from a softmax of the distances (Ye et al. 2020, "
+        "arXiv:2001.04193). fastreid: FastReID's variant, which underestimates the weighted negative distance if "
+        "distances exceed about 14.",
         choices=("softmax", "fastreid"),
     ),
     Key("MODEL.LOSSES.TRI.SCALE", 1.0, "Triplet loss: weight in the total loss.", low=0),

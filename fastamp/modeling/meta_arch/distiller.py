@@ -38,7 +38,7 @@ class Distiller(Baseline):
     average of the student's weights and batch norm statistics can be an additional teacher. The average is part of the
     state dict, under the prefix ``ema.``, and is restored when a run is resumed.
 
-    Example, on the command line or in YAML, with the config and weights of the teacher's run::
+    Example of KEY VALUE pairs on the command line, with the config and weights of the teacher's run::
 
         MODEL.META_ARCHITECTURE Distiller
         KD.MODEL_CONFIG  logs/market1501/sbs_R101-ibn/config.yaml
@@ -133,12 +133,12 @@ class Distiller(Baseline):
         return logits
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert ``state`` like ``Baseline``; add a missing moving average as a copy of the student in ``state``."""
+        """Convert ``state`` as ``Baseline`` does; if it has no moving average, add a copy of the student's tensors."""
         state = super().convert_state_dict(state, notes)
         return state if self.ema is None else self.ema.fill_from_model(state, "ema.")
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Distiller":
-        """Apply ``fn`` to the teachers too, e.g. to move them to another device."""
+        """Apply ``fn`` to the tensors of the student and the teachers, e.g. to move them to another device."""
         for teacher in self._teachers:
             teacher._apply(fn, recurse)
         return super()._apply(fn, recurse)

@@ -83,7 +83,10 @@ class ImageModel(nn.Module):
                 '  fix: call model({"images": images}); for files, call fastamp.Predictor(checkpoint).features(paths)'
             )
         if "images" not in batch:
-            raise KeyError(f'the batch does not contain "images"; found keys: {", ".join(map(str, batch))}')
+            raise KeyError(
+                f'the batch does not contain "images"; found keys: {", ".join(map(str, batch))}; '
+                'fix: call model({"images": images})'
+            )
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
             found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
@@ -109,16 +112,18 @@ class ImageModel(nn.Module):
             return backbone(images)
         if "camids" not in batch:
             raise KeyError(
-                'the batch does not contain "camids", which a backbone with camera or view embeddings requires'
+                'the batch does not contain "camids", which a backbone with camera or view embeddings requires; '
+                'fix: add "camids", (B,) int64, starting at 0, to the batch'
             )
         names = [name for name in ("camids", "viewids") if name in batch]
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the class labels of a training batch, (B,) int64, on the device."""
+        """Return the class labels of a training batch, (B,) int64, on the device of the model."""
         if "targets" not in batch:
             raise KeyError(
-                'the batch does not contain "targets", which training requires; for evaluation, call model.eval() first'
+                'the batch does not contain "targets", which training requires; fix: add "targets", (B,) int64, to the '
+                "batch; for evaluation, call model.eval() first"
             )
         return batch["targets"].to(self.device, non_blocking=True)
 

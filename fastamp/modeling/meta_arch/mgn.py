@@ -1,4 +1,4 @@
-"""Multiple Granularity Network (MGN): a global branch, and two branches with horizontal parts."""
+"""Multiple Granularity Network (MGN): a global branch, and two branches that also pool horizontal parts."""
 
 import copy
 import logging
@@ -33,10 +33,11 @@ class MGN(ImageModel):
     """Multiple Granularity Network (Wang et al. 2018, arXiv:1804.01438).
 
     A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
-    blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for the whole feature map. Branch 2
-    also has a head for each of two horizontal parts, and branch 3 for each of three. As in FastReID, each head has a
-    separate reduction and classifier, each of the eight classification losses has weight 1/8, and each of the five pair
-    losses has weight 1/5.
+    blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for the whole feature map. In
+    addition, branch 2 has two heads for the upper and lower half of its feature map, and branch 3 has three heads for
+    the thirds. As in FastReID, each head has a separate reduction and classifier. A classification loss is averaged
+    over the eight heads. A loss over pairs is averaged over five features: those of the three whole feature maps, the
+    two concatenated features of the halves, and the three concatenated features of the thirds.
 
     Args:
         backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
@@ -91,8 +92,9 @@ class MGN(ImageModel):
         """
         if cfg.MODEL.HEADS.POOL_LAYER == "Flatten":
             raise ConfigError(
-                "MODEL.HEADS.POOL_LAYER=Flatten requires feature maps of a fixed size, but the heads of MGN pool parts "
-                "of different sizes.\n  fix: choose another MODEL.HEADS.POOL_LAYER"
+                "MODEL.META_ARCHITECTURE=MGN does not support MODEL.HEADS.POOL_LAYER=Flatten, because MGN pools inputs "
+                "of three sizes: whole feature maps, halves and thirds.\n"
+                "  fix: choose another pooling layer, e.g. MODEL.HEADS.POOL_LAYER=GlobalAvgPool"
             )
         backbone = build_backbone(cfg)
         if not isinstance(backbone, ResNet):
@@ -148,7 +150,7 @@ class MGN(ImageModel):
         return torch.stack([self.get_submodule(f"{name}_head").logits(maps[name]) for name in HEADS]).mean(0)
 
     def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Compute a dict from the name of each head to its feature map."""
+        """Compute the feature map of each head: head name -> (B, D, h, w)."""
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
         return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
@@ -166,7 +168,7 @@ class MGN(ImageModel):
 
 
 def backbone_state(state: State) -> State:
-    """Extract a ResNet from the state dict of an MGN: the shared layers and the first branch."""
+    """Extract the weights of a ResNet from the state dict of an MGN: the shared layers and the first branch."""
     stages = {"backbone.0.": "conv1.", "backbone.1.": "bn1.", "backbone.4.": "layer1.", "backbone.5.": "layer2."}
     stages |= {"backbone.6.": "layer3.0.", "b1.1.": "layer4."}
     renamed = {}

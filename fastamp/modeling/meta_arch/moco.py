@@ -119,7 +119,7 @@ class MoCo(Baseline):
         return losses | {"loss_mb": self.scale * self.memory(main_outputs(outputs)["features"], keys, targets)}
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert ``state`` like ``Baseline``; add a missing key encoder as a copy of the model in ``state``.
+        """Convert ``state`` as ``Baseline`` does; if it has no key encoder, add a copy of the model's tensors.
 
         The memory bank in ``state`` is not loaded if its size or class labels do not match the model.
         """
@@ -184,7 +184,7 @@ class MemoryBank(nn.Module):
             torch.Tensor: () float32.
 
         Raises:
-            ConfigError: if the batch of all ranks is larger than the memory bank.
+            ConfigError: if the batches of all ranks together contain more images than the memory bank has slots.
         """
         slots = self._store(keys, targets)
         # clone(): the next forward pass, which modifies the queue in place, may precede this backward pass.

@@ -44,7 +44,7 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     if not hasattr(teacher, "class_logits"):
         raise ConfigError(
             f"KD.MODEL_CONFIG {config_file!r}: {type(teacher).__name__} cannot be a teacher, because it has no method "
-            "class_logits"
+            "class_logits.\n  fix: choose a teacher whose MODEL.META_ARCHITECTURE defines class_logits, e.g. Baseline"
         )
     try:
         state = state_dict_in(read_checkpoint(weights_file), weights_file)
@@ -70,13 +70,15 @@ def _teacher_config(cfg: Any, path: str) -> Any:
     teacher.merge_from_file(path)
     if teacher.INPUT.CHANNELS != cfg.INPUT.CHANNELS:
         raise ConfigError(
-            f"INPUT.CHANNELS: expected {cfg.INPUT.CHANNELS}, as in the student's config, got {teacher.INPUT.CHANNELS}"
+            f"INPUT.CHANNELS: expected {cfg.INPUT.CHANNELS}, as in the student's config, got "
+            f"{teacher.INPUT.CHANNELS}.\n"
+            "  fix: choose a teacher trained on images with the student's number of channels"
         )
     classes = cfg.MODEL.HEADS.NUM_CLASSES
     if teacher.MODEL.HEADS.NUM_CLASSES not in (0, classes):
         raise ConfigError(
             f"MODEL.HEADS.NUM_CLASSES: expected {classes}, as in the student's config, got "
-            f"{teacher.MODEL.HEADS.NUM_CLASSES}; a teacher must be trained on the same identities"
+            f"{teacher.MODEL.HEADS.NUM_CLASSES}.\n  fix: choose a teacher trained on the student's identities"
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
     teacher.MODEL.DEVICE = cfg.MODEL.DEVICE
