@@ -234,7 +234,7 @@ def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: f
 
 
 def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -> RankedImages | None:
-    """Load the test images for the parity check, or return None if there is no test set."""
+    """Load the test images for the parity check; return None if no test set is requested or available."""
     if data == "":
         return None
     name = next(iter(predictor.cfg.DATASETS.TESTS), None) if data is None else data
@@ -246,7 +246,7 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
         if data is not None:
             raise
         logger.warning(
-            "parity check uses only random images and does not compare mAP: test set %s is not available (%s)\n"
+            "test set %s is not available (%s), so the parity check uses only random images and does not compare mAP\n"
             "  fix: choose another test set with --data NAME",
             name,
             str(error).splitlines()[0].removesuffix("; looked for"),
@@ -297,7 +297,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
 def _compare(
     report: ExportReport, predictor: Predictor, found: Features, images: RankedImages | None, l2: bool
 ) -> None:
-    """Add comparisons to ``report``; the test set is not compared if features of random images differ too much."""
+    """Add comparisons to ``report``; skip the test set if the features of random images already differ too much."""
     policy = predictor.policy.in_float32()
 
     def raw_features(batch: dict[str, Any]) -> Tensor:

@@ -80,7 +80,7 @@ class Format:
 
 @contextlib.contextmanager
 def quiet(what: str) -> Iterator[None]:
-    """Suppress output, logs and warnings of PyTorch's exporters, and convert their errors to ExportError.
+    """Suppress the output, logs and warnings of PyTorch's exporters, and convert exceptions to ExportError.
 
     Args:
         what: description of the failure, used as the beginning of the error message.
@@ -142,7 +142,7 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
 
 
 def _name_batch(model: Any) -> None:
-    """Rename the batch dimension, for which PyTorch uses the name of a symbol (e.g. s34), to ``batch``."""
+    """Rename the batch dimension to ``batch``; PyTorch names it after a symbol, e.g. ``s34``."""
     symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
@@ -151,7 +151,7 @@ def _name_batch(model: Any) -> None:
 
 
 def _forget_source(model: Any) -> None:
-    """Remove source locations, which contain local paths and can be larger than a small model."""
+    """Remove source locations, because they reveal local paths and can take more space than a small model."""
     graphs = [model.graph, *model.functions]
     for graph in graphs:
         parts = [graph, *graph.node, *graph.value_info]

@@ -51,7 +51,7 @@ class Listing:
     split: np.ndarray | None = None
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the columns of a subset of the images."""
+        """Return paths, identities, cameras and, if known, splits and boxes of the images in ``rows``."""
         items = self.items.take(rows)
         columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
         columns["camids"] = items.camids.codes
@@ -329,8 +329,8 @@ class _Parts:
             if found is not None:
                 changed = [name for name in marker if found.get(name) != marker[name]]
                 logger.warning(
-                    "%s contains parts of a different extraction (different %s), which are deleted; starting from the "
-                    "beginning",
+                    "%s contains parts of a different extraction (different %s): these parts are deleted, and all "
+                    "images are extracted",
                     self.folder,
                     ", ".join(changed),
                 )

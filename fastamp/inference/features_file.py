@@ -45,7 +45,7 @@ class Extraction:
         path: npz file of the extraction.
         features: (N, D) float32, not normalized, memory-mapped.
         paths: (N,) str, paths of the image files.
-        pids: (N,) int64 or str, identities under their names in the dataset; -1 if unknown.
+        pids: (N,) int64 or str, identities as named in the dataset; -1 if unknown.
         camids: (N,) int64, cameras; -1 if unknown.
         config_hash: hash of the model, see ``Predictor.config_hash``.
         checkpoint: path of the model's checkpoint.

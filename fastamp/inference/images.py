@@ -61,7 +61,7 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
 
 
 def as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Return a list of one or more images."""
+    """Convert one image, a batch or a sequence of images to a list; raise DataError if it is empty."""
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]

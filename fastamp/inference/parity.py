@@ -79,7 +79,7 @@ def compare_on_random_images(predictor: Predictor, expected: Features, found: Fe
 
 
 class RankedImages:
-    """Batches from a subset of a test set that contains all images of each selected identity.
+    """Batches from a test set, limited to a subset of its identities; all images of these identities are included.
 
     Args:
         predictor: predictor whose config defines the preprocessing and the evaluation protocol.

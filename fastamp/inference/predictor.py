@@ -81,7 +81,7 @@ class Predictor:
 
     @property
     def camera_view_counts(self) -> dict[str, int]:
-        """``camids`` and ``viewids`` -> number of camera and view embeddings, for the embeddings that the model has."""
+        """Number of embeddings of cameras (``camids``) and views (``viewids``); only those that the model has."""
         if not getattr(getattr(self.model, "backbone", None), "takes_cameras", False):
             return {}
         backbone = self.cfg.MODEL.BACKBONE

@@ -1,4 +1,4 @@
-"""Comparison of the similarity of two images with the similarities of genuine and impostor pairs."""
+"""Compare the similarity of two images with the similarities of genuine and impostor pairs."""
 
 from dataclasses import dataclass
 from os import PathLike
@@ -28,7 +28,7 @@ _NO_PAIRS = (
 
 @dataclass(frozen=True)
 class Comparison:
-    """Score of two images, and the scores of reference pairs.
+    """Similarity score of two images, with the scores of reference pairs.
 
     Attributes:
         score: cosine similarity in -1..1, or Euclidean distance.
@@ -47,12 +47,12 @@ class Comparison:
 
     @property
     def genuine_fraction(self) -> float | None:
-        """Fraction in 0..1 of genuine pairs that are less similar than the images; None without reference pairs."""
+        """Fraction in 0..1 of genuine pairs less similar than the two images; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[0] if self.pairs else None
 
     @property
     def impostor_fraction(self) -> float | None:
-        """Fraction in 0..1 of impostor pairs that are less similar than the images; None without reference pairs."""
+        """Fraction in 0..1 of impostor pairs less similar than the two images; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[1] if self.pairs else None
 
     def describe(self) -> str:
@@ -79,8 +79,8 @@ def sample_pair_scores(
 ) -> PairScores:
     """Sample pairs of images from an extraction and compute their scores.
 
-    Each pair consists of a query and a gallery image. If the extraction has no query and gallery splits, each pair
-    consists of any two images.
+    Each pair consists of a query image and a gallery image, or of any two images if the extraction has no query and
+    gallery splits.
 
     Args:
         reference: extraction of images with identities, or its file.

@@ -1,4 +1,4 @@
-"""Figures of a model's results on test sets, for `fastamp visualize`."""
+"""Figures that show the results of a model on test sets, for ``fastamp visualize``."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -69,7 +69,7 @@ def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> li
 
 
 def _sides(each: EvaluatedSet) -> tuple[list, list]:
-    """Return ``(query images, gallery images)``, to which the indices in rank lists refer."""
+    """Return the images to which the indices in rank lists refer, as ``(query images, gallery images)``."""
     if each.result.protocol.random_query_gallery_split:
         return each.images, each.images
     return list(each.query), list(each.gallery)
