@@ -21,7 +21,7 @@ ALLOWED = {
 ASSIGNED = {
     # PyTorch.
     "data", "grad", "training", "momentum", "stride", "process_group", "param_groups", "state", "forward", "__class__",
-    "relative_position_index", "allow_tf32", "deterministic", "benchmark",
+    "relative_position_index", "allow_tf32", "fp32_precision", "deterministic", "benchmark",
     # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX

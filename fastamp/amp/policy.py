@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastamp.amp.fp32 import force_fp32
+from fastamp.amp.tf32 import set_tf32
 from fastamp.utils.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)
@@ -272,8 +273,7 @@ class PrecisionPolicy:
 
     def apply_tf32(self) -> None:
         """Set PyTorch's TF32 flags for float32 matrix products and convolutions."""
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        torch.backends.cudnn.allow_tf32 = self.tf32
+        set_tf32(self.tf32)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Log a warning if the checkpoint was saved under another dtype; this policy keeps its own dtype."""

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from fastamp.amp.tf32 import without_tf32
 from fastamp.evaluation.neighbors import nearest_neighbors
-from fastamp.layers.distance import without_tf32
 from fastamp.utils.errors import ConfigError, check_choice
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 

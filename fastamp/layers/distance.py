@@ -1,13 +1,13 @@
 """Distances between features, computed in float32 or float64. All other modules use the functions of this module."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from fastamp.amp import force_fp32, to_float32
+from fastamp.amp.tf32 import without_tf32
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.moved import renamed_arguments
 
@@ -228,14 +228,3 @@ def matrix_product(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
         return
     with without_tf32():
         torch.mm(x.detach(), y.detach().t(), out=out)
-
-
-@contextmanager
-def without_tf32() -> Iterator[None]:
-    """Context manager that disables TF32 in CUDA matrix products, regardless of ``SOLVER.TF32``."""
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed

@@ -84,19 +84,6 @@ def test_evaluation_policy_follows_eval_dtype():
     assert trained.for_evaluation("float32").dtype == torch.float32
 
 
-def test_solver_tf32_sets_the_tf32_flags_of_pytorch(monkeypatch):
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    try:
-        cfg = get_cfg()
-        cfg.SOLVER.TF32 = True
-        PrecisionPolicy.from_config(cfg, CPU)
-        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
-        PrecisionPolicy.from_config(get_cfg(), CPU)
-        assert not torch.backends.cuda.matmul.allow_tf32 and not torch.backends.cudnn.allow_tf32
-    finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
-
-
 def test_resolve_device_rejects_unknown_device_names():
     assert resolve_device("cpu") == CPU
     assert resolve_device("auto").type in ("cpu", "cuda", "mps")

@@ -187,8 +187,8 @@ KEYS = (
     Key(
         "SOLVER.TF32",
         False,
-        "Allow TensorFloat-32 (10-bit mantissa) for float32 matrix products on CUDA; if off, float32 is computed "
-        "in full precision.",
+        "Allow TensorFloat-32 (10-bit mantissa) for float32 matrix products and convolutions on CUDA; if off, float32 "
+        "is computed in full precision. Replaces PyTorch's own settings, e.g. torch.backends.fp32_precision.",
     ),
     "SOLVER.CLIP_GRADIENTS",
 )
