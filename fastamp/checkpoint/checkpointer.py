@@ -31,9 +31,9 @@ class Checkpointer:
         check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
         notes (Callable): function that returns additional entries for each checkpoint; ``resume`` does not require
             these entries.
-        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``, passed under the names of
-            their checkpoint entries. ``resume`` checks that an entry has the structure of ``form()`` or, for objects
-            without this method, of ``state_dict()``.
+        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``; each keyword becomes an
+            entry of the checkpoint. ``resume`` compares the structure of an entry with ``form()`` of the object, or,
+            without this method, with its ``state_dict()``.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Checkpointer:
         self.checkpointables = checkpointables
 
     def content(self) -> dict[str, Any]:
-        """Collect the state of the model and all checkpointables. Must be called on every rank."""
+        """Call ``check``, then collect the state of the model and all checkpointables. Must be called on every rank."""
         if self.check is not None:
             self.check(self.model)
         return {"model": self.model.state_dict()} | {key: p.state_dict() for key, p in self.checkpointables.items()}
@@ -108,7 +108,7 @@ class Checkpointer:
             checkpoint to resume from.
 
         Raises:
-            WeightsError: if there are checkpoints, but none is readable.
+            WeightsError: if no checkpoint is readable although the folder contains checkpoints or ``last_checkpoint``.
         """
         folder = self.save_dir if folder is None else Path(folder)
         path, problem = None, ""
@@ -154,11 +154,11 @@ class Checkpointer:
         )
 
     def _missing_entries(self, content: Any) -> list[str]:
-        """List the entries required by ``resume`` that are missing from the content of a file."""
+        """List the entries that ``resume`` requires and that ``content`` lacks."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Load only the weights of the model.
+        """Load only the model weights from a file.
 
         Returns:
             dict[str, Any]: the remaining entries of the file, without the weights; empty for a bare state dict.

@@ -35,8 +35,9 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
         cfg.merge_from_other_cfg(CfgNode.load_cfg(text))
     except UserError as error:
         raise WeightsError(
-            f"cannot use the config in {checkpoint}: it is from another version of fastamp, or needs a plugin.\n"
-            f"  found: {str(error).removeprefix('another config: ')}"
+            f"cannot use the config in {checkpoint}: it was written by another version of fastamp, or needs a plugin.\n"
+            f"  found: {str(error).removeprefix('another config: ')}\n"
+            "  fix: load the plugin of the run with --plugin, or use the fastamp version that wrote the checkpoint"
         ) from error
     return True
 

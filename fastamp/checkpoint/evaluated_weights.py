@@ -42,7 +42,11 @@ def load_evaluated_weights(
     if STRIPPED in extra:
         kind = extra[STRIPPED]
         if kind != (average or "model"):
-            logger.warning("%s was stripped and contains only the %s weights; evaluating these weights", path, kind)
+            logger.warning(
+                "%s was stripped and contains only the %s weights: evaluating these instead of the configured weights",
+                path,
+                kind,
+            )
         return extra
     if average is None:
         return extra

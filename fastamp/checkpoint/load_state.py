@@ -26,11 +26,11 @@ class ImportReport:
 
     Attributes:
         source (str): origin of the state dict, for messages.
-        matched (list[str]): tensors of the model that were loaded.
-        renamed (list[str]): matched tensors that have another name in the file.
-        dropped (list[str]): tensors of the file that the model does not have.
-        missing (list[str]): tensors of the model that the file does not have.
-        other_shape (list[str]): classifiers that were not loaded because the number of identities differs.
+        matched (list[str]): names of the model's tensors that were loaded.
+        renamed (list[str]): names of the loaded tensors that have a different name in the file.
+        dropped (list[str]): names of tensors that are in the file but not in the model.
+        missing (list[str]): names of tensors that are in the model but not in the file.
+        other_shape (list[str]): names of classifiers that were not loaded because the number of identities differs.
         backbone_fraction (float): fraction of the backbone's tensors that matched, in 0..1.
         notes (list[str]): remarks about the origin of the file.
     """
@@ -127,9 +127,9 @@ def load_model_state(
         ImportReport: matched, renamed, dropped and missing tensors; also logged.
 
     Raises:
-        WeightsError: if a tensor other than a classifier has the wrong shape; if a tensor is not floating-point, or is
-            quantized, sparse or on the meta device; or if the matching fraction of the backbone is below ``min_match``.
-            The model is left unchanged.
+        WeightsError: if a tensor other than a classifier has the wrong shape; if a tensor for a floating-point
+            parameter or buffer is not floating-point, or is quantized, sparse or on the meta device; or if the matched
+            fraction of the backbone is below ``min_match``. The model is left unchanged.
     """
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
@@ -149,7 +149,7 @@ def load_model_state(
 def _compare(
     model: nn.Module, own: State, converted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
 ) -> ImportReport:
-    """Compare the converted state dict with ``own``, the state dict of the model."""
+    """Compare ``converted``, the converted state dict, with ``own``, the state dict of the model."""
     matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
     # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
     missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
@@ -174,7 +174,7 @@ def _check_weight_tensors(own: State, converted: State, report: ImportReport) ->
         raise WeightsError(
             f"weights from {report.source} must be dense floating-point tensors, but {len(wrong)} are not"
             f"{examples(wrong)}; the first has dtype {first.dtype} and layout {first.layout} on device {first.device}\n"
-            "  fix: save the model before it is quantized or otherwise converted"
+            "  fix: save the weights before the model is quantized or otherwise converted"
         )
 
 
@@ -215,8 +215,8 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
     if unexpected and backbone_prefix:
         logger.warning(
-            "the backbone in %s has %d tensors that the model does not have%s; if the original model uses these "
-            "tensors, the features will differ (check MODEL.BACKBONE.WITH_NL, WITH_SE and DEPTH)",
+            "the backbone in %s has %d tensors that the model lacks%s: if the original model uses them, the features "
+            "will differ.\n  fix: set MODEL.BACKBONE.WITH_NL, WITH_SE and DEPTH as in the original model",
             report.source,
             len(unexpected),
             examples(unexpected),

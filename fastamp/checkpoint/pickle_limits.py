@@ -21,16 +21,16 @@ _HASH_IS_CHOSEN = 2**60  # hash collisions of larger integers are easy to constr
 
 
 class PickleLimitError(UserError):
-    """Loading a pickle would take a disproportionate amount of time or memory."""
+    """Raised if loading a pickle would take a disproportionate amount of time or memory."""
 
 
 class _Object:
     """Simulated object of a pickle.
 
     Attributes:
-        size (int): number of nodes of the object when expanded into a tree, which repeats shared objects.
+        size (int): number of nodes if the object is expanded into a tree, in which shared objects are repeated.
         depth (int): depth of that tree.
-        chosen (int): number of nodes whose hash the author of the file can choose.
+        chosen (int): number of nodes of that tree whose hash the author of the file can choose.
         shared (bool): True if the object was read from the memo, so other objects may reference it.
     """
 
@@ -66,7 +66,7 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
         hash_items (bool): True if the caller hashes the elements of the loaded object. Default False.
 
     Raises:
-        PickleLimitError: if loading would exceed the limits of this module, or an object contains itself.
+        PickleLimitError: if loading would exceed the limits of this module, or if an object contains itself.
         ValueError, LookupError and other errors of ``pickletools``: if the pickle is damaged, so that loading it would
             also fail.
     """

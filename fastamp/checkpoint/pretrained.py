@@ -78,7 +78,7 @@ def load_pretrained_backbone(
     elif online is None:
         raise ConfigError(
             "MODEL.BACKBONE.PRETRAIN is True, but there are no ImageNet weights to download for this backbone.\n"
-            "  fix: set MODEL.BACKBONE.PRETRAIN_PATH to a file, or MODEL.BACKBONE.PRETRAIN to False"
+            "  fix: set MODEL.BACKBONE.PRETRAIN_PATH to a weights file, or MODEL.BACKBONE.PRETRAIN to False"
         )
     else:
         content, source = _download(online), str(online)

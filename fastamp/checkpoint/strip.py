@@ -54,10 +54,14 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
     source = expand(checkpoint)
     target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
     if target.suffix != ".pth":
-        raise ConfigError(f"{target}: the name of the output file must end in .pth")
+        raise ConfigError(
+            f"the name of the output file must end in .pth, got {target}.\n"
+            "  fix: choose another name, e.g. model_stripped.pth"
+        )
     if real_path(target) == real_path(source):
         raise ConfigError(
-            f"{target} is the input checkpoint and would lose its training state; choose another output file"
+            f"the output file {target} is the input checkpoint, which would lose its training state.\n"
+            "  fix: choose another output file"
         )
     content = read_checkpoint(source)
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):

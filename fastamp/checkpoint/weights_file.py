@@ -73,7 +73,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
 
 
 class _DamagedRecord(Exception):
-    """The checksum of a record does not match."""
+    """Raised if the checksum of a record does not match."""
 
 
 def write_checkpoint(path: Path, content: Any) -> None:
@@ -124,16 +124,17 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     path = expand(path)
     # os.path instead of Path methods, which raise if the name is too long or the folder is not accessible.
     if os.path.isdir(path):
-        raise WeightsError(f"{path} is a folder, not a weights file; specify a .pth file in it")
+        raise WeightsError(f"{path} is a folder, not a weights file.\n  fix: specify a .pth file in this folder")
     if os.path.islink(path) and not os.path.exists(path):
         raise WeightsError(
-            f"weights file {path} is a symbolic link to {os.readlink(path)}, which does not exist or is circular"
+            f"weights file {path} is a symbolic link to {os.readlink(path)}, which does not exist or links back.\n"
+            "  fix: correct the link, or specify another file"
         )
     if not os.path.exists(path):
         candidates = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
         more = f" and {len(candidates) - 10} more" if len(candidates) > 10 else ""
-        found = f"\n  found in that folder: {', '.join(candidates[:10])}{more}" if candidates else ""
-        raise WeightsError(f"weights file not found: {path}{found}")
+        found = f"\n  files in this folder: {', '.join(candidates[:10])}{more}" if candidates else ""
+        raise WeightsError(f"weights file not found: {path}{found}\n  fix: specify an existing file")
     try:
         check_not_device(path)
         _check_archive(path)
@@ -154,8 +155,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         found = _unsupported_object(error)
         if found:
             raise WeightsError(
-                f"weights file {path} contains objects other than tensors and plain values. They are rejected because "
-                "they can execute code.\n"
+                f"weights file {path} was rejected: it contains an object that is neither a tensor nor a plain value, "
+                "and loading such an object can execute code.\n"
                 f"  found: {found}\n"
                 "  fix: save only the state dict: torch.save(model.state_dict(), path)"
             ) from error
@@ -181,8 +182,8 @@ def _check_archive(path: Path) -> None:
         if tarfile.is_tarfile(path):
             raise WeightsError(
                 f"weights file {path} is a tar archive or damaged.\n"
-                "  fix: if it contains a .pth file, unpack it; if PyTorch 0.1 wrote it, "
-                "save it again with a later version"
+                "  fix: if the archive contains a .pth file, unpack it; if PyTorch 0.1 wrote the file, save it again "
+                "with a later version"
             )
         return
     with zipfile.ZipFile(path) as archive:
@@ -198,12 +199,13 @@ def _check_archive(path: Path) -> None:
         raise WeightsError(
             f"weights file {path} is compressed or damaged: uncompressed size {size} bytes, file size "
             f"{path.stat().st_size}.\n"
-            "  fix: unpack it if it is an ordinary archive, or load it and save it again with torch.save"
+            "  fix: if it is a zip archive that contains a .pth file, unpack it; otherwise write the file again with "
+            "torch.save"
         )
 
 
 def _check_pickles(path: Path) -> None:
-    """Check the pickles that ``torch.load`` will read; see ``check_pickle``. Damaged pickles are ignored here.
+    """Check the pickles that ``torch.load`` will read; see ``check_pickle``. Damaged pickles raise no error here.
 
     Raises:
         PickleLimitError: if loading would take a disproportionate amount of time or memory.
@@ -226,7 +228,7 @@ def _is_zip(path: Path) -> bool:
 
 
 def _unsupported_object(error: Exception) -> str:
-    """Extract the name of the type that PyTorch refused to load from its error; empty for other errors."""
+    """Extract from PyTorch's error the name of the type that it refused to load; empty for other errors."""
     found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
     return (found[1] or found[2]) if found else ""
 
@@ -254,7 +256,7 @@ def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) 
     detail = f"\n  found: {found or type(error).__name__}" if error else ""
     return WeightsError(
         f"cannot load weights file {path} ({path.stat().st_size} bytes): {cause}.{detail}\n"
-        "  fix: copy or download it again, or use an earlier checkpoint"
+        "  fix: copy or download the file again, or use an earlier checkpoint"
     )
 
 
@@ -287,16 +289,16 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         )
         raise WeightsError(
             f"weights file {path} contains no state dict (found: {kind}).\n"
-            '  expected: {"model": state_dict, ...}, {"state_dict": ...} or a state dict'
+            '  fix: save the weights as {"model": state_dict}, {"state_dict": state_dict} or a bare state dict'
         )
     # Nested wrappers, e.g. an average of a distributed model, add one prefix each.
     return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
 
 
 def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
-    """Flatten nested dicts of tensors; the keys are joined with dots.
+    """Collect the tensors in nested dicts, and join the keys that lead to a tensor with dots.
 
-    ``{"teacher": {"backbone.conv1.weight": x}}`` gives ``teacher.backbone.conv1.weight``.
+    The tensor in ``{"teacher": {"backbone.conv1.weight": x}}`` gets the key ``"teacher.backbone.conv1.weight"``.
     """
     found: dict[str, torch.Tensor] = {}
     stack: list[tuple[str, Any]] = [("", content)]

@@ -79,7 +79,7 @@ def test_saved_checkpoints_have_default_permissions(tmp_path):
 
 
 @pytest.mark.parametrize("wrap", ["model", "state_dict", None])
-def test_state_dict_is_loaded_from_each_checkpoint_layout(tmp_path, wrap):
+def test_load_accepts_bare_state_dict_and_model_or_state_dict_entry(tmp_path, wrap):
     model = Model()
     state = {f"module.{key}": value for key, value in model.state_dict().items()}
     state |= {"pixel_mean": torch.zeros(1, 3, 1, 1), "pixel_std": torch.ones(1, 3, 1, 1)}
@@ -108,7 +108,7 @@ def test_checkpoint_with_code_is_rejected_without_executing_it(tmp_path, monkeyp
     assert not (tmp_path / "executed").exists()
 
 
-def test_error_states_file_and_cause_of_damage(tmp_path):
+def test_read_checkpoint_error_names_the_damaged_file_and_the_cause(tmp_path):
     good = save(Model().state_dict(), tmp_path / "good.pth").read_bytes()
     cases = {
         "empty.pth": (b"", "empty"),
@@ -151,7 +151,7 @@ def test_checkpoint_without_state_dict_raises(tmp_path, content):
         state_dict_in(content, "x.pth")
 
 
-def test_module_prefixes_are_stripped_and_non_string_keys_ignored(tmp_path):
+def test_state_dict_in_strips_module_prefixes_and_ignores_non_string_keys(tmp_path):
     state = {f"module.module.{key}": value for key, value in Model().state_dict().items()} | {0: torch.ones(2)}
     path = save(state, tmp_path / "x.pth")
     assert state_dict_in(read_checkpoint(path), path).keys() == Model().state_dict().keys()
@@ -159,7 +159,7 @@ def test_module_prefixes_are_stripped_and_non_string_keys_ignored(tmp_path):
         state_dict_in({0: torch.ones(2)}, "x.pth")
 
 
-def test_error_names_rejected_type_without_the_advice_of_pytorch(tmp_path):
+def test_error_names_rejected_type_and_omits_advice_from_pytorch(tmp_path):
     for value, name in ((np.uint16(3), "UInt16DType"), (np.zeros(3), "_reconstruct")):
         with pytest.raises(WeightsError, match=f"x.pth.*\n.*found: .*{name}\n") as error:
             read_checkpoint(save({"a": value}, tmp_path / "x.pth"))
@@ -175,7 +175,7 @@ CONVERSIONS = {
 
 
 @pytest.mark.parametrize("kind", CONVERSIONS)
-def test_tensors_other_than_dense_floats_are_rejected(kind):
+def test_load_rejects_integer_complex_sparse_and_meta_weights(kind):
     state = Model().state_dict()
     state["backbone.0.weight"] = CONVERSIONS[kind](state["backbone.0.weight"])
     with pytest.raises(WeightsError, match="x.pth .* 1 .*backbone.0.weight"):
@@ -183,7 +183,7 @@ def test_tensors_other_than_dense_floats_are_rejected(kind):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_weights_of_any_floating_point_dtype_are_loaded(dtype):
+def test_load_converts_weights_of_any_floating_point_dtype_to_float32(dtype):
     model = Model()
     load_model_state(
         model, {key: torch.ones_like(value, dtype=dtype) for key, value in model.state_dict().items()}, source="x"
@@ -191,7 +191,7 @@ def test_weights_of_any_floating_point_dtype_are_loaded(dtype):
     assert all(value.dtype == torch.float32 and bool((value == 1).all()) for value in model.state_dict().values())
 
 
-def test_mismatched_weights_are_rejected_and_the_model_is_unchanged():
+def test_loading_mismatched_weights_raises_and_leaves_the_model_unchanged():
     model = Model()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"backbone.0.weight: file \(5, 5\), model \(4, 4\)"):
@@ -201,7 +201,7 @@ def test_mismatched_weights_are_rejected_and_the_model_is_unchanged():
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_min_match_is_a_fraction_of_the_backbone_tensors():
+def test_min_match_is_the_minimum_fraction_of_matched_backbone_tensors():
     state = Model().state_dict()
     del state["backbone.0.weight"], state["backbone.0.bias"]
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
@@ -209,7 +209,7 @@ def test_min_match_is_a_fraction_of_the_backbone_tensors():
     load_model_state(Model(), state, source="x", min_match=0.8)
 
 
-def test_unexpected_backbone_tensors_are_logged(caplog):
+def test_loading_logs_backbone_tensors_that_the_model_lacks(caplog):
     state = Model().state_dict() | {"backbone.9.weight": torch.ones(1), "backbone.fc.weight": torch.ones(1)}
     load_model_state(Model(), state, source="x.pth")
     assert "x.pth has 1 tensors" in caplog.text and "(backbone.9.weight)" in caplog.text
@@ -222,7 +222,7 @@ def test_classifier_with_another_shape_is_not_loaded():
     assert model.heads.weight.shape == (3, 4)
 
 
-def test_resume_rejects_bare_weights_and_other_models(tmp_path):
+def test_resume_rejects_bare_weights_and_checkpoints_of_other_models(tmp_path):
     bare = save(Model().state_dict(), tmp_path / "bare.pth")
     with pytest.raises(WeightsError, match="bare.pth: missing entries: model, part"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(bare)
@@ -235,7 +235,7 @@ def test_resume_rejects_bare_weights_and_other_models(tmp_path):
 
 
 def record_spans(path):
-    """Map each record of an uncompressed zip archive to its byte range (begin, end)."""
+    """Return a dict of record name -> byte range (begin, end) for an uncompressed zip archive."""
     content, spans = path.read_bytes(), {}
     with zipfile.ZipFile(path) as archive:
         for record in archive.infolist():
@@ -251,7 +251,7 @@ def flip(path, at, bit=0):
     path.write_bytes(content)
 
 
-def test_every_flipped_bit_in_a_checkpoint_record_is_detected(tmp_path):
+def test_flipped_bit_in_any_byte_of_a_checkpoint_record_is_detected(tmp_path):
     path = save({"weight": torch.arange(6.0), "none": torch.zeros(0), "number": 3}, tmp_path / "w.pth")
     good = path.read_bytes()
     assert damaged_record(path) == ""
@@ -266,7 +266,7 @@ def test_every_flipped_bit_in_a_checkpoint_record_is_detected(tmp_path):
 
 
 def test_pytorch_does_not_detect_a_flipped_bit(tmp_path):
-    """Negative control: without comparing checksums, the damage goes unnoticed."""
+    """Negative control: ``torch.load`` does not compare checksums, so it returns a wrong tensor without an error."""
     path = save({"weight": torch.arange(6.0)}, tmp_path / "w.pth")
     flip(path, next(begin for name, (begin, _) in record_spans(path).items() if name.endswith("data/0")) + 6, bit=7)
     assert not torch.equal(torch.load(path, weights_only=True)["weight"], torch.arange(6.0))
@@ -327,7 +327,7 @@ def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(tmp_path, capl
         raise WeightsError(cause)
 
 
-def test_last_checkpoint_is_the_newest_file_with_all_entries(tmp_path):
+def test_newest_complete_checkpoint_is_used_without_last_checkpoint_file(tmp_path):
     checkpointer = make_run(tmp_path, "model_0003", "model_iter_0000002", "model_interrupted", "model_best")
     save({"model": Model().state_dict()}, tmp_path / "model_exported.pth")
     (tmp_path / "last_checkpoint").unlink()
@@ -345,7 +345,7 @@ def test_invalid_last_checkpoint_file_is_ignored(tmp_path, pointer):
     assert checkpointer.last_checkpoint() == tmp_path / "run/model_0000.pth"
 
 
-def test_error_lists_all_damaged_checkpoints(tmp_path):
+def test_resume_error_lists_all_damaged_checkpoints(tmp_path):
     checkpointer = make_run(tmp_path, "model_best", "model_0000", "model_0001")
     damage(tmp_path / "model_0000.pth", "truncated")
     damage(tmp_path / "model_0001.pth", "flipped")
@@ -366,7 +366,7 @@ def test_delete_keeps_the_checkpoint_named_in_last_checkpoint(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["model_0001.pth"]
 
 
-def test_incomplete_files_of_a_killed_save_are_removed(tmp_path):
+def test_remove_leftovers_deletes_incomplete_files_of_a_killed_save(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000")
     left = ("model_0001.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html")
     for name in (*(f".{each}.abc.tmp" for each in left), ".other.tmp", "model_x.tmp"):
@@ -376,7 +376,7 @@ def test_incomplete_files_of_a_killed_save_are_removed(tmp_path):
     assert names == {"model_0000.pth", "last_checkpoint", ".other.tmp", "model_x.tmp"}
 
 
-def test_circular_and_broken_links_raise(tmp_path):
+def test_reading_circular_or_broken_symbolic_links_raises(tmp_path):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth"), ("c.pth", "nowhere.pth")):
         (tmp_path / name).symlink_to(target)
     for name in ("a.pth", "c.pth"):
@@ -386,7 +386,7 @@ def test_circular_and_broken_links_raise(tmp_path):
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_torchscript_archives_are_rejected_with_a_working_fix(tmp_path, recwarn, parts):
-    """The cases include an archive in which the compressed code is larger than the weights."""
+    """With three modules, the compressed code in the archive is larger than the weights."""
     parts = [nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout()][:parts]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -21,7 +21,7 @@ from fastamp.utils.errors import WeightsError
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_hostile_checkpoints_are_rejected(tmp_path, legacy):
-    """Uses a subprocess: without the check, loading hangs without handling signals, or overflows the stack."""
+    """Load in a subprocess, because without the check, loading would ignore signals or overflow the stack."""
     paths = [
         hostile_pickles.write(code, tmp_path / f"{number}.pth", legacy=legacy)
         for number, code in enumerate(hostile_pickles.PICKLES.values())
@@ -47,7 +47,7 @@ def ordered_dict_of_python_2(pairs):
     return hostile_pickles.PROTO + hostile_pickles.ORDERED_DICT + body + b"R."
 
 
-def test_ordinary_checkpoints_are_read(tmp_path):
+def test_pickle_limits_accept_ordinary_checkpoints(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(300)))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -88,14 +88,14 @@ plain = st.recursive(
 
 @given(plain, st.sampled_from([0, 1, 2, 3, 4, 5]))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_plain_values_pass_in_every_pickle_protocol(value, protocol):
-    """All pickle protocols are covered, because later versions of PyTorch may load more of them."""
+def test_check_pickle_accepts_plain_values_in_every_protocol(value, protocol):
+    """Every pickle protocol is tested, because later versions of PyTorch may load more protocols."""
     check_pickle(pickle.dumps([value, value], protocol))
 
 
 @given(st.binary(max_size=200), st.integers(0, 10**6))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_damaged_pickle_raises_only_expected_errors(noise, place):
+def test_check_pickle_raises_only_documented_errors_for_damaged_pickles(noise, place):
     content = bytearray(pickle.dumps({"a": [1, (2.5, None)], ("b", 3): {"c": [[]] * 3}}, 2))
     content[place % len(content) : place % len(content) + len(noise) // 20] = noise
     with contextlib.suppress(PickleLimitError, ValueError, LookupError, OverflowError):

@@ -36,7 +36,7 @@ def test_local_torchvision_file_is_loaded(tmp_path, resnet18):
         assert torch.equal(value, resnet18.state_dict()[name])
 
 
-def test_features_match_torchvision_with_its_stem_and_stride(tmp_path, resnet18):
+def test_backbone_features_match_torchvision_with_padded_stem_and_last_stride_2(tmp_path, resnet18):
     torch.save(resnet18.state_dict(), tmp_path / "resnet18.pth")
     options = ("MODEL.BACKBONE.STEM_POOL", "padded", "MODEL.BACKBONE.LAST_STRIDE", "2")
     path = str(tmp_path / "resnet18.pth")
@@ -48,13 +48,13 @@ def test_features_match_torchvision_with_its_stem_and_stride(tmp_path, resnet18)
     torch.testing.assert_close(backbone(x), expected)
 
 
-def test_backbone_of_a_complete_model_is_loaded(tmp_path, resnet18):
+def test_pretrained_backbone_is_loaded_from_a_complete_model(tmp_path, resnet18):
     state = {f"module.backbone.{key}": value for key, value in resnet18.state_dict().items() if "fc" not in key}
     torch.save({"model": state | {"module.heads.weight": torch.ones(3, 512)}}, tmp_path / "whole.pth")
     assert torch.equal(pretrained(tmp_path / "whole.pth").conv1.weight, resnet18.conv1.weight)
 
 
-def test_backbone_of_a_transreid_model_is_loaded(tmp_path, resnet18):
+def test_pretrained_backbone_is_loaded_from_a_transreid_model(tmp_path, resnet18):
     state = {f"base.{name}": value for name, value in resnet18.state_dict().items()}
     torch.save(state | {"bottleneck.weight": torch.ones(512)}, tmp_path / "transreid.pth")
     assert torch.equal(pretrained(tmp_path / "transreid.pth").conv1.weight, resnet18.conv1.weight)
@@ -78,7 +78,7 @@ def test_rgb_weights_treat_a_gray_image_as_three_equal_channels(resnet18_file, r
     assert torch.equal(backbone.layer1[0].conv1.weight, resnet18.layer1[0].conv1.weight)
 
 
-def test_rgb_weights_initialize_a_fourth_channel_to_zero(resnet18_file, resnet18, caplog):
+def test_loading_rgb_weights_initializes_the_fourth_channel_to_zero(resnet18_file, resnet18, caplog):
     caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "4")
     assert "INPUT.CHANNELS is 4" in caplog.text
@@ -91,7 +91,7 @@ def test_rgb_weights_initialize_a_fourth_channel_to_zero(resnet18_file, resnet18
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_weights_are_unchanged_if_channels_match(tmp_path, caplog, channels):
+def test_pretrained_weights_are_unchanged_if_input_channels_match(tmp_path, caplog, channels):
     caplog.set_level("INFO")
     options = ("INPUT.CHANNELS", str(channels))
     start = build_backbone(config(*options))
@@ -100,7 +100,7 @@ def test_weights_are_unchanged_if_channels_match(tmp_path, caplog, channels):
     assert "INPUT.CHANNELS" not in caplog.text
 
 
-def test_gray_weights_do_not_load_into_four_channels(tmp_path):
+def test_loading_gray_weights_into_a_four_channel_backbone_raises(tmp_path):
     torch.save(build_backbone(config("INPUT.CHANNELS", "1")).state_dict(), tmp_path / "gray.pth")
     with pytest.raises(WeightsError, match=r"gray.pth(.|\n)*conv1(.|\n)*INPUT\.CHANNELS"):
         pretrained(tmp_path / "gray.pth", "INPUT.CHANNELS", "4")
@@ -135,8 +135,8 @@ def test_hostile_download_is_rejected(monkeypatch, empty_cache):
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_gray_model_matches_the_rgb_model_with_a_common_normalization(resnet18_file):
-    """Only INPUT.CHANNELS is set: the default mean and standard deviation are converted to their luma."""
+def test_gray_model_matches_rgb_model_with_three_equal_channels(resnet18_file):
+    """If only INPUT.CHANNELS is set, the default RGB mean and standard deviation are converted to luma values."""
     options = ("MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "3")
     options += ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(resnet18_file))
     gray = build_model(config(*options, "INPUT.CHANNELS", "1")).eval()
@@ -154,7 +154,7 @@ def test_pixel_std_must_have_one_value_per_channel():
         build_model(config("MODEL.DEVICE", "cpu", "INPUT.CHANNELS", "4", "MODEL.PIXEL_MEAN", (1.0, 2.0, 3.0, 4.0)))
 
 
-def test_weights_of_another_depth_are_rejected(tmp_path):
+def test_pretrained_weights_of_another_depth_are_rejected(tmp_path):
     torch.save(torchvision.models.resnet50().state_dict(), tmp_path / "resnet50.pth")
     with pytest.raises(WeightsError, match="resnet50.pth"):
         pretrained(tmp_path / "resnet50.pth")

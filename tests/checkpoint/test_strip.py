@@ -17,7 +17,7 @@ IMAGE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 @pytest.fixture(scope="module")
 def averaged(demo_root, tmp_path_factory):
-    """Output folder of a run that evaluates an exponential moving average."""
+    """Train a model with a weight average that is evaluated (EMA); return the output folder."""
     folder = tmp_path_factory.mktemp("ema")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
@@ -67,7 +67,7 @@ def test_stripped_checkpoint_can_be_exported(demo, checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model_best.pth", "model_final.pth"])
-def test_averaged_weights_replace_the_model_weights(demo, averaged, tmp_path, name, caplog):
+def test_strip_replaces_model_weights_by_the_evaluated_average(demo, averaged, tmp_path, name, caplog):
     content = strip(averaged / name, tmp_path / "small.pth")
     assert "average" not in content and content["stripped"] == "ema"
     before = torch.load(averaged / "model_final.pth", weights_only=True)
@@ -81,7 +81,7 @@ def test_averaged_weights_replace_the_model_weights(demo, averaged, tmp_path, na
     assert "stripped" in caplog.text and "ema" in caplog.text
 
 
-def test_model_weights_are_kept_if_the_average_is_not_evaluated(demo, tmp_path):
+def test_strip_keeps_model_weights_if_the_average_is_not_evaluated(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.EMA", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.EMA.EVALUATE", "False")
     content = strip(tmp_path / "model_final.pth", tmp_path / "small.pth")
     assert content["stripped"] == "model"
