@@ -70,7 +70,7 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
 
 
 def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
-    """Read the search space from the file of --space, else from the default file for the recipe.
+    """Read the search space from the --space file, else from the default file for the recipe.
 
     With --scheduler pbt, the default space is limited to keys that can change during a training.
     """
@@ -112,7 +112,7 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
         test = build_dataset(name, cfg)
         if not test.query or not test.gallery:
             raise DataError(
-                f"DATASETS.TESTS: {name} has no query or no gallery images.\n  fix: choose another test set"
+                f"DATASETS.TESTS: {name} has no query images or no gallery images.\n  fix: choose another test set"
             )
     identities = len({item.pid for item in training})
     if IDENTITIES in space.parameters and largest_value(cfg, space, IDENTITIES) > identities:
@@ -146,7 +146,8 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
     """Return the GPUs per trial: --gpus-per-trial, else 1 if the config trains on a GPU, else 0."""
     if ":" in cfg.MODEL.DEVICE:
         raise ConfigError(
-            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but Ray assigns a device to each trial.\n  fix: set MODEL.DEVICE cuda"
+            f"MODEL.DEVICE is {cfg.MODEL.DEVICE}, but Ray assigns a device to each trial.\n"
+            "  fix: set MODEL.DEVICE to cuda"
         )
     needs_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not args.address:
@@ -410,7 +411,7 @@ def _resource_amount(text: str) -> float:
     except ValueError:
         number = 0.0
     if not (0 < number <= 1 or (number > 1 and number.is_integer())):
-        raise argparse.ArgumentTypeError(f"expected a fraction above 0 or an integer, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a number in (0, 1] or an integer above 1, got {text!r}")
     return number
 
 

@@ -63,7 +63,7 @@ class Series:
 
 
 def show(rows: dict[str, list[tuple[float, int]]], reference: str) -> dict[str, float]:
-    """Print a table of the runs; return a dict from the name of each setting to its mean mAP."""
+    """Print a table of the runs; return the mean mAP of each setting: name -> percent."""
     means = {name: statistics.mean(score for score, _ in results) for name, results in rows.items()}
     lines = [
         (
@@ -107,9 +107,9 @@ def main(output: Path, seeds: int) -> None:
         "float16, planted, fixed": series.run("float16, planted, fixed", "SOLVER.AMP", "fp16", *PLANTED, *fix),
     }
 
-    print("\ndemo, network of two convolutions")
+    print("\nmAP on the demo, with a network of two convolutions:")
     means = show(unplanted, "float32")
-    print("\nwith the planted overflow, and with the doctor's suggestion")
+    print("\nmAP on the demo, with the planted overflow; float16 with the doctor's suggestion:")
     fixed_means = show(planted, "float32, planted")
     claims = {
         "training names the layer": "backbone.4 (Times)" in message,

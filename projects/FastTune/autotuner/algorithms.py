@@ -27,8 +27,8 @@ _PACKAGES = {
 class ResumedASHA(schedulers.ASHAScheduler):
     """ASHA (Li et al. 2020, arXiv:1810.05934) that restores its rungs from the reports of earlier trials on resume.
 
-    Reports are read from ``trial.path``, which is correct even if the search folder was moved. A path stored in this
-    scheduler, which Ray pickles, would not be.
+    Reports are read from ``trial.path``, which is correct even if the search folder was moved. The scheduler does not
+    store the path, because Ray pickles the scheduler, and a pickled path would be wrong after a move.
     """
 
     def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
@@ -146,7 +146,7 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
         name: ``"asha"``, ``"hyperband"`` (Li et al. 2018, arXiv:1603.06560), ``"pbt"`` or ``"none"``.
         rounds: number of evaluations in a full trial that count for the scheduler, see ``tune_hooks.EvalRounds``.
         space: search space; ``"pbt"`` perturbs its keys.
-        algorithm: search algorithm; ``"bohb"`` selects Ray's HyperBandForBOHB.
+        algorithm: search algorithm; with ``"bohb"``, ``"hyperband"`` is Ray's HyperBandForBOHB.
     """
     if name == "asha":
         return ResumedASHA(time_attr=ROUND, max_t=rounds, grace_period=1, reduction_factor=3)
@@ -165,7 +165,7 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
 
 
 def _mutations(space: Space) -> dict[str, Any]:
-    """Return Ray Tune domains with choices and steps as ordered lists, so that PBT mutates them to adjacent values."""
+    """Return Ray Tune domains for PBT: choices, steps and integers as ordered lists, to mutate to adjacent values."""
     domains = ray_space(space, "random")
     for key, each in space.parameters.items():
         if each.kind == "choice":

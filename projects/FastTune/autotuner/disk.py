@@ -17,7 +17,7 @@ _GB = 1e9
 
 
 def trial_bytes(cfg: CfgNode, identities: int) -> tuple[int, int]:
-    """Return ``(checkpoint, weights)``: the sizes of a trial's checkpoint and of its weights, in bytes.
+    """Return the sizes of a trial's checkpoint and of its best weights, in bytes: ``(checkpoint, weights)``.
 
     Args:
         cfg: config of the trial; its model is built once with random weights.
@@ -48,7 +48,7 @@ def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
     has a better score.
 
     Args:
-        search: a search that has not started.
+        search: settings of a search that has not started.
         identities: number of training identities.
         concurrent: number of concurrent trials.
 

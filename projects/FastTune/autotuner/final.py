@@ -26,7 +26,7 @@ def train_recipes(
     Args:
         recipes: dict from name to ``(folder, config)``; the folder is created next to the search folder.
         seeds: number of seeds, starting at the config's SEED.
-        search: settings of the search, of which the resources, the parent folder and the plugin are used.
+        search: settings of the search; only its resources, parent folder and plugin are used.
         resume: continue interrupted trainings.
 
     Returns:

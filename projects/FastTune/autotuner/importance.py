@@ -50,7 +50,7 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
 
 
 def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:
-    """Return the group of each value: the value of a choice, or its tercile in a range."""
+    """Return the group of each value: for a choice, the value as text; for a range, the tercile among ``values``."""
     if parameter.kind == "choice":
         return [repr(list(value) if isinstance(value, tuple) else value) for value in values]
     ranks = _ranks(values)

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
-    """Draw the trials to a PNG file.
+    """Draw the figure of a search to a PNG file.
 
     Args:
         outcomes: trials, best first.

@@ -23,13 +23,14 @@ _ENDED = ("TERMINATED", "ERROR")
 
 
 class Progress(ray.tune.Callback):
-    """Log a line per finished trial and, once per minute, a table of all trials; update the result files.
+    """Log a line per finished trial and, at most once per minute, a table of the trials; update the result files.
 
-    When a trial ends, ``trials.csv`` and ``best_config.yaml`` in OUTPUT_DIR are updated, and the weights of finished
-    trials are deleted, except for those of the best one.
+    If ``search.fraction`` is positive, each trial that ends updates ``trials.csv`` and ``best_config.yaml`` in
+    OUTPUT_DIR. The checkpoints of finished trials and all best weights except those of the best trial are then deleted,
+    but not in population based training, where other trials may continue from them.
 
     Args:
-        search: the search to log.
+        search: settings of the search.
     """
 
     def __init__(self, search: Search) -> None:
@@ -89,7 +90,7 @@ class Progress(ray.tune.Callback):
             self._write(Path(trial.path).parent)
 
     def _write(self, search_dir: Path) -> None:
-        """Write intermediate results and delete the weights of trials that cannot win."""
+        """Write intermediate results and delete the files that no trial needs; see ``Progress``."""
         folder = search_dir.parent
         # Outcomes from before a resume have the search folder's earlier path.
         outcomes = best_first(replace(each, folder=run_dir(search_dir / each.name)) for each in self.ended.values())
@@ -110,7 +111,7 @@ class Progress(ray.tune.Callback):
         return outcome_of(Path(trial.path), trial.config, error, self.search)
 
     def _outcomes(self, trials: Sequence[Any]) -> dict[str, Outcome]:
-        """Return the current outcome of each started trial."""
+        """Return the current outcome of each trial that has reported or failed: trial ID -> outcome."""
         begun = {each.trial_id: self.ended.get(each.trial_id) or self._outcome(each) for each in trials if each.path}
         return {name: each for name, each in begun.items() if each.history or each.failure}
 

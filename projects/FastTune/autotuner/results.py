@@ -67,7 +67,7 @@ def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
 
 
 def short(value: object) -> str:
-    """Format a value for a table."""
+    """Format a value for a table; a float is rounded to three significant digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

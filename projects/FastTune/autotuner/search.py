@@ -50,7 +50,7 @@ class Search:
 
     Attributes:
         title: name of the search in messages and results.
-        folder: folder of the search; an existing search in it can be continued with ``resume``.
+        folder: folder of the search. If the folder already contains a search, ``run_search`` can only resume it.
         cfg: base config of the trials.
         space: search space.
         algorithm: one of ``ALGORITHMS``, or ``"grid"`` (each combination of choices once). Default ``"hyperopt"``.
@@ -59,7 +59,7 @@ class Search:
             perturbed values. The initial values are sampled at random, and only keys in ``MUTABLE`` can be searched.
             Default ``"asha"``.
         trials: number of trials. Default 20.
-        trials_flag: command-line flag of ``trials``, for messages.
+        trials_flag: command-line flag that sets ``trials``, for messages. Default ``"--num-trials"``.
         with_recipe: use the values of the recipe in the first trial, so that the winner is at least as good as the
             recipe. Default True.
         seed: seed of the sampling and of the validation split. Default 0.
@@ -121,7 +121,7 @@ class Search:
         return EvalRounds(min(self.cfg.TEST.EVAL_PERIOD, epochs), epochs, self.grace_epochs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Return ``[sample]`` with the recipe's values; [] without ``with_recipe`` or if a value is not a choice."""
+        """Return ``[sample]`` with the recipe's values; [] if ``with_recipe`` is False or a value is not a choice."""
         sample = self.space.sample_of(self.cfg) if self.with_recipe else None
         return [] if sample is None else [sample]
 
@@ -147,22 +147,22 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a trial.
+    """Values, scores and, if the trial failed, error of a trial.
 
     Attributes:
         stage: title of the search.
-        name: name of the trial in Ray Tune and of its folder.
-        values: sampled value of each key of the space.
-        score: best score with these values, in percent; None without an evaluation.
+        name: name of the trial's folder, ``trial_`` and Ray Tune's trial ID.
+        values: config key or ``IDENTITIES`` -> last sampled value.
+        score: best score with these values, in percent; None if the trial was not evaluated with them.
         epochs: number of completed epochs.
         failure: first line of the error that ended the trial; empty if it did not fail.
         folder: OUTPUT_DIR of the trial.
-        metrics: ``mAP`` and ``Rank-1`` of the evaluation with the best score, and, over the evaluations with these
-            values, the total of ``skipped_steps``, the maximum of ``peak_memory_mb`` and the mean of
-            ``images_per_second``; see ``tune_hooks.TuneReportHook``.
+        metrics: ``mAP`` and ``Rank-1`` of the evaluation with the best score; ``skipped_steps`` up to the last
+            evaluation; and the maximum of ``peak_memory_mb`` and the mean of ``images_per_second`` over the evaluations
+            with these values. See ``tune_hooks.TuneReportHook``.
         history: ``(epoch, score)`` of each report.
         history_values: sampled values at each report; population based training changes them.
-        parents: ``(epoch, trial name)`` of each checkpoint of another trial from which this trial continued.
+        parents: ``(epoch, trial name)`` of each checkpoint from another trial with which this trial continued.
     """
 
     stage: str
@@ -250,7 +250,10 @@ def shut_down_ray() -> None:
 
 
 def concurrent_trials(search: Search) -> int:
-    """Return the number of trials that Ray's resources can run at once; Ray must be initialized."""
+    """Return the number of trials that run at once: as many as fit on Ray's CPUs and GPUs, up to ``max_concurrent``.
+
+    Ray must be initialized.
+    """
     import ray
 
     available = ray.cluster_resources()
@@ -266,8 +269,8 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
         resume: continue the search in its folder, if there is one.
 
     Raises:
-        ConfigError: if the folder contains a search and ``resume`` is False, if the settings of that search differ, if
-            that search cannot be resumed, or if a package of the algorithm is not installed.
+        ConfigError: if the folder already contains a search, and ``resume`` is False, the settings differ from
+            ``search`` or the scheduler does not support resuming; or if a package of the algorithm is not installed.
     """
     from ray import tune
 
@@ -352,7 +355,10 @@ def _new_tuner(search: Search, trainable: Any) -> Any:
 
 
 def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
-    """Sort successful trials by descending score, then failed trials, then trials without a score; ties by name."""
+    """Sort outcomes: successful trials first, then failed trials with a score, then trials without a score.
+
+    Each group is sorted by descending score, and trials with equal scores by name.
+    """
     return sorted(
         sorted(outcomes, key=lambda outcome: outcome.name),
         key=lambda outcome: (outcome.score is not None, not outcome.failure, outcome.score or 0.0),
@@ -361,12 +367,12 @@ def best_first(outcomes: Iterable[Outcome]) -> list[Outcome]:
 
 
 def winner_of(outcomes: list[Outcome]) -> Outcome | None:
-    """Return the first trial in a list sorted best first; None if this trial failed or has no score."""
+    """Return the first of ``outcomes``, which are sorted best first; None if this trial failed or has no score."""
     return outcomes[0] if outcomes and outcomes[0].score is not None and not outcomes[0].failure else None
 
 
 def _check_folder(search: Search, *, resume: bool) -> bool:
-    """Write the settings of a new search, or compare the settings with those of the search to resume.
+    """Write the settings of a new search, or check that they equal the saved settings of the search to resume.
 
     Returns:
         True if there are trials to resume.

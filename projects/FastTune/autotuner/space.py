@@ -127,11 +127,11 @@ class Space:
         return {key: self.parameters[key].decode(number) for key, number in sample.items()}
 
     def overrides(self, cfg: CfgNode, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict from config key to value for a sample, including the resulting batch size.
+        """Return the config keys to set for a trial, config key -> value, including the resulting batch size.
 
         Args:
             cfg: config with the values of all other keys.
-            values: value of each key; NumPy scalars are converted to Python scalars.
+            values: value of each key of the space; NumPy scalars are converted to Python scalars.
         """
         changed = {key: plain(value) for key, value in values.items()}
         identities = changed.pop(IDENTITIES, None)
@@ -145,7 +145,7 @@ class Space:
         return changed | {BATCH: identities * images}
 
     def apply(self, cfg: CfgNode, values: Mapping[str, Any]) -> CfgNode:
-        """Return a frozen copy of ``cfg`` with the values of a sample.
+        """Return a frozen copy of ``cfg`` with the values of a trial; see ``overrides``.
 
         Raises:
             ConfigError: if a value is invalid.
@@ -153,7 +153,11 @@ class Space:
         return cfg.with_values(self.overrides(cfg, values))
 
     def sample_of(self, cfg: CfgNode) -> dict[str, Any] | None:
-        """Return the values of ``cfg`` as a sample; None if a value is not among the choices of its key."""
+        """Return the values of ``cfg`` as a sample, the inverse of ``decoded``; values outside of a range are clamped.
+
+        Returns:
+            Key -> sampled number. None if a value of ``cfg`` is not among the choices of the key.
+        """
         own = {key.path: value for key, value in cfg.keys_below()}
         own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
         sample: dict[str, Any] = {}
@@ -169,13 +173,14 @@ class Space:
         return sample
 
     def narrowed(self, best: Mapping[str, Any], good: Sequence[Mapping[str, Any]]) -> "Space":
-        """Return a smaller space around a sample.
+        """Return a smaller space around the values of the best trial.
 
-        Each range shrinks to a third of its width; each choice keeps only the values in the best and the good samples.
+        Each range shrinks to a third of its width and is clipped to the original bounds; each choice keeps only the
+        values of the best trial and the good trials.
 
         Args:
-            best: sample at the center; near a bound, the range is clipped.
-            good: further samples with high scores.
+            best: values of the best trial, as returned by ``decoded``.
+            good: values of further trials with high scores.
         """
         parameters = []
         for key, each in self.parameters.items():
@@ -188,10 +193,11 @@ class Space:
         return Space(parameters)
 
     def check(self, cfg: CfgNode) -> None:
-        """Validate every choice and both bounds of every range with the config.
+        """Check that every choice and both bounds of every range are valid in ``cfg``.
 
         Raises:
-            ConfigError: if a key cannot be searched, a value is invalid, or a range gives fractions for an integer key.
+            ConfigError: if a key cannot be searched, a value is invalid, or a range contains non-integer values for an
+                integer key.
         """
         types = {key.path: type(key.default) for key, _ in cfg.keys_below()}
         for parameter in self.parameters.values():
@@ -211,11 +217,14 @@ class Space:
             if whole and not _gives_whole_numbers(parameter):
                 raise ConfigError(
                     f"search space: {parameter.key} must be an integer, but {parameter.kind} "
-                    f"{list(parameter.values)} gives fractions.\n  fix: use randint, or quniform with integers"
+                    f"{list(parameter.values)} yields non-integers.\n  fix: use randint, or quniform with integers"
                 )
             for value in parameter.extremes():
                 if parameter.key == IDENTITIES and value < 1:
-                    raise ConfigError(f"search space: {IDENTITIES} must be at least 1, got {value}")
+                    raise ConfigError(
+                        f"search space: {IDENTITIES} must be at least 1, got {value}.\n"
+                        f"  fix: remove values below 1 from {IDENTITIES}"
+                    )
                 try:
                     self.apply(cfg, {parameter.key: value})
                 except ConfigError as error:
@@ -301,9 +310,9 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
 
 
 def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
-    """Convert the values of a parameter; numbers written as text become numbers."""
+    """Validate the values of a parameter; convert numbers that YAML reads as text, e.g. 1e-6, to floats."""
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}: {kind}: expected a list, got {values!r}")
+        raise ConfigError(f"{where}: {kind}: expected a non-empty list, got {values!r}")
     if kind == "choice":
         return tuple(tuple(value) if isinstance(value, list) else value for value in values)
     if len(values) != _BOUNDS[kind]:

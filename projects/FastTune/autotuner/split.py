@@ -10,7 +10,9 @@ VAL_FRACTION = "TUNE.VAL_FRACTION"
 
 def define_keys(cfg: CfgNode) -> None:
     """Declare FastTune's keys."""
-    cfg.define(VAL_FRACTION, 0.2, "Fraction of the training identities, in 0..1, that is held out to evaluate trials.")
+    cfg.define(
+        VAL_FRACTION, 0.2, "Fraction of the training identities, in (0, 1), that is held out to evaluate trials."
+    )
 
 
 def split_training(
@@ -19,8 +21,8 @@ def split_training(
     """Split the training images of DATASETS.NAMES into ``(training, query, gallery)`` images; see ``hold_out``.
 
     Raises:
-        ConfigError: if a dataset name is unknown, or too few identities are left.
-        DataError: if a dataset is missing.
+        ConfigError: if a dataset name is unknown, or fewer than two identities remain for training.
+        DataError: if a dataset is missing, or no held-out identity has a query image.
     """
     items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
     return hold_out(items, fraction, seed, key=VAL_FRACTION)
@@ -37,8 +39,8 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
         ``(training, validation)``: the names of these datasets, for DATASETS.NAMES and DATASETS.TESTS.
 
     Raises:
-        ConfigError: if a dataset name is unknown, or too few identities are left.
-        DataError: if a dataset is missing.
+        ConfigError: if a dataset name is unknown, or fewer than two identities remain for training.
+        DataError: if a dataset is missing, or no held-out identity has a query image.
     """
     training, query, gallery = split_training(cfg, fraction, seed)
     title = "+".join(cfg.DATASETS.NAMES)

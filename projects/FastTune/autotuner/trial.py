@@ -27,7 +27,7 @@ _REPORTS, _LAST_REPORT = "reports.jsonl", "report.json"
 
 @dataclass(frozen=True)
 class TrialSettings:
-    """Settings shared by all trials of a search, which are sent to Ray's processes.
+    """Settings that all trials of a search share; they are sent to Ray's processes.
 
     Attributes:
         config: base config as YAML.
@@ -59,7 +59,7 @@ class TrialSettings:
 
 
 class TrialTrainer(DefaultTrainer):
-    """Trainer that saves the best weights without optimizer state, and checkpoints only by ``TuneReportHook``.
+    """Trainer that saves the best weights without optimizer state; only ``TuneReportHook`` saves checkpoints.
 
     Args:
         cfg: see ``DefaultTrainer``.
@@ -97,7 +97,7 @@ def run_trial(
     Args:
         cfg: config of this trial, with a separate OUTPUT_DIR.
         report: see ``TuneReportHook``; an exception that it raises ends the trial.
-        checkpoint: file that was passed to ``report`` by a trial of the same model; None to start from the beginning.
+        checkpoint: file that a trial with the same model passed to ``report``; None to start from the beginning.
             Training continues with the learning rates of ``cfg``.
         with_other_values: True if the values of ``cfg`` differ from those of the checkpoint's trial; the best score of
             the checkpoint is then discarded.
@@ -176,10 +176,10 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
 
 
 def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
-    """Return the report whose checkpoint ``file`` the trial continues from; None to start from the beginning.
+    """Return the report with the checkpoint from which the trial continues; None to start from the beginning.
 
-    ``file`` is empty if the trial has finished and lost: its checkpoint was deleted, possibly before Ray recorded the
-    end of the trial.
+    The entry ``file`` of the report is the checkpoint. It is empty if the trial has finished and lost: the checkpoint
+    was then deleted, possibly before Ray recorded the end of the trial.
     """
     from ray import tune
 
@@ -200,7 +200,7 @@ def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
 
 
 def plain_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Return values after a round trip through JSON."""
+    """Convert values as a round trip through JSON does, e.g. tuples to lists."""
     return json.loads(json.dumps(values))
 
 

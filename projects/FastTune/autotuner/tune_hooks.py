@@ -35,7 +35,7 @@ class EvalRounds:
     grace: int
 
     def at(self, epoch: int) -> int:
-        """Return the number of counted evaluations up to an epoch."""
+        """Return the number of counted evaluations in the first ``epoch`` epochs."""
         first = max(1, math.ceil(min(self.grace, self.epochs) / self.period))
         return max(0, math.ceil(epoch / self.period) - first + 1)
 
