@@ -27,18 +27,20 @@ logger = logging.getLogger(__name__)
 def build_reid_train_loader(
     cfg: Any, *, start_iter: int = 0, rank: int | None = None, world_size: int | None = None
 ) -> TrainLoader:
-    """Build the infinite training loader for DATASETS.NAMES.
+    """Build the infinite loader for the training sets in DATASETS.NAMES.
 
-    The batches depend only on the config: they do not change with ``start_iter``, the number of workers or the number
-    of ranks. One epoch is ``num_images // IMS_PER_BATCH`` iterations.
+    Which images form batch n depends only on the config, not on ``start_iter``, the number of workers or the number of
+    ranks. One epoch is ``num_images // SOLVER.IMS_PER_BATCH`` iterations.
 
     Args:
-        cfg (CfgNode): config; reads DATASETS, DATALOADER, INPUT, SOLVER.IMS_PER_BATCH and SEED.
+        cfg (CfgNode): config; the sections DATASETS, DATALOADER and INPUT and the keys SOLVER.IMS_PER_BATCH and SEED
+            are used.
         start_iter (int): index of the first batch to load, counted from the start of training. Default 0.
-        rank, world_size (int, optional): rank of this process and number of processes. Default: from torch.distributed.
+        rank, world_size (int, optional): rank of this process and number of processes. Default: values from
+            torch.distributed, or 0 and 1 if it is not initialized.
 
     Returns:
-        TrainLoader: loader that yields dictionaries, see ``ReidDataset.__getitems__``.
+        TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes.
 
     Raises:
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
@@ -67,7 +69,8 @@ def build_reid_train_loader(
         )
     if dataset.num_classes < 2:
         raise DataError(
-            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2"
+            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
+            "  fix: add images of other identities"
         )
     sampler = SAMPLER_REGISTRY.build(
         cfg.DATALOADER.SAMPLER_TRAIN,
@@ -104,18 +107,18 @@ def build_reid_train_loader(
 def build_reid_test_loader(
     cfg: Any, dataset_name: str, *, rank: int | None = None, world_size: int | None = None
 ) -> tuple[TestLoader, int]:
-    """Build the loader of a test set: query images, then gallery images, in order.
+    """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
 
     Args:
-        cfg (CfgNode): config; reads INPUT, DATALOADER and TEST; TEST.IMS_PER_BATCH is the number of images per batch
-            over all ranks.
-        dataset_name (str): a registered dataset, or ``csv:FILE`` or ``folder:FOLDER``.
+        cfg (CfgNode): config; the sections INPUT, DATALOADER and TEST are used. TEST.IMS_PER_BATCH is the number of
+            images per batch over all ranks.
+        dataset_name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``.
         rank, world_size (int, optional): rank of this process and number of processes; each rank loads a contiguous
-            part of the test set. Default: from torch.distributed.
+            part of the test set. Default: values from torch.distributed, or 0 and 1 if it is not initialized.
 
     Returns:
-        tuple[TestLoader, int]: the loader, which returns the index of each image as ``indices``, and the number of
-            query images.
+        tuple[TestLoader, int]: the loader and the number of query images. In each batch, ``indices`` contains the
+            positions of the images in the test set; queries come first.
 
     Raises:
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
@@ -126,15 +129,18 @@ def build_reid_test_loader(
     source = build_dataset(dataset_name, cfg)
     for split in ("query", "gallery"):
         if not getattr(source, split):
-            raise DataError(f"dataset {dataset_name} has no {split} images; expected query and gallery images")
+            raise DataError(
+                f"dataset {dataset_name} has no {split} images; a test set requires query and gallery images.\n"
+                f"  fix: add {split} images, or remove the dataset from DATASETS.TESTS"
+            )
     items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
     dataset = ReidDataset(items, transforms, relabel=False)
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
-            f"dataset {dataset_name} has fewer test images than processes: {len(dataset)} images, "
-            f"{world_size} processes.\n  fix: use fewer processes"
+            f"dataset {dataset_name} contains {len(dataset)} test images, which is too few for {world_size} processes: "
+            f"each process requires at least one image.\n  fix: run with at most {len(dataset)} processes"
         )
     batch_sampler = InferenceSampler(
         size=len(dataset),
@@ -159,9 +165,12 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
     """Build a dataset from its name in the config.
 
     Args:
-        name (str): a registered name, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
-        cfg (CfgNode, optional): config; source of dataset settings such as DATASETS.CUHK03. Default: the default
-            config.
+        name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
+        cfg (CfgNode, optional): config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the
+            default config.
+
+    Returns:
+        ImageDataset: the dataset, whose splits may be read at first use.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -186,17 +195,17 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
 
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
-    """Concatenate the training images of several datasets; see ``training_parts``."""
+    """Return the training images of all ``datasets`` in one list; see ``training_parts``."""
     return list(PackedItems.concat(training_parts(datasets, combine_all=combine_all)))
 
 
 def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[PackedItems]:
     """Collect the training images of each dataset, with identities and cameras that are unique across datasets.
 
-    Identities and cameras get the dataset's name as a prefix. Datasets of the same ``family``, such as VehicleID and
-    SmallVehicleID, share identities and cameras. An image with the same identity in several of these datasets is used
-    once. If ``datasets`` has only one element, its camera numbers are unchanged and therefore match those of the test
-    images.
+    The name of the dataset is added to identities and cameras as a prefix. Datasets of the same ``family``, such as
+    VehicleID and SmallVehicleID, share identities and cameras. If several of them contain an image with the same
+    identity, the image is used once. If there is only one dataset, its cameras are not changed, so that they match
+    those of the test images.
 
     Args:
         datasets (Sequence[ImageDataset]): at least one dataset.
@@ -204,7 +213,7 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             False.
 
     Returns:
-        list[PackedItems]: the images of each dataset.
+        list[PackedItems]: training images of each dataset, in the order of ``datasets``.
 
     Raises:
         DataError: if a dataset has no training images, or two datasets have the same ``dataset_name``.
@@ -213,9 +222,11 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
     parts: list[PackedItems] = []
     for dataset in datasets:
         if not dataset.train:
-            raise DataError(f"dataset {dataset.title} has no training images")
+            raise DataError(
+                f"dataset {dataset.title} has no training images.\n  fix: remove the dataset from DATASETS.NAMES"
+            )
         if dataset.name in classes and classes[dataset.name] is type(dataset):
-            raise DataError(f"dataset {dataset.title} is listed twice in DATASETS.NAMES.\n  fix: list it once")
+            raise DataError(f"dataset {dataset.title} is listed twice in DATASETS.NAMES.\n  fix: remove one entry")
         if classes.setdefault(dataset.name, type(dataset)) is not type(dataset):
             raise DataError(
                 f"{classes[dataset.name].__name__} and {type(dataset).__name__} have the same dataset_name "
@@ -252,7 +263,7 @@ def _drop_shared_images(
 ) -> PackedItems:
     """Drop images that an earlier dataset contains with the same identity.
 
-    Images that an earlier dataset contains with a different identity are kept, with a warning.
+    Images that an earlier dataset contains with a different identity are kept. A warning is logged in both cases.
 
     Args:
         part: images of ``dataset``, with prefixed identities.
@@ -304,7 +315,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
 
 
 def _device(cfg: Any) -> torch.device:
-    """Resolve MODEL.DEVICE; return the CPU if the device is invalid, since building the model will raise the error."""
+    """Return the device in MODEL.DEVICE, or the CPU if it is invalid: building the model will raise the error."""
     try:
         return resolve_device(cfg.MODEL.DEVICE)
     except ConfigError:
@@ -338,7 +349,11 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
             )
     if backbone.SIE_VIEWS and (viewids == viewids[0]).all():
         logger.warning(
-            "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s have view %d", backbone.SIE_VIEWS, title, viewids[0]
+            "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s have view %d.\n"
+            "  fix: use a dataset with several views, or set MODEL.BACKBONE.SIE_VIEWS 0",
+            backbone.SIE_VIEWS,
+            title,
+            viewids[0],
         )
     unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
     if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):

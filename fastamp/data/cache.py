@@ -37,18 +37,18 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class ImageCache:
-    """Cache of decoded images of equal size: on disk for later runs, or in memory for concurrent runs.
+    """Cache of decoded and resized images of equal size: on disk for later runs, or in memory for concurrent runs.
 
-    The file name is a fingerprint of the images (paths, sizes, modification times and boxes) and of their size after
-    resizing. If an image changes, the cache is built again and the old file is removed. The file is renamed to its
-    final name when it is complete, so that an interrupted build never leaves an incomplete cache. One process builds
-    the cache while other processes wait.
+    The file name contains a fingerprint of the image files (paths, sizes, modification times), the boxes, the image
+    shape and ``kind``. If an image file changes, the cache is built again and the old cache file is removed. The cache
+    file is renamed to its final name when it is complete, so that an interrupted build never leaves an incomplete
+    cache. One process builds the cache while other processes wait.
 
     Args:
-        items (Sequence[ImageItem]): images.
+        items (Sequence[ImageItem]): images to cache.
         shape (tuple[int, int, int]): (C, H, W) of each image.
-        read (Callable): function from the index of an item to its (C, H, W) uint8 image; called from several threads.
-        where (str): ``"disk"`` or ``"ram"``.
+        read (Callable): called with the index of an item, returns the (C, H, W) uint8 image; must be thread-safe.
+        where (str): where the cache is stored: ``"disk"`` or ``"ram"``.
         folder (str): folder of the cache on disk. Default: ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp``
             if the root is not writable.
         kind (str): other settings that affect the images, such as resizing, cropping and interpolation. Default "".
@@ -130,7 +130,7 @@ class ImageCache:
             raise DataError(
                 f"DATALOADER.CACHE: cannot write {self.path}: {error.strerror or error}; required: "
                 f"{count / 1e9:.2f} GB, free: {free / 1e9:.2f} GB.\n"
-                f"  fix: free disk space, or set {elsewhere}, or DATALOADER.CACHE to none"
+                f"  fix: free space in {self.path.parent}, set {elsewhere}, or set DATALOADER.CACHE to none"
             ) from error
         finally:
             unfinished.unlink(missing_ok=True)
@@ -153,7 +153,11 @@ class ImageCache:
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:
-    """Return ``(list_hash, content_hash)``; only ``content_hash`` depends on file sizes and modification times."""
+    """Return ``(list_hash, content_hash)``, hex digests of the list of images and of the image files.
+
+    Both depend on ``shape``, ``kind``, paths and boxes; only ``content_hash`` depends on file sizes and modification
+    times.
+    """
     listed, content = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=16)
     listed.update(json.dumps([_VERSION, shape, kind]).encode())
     for item in items:

@@ -1,4 +1,4 @@
-"""Dataset checks: unreadable images, label conflicts, duplicates across splits and queries without a match."""
+"""Check datasets for unreadable images, conflicting labels, duplicates across splits and queries without a match."""
 
 import hashlib
 import io
@@ -76,11 +76,12 @@ class _ImageSummary:
 
 
 def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Report:
-    """Read every image of a dataset and check labels and splits.
+    """Read every image in a dataset and check the labels and splits.
 
     Args:
         dataset (ImageDataset): dataset to check.
-        max_pixels (int): maximum width x height of an image. Default 100,000,000.
+        max_pixels (int): maximum width x height of an image; larger images are reported as unreadable. Default
+            100,000,000.
 
     Returns:
         Report: image counts, image sizes and findings.
@@ -112,12 +113,12 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
     """Write a PNG with sample images, one row per identity: training identities, then query identities.
 
-    Each query row shows the query images of an identity, framed in blue, and then its gallery images.
+    Each query row shows the query images of an identity, framed in blue, and then the gallery images of this identity.
 
     Args:
-        dataset (ImageDataset): dataset to draw from.
+        dataset (ImageDataset): dataset that contains the images.
         path (Path): PNG file to write.
-        identities (int): maximum number of training identities, and of query identities. Default 8.
+        identities (int): maximum number of rows for training identities, and for query identities. Default 8.
         columns (int): images per row. Default 12.
         seed (int): seed of the random choice of identities. Default 0.
 
@@ -233,7 +234,7 @@ def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Ite
 
 
 def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find images that are listed with several identities, or more than once, in the same split."""
+    """Find images that a split lists under several identities, or more than once under the same identity."""
     for split, items in splits.items():
         by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
         for item in items:

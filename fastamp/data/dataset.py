@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class ReidDataset(Dataset):
-    """Images with identity, camera and view, loaded one batch at a time.
+    """Dataset that loads images with their identities, cameras and views, one batch at a time.
 
     Args:
-        items (Sequence[ImageItem]): images; stored in arrays.
-        transforms (Transforms): reading, resizing and augmentation.
+        items (Sequence[ImageItem]): images to load.
+        transforms (Transforms): functions that read, resize and augment the images.
         relabel (bool): if True, map identities to 0..num_classes-1 in sorted order. Cameras are mapped in the same way
-            if at least one is not an integer; otherwise they keep their values, so that they match those of the test
+            if at least one camera is not an integer; otherwise they keep their values and match the cameras of the test
             images. If False, identities and cameras must be integers and keep their values.
         augment (bool): if True, apply the augmentation. If False, the batch contains the parameters of the augmentation
             under the key ``augmentation``, for ``Transforms.augment``. Default True.
@@ -35,7 +35,7 @@ class ReidDataset(Dataset):
 
     Attributes:
         items (PackedItems): the images.
-        labels, camids (np.ndarray): (N,) int64, one per image.
+        labels, camids (np.ndarray): (N,) int64 identity and camera of each image.
         num_classes (int): number of identities.
         cache (ImageCache, optional): resized images of all items.
 
@@ -73,7 +73,8 @@ class ReidDataset(Dataset):
             )
             raise DataError(
                 f"identities and cameras of query and gallery images must be integers; got identity "
-                f"{wrong.pid!r} and camera {wrong.camid!r} for {wrong.path}"
+                f"{wrong.pid!r} and camera {wrong.camid!r} for {wrong.path}.\n"
+                "  fix: use integers in the class of this dataset"
             )
         self.labels, self.camids = pids.codes, camids.codes
 
@@ -85,20 +86,20 @@ class ReidDataset(Dataset):
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Load one image with its labels, augmented with the random numbers for epoch 0 and position ``index``."""
+        """Load one image with its labels. The augmentation uses the random numbers of epoch 0, position ``index``."""
         return {name: values[0] for name, values in self.__getitems__([(0, index, index)]).items()}
 
     def __getitems__(self, keys: Sequence[SampleKey]) -> dict[str, Any]:
         """Load a batch.
 
         Args:
-            keys (Sequence[SampleKey]): (epoch, position, index) of each image; epoch and position select the random
-                numbers of the augmentation.
+            keys (Sequence[SampleKey]): (epoch, position, index) for each of B images. The index selects the image;
+                epoch and position select the random numbers of the augmentation.
 
         Returns:
-            dict: ``images``: (B, C, H, W) uint8; ``targets``, ``camids``, ``viewids`` and ``indices`` (in this
-                dataset): (B,) int64; ``img_paths``: list of str; and ``augmentation``, the parameters for
-                ``Transforms.augment``, if ``augment`` is False.
+            dict: ``images``: (B, C, H, W) uint8; ``targets`` (identities), ``camids``, ``viewids`` and ``indices`` (in
+                this dataset): (B,) int64; ``img_paths``: list of str. If ``augment`` is False, also ``augmentation``:
+                the parameters for ``Transforms.augment``.
 
         Raises:
             DataError: if an image cannot be read, or the images have different sizes.

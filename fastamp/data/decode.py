@@ -118,7 +118,12 @@ def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int 
 
 
 def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
-    """Check the number of pixels of an image before decoding it.
+    """Check that an image is not too large, before it is decoded.
+
+    Args:
+        path (str): image file, for the message.
+        width, height (int): size of the image in pixels.
+        max_pixels (int): maximum width x height.
 
     Raises:
         DataError: if the image has more than ``max_pixels`` pixels.
@@ -190,11 +195,12 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
 def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
     """Convert a PIL image to a tensor that equals the result of ``read_image`` on the image file.
 
-    There are two exceptions. Values from a CMYK JPEG file differ by up to 3, because ``read_image`` decodes it with
-    torchvision. Values from a large JPEG file differ more, because a PIL image is always decoded at full size.
+    There are two exceptions. Pixel values from a CMYK JPEG file differ by up to 3, because ``read_image`` decodes such
+    files with torchvision. Pixel values from a large JPEG file may differ by more if ``read_image`` is called with
+    ``least_side``, because a PIL image is always decoded at full size.
 
     Args:
-        image (PIL.Image.Image): image of any mode except F (32-bit floats); its EXIF orientation is applied.
+        image (PIL.Image.Image): image in any mode except F (32-bit floats). Its EXIF orientation is applied.
         channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
 
     Returns:

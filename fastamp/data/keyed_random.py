@@ -34,16 +34,16 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
-    """Draw ``count`` uniform numbers for each (epoch, position) pair.
+    """Draw ``count`` uniform random numbers for each (epoch, position) pair.
 
-    A pair gets the same numbers in every batch, worker and rank, so that a resumed run repeats them exactly.
+    The numbers of a pair do not depend on the batch, worker or rank, so that a resumed run repeats them exactly.
 
     Args:
         seed (int): any integer; the low 64 bits are used.
         stream (str): name of the random stream; streams with different names are independent.
-        epochs (np.ndarray): (B,) integers in 0..2**32-1.
-        positions (np.ndarray): (B,) integers in 0..2**32-1, positions of the samples within the epoch.
-        count (int): numbers per pair.
+        epochs (np.ndarray): (B,) integers in 0..2**32-1, epoch of each sample.
+        positions (np.ndarray): (B,) integers in 0..2**32-1, position of each sample in its epoch.
+        count (int): number of random numbers per pair.
 
     Returns:
         np.ndarray: (B, count) float64 in [0, 1), multiples of 2**-32.

@@ -83,7 +83,10 @@ class _PackedBatch:
         return ForkingPickler.loads(self._pickled)
 
     def pin_memory(self) -> "dict[str, Any] | _PackedBatch":
-        """Unpickle the batch into pinned memory; called in PyTorch's pin-memory thread."""
+        """Unpickle the batch into pinned memory; called in PyTorch's pin-memory thread.
+
+        If this fails, return the packed batch, whose method ``unpack`` raises the error in the main thread.
+        """
         try:
             return pin_memory(self.unpack())
         except Exception as error:
@@ -116,8 +119,8 @@ class _Loader:
 
     Attributes:
         dataset (ReidDataset): dataset to load from.
-        batch_sampler: iterable over the sample keys of each batch.
-        device (torch.device): device of the images.
+        batch_sampler: iterable that yields the list of sample keys of each batch.
+        device (torch.device): device to which the images are moved.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class _Loader:
         return batch
 
     def _to_device(self, batch: dict[str, Any] | _PackedBatch | _WorkerError) -> dict[str, Any]:
-        """Unpack a batch, move its images to the device, and apply the remaining augmentation."""
+        """Unpack a batch, move its images to the device, and augment them unless the worker has done so."""
         if isinstance(batch, _WorkerError):
             raise batch.error_class(batch.message)
         if isinstance(batch, _PackedBatch):
@@ -217,7 +220,7 @@ class TrainLoader(_Loader):
 
     @start_iter.setter
     def start_iter(self, start_iter: int) -> None:
-        warnings.warn("loader.start_iter = N is now loader.start_at(N)", DeprecationWarning, stacklevel=2)
+        warnings.warn("setting loader.start_iter is deprecated: call loader.start_at", DeprecationWarning, stacklevel=2)
         self.start_at(start_iter)
 
     def start_at(self, start_iter: int) -> None:
@@ -243,8 +246,11 @@ def worker_count(key: str, requested: int) -> int:
     """Limit the number of workers to the number of available CPU cores.
 
     Args:
-        key (str): config key of the number of workers, for the log.
+        key (str): config key that sets the number of workers, for the log.
         requested (int): number of workers; 0 loads in the calling process.
+
+    Returns:
+        int: ``requested``, or the number of available CPU cores if that is smaller.
     """
     cores = available_cores()
     if requested > cores:
@@ -259,8 +265,8 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
     PyTorch's signal handler can raise this error anywhere in the main thread.
 
     Args:
-        fetching (bool): if True, also convert broken connections, which occur while a batch is fetched from a worker.
-            Default False.
+        fetching (bool): if True, also convert errors about broken connections, which occur if a worker dies while a
+            batch is fetched. Default False.
     """
     try:
         yield
@@ -289,7 +295,10 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
 
 @contextmanager
 def explain_exhausted_resources() -> Iterator[None]:
-    """Context manager that converts errors about exhausted shared memory, open files or processes to a DataError."""
+    """Context manager that raises DataError instead of errors about too little shared memory or too many open files.
+
+    Failures to start a process are converted as well.
+    """
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -40,7 +40,7 @@ class TrainingSampler(EpochSampler):
 
     Args:
         size (int): number of images.
-        seed (int): any integer.
+        seed (int): seed of the random order; any integer.
     """
 
     def __init__(self, *, size: int, seed: int) -> None:
@@ -49,7 +49,7 @@ class TrainingSampler(EpochSampler):
 
     @classmethod
     def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
-        """Build from SEED."""
+        """Build the sampler from the config key ``SEED``."""
         return cls(size=len(labels), seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -61,11 +61,11 @@ class TrainingSampler(EpochSampler):
 
 @SAMPLER_REGISTRY.register()
 class ImbalancedDatasetSampler(EpochSampler):
-    """Draw images with replacement, each identity with equal probability.
+    """Draw images at random with replacement, so that each identity has the same probability.
 
     Args:
         labels (Sequence[int]): identity of each image.
-        seed (int): any integer.
+        seed (int): seed of the random choice; any integer.
     """
 
     def __init__(self, *, labels: Sequence[int], seed: int) -> None:
@@ -75,7 +75,7 @@ class ImbalancedDatasetSampler(EpochSampler):
 
     @classmethod
     def from_config(cls, cfg: Any, *, labels: Sequence[int], **unused: Any) -> "EpochSampler":
-        """Build from SEED."""
+        """Build the sampler from the config key ``SEED``."""
         return cls(labels=labels, seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -87,9 +87,10 @@ class ImbalancedDatasetSampler(EpochSampler):
 
 
 class IdentitySampler(EpochSampler):
-    """Base class of samplers of P identities with K images each (Hermans et al. 2017, arXiv:1703.07737, section 2).
+    """Base class of samplers whose batches contain P identities with K images each.
 
-    The P identities of a batch are distinct, also across ranks. The K images of an identity are consecutive.
+    This is the PK sampling of Hermans et al. 2017, arXiv:1703.07737, section 2. The P identities of a batch are
+    distinct, also across ranks. The K images of an identity are consecutive.
 
     Args:
         labels (Sequence[int]): identity of each image.
@@ -149,7 +150,7 @@ class IdentitySampler(EpochSampler):
     def from_config(
         cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
     ) -> "EpochSampler":
-        """Build from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
+        """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             labels=labels,
             camids=camids,
@@ -164,9 +165,9 @@ class IdentitySampler(EpochSampler):
 class NaiveIdentitySampler(IdentitySampler):
     """Draw P random identities with K images each, without replacement.
 
-    The images of each identity are shuffled and split into chunks of K; a remainder of fewer than K images is dropped.
-    The images of an identity with fewer than K images are drawn with replacement. New chunks are drawn when fewer than
-    P identities have chunks left.
+    The images of each identity are shuffled and split into chunks of K images; the remaining images, fewer than K, are
+    dropped. For an identity with fewer than K images in total, one chunk is drawn with replacement. When fewer than P
+    identities have unused chunks, all identities are split into chunks again.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -197,7 +198,7 @@ class NaiveIdentitySampler(IdentitySampler):
 
 @SAMPLER_REGISTRY.register()
 class BalancedIdentitySampler(IdentitySampler):
-    """Visit identities in random order; draw an anchor and K - 1 more images of each, preferably from other cameras.
+    """Visit identities in random order. Draw an anchor image and K - 1 images, preferably from other cameras, of each.
 
     The anchor is a random image of the identity. The K - 1 images come from as many different cameras as possible,
     excluding the anchor's camera. If there are too few such images, images from the anchor's camera are added, and
@@ -241,11 +242,11 @@ class SetReWeightSampler(BalancedIdentitySampler):
     Args:
         sets (Sequence[int]): dataset index of each image.
         weights (Sequence[float]): relative weight of each dataset, greater than 0.
-        options: other arguments of ``IdentitySampler``.
+        options: keyword arguments of ``IdentitySampler``.
 
     Raises:
-        ConfigError: if the number of weights differs from the number of datasets, or a weight is too small for one
-            identity.
+        ConfigError: if the number of weights differs from the number of datasets, or a weight is so small that no
+            identity in a batch comes from its dataset.
         DataError: if a dataset has fewer identities than a batch requires from it.
     """
 
@@ -285,7 +286,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
     def from_config(
         cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], sets: Sequence[int], world_size: int
     ) -> "EpochSampler":
-        """Build from DATALOADER.SET_WEIGHT, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
+        """Build the sampler from DATALOADER.SET_WEIGHT, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             sets=sets,
             weights=cfg.DATALOADER.SET_WEIGHT,
@@ -312,9 +313,9 @@ class SetReWeightSampler(BalancedIdentitySampler):
 
 
 class EpochBatchSampler:
-    """Split the index streams of the epochs into batches, and each batch among the ranks.
+    """Split the index stream of each epoch into batches, and each batch among the ranks.
 
-    Rank r gets the r-th part of each batch, so that the batches over all ranks are the same as with a single process.
+    Rank r loads part r of each batch, so that the parts of all ranks form the same batch as with a single process.
 
     Args:
         sampler (EpochSampler): sampler of the indices.
@@ -361,7 +362,9 @@ class EpochBatchSampler:
 
 
 class InferenceSampler:
-    """Batches of this rank's contiguous part of a test set, in order; part sizes differ by at most one image.
+    """Divide a test set into contiguous parts, one per rank, and yield the batches of this rank's part in order.
+
+    The sizes of the parts differ by at most one image.
 
     Args:
         size (int): number of images.
@@ -398,6 +401,6 @@ def batch_size_per_rank(batch_size: int, world_size: int) -> int:
     if batch_size < 1 or batch_size % world_size:
         raise ConfigError(
             "SOLVER.IMS_PER_BATCH, the batch size over all ranks, must be a positive multiple of the number of ranks "
-            f"({world_size}); got {batch_size}"
+            f"({world_size}); got {batch_size}.\n  fix: set SOLVER.IMS_PER_BATCH to a multiple of {world_size}"
         )
     return batch_size // world_size

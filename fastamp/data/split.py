@@ -14,21 +14,23 @@ def hold_out(
 ) -> tuple[list[ImageItem], list[ImageItem], list[ImageItem]]:
     """Hold out random identities for testing.
 
-    Training and test identities are disjoint. As in Market-1501, the first image of an identity from each camera is a
-    query if the identity has another image from that camera and images from other cameras; all other images are in the
-    gallery. If all images share one camera, or each image has a different one, the cameras are ignored: the first image
-    of each identity is a query, and each image gets a unique camera, so that no gallery image is excluded for being
-    from the query's camera.
+    Training and test identities are disjoint. As in Market-1501, the queries of a test identity with images from
+    several cameras are its first image from each camera that took at least two of its images, or, if there is no such
+    camera, its image from the first camera. All other test images are gallery images.
+
+    If all test images are from the same camera, or each is from a different camera, cameras are ignored: the first
+    image of each identity with at least two images is a query, and each image is assigned its own camera number, so
+    that no gallery image is excluded for being from the query's camera.
 
     Args:
         items (Sequence[ImageItem]): images to split.
         fraction (float): fraction of identities to hold out, in (0, 1); at least two identities are held out.
-        seed (int): seed of the random choice.
-        key (str): config key of the fraction, for messages.
+        seed (int): seed of the random choice of identities.
+        key (str): config key that sets ``fraction``, for error messages.
 
     Returns:
-        tuple: ``(train, query, gallery)``, lists of images. Training images are unchanged. In query and gallery,
-            identities are numbered from 1 and cameras from 0.
+        tuple: ``(train, query, gallery)``, lists of images. Training images are unchanged. Identities of query and
+            gallery images are numbered from 1, and their cameras from 0.
 
     Raises:
         ConfigError: if fewer than two identities remain for training, or ``fraction`` is not in (0, 1).
@@ -39,7 +41,8 @@ def hold_out(
     if not 0 < fraction < 1 or len(identities) - count < 2:
         raise ConfigError(
             f"{key} is {fraction:g}, which leaves {max(0, len(identities) - count)} of {len(identities)} identities "
-            "for training; expected at least 2 for training and 2 for testing"
+            "for training; expected at least 2 for training and 2 for testing.\n"
+            f"  fix: change {key}, or add images of other identities"
         )
     held_out_ids = set(np.random.default_rng(seed).permutation(identities)[:count].tolist())
     training = [item for item in items if str(item.pid) not in held_out_ids]
@@ -47,7 +50,7 @@ def hold_out(
     if not query:
         raise DataError(
             f"no query images: none of the {count} test identities selected by {key} has both a query image and a "
-            "matching gallery image"
+            f"matching gallery image.\n  fix: increase {key}, or add images from other cameras"
         )
     return training, query, gallery
 

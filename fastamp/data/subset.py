@@ -6,18 +6,18 @@ from typing import Any
 def subsample_identities(
     loader: Any, num_query: int, max_images: int, batch_size: int
 ) -> tuple[list[dict[str, Any]], int, tuple[int, int]]:
-    """Load the first query identities with all their images, up to a maximum number of images.
+    """Load all images of the first query identities, up to a maximum number of images.
 
     Args:
         loader (TestLoader): loader of the test set.
-        num_query (int): number of queries, which are the first items of the dataset.
+        num_query (int): number of query images, which are the first items in the dataset.
         max_images (int): maximum number of images, exceeded only if the first identity has more images; 0 loads all
             images.
-        batch_size (int): images per batch.
+        batch_size (int): number of images per batch.
 
     Returns:
-        tuple: ``(batches, num_query, (num_loaded, num_total))``: list of batches, number of queries in these batches,
-            number of loaded images and number of images in the test set.
+        tuple: ``(batches, num_query, (num_loaded, num_total))``: list of batches, number of query images in these
+            batches, number of loaded images and number of images in the test set.
     """
     dataset = loader.dataset
     total = len(dataset)

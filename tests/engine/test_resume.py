@@ -221,7 +221,7 @@ def test_resume_falls_back_to_an_older_checkpoint(demo, tmp_path, caplog, uninte
     for part in ("model_iter_0000008.pth", "truncated", "model_0000.pth", "checksum", f"using {third}"):
         assert part in caplog.text
     assert f"resuming from {third} at iteration 4" in caplog.text
-    differ = [line.split("checkpoint's: ")[1] for line in caplog.messages if "config differs" in line]
+    differ = [line.split(": ", 1)[1] for line in caplog.messages if "config differs" in line]
     assert sorted(differ) == ["LOG_PERIOD: 2 -> 4", "SOLVER.CHECKPOINT_KEEP: 0 -> 1"]
     assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
