@@ -211,6 +211,8 @@ class OptimizationStep:
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
         guard_buffers: whether ``zero_grad`` copies the buffers that forward passes modify and ``skip`` restores them,
             see ``ForwardBuffers``. Default True.
+        rank_maxima: numbers whose maxima over all ranks are computed in the all-reduce of the verdict; None (default)
+            adds no numbers.
 
     Attributes:
         clip: see Args.
@@ -230,6 +232,7 @@ class OptimizationStep:
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
+        rank_maxima: comm.RankMaxima | None = None,
     ) -> None:
         self.model = model
         self.buffers = ForwardBuffers(model) if guard_buffers else None
@@ -244,6 +247,7 @@ class OptimizationStep:
         self.clip = clip
         self.total_loss: torch.Tensor | None = None
         self.loss_names: tuple[str, ...] = ()
+        self._rank_maxima = rank_maxima or comm.RankMaxima()
         self._losses_finite: torch.Tensor | None = None
         self._leaves_checked = False
         self._diverged: list[str] = []
@@ -332,19 +336,24 @@ class OptimizationStep:
         return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms))
 
     def check_finite(self, gradients: Gradients) -> StepVerdict:
-        """Check that all losses and gradients are finite on all ranks, with one device-to-host copy.
+        """Check that all losses and gradients are finite on all ranks, with one all-reduce and one device-to-host copy.
+
+        The same all-reduce computes the maxima in ``rank_maxima``.
 
         Raises:
             TrainingError: if the first steps did not change any parameter; see ``ParameterUpdateMonitor``.
         """
         finite = (torch.isfinite(gradients.total_norm) & self._losses_finite).float()
         self._losses_finite = None
-        scalars = [comm.all_reduce_min(finite), gradients.total_norm, *self._update_monitor.pending]
-        pending = self._module_monitor.pending
-        values = torch.cat([torch.stack(scalars), *pending]) if pending else torch.stack(scalars)
-        all_ok, grad_norm, *measured = values.tolist()
-        self._update_monitor.check(*measured[: len(scalars) - 2])
-        self._module_monitor.check(measured[len(scalars) - 2 :], quiet=self._update_monitor.reported)
+        numbers = self._rank_maxima.local()
+        # max(x) = -min(-x). Unlike torch.tensor, new_full does not copy from the host to the device.
+        reduced = comm.all_reduce_min(torch.stack([finite, *(finite.new_full((), -number) for number in numbers)]))
+        pending = [gradients.total_norm, *self._update_monitor.pending]
+        values = torch.cat([reduced, torch.stack(pending), *self._module_monitor.pending]).tolist()
+        (all_ok, *negative), (grad_norm, *measured) = values[: len(reduced)], values[len(reduced) :]
+        self._rank_maxima.store([-number for number in negative])
+        self._update_monitor.check(*measured[: len(pending) - 1])
+        self._module_monitor.check(measured[len(pending) - 1 :], quiet=self._update_monitor.reported)
         ok = bool(all_ok)
         self.verdict = StepVerdict(
             ok,

@@ -40,6 +40,8 @@ class TrainerBase:
         labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
         processes (int): number of training processes.
         metrics (MetricStore): metrics of the current log period.
+        rank_maxima (RankMaxima): numbers of hooks, e.g. of ``StopOnSignal``, whose maxima over all ranks are reduced
+            together with the verdict of a step.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class TrainerBase:
         self.labels_checksum: int | None = None
         self.processes = comm.get_world_size()
         self.metrics = MetricStore()
+        self.rank_maxima = comm.RankMaxima()
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
         """Add hooks. Hooks are called in the order of registration, but hooks with ``saves`` are called last."""
@@ -94,6 +97,7 @@ class TrainerBase:
             if self.iter == start_iter or self.iter % iters_per_epoch == 0:
                 self.call_hooks("before_epoch")
             self.call_hooks("before_step")
+            self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
             with self.step_context():
                 self.run_step()
             self.call_hooks("after_step")
@@ -271,6 +275,7 @@ class SimpleTrainer(TrainerBase):
             clip=clip,
             max_consecutive_skips=max_consecutive_skips,
             guard_buffers=guard_buffers,
+            rank_maxima=self.rank_maxima,
         )
         self.attach_internal_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
         self._first_dtype = policy.dtype

@@ -1,7 +1,7 @@
 """Rank, world size and collectives. In a single process, collectives return their input."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -111,6 +111,44 @@ def all_reduce_max(number: float) -> float:
 def any_across_ranks(flag: bool) -> bool:
     """Return True if ``flag`` is true on at least one rank."""
     return bool(all_reduce_max(flag))
+
+
+class RankMaxima:
+    """Maxima over all ranks of numbers that are reduced together with the verdict of a step.
+
+    A separate all-reduce of each number would block the host in every step. The numbers of a step are read on each rank
+    when its verdict is computed; see ``OptimizationStep.check_finite``. In a single process, or if no verdict was
+    computed, ``get`` reads the number when it is called, and with several processes runs an all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, Callable[[], float]] = {}
+        self._maxima: dict[Hashable, float] = {}
+
+    def register(self, key: Hashable, number: Callable[[], float]) -> None:
+        """Add a number. All ranks must register the same keys in the same order.
+
+        Args:
+            key: key for ``get``.
+            number: returns the number of this rank, at least 0 and exactly representable in float32.
+        """
+        self._numbers[key] = number
+
+    def local(self) -> list[float]:
+        """Return the numbers of this rank, in the order of registration; an empty list in a single process."""
+        return [float(number()) for number in self._numbers.values()] if is_distributed() else []
+
+    def store(self, maxima: Sequence[float]) -> None:
+        """Store the maxima over all ranks of the return value of ``local``."""
+        self._maxima = dict(zip(self._numbers, maxima, strict=False))
+
+    def discard(self) -> None:
+        """Discard the stored maxima, at the start of an iteration."""
+        self._maxima = {}
+
+    def get(self, key: Hashable) -> float:
+        """Return the maximum over all ranks. All ranks must call this method in the same iteration."""
+        return self._maxima[key] if key in self._maxima else all_reduce_max(self._numbers[key]())
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:

@@ -1,11 +1,15 @@
-"""Stop signals, duplicate signals and the resume command."""
+"""Stop signals in one and several processes, duplicate signals and the resume command."""
 
+import json
 import os
 import signal
 import sys
 import types
+from pathlib import Path
 
+import preloaded
 import pytest
+import torch
 
 from fastamp.engine import torchrun
 from fastamp.engine.command_line import resume_command
@@ -32,6 +36,46 @@ def test_second_signal_stops_immediately_but_forwarded_duplicate_does_not(monkey
             hook._received_at -= hook.SAME_WITHIN
             signal.raise_signal(number)
             assert ended == [(os.getpid(), number)] and signal.getsignal(number) == signal.SIG_DFL
+
+
+def run_ranks(folder, processes, case):
+    """Run ``signal_ranks.py`` and return the results of all ranks."""
+    process = preloaded.run(Path(__file__).parents[1] / "helpers/signal_ranks.py", folder, processes, case)
+    assert process.returncode == 0, process.stderr
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+
+
+@pytest.mark.parametrize(
+    "processes, case, iteration, saved",
+    [
+        (2, "step", 1, []),
+        (4, "step", 1, []),
+        (2, "no verdict", 1, []),
+        (2, "evaluation", 4, ["model_iter_0000004"]),
+    ],
+)
+def test_signal_to_one_rank_stops_all_ranks_in_the_same_iteration(tmp_path, processes, case, iteration, saved):
+    for rank in run_ranks(tmp_path, processes, case):
+        assert rank["stopped"] == [iteration, signal.SIGTERM] and rank["saved"] == [*saved, "model_interrupted"]
+    checkpoint = torch.load(tmp_path / "model_interrupted.pth", weights_only=True)
+    assert checkpoint["trainer"]["iteration"] == iteration + 1
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_stop_signal_and_checkpoint_minutes_need_no_collective_per_step(tmp_path, processes):
+    """The only all-reduce of a step, besides those of DDP, is that of the verdict."""
+    for rank in run_ranks(tmp_path, processes, "never"):
+        assert rank["stopped"] is None
+        assert rank["saved"] == ["model_iter_0000004", "model_iter_0000007", "model_final"]
+        epochs = rank["collectives"][:6], rank["collectives"][6:]
+        for *steps, last, _ in epochs:
+            assert steps == [["all_reduce"]] * 4 and last[0] == "all_reduce"  # then, the checks of the epoch
+        assert epochs[0][-1] == ["all_reduce", "all_reduce"]  # after the evaluation: minutes and signal
+
+
+def test_step_without_verdict_reduces_the_stop_signal_by_itself(tmp_path):
+    for rank in run_ranks(tmp_path, 2, "no verdict"):
+        assert rank["collectives"][0] == ["all_reduce", "all_reduce"]  # signal and minutes
 
 
 @pytest.mark.parametrize("before", [None, signal.SIGUSR1])

@@ -55,10 +55,12 @@ class PeriodicCheckpointer(HookBase):
 
     def before_train(self) -> None:
         self._saved_at = self.clock()
+        if self.minutes:
+            self.trainer.rank_maxima.register(self, self._minutes_passed)
 
     def after_step(self) -> None:
         ends_epoch = (self.trainer.iter + 1) % self.trainer.iters_per_epoch == 0
-        if not ends_epoch and self._is_due():
+        if not ends_epoch and (self._is_due_by_iterations() or self._is_due_by_minutes()):
             self._save(f"model_iter_{self.trainer.iter + 1:07d}")
 
     def after_epoch(self) -> None:
@@ -67,16 +69,20 @@ class PeriodicCheckpointer(HookBase):
             logger.info("saved %s", self.checkpointer.save("model_final"))
         elif epochs_done % self.period == 0:
             self._save(f"model_{self.trainer.epoch:04d}")
-        elif self._is_due():
+        # Includes the time of the evaluation.
+        elif self._is_due_by_iterations() or (self.minutes and comm.any_across_ranks(self._minutes_passed())):
             self._save(f"model_iter_{self.trainer.iter + 1:07d}")
 
-    def _is_due(self) -> bool:
-        """Return True, on all ranks, if a checkpoint is due by ``iterations`` or ``minutes``."""
-        if self.iterations and (self.trainer.iter + 1) % self.iterations == 0:
-            return True
-        if not self.minutes:
-            return False
-        return comm.broadcast_scalar(self.clock() - self._saved_at) >= 60 * self.minutes
+    def _is_due_by_iterations(self) -> bool:
+        return bool(self.iterations) and (self.trainer.iter + 1) % self.iterations == 0
+
+    def _is_due_by_minutes(self) -> bool:
+        """Return True, on all ranks, if ``minutes`` had passed on rank 0 at the verdict of this step."""
+        return bool(self.minutes) and bool(self.trainer.rank_maxima.get(self))
+
+    def _minutes_passed(self) -> bool:
+        """Return True on rank 0 if ``minutes`` have passed since the last checkpoint; False on other ranks."""
+        return comm.is_main_process() and self.clock() - self._saved_at >= 60 * self.minutes
 
     def _save(self, name: str) -> None:
         # Updated before saving, so that the checkpoint contains its own name.

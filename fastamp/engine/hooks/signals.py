@@ -19,7 +19,8 @@ logger = logging.getLogger(__name__)
 class StopOnSignal(HookBase):
     """After SIGINT, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop the training.
 
-    A second signal stops the process immediately. With several processes, a signal to one process stops all of them.
+    A second signal stops the process immediately. With several processes, a signal to one process stops all of them in
+    the same iteration; a signal received after the verdict of a step stops them after the next step.
     A repetition of the same signal within ``SAME_WITHIN`` seconds is ignored, because a process may receive a signal
     twice: from the terminal or scheduler, and forwarded by the parent process.
 
@@ -60,18 +61,23 @@ class StopOnSignal(HookBase):
             signal.Signals(number).name,
         )
 
+    def before_train(self) -> None:
+        self.trainer.rank_maxima.register(self, self._number)
+
     def after_step(self) -> None:
         # At the end of an epoch, stop after the evaluation and the checkpoint, so that the saved state includes them.
         if (self.trainer.iter + 1) % self.trainer.iters_per_epoch:
-            self._stop_if_signaled()
+            self._stop_if(self.trainer.rank_maxima.get(self))
 
     def after_epoch(self) -> None:
         if self.trainer.iter + 1 < self.trainer.max_iter:
-            self._stop_if_signaled()
+            self._stop_if(comm.all_reduce_max(self._number()))  # includes signals received during the evaluation
 
-    def _stop_if_signaled(self) -> None:
-        number = int(comm.all_reduce_max(self.received or 0))
+    def _number(self) -> int:
+        return self.received or 0
+
+    def _stop_if(self, number: float) -> None:
         if number:
             path = self.checkpointer.save("model_interrupted")
             comm.synchronize()  # the exit of one process ends the others
-            raise TrainingInterrupted(number, str(path))
+            raise TrainingInterrupted(int(number), str(path))
