@@ -74,9 +74,8 @@ def run(args: argparse.Namespace) -> int:
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
     """Translate a config file from an old FastReID release to the current keys.
 
-    The base files of the file and the defaults of the release are included.
-
-    Translated keys, and keys without a counterpart, are printed to stderr.
+    The result includes the values of the base files (``_BASE_``) and the defaults of the release. Translated keys, and
+    keys without a counterpart, are printed to stderr.
 
     Args:
         source: YAML file.
@@ -89,7 +88,9 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
         WriteError: if ``output`` cannot be written.
     """
     if output and Path(output).exists():
-        raise ConfigError(f"--output {output}: file exists.\n  fix: choose another name, or remove the file")
+        raise ConfigError(
+            f"--output {output}: this file exists already.\n  fix: choose another name, or delete the file"
+        )
     cfg = read_config("", [], plugin=plugin).clone()
     cfg.defrost()
     log, console = logging.getLogger("fastamp"), logging.StreamHandler(sys.stderr)

@@ -48,7 +48,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
     cfg, source = evaluation_config(args.config_file, args.opts, plugin=args.plugin)
     default_setup(cfg, args)
-    logger.info("evaluation config: %s, and the command line", source)
+    logger.info("evaluation config: %s, with the keys from the command line", source)
     return DefaultTrainer.test_weights(cfg)
 
 
@@ -74,7 +74,10 @@ def evaluation_config(config_file: str, opts: Sequence[str], *, plugin: str = ""
     given = read_config(config_file, opts, plugin=plugin)
     weights = given.MODEL.WEIGHTS
     if not weights:
-        raise ConfigError("MODEL.WEIGHTS is not set.\n  fix: add MODEL.WEIGHTS path/to/model_best.pth")
+        raise ConfigError(
+            "MODEL.WEIGHTS is not set, so there is no model to evaluate.\n"
+            "  fix: add MODEL.WEIGHTS path/to/model_best.pth to the command"
+        )
     if config_file:
         return given, config_file
     defaults = read_config("", [], plugin=plugin)

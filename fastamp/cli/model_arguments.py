@@ -33,9 +33,15 @@ def add_camera_view_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def predictor_of(args: argparse.Namespace) -> "Predictor":
-    """Create the ``Predictor`` from parsed arguments."""
+    """Create a ``Predictor`` from the arguments that ``add_model_arguments`` added.
+
+    Raises:
+        ConfigError: if ``--opts`` has a key without a value.
+    """
     from fastamp.inference import Predictor
 
     if len(args.opts) % 2:
-        raise ConfigError(f"--opts: expected pairs of KEY VALUE, got {' '.join(args.opts)}")
+        raise ConfigError(
+            f"--opts: expected KEY VALUE pairs, got {' '.join(args.opts)}.\n  fix: add a value after the last key"
+        )
     return Predictor(args.checkpoint, device=args.device, opts=args.opts)

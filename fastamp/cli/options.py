@@ -8,7 +8,7 @@ __getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugi
 
 
 def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--plugin``, for the argument ``plugin`` of ``read_config``; ``--parts`` is its former name."""
+    """Add ``--plugin`` (former name: ``--parts``); the value is passed to ``read_config`` as ``plugin``."""
     parser.add_argument(
         "--plugin",
         "--parts",

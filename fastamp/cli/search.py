@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
-    """Return the results of a query as rows of plain values."""
+    """Convert the search results of one query to table rows; each row is a dict of plain values."""
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.boxes is not None:
         columns["box"] = result.boxes

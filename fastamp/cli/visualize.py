@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.report.figures import new_figure, panel_figure
 
     if args.num < 1 or args.length < 1:
-        raise ConfigError(f"--num and --length must be at least 1; got --num {args.num} --length {args.length}")
+        raise ConfigError(f"--num and --length must be at least 1, got --num {args.num} --length {args.length}")
     new_figure(1, 1)  # fails early if matplotlib is missing
     checkpoint = checkpoint_of(Path(args.source))
     folder = Path(args.output) if args.output else checkpoint.parent / "pictures"
@@ -69,10 +69,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def checkpoint_of(source: Path) -> Path:
-    """Return the path of a checkpoint: ``source`` itself, or model_best.pth or model_final.pth in a folder.
+    """Find the checkpoint to visualize: model_best.pth, else model_final.pth, if ``source`` is a folder.
+
+    Returns:
+        Path of the checkpoint; ``source`` itself if it is not a folder.
 
     Raises:
-        WeightsError: if the folder contains neither of these files.
+        WeightsError: if ``source`` is a folder that contains neither of these files.
     """
     if not source.is_dir():
         return source

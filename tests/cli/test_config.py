@@ -29,14 +29,14 @@ def config(capsys):
     return run
 
 
-def test_list_shows_values_set_in_a_config_file(config, recipe):
+def test_config_list_shows_values_set_in_a_config_file(config, recipe):
     code, lines = config("list", "SOLVER.AMP", "--config-file", recipe)
     assert code == 0 and lines[0] == "[SOLVER.AMP]" and "SOLVER.AMP.DTYPE: auto   (set to: bfloat16)" in lines
     code, lines = config("list", "SOLVR")
     assert code == 2 and "'SOLVR'" in lines[0] and "'SOLVER'" in lines[0]
 
 
-def test_explain_lists_the_files_that_set_a_key(config, recipe):
+def test_config_explain_lists_the_files_that_set_a_key(config, recipe):
     code, lines = config("explain", "solver.base_lr", "--config-file", recipe)
     base = recipe.with_name("base.yml")
     assert code == 0 and lines[0] == "SOLVER.BASE_LR: 0.0003"
@@ -48,7 +48,7 @@ def test_explain_lists_the_files_that_set_a_key(config, recipe):
     assert f"{recipe}: not set" in " ".join(config("explain", "SEED", "--config-file", recipe)[1])
 
 
-def test_explain_lists_aliases_and_shorthands(config, recipe):
+def test_config_explain_accepts_aliases_and_lists_shorthands(config, recipe):
     code, lines = config("explain", "SOLVER.AMP_ENABLED", "--config-file", recipe)
     assert code == 0 and lines[0] == "SOLVER.AMP.ENABLED: False"
     assert "    name in FastReID: SOLVER.AMP_ENABLED" in lines
@@ -58,7 +58,7 @@ def test_explain_lists_aliases_and_shorthands(config, recipe):
         assert part in text
 
 
-def test_explain_lists_sections_and_rejects_unknown_keys(config, tmp_path):
+def test_config_explain_describes_sections_and_rejects_unknown_keys(config, tmp_path):
     assert config("explain", "SOLVER.EMA")[1][0] == "[SOLVER.EMA]"
     code, lines = config("explain", "SOLVER.BASE_RL")
     assert code == 2 and "'SOLVER.BASE_LR'" in lines[0]
@@ -67,7 +67,7 @@ def test_explain_lists_sections_and_rejects_unknown_keys(config, tmp_path):
     assert code == 2 and "wrong.yml" in lines[0]
 
 
-def test_diff_compares_files_run_folders_and_checkpoints(config, recipe, run_folder, checkpoint, tmp_path):
+def test_config_diff_compares_files_run_folders_and_checkpoints(config, recipe, run_folder, checkpoint, tmp_path):
     base = recipe.with_name("base.yml")
     assert config("diff", recipe, recipe) == (0, ["no difference"])
     # In the order of declaration, after merging the bases.
@@ -81,7 +81,7 @@ def test_diff_compares_files_run_folders_and_checkpoints(config, recipe, run_fol
     )
 
 
-def test_diff_of_unreadable_source_exits_with_2(config, recipe, tmp_path):
+def test_config_diff_exits_with_2_if_a_source_is_unreadable(config, recipe, tmp_path):
     code, lines = config("diff", recipe, tmp_path / "none.yml")
     assert code == 2 and "none.yml" in lines[0]
     (tmp_path / "empty").mkdir()
@@ -91,7 +91,7 @@ def test_diff_of_unreadable_source_exits_with_2(config, recipe, tmp_path):
     assert config("diff", recipe, tmp_path / "x.pth")[0] == 2
 
 
-def test_plugin_keys_are_explained_and_compared(config, tmp_path):
+def test_config_explain_and_diff_accept_keys_of_a_plugin(config, tmp_path):
     plugin = tmp_path / "plugin.py"
     plugin.write_text("def add_config(cfg):\n    cfg.define('MODEL.MINE', 1, 'A number of mine.')\n")
     (tmp_path / "mine.yml").write_text("MODEL: {MINE: 2}\n")
@@ -103,7 +103,7 @@ def test_plugin_keys_are_explained_and_compared(config, tmp_path):
     assert config("diff", *files)[0] == 2
 
 
-def test_convert_writes_current_keys(tmp_path, capsys):
+def test_config_convert_writes_current_keys_and_overwrites_no_file(tmp_path, capsys):
     root = old_configs.write(tmp_path / "old")
     old, new = root / "v0.1.1/configs/Market1501/AGW_R50.yml", tmp_path / "new.yml"
     assert main(["config", "convert", str(old), "-o", str(new)]) == 0
@@ -125,7 +125,7 @@ def test_convert_writes_current_keys(tmp_path, capsys):
         assert existing.read_bytes() == before and str(existing) in capsys.readouterr().err
 
 
-def test_convert_lists_keys_without_counterpart_and_uses_the_given_release(tmp_path, capsys):
+def test_config_convert_lists_keys_without_counterpart_and_accepts_a_release(tmp_path, capsys):
     old = tmp_path / "old.yml"
     old.write_text("MODEL: {HEADS: {NAME: ReductionHead, IN_FEAT: 512}}\n")
     assert main(["config", "convert", str(old)]) == 0

@@ -1,4 +1,4 @@
-"""Command `fastamp train --dry-run`: report, cleanup, and errors equal to those of a training."""
+"""Command `fastamp train --dry-run`: the report, the cleanup, and the same errors as in training."""
 
 import os
 import shutil
@@ -35,12 +35,12 @@ def dry_run(demo, tmp_path, monkeypatch, capfd):
 
 
 def content(folder):
-    """Return the bytes of each file in a folder; None if the folder does not exist."""
+    """Return a dict of path -> bytes for all files in a folder; None if the folder does not exist."""
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} if folder.is_dir() else None
 
 
 def rows(out):
-    """Parse the report, which is the last table in the output, into a dict."""
+    """Parse the report, which is the last table in the output, into a dict of row name -> text."""
     lines = [line for line in out[out.index("| dry run") :].splitlines() if line.startswith("|")][2:]
     return dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
 
@@ -91,7 +91,9 @@ def test_dry_run_resumes_an_existing_run_without_changing_it(dry_run, run_folder
 
 
 @pytest.mark.parametrize("folder, name", [("bounding_box_train", "Demo"), ("query", "Demo"), ("", "Market1501")])
-def test_invalid_data_raises_the_same_error_as_training(dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name):
+def test_dry_run_prints_same_error_as_training_for_invalid_data(
+    dry_run, demo_root, tmp_path, monkeypatch, capfd, folder, name
+):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     for path in root.glob(f"*/{folder}/*.jpg"):
@@ -112,12 +114,12 @@ def test_invalid_data_raises_the_same_error_as_training(dry_run, demo_root, tmp_
         (("SOLVER.OPT", "Adamm"), "SOLVER.OPT"),
     ],
 )
-def test_invalid_config_value_exits_with_2(dry_run, options, message):
+def test_dry_run_exits_with_2_on_invalid_config_value(dry_run, options, message):
     code, _, err = dry_run(*options)
     assert code == 2 and message in err and "Traceback" not in err
 
 
-def test_non_finite_weights_fail_the_preflight(dry_run, tmp_path):
+def test_dry_run_exits_with_2_if_weights_are_not_finite(dry_run, tmp_path):
     torch.save({"model": {"backbone.0.weight": torch.full((16, 3, 5, 5), float("nan"))}}, tmp_path / "nan.pth")
     options = ("MODEL.WEIGHTS", tmp_path / "nan.pth", "MODEL.WEIGHTS_MIN_MATCH", "0")
     code, _, err = dry_run(*options)
@@ -125,13 +127,13 @@ def test_non_finite_weights_fail_the_preflight(dry_run, tmp_path):
     assert "amp_replay" not in err  # there is no crash dump to replay
 
 
-def test_dry_run_with_eval_only_is_an_error(dry_run):
+def test_dry_run_rejects_eval_only_flag(dry_run):
     code, _, err = dry_run(flags=["--eval-only"])
     assert code == 2 and "--dry-run" in err and "--eval-only" in err
 
 
-def test_evaluation_subset_without_matches_is_reported(dry_run, demo_root, tmp_path):
-    """The only query of the subset has no match in the gallery."""
+def test_dry_run_reports_untested_ranking_if_no_query_has_a_match(dry_run, demo_root, tmp_path):
+    """The dry run ranks only a subset of the queries, and the only query in this subset has no match."""
     (folder,) = demo_root.iterdir()
     lines = ["path,pid,camid,split"]
     lines += [
@@ -149,7 +151,7 @@ def test_evaluation_subset_without_matches_is_reported(dry_run, demo_root, tmp_p
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_signal_removes_temporary_files_and_restores_handler(dry_run, monkeypatch, tmp_path, number):
+def test_dry_run_removes_temporary_files_and_restores_handler_after_signal(dry_run, monkeypatch, tmp_path, number):
     monkeypatch.setattr("fastamp.engine.dry_run._train", lambda trainer: os.kill(os.getpid(), number))
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as stopped:
@@ -159,7 +161,7 @@ def test_signal_removes_temporary_files_and_restores_handler(dry_run, monkeypatc
 
 
 @pytest.mark.slow
-def test_dry_run_with_two_processes_reports_once(demo_root, tmp_path):
+def test_dry_run_with_two_processes_prints_one_report(demo_root, tmp_path):
     """`python -m fastamp` launches two processes; only rank 0 prints the report, and no folder is left behind."""
     (tmp_path / "scratch").mkdir()
     options = tiny.tiny_options(tmp_path / "run", "SOLVER.AMP", "bf16", "TEST.IMS_PER_BATCH", "8")

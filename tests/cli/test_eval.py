@@ -35,7 +35,7 @@ def test_eval_uses_the_config_in_the_checkpoint(demo, weights, tmp_path, capsys)
     assert {path.name: path.read_bytes() for path in weights.parent.iterdir() if path.is_file()} == before
 
 
-def test_machine_keys_of_the_checkpoint_are_ignored(weights, tmp_path):
+def test_eval_ignores_machine_specific_keys_of_the_checkpoint_config(weights, tmp_path):
     content = torch.load(weights, weights_only=True)
     cfg = CfgNode.load_cfg(content["config"])
     cfg.OUTPUT_DIR, cfg.MODEL.DEVICE = "/elsewhere", "cuda:3"
@@ -47,7 +47,7 @@ def test_machine_keys_of_the_checkpoint_are_ignored(weights, tmp_path):
     assert list(found.INPUT.SIZE_TEST) == list(cfg.INPUT.SIZE_TEST) != list(get_cfg().INPUT.SIZE_TEST)
 
 
-def test_config_file_replaces_checkpoint_config_and_bare_weights_use_defaults(weights, tmp_path):
+def test_eval_config_file_replaces_checkpoint_config_and_bare_weights_use_defaults(weights, tmp_path):
     (tmp_path / "recipe.yml").write_text("SEED: 5\n")
     words = ["MODEL.WEIGHTS", str(weights)]
     cfg, source = evaluation_config(str(tmp_path / "recipe.yml"), words)
@@ -64,14 +64,14 @@ def test_config_file_replaces_checkpoint_config_and_bare_weights_use_defaults(we
         evaluation_config("", [*words, "SEDE", "1"])
 
 
-def test_missing_weights_exit_with_2(capsys):
+def test_eval_exits_with_2_if_weights_are_missing(capsys):
     assert main(["eval", "SEED", "1"]) == 2
     assert "MODEL.WEIGHTS" in capsys.readouterr().err
     assert main(["eval", "MODEL.WEIGHTS", "/nowhere.pth"]) == 2
     assert "/nowhere.pth" in capsys.readouterr().err
 
 
-def test_eval_only_writes_metrics_of_each_dataset(demo, weights, tmp_path):
+def test_eval_only_flag_writes_metrics_of_each_dataset(demo, weights, tmp_path):
     options = tiny.tiny_options(tmp_path, "MODEL.WEIGHTS", str(weights))
     assert train_net.cli(["--eval-only", *options]) == 0
     content = json.loads((tmp_path / "metrics_eval.json").read_text())

@@ -83,7 +83,7 @@ def run_with_closed_stdout(*command):
     ],
 )
 def test_closed_stdout_keeps_the_exit_code(argv, code):
-    """For example with ``| head``: there is no traceback or warning at exit."""
+    """A closed pipe, as with ``| head``, must not cause a traceback or a warning at exit."""
     argv = [str(ROOT / word) if word.startswith("tools/") else word for word in argv]
     found, stderr = run_with_closed_stdout(*argv)
     assert found == code, stderr
@@ -91,7 +91,7 @@ def test_closed_stdout_keeps_the_exit_code(argv, code):
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_only_broken_stdout_pipe_is_ignored(read, tmp_path):
+def test_broken_pipe_error_is_ignored_only_for_stdout(read, tmp_path):
     script = tmp_path / "command.py"
     script.write_text(
         "import os, sys; from fastamp.engine import run_command_line\n"
@@ -108,8 +108,8 @@ def test_only_broken_stdout_pipe_is_ignored(read, tmp_path):
         assert run_with_closed_stdout(script, "0") == (0, "")
 
 
-def test_closed_console_does_not_end_the_run(tmp_path):
-    """The console may be closed during a training; log.txt still contains all lines."""
+def test_logging_continues_after_stdout_is_closed(tmp_path):
+    """If the console is closed during training, logging must neither raise nor print an error."""
     script = tmp_path / "log.py"
     script.write_text(
         "import logging, sys; from fastamp.utils.logger import setup_logger; setup_logger()\n"
@@ -144,7 +144,7 @@ def test_command_help_shows_usage_and_summary(command, capsys):
     assert module.__doc__.splitlines()[0] in out
 
 
-def test_exit_code_is_0_on_success_and_2_for_invalid_input(demo, tmp_path, capsys):
+def test_fastamp_exits_with_0_on_success_and_2_for_invalid_input(demo, tmp_path, capsys):
     assert main(["check-data", "Demo", "--output", str(tmp_path)]) == 0
     assert main(["check-data", "Domo"]) == 2
     assert "error: " in capsys.readouterr().err
@@ -153,7 +153,7 @@ def test_exit_code_is_0_on_success_and_2_for_invalid_input(demo, tmp_path, capsy
     assert end.value.code == 2
 
 
-def test_train_then_eval_and_missing_weights_exit_with_2(demo, tmp_path):
+def test_train_and_eval_exit_with_0_and_missing_weights_with_2(demo, tmp_path):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", *options]) == 0
     assert main(["eval", *options, "MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]) == 0

@@ -1,4 +1,4 @@
-"""Command `fastamp visualize`."""
+"""Command `fastamp visualize`: figures of a run or a checkpoint, and invalid arguments."""
 
 import argparse
 import sys
@@ -16,7 +16,7 @@ def draw(*words):
     return visualize.run(parser.parse_intermixed_args([str(word) for word in words]))
 
 
-def test_run_folder_gives_all_figures(demo, run_folder, tmp_path):
+def test_visualize_draws_all_figures_of_a_run_folder(demo, run_folder, tmp_path):
     options = ("--device", "cpu", "--num", 1, "--length", 2, "TEST.PROTOCOL")
     assert draw(run_folder, "--output", tmp_path, *options, "no_camera") == 0
     names = {f"rank_list_{kind}.png" for kind in ("best", "worst", "random")}
@@ -28,19 +28,19 @@ def test_run_folder_gives_all_figures(demo, run_folder, tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
-def test_kind_option_draws_only_the_chosen_figure(demo, checkpoint, tmp_path, capsys):
+def test_visualize_kind_option_draws_only_the_chosen_figure(demo, checkpoint, tmp_path, capsys):
     assert draw(checkpoint, "--kind", "cmc", "--output", tmp_path, "--device", "cpu") == 0
     assert [path.name for path in tmp_path.rglob("*.png")] == ["cmc.png"]
     assert f"wrote {tmp_path}/Demo/cmc.png" in capsys.readouterr().out
 
 
-def test_missing_matplotlib_error_names_the_pip_extra(checkpoint, monkeypatch):
+def test_visualize_error_names_pip_extra_if_matplotlib_is_missing(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r'pip install "fastamp\[vis\]"'):
         draw(checkpoint)
 
 
-def test_missing_file_or_invalid_number_is_an_error(tmp_path, checkpoint):
+def test_visualize_rejects_missing_files_and_num_0(tmp_path, checkpoint):
     with pytest.raises(WeightsError, match="model_best.pth"):
         draw(tmp_path)
     with pytest.raises(DataError, match=r"metrics.json"):
@@ -49,7 +49,7 @@ def test_missing_file_or_invalid_number_is_an_error(tmp_path, checkpoint):
         draw(checkpoint, "--num", 0)
 
 
-def test_unwritable_output_folder_is_an_error(run_folder, tmp_path):
+def test_visualize_rejects_an_unwritable_output_folder(run_folder, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"file/curves.png"):
         draw(run_folder, "--kind", "curves", "--output", tmp_path / "file")
