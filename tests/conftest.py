@@ -46,7 +46,7 @@ def made_once(tmp_path_factory):
 
 @pytest.fixture
 def demo(demo_root, monkeypatch):
-    """Use the demo data root."""
+    """Set FASTAMP_DATASETS to the data root with the demo dataset, and return it."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
     return demo_root
 
@@ -69,7 +69,7 @@ def checkpoint(run_folder):
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Start each test with the same random state, and remove log handlers after the test."""
+    """Seed PyTorch's generator and reset log levels before each test, and remove log handlers after it."""
     torch.manual_seed(0)
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)

@@ -246,7 +246,10 @@ SLOWEST: dict[str, float] = {}
 
 @contextlib.contextmanager
 def read_in_time(kind):
-    """Check that a call returns a result or raises a UserError; record the maximum time per kind of input."""
+    """Context manager that fails unless its block ends or raises a UserError within the limits of ``fuzz.bounded``.
+
+    Writing files and starting programs are failures, too. The maximum time per kind of input is recorded.
+    """
     started = time.perf_counter()
     with fuzz.bounded(), WATCH.over(Path("/nowhere")):
         try:
@@ -282,6 +285,7 @@ def nasty_npz(rng, content, arrays, others):
 @fuzzed
 @seeds
 def test_damaged_extractions_never_crash(tmp_path_factory, seed):
+    """``read_in_time`` contains the assertions: any exception other than a UserError fails the test."""
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
     good = (PREVIOUS / "gallery.npz").read_bytes()
     path.write_bytes(nasty_npz(rng, good, arrays_in(PREVIOUS / "gallery.npz"), [good, *fuzz.image_files().values()]))

@@ -1,4 +1,4 @@
-"""Consistency checks between config values."""
+"""Consistency checks of config values in distributed runs."""
 
 import pytest
 import tiny
@@ -16,7 +16,7 @@ from fastamp.utils.errors import ConfigError
         (("MODEL.DEVICE", "cuda:0"), "MODEL.DEVICE"),
     ],
 )
-def test_distributed_run_rejects_incompatible_config_values(tmp_path, monkeypatch, options, key):
+def test_config_values_unsuitable_for_distributed_runs_raise(tmp_path, monkeypatch, options, key):
     cfg = tiny.tiny_config(tmp_path, *options)
     check_config(cfg)
     monkeypatch.setattr(comm, "get_world_size", lambda: 2)

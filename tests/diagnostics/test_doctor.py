@@ -1,4 +1,4 @@
-"""Doctor: layer measurements, and the search for modules to force to float32."""
+"""Mixed-precision doctor: layer measurements, and the search for modules to force to float32."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ FLOAT32, BFLOAT16, FLOAT16 = (
 
 
 class Net(nn.Module):
-    """Four linear layers with batch norm; weights are multiplied by ``gains``."""
+    """Four linear layers with batch norm; the initial weights of layer i are multiplied by ``gains[i]``."""
 
     def __init__(self, gains=(1, 1, 1, 1), function=None):
         super().__init__()
@@ -59,7 +59,7 @@ def passes_check(model, policy, names=()):
         return not checker(model, policy)().problem
 
 
-def test_normal_model_needs_no_forced_modules():
+def test_fp32_search_returns_no_modules_for_a_normal_model():
     assert search(Net(), FLOAT16) == ([], []) and search(Net(), BFLOAT16) == ([], [])
 
 
@@ -67,7 +67,7 @@ def test_normal_model_needs_no_forced_modules():
     "gains, names",
     [((1, 1e6, 1, 1), ["layers.1"]), ((1e6, 1, 1, 1e6), ["layers.0", "layers.3"])],
 )
-def test_search_forces_exactly_the_overflowing_layers(gains, names):
+def test_fp32_search_selects_exactly_the_overflowing_layers(gains, names):
     found, lines = search(Net(gains), FLOAT16)
     assert found == names and all(any(name in line for line in lines) for name in names)
     assert not passes_check(Net(gains), FLOAT16) and passes_check(Net(gains), FLOAT16, names)
@@ -76,7 +76,7 @@ def test_search_forces_exactly_the_overflowing_layers(gains, names):
     assert search(Net(gains), BFLOAT16)[0] == []
 
 
-def test_search_forces_layers_next_to_an_overflowing_function():
+def test_fp32_search_selects_layers_next_to_an_overflowing_function():
     """A function has no module name, so the layers next to it are forced."""
     model = Net(function=lambda x: x * 1e6 / 1e6)
     found, _ = search(model, FLOAT16)
@@ -85,7 +85,7 @@ def test_search_forces_layers_next_to_an_overflowing_function():
     assert search(Net(function=lambda x: x * 1e6), FLOAT16)[0] is None
 
 
-def test_search_forces_layers_that_lose_precision():
+def test_fp32_search_selects_layers_that_lose_precision():
     """Cancellation of large numbers: no overflow, but features dominated by rounding."""
 
     class Cancelling(nn.Module):
@@ -115,7 +115,7 @@ def test_search_forces_layers_that_lose_precision():
     assert passes_check(Model(), BFLOAT16, found) and not passes_check(Model(), BFLOAT16)
 
 
-def test_search_returns_none_if_every_layer_overflows():
+def test_fp32_search_returns_none_if_every_layer_overflows():
     class Loud(nn.Module):
         def __init__(self):
             super().__init__()
@@ -132,7 +132,7 @@ def test_search_returns_none_if_every_layer_overflows():
     assert search(Loud(), FLOAT16)[0] is None and search(Loud(), BFLOAT16)[0] == []
 
 
-def test_forced_restores_module_classes_and_patched_forwards():
+def test_temporary_fp32_modules_regain_their_classes_and_patched_forwards():
     model = Net((1, 1e6, 1, 1))
     classes = [type(module) for module in model.modules()]
     with forced(model, ["layers.1"]):
@@ -144,7 +144,7 @@ def test_forced_restores_module_classes_and_patched_forwards():
     assert model.head.forward is original
 
 
-def test_measure_layers_reports_errors_and_magnitudes():
+def test_layer_measurements_match_dtype_precision_and_range():
     model = Net((1, 300, 1, 1))
     with IsolatedPasses(model, BATCH) as passes:
         low, half = (measure_layers(passes, policy) for policy in (BFLOAT16, FLOAT16))
@@ -159,7 +159,7 @@ def test_measure_layers_reports_errors_and_magnitudes():
     assert halves["layers.1"].limit_share == halves["layers.1"].magnitude / 65504
 
 
-def test_layer_error_matches_direct_computation():
+def test_measured_layer_error_equals_direct_computation():
     model = Net()
     with IsolatedPasses(model, BATCH) as passes:
         layer = measure_layers(passes, BFLOAT16)[0]
@@ -192,20 +192,20 @@ def test_lower_loss_scale_increases_gradient_underflow():
     assert layers["relu"].zero_gradients is None
 
 
-def test_safe_loss_scale_is_the_largest_with_finite_gradients():
+def test_safe_loss_scale_is_largest_power_of_two_with_finite_gradients():
     with IsolatedPasses(Net(), BATCH) as passes:
         scale = safe_loss_scale(passes, FLOAT16, up_to=2.0**24)
         assert passes.train(FLOAT16, scale=scale).finite and not passes.train(FLOAT16, scale=2 * scale).finite
         assert safe_loss_scale(passes, BFLOAT16, up_to=2.0**24) is None
 
 
-def test_measure_cost_reports_positive_time_and_memory():
+def test_measured_training_cost_is_positive_in_each_precision():
     with IsolatedPasses(Net(), BATCH) as passes:
         full, low = measure_cost(passes, FLOAT32), measure_cost(passes, BFLOAT16)
     assert full.seconds > 0 and full.memory > 0 and low.memory > 0 and low.relative > 0
 
 
-def test_search_forces_a_layer_with_patched_forward():
+def test_fp32_search_selects_an_overflowing_layer_with_patched_forward():
     """Isolated passes restore the attributes of modules, but keep a patched forward."""
     model = Net((1, 1e6, 1, 1))
     model.layers[1].forward = model.layers[1].forward

@@ -76,7 +76,7 @@ def gpu(no_gpu):
     return no_gpu
 
 
-def test_report_on_cpu_has_no_problems():
+def test_environment_report_on_cpu_lists_no_problems():
     report = inspect_environment(CPU, asked="cpu", train=True)
     assert report.problems == [] and report.unknown == {}
     assert {"fastamp", "Python", "torch", "torchvision", "numpy"} == set(report.versions)
@@ -93,7 +93,7 @@ def test_report_on_cpu_has_no_problems():
     assert "ten steps in float16" in table and "problem" not in table
 
 
-def test_smoke_test_runs_only_on_request(monkeypatch):
+def test_environment_report_runs_smoke_training_only_on_request(monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     report = inspect_environment(CPU, asked="cpu")
     assert report.loops == {} and report.problems == [] and "ten steps" not in report.table()
@@ -103,7 +103,7 @@ def test_smoke_test_runs_only_on_request(monkeypatch):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_report_on_gpu_has_no_problems():
+def test_environment_report_on_real_gpu_lists_no_problems():
     before = torch.cuda.get_rng_state()
     report = inspect_environment(CUDA, train=True)
     assert report.problems == [] and report.driver_fits and report.capability_fits
@@ -111,7 +111,7 @@ def test_report_on_gpu_has_no_problems():
     assert torch.equal(before, torch.cuda.get_rng_state())
 
 
-def test_report_restores_random_states_flags_and_log(caplog):
+def test_environment_report_changes_no_random_states_and_logs_nothing(caplog):
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     np.random.standard_normal()  # the generator caches the second number of each pair
     before = random_state()
@@ -131,7 +131,7 @@ def test_report_restores_random_states_flags_and_log(caplog):
     assert flags == (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
 
 
-def test_smoke_train_ignores_seed_and_default_dtype():
+def test_smoke_training_result_is_independent_of_seed_and_default_dtype():
     expected = smoke_train.smoke_train(policy(torch.bfloat16), CPU)
     try:
         torch.manual_seed(5)
@@ -141,7 +141,7 @@ def test_smoke_train_ignores_seed_and_default_dtype():
         torch.set_default_dtype(torch.float32)
 
 
-def test_smoke_train_uses_no_collectives(monkeypatch):
+def test_smoke_training_in_a_process_group_uses_no_collectives(monkeypatch):
     monkeypatch.setattr(comm.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(comm.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(comm.dist, "all_reduce", raising(AssertionError("a collective")))
@@ -150,18 +150,18 @@ def test_smoke_train_uses_no_collectives(monkeypatch):
     assert smoke_train.smoke_train(policy(torch.float32), CPU).error == ""
 
 
-def test_smoke_train_reports_autocast_without_effect():
+def test_smoke_training_reports_autocast_without_effect():
     loop = smoke_train.smoke_train(policy(torch.bfloat16, "cuda"), CPU)
     assert "bfloat16 under autocast for cuda" in loop.error
 
 
-def test_smoke_train_allows_skipped_steps_with_loss_scaling(monkeypatch, caplog):
+def test_smoke_training_allows_some_skipped_steps_with_loss_scaling(monkeypatch, caplog):
     monkeypatch.setattr(smoke_train, "LossScaler", lambda: smoke_train.step.LossScaler(init_scale=2.0**20))
     loop = smoke_train.smoke_train(policy(torch.float16), CPU)
     assert loop.skipped > 0 and loop.taken > 0 and loop.error == "" and caplog.text == ""
 
 
-def test_smoke_train_reports_skipped_steps(monkeypatch, caplog):
+def test_smoke_training_reports_an_error_if_all_steps_are_skipped(monkeypatch, caplog):
     monkeypatch.setattr(smoke_train.F, "cross_entropy", lambda logits, targets: logits.sum() * float("inf"))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         loop = smoke_train.smoke_train(policy(dtype), CPU)
@@ -169,7 +169,7 @@ def test_smoke_train_reports_skipped_steps(monkeypatch, caplog):
     assert caplog.text == ""
 
 
-def test_smoke_train_reports_a_constant_loss(monkeypatch, caplog):
+def test_smoke_training_reports_an_error_if_loss_does_not_decrease(monkeypatch, caplog):
     sgd = torch.optim.SGD
     monkeypatch.setattr(torch.optim, "SGD", lambda parameters, lr: sgd(parameters, lr=0.0))
     assert "did not decrease in 10 steps" in smoke_train.smoke_train(policy(torch.float32), CPU).error
@@ -184,7 +184,7 @@ def test_smoke_train_reports_a_constant_loss(monkeypatch, caplog):
         (("float32", "bfloat16", "float16"), ["on cpu in float32", "reinstall PyTorch"]),
     ],
 )
-def test_failed_smoke_test_is_a_problem(no_gpu, broken, parts):
+def test_environment_report_lists_failed_smoke_training_as_problem(no_gpu, broken, parts):
     convolve = torch.nn.functional.conv2d
 
     def conv2d(images, *args, **kwargs):
@@ -203,13 +203,13 @@ def test_failed_smoke_test_is_a_problem(no_gpu, broken, parts):
         assert row(report, f"ten steps in {name}").startswith("RuntimeError") is (name in broken)
 
 
-def test_missing_gpu_is_not_reported_as_a_problem(no_gpu):
+def test_environment_report_lists_no_problem_if_no_gpu_exists(no_gpu):
     report = inspect_environment(CPU)
     assert report.problems == []
     assert row(report, "PyTorch built for") == "CUDA 13.2" and row(report, "driver") == "no NVIDIA driver"
 
 
-def test_working_gpu_has_no_problems(gpu):
+def test_environment_report_on_simulated_gpu_lists_no_problems(gpu):
     report = inspect_environment(CUDA)
     assert report.problems == [] and report.driver_fits is True and report.capability_fits is True
     assert row(report, "device") == "cuda (Some GPU, compute capability 8.6)"
@@ -221,7 +221,7 @@ def test_working_gpu_has_no_problems(gpu):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_build_without_cuda_is_a_problem_if_there_is_a_driver(no_gpu, device):
+def test_pytorch_without_cuda_is_a_problem_if_a_driver_exists(no_gpu, device):
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     report = inspect_environment(device)
@@ -237,7 +237,7 @@ def test_build_without_cuda_is_a_problem_if_there_is_a_driver(no_gpu, device):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_old_driver_is_a_problem(no_gpu, device):
+def test_driver_older_than_pytorch_build_is_a_problem(no_gpu, device):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     no_gpu.setattr(environment_queries, "driver_version", lambda: "550.54.15")
     report = inspect_environment(device)
@@ -247,7 +247,7 @@ def test_old_driver_is_a_problem(no_gpu, device):
     assert report.driver_fits is False
 
 
-def test_requested_cuda_without_a_driver_is_a_problem(no_gpu):
+def test_missing_driver_is_a_problem_if_cuda_is_requested(no_gpu):
     report = inspect_environment(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
     assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "MODEL.DEVICE to auto" in problem
@@ -258,7 +258,7 @@ def test_requested_cuda_without_a_driver_is_a_problem(no_gpu):
     assert "MODEL.DEVICE is cuda:1" in report.problems[0] and report.loops["float32"].error == ""
 
 
-def test_table_wraps_long_cells(no_gpu):
+def test_environment_table_wraps_long_cells(no_gpu):
     no_gpu.setattr(torch.cuda, "init", raising(RuntimeError("many words " * 20)))
     table = inspect_environment(CUDA).table()
     assert table.count("many words") == 20 and table.count("| problem") == 1
@@ -266,7 +266,7 @@ def test_table_wraps_long_cells(no_gpu):
     assert len(table.splitlines()[0]) < 130
 
 
-def test_gpu_that_does_not_respond_is_a_problem(no_gpu):
+def test_gpu_that_pytorch_cannot_use_is_a_problem(no_gpu):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     # A driver library without a GPU, e.g. on a login node, is not a problem.
     assert inspect_environment(CPU).problems == []
@@ -277,7 +277,7 @@ def test_gpu_that_does_not_respond_is_a_problem(no_gpu):
     assert "CUDA_VISIBLE_DEVICES is ''" in inspect_environment(CUDA).problems[0]
 
 
-def test_unsupported_compute_capability_is_a_problem(gpu):
+def test_compute_capability_outside_pytorch_build_is_a_problem(gpu):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     gpu.setattr(
         environment, "smoke_train", lambda policy, device: SmokeTrainResult(error="no kernel image is available")
@@ -304,7 +304,7 @@ def test_unsupported_compute_capability_is_a_problem(gpu):
         ("gfx90a", [], [(9, 0)]),
     ],
 )
-def test_runs_on_compares_arch_with_compute_capability(arch, yes, no):
+def test_code_for_an_architecture_runs_on_compatible_compute_capabilities(arch, yes, no):
     assert all(runs_on(arch, capability) for capability in yes)
     assert not any(runs_on(arch, capability) for capability in no)
 
@@ -328,7 +328,7 @@ class Library:
         return self.status
 
 
-def test_driver_cuda_is_read_from_the_driver_library(monkeypatch):
+def test_cuda_version_of_driver_is_read_from_driver_library(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(0, 12040))
     assert environment_queries.driver_cuda() == (12, 4)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: Library(34, 0))
@@ -362,14 +362,14 @@ def test_driver_version_is_read_from_nvidia_smi(monkeypatch, tmp_path):
         (None, "from nvidia-smi"),
     ],
 )
-def test_loaded_driver_version_falls_back_to_nvidia_smi(monkeypatch, text, version):
+def test_loaded_driver_version_is_read_from_proc_or_else_nvidia_smi(monkeypatch, text, version):
     opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
     monkeypatch.setattr(environment_queries, "driver_version", lambda: "from nvidia-smi")
     monkeypatch.setattr(environment_queries, "open", opened, raising=False)
     assert environment_queries.loaded_driver_version() == version
 
 
-def test_failed_queries_are_listed_in_the_report(no_gpu):
+def test_environment_report_lists_failed_queries(no_gpu):
     fail = raising(OSError("cannot be read\nat all"))
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     for name in ("driver_version", "memory", "supported", "versions", "device_name"):
@@ -383,7 +383,7 @@ def test_failed_queries_are_listed_in_the_report(no_gpu):
     assert report.problems == [] and report.loops["float32"].error == ""
 
 
-def test_training_log_starts_with_the_report(demo, tmp_path, capfd, monkeypatch):
+def test_training_log_starts_with_environment_report(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0
     log = (tmp_path / "log.txt").read_text()
@@ -394,7 +394,7 @@ def test_training_log_starts_with_the_report(demo, tmp_path, capfd, monkeypatch)
     assert "fix:" not in log.partition("config:")[0]
 
 
-def test_training_log_warns_about_problems(no_gpu, demo, tmp_path):
+def test_training_log_warns_about_environment_problems(no_gpu, demo, tmp_path):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     default_setup(tiny.tiny_config(tmp_path, "MODEL.DEVICE", "auto"))
     log = (tmp_path / "log.txt").read_text()

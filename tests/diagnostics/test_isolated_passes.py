@@ -15,7 +15,7 @@ FLOAT32, BFLOAT16 = (PrecisionPolicy("cpu", dtype, "test") for dtype in (torch.f
 
 
 class Stateful(nn.Module):
-    """Module with random numbers of all generators, counters, a memory bank, and a buffer that is replaced."""
+    """Module that draws from all random generators, counts calls, fills a memory bank and replaces a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -85,7 +85,7 @@ def assert_same(a, b):
 
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("fails", [False, True])
-def test_state_is_restored_after_passes(gradients, fails):
+def test_isolated_passes_restore_model_and_random_state_on_exit(gradients, fails):
     model = Stateful()
     batch = {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}
     if gradients:
@@ -104,7 +104,7 @@ def test_state_is_restored_after_passes(gradients, fails):
     assert not batch["seen"].any()
 
 
-def test_inference_mode_buffers_are_restored():
+def test_isolated_passes_restore_buffers_created_in_inference_mode():
     model = Stateful().eval()
     with torch.inference_mode():
         model({"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)})
@@ -115,7 +115,7 @@ def test_inference_mode_buffers_are_restored():
     assert torch.equal(model.hidden, before)
 
 
-def test_each_pass_starts_from_the_same_state():
+def test_each_isolated_pass_starts_from_the_same_state():
     model = Stateful()
     with IsolatedPasses(model, {"images": torch.randn(4, 2, 6, 6), "seen": torch.zeros(2)}) as passes:
         first, second = passes.train(FLOAT32), passes.train(FLOAT32)
@@ -124,7 +124,7 @@ def test_each_pass_starts_from_the_same_state():
         assert torch.equal(passes.evaluate(FLOAT32), passes.evaluate(FLOAT32))
 
 
-def test_passes_start_from_a_given_random_state():
+def test_isolated_passes_start_from_the_given_random_state():
     from fastamp.utils.env import random_state
 
     model = Stateful()
@@ -140,7 +140,7 @@ def test_passes_start_from_a_given_random_state():
         assert passes.train(FLOAT32).losses == first
 
 
-def test_untrained_batch_norm_evaluates_with_batch_statistics():
+def test_isolated_evaluation_of_untrained_batch_norm_uses_batch_statistics():
     """With initial statistics, activations of an untrained deep network grow without bound."""
 
     def deep():

@@ -72,7 +72,7 @@ def is_low(x):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_error_of_5_percent_in_a_convolution_is_found(monkeypatch, dtype):
+def test_layer_check_finds_a_convolution_with_five_percent_error(monkeypatch, dtype):
     """The error is found even in an untrained model, where comparing embeddings does not reveal it."""
     model, original = small_resnet(), nn.Conv2d.forward
     convolutions = [module for module in model.modules() if isinstance(module, nn.Conv2d)]
@@ -98,7 +98,7 @@ class NoisyLinear(nn.Linear):
         return out + 0.05 * out.std() * torch.ones_like(out) if is_low(out) else out
 
 
-def test_error_in_a_subclass_of_linear_is_found():
+def test_layer_check_finds_an_error_in_a_subclass_of_linear():
     class Net(Block):
         def __init__(self):
             super().__init__(nn.Identity())
@@ -113,7 +113,7 @@ def test_error_in_a_subclass_of_linear_is_found():
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_values_non_finite_only_in_low_precision_are_found(monkeypatch, wrong):
+def test_layer_check_finds_values_non_finite_only_in_low_precision(monkeypatch, wrong):
     original = nn.Conv2d.forward
 
     def forward(layer, x):
@@ -127,7 +127,7 @@ def test_values_non_finite_only_in_low_precision_are_found(monkeypatch, wrong):
     assert [layer.name for layer in found] == ["conv"] and "not finite" in found[0].describe()
 
 
-def test_overflow_is_located_and_not_reported_as_a_wrong_layer():
+def test_layer_check_does_not_report_an_overflowing_layer_as_wrong():
     model = Block(nn.Conv2d(8, 8, 1)).train()
     with torch.no_grad():
         model.layer.weight.mul_(1e7)
@@ -148,7 +148,7 @@ def test_overflow_is_located_and_not_reported_as_a_wrong_layer():
 )  # fmt: skip
 @pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
 @pytest.mark.parametrize("constant", [False, True])
-def test_correct_layers_pass_at_any_scale(layer, dtype, scale, constant):
+def test_correct_layers_pass_the_layer_check_at_any_scale(layer, dtype, scale, constant):
     """This includes norms of constant inputs, where rounding errors dominate even in float32."""
     model = Block(layer).train()
     with torch.no_grad():
@@ -162,7 +162,7 @@ def test_correct_layers_pass_at_any_scale(layer, dtype, scale, constant):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_recurrent_layer_passes(dtype):
+def test_correct_recurrent_layer_passes_the_layer_check(dtype):
     """A recurrent layer rounds at each time step, so it is only checked for repeatability."""
 
     class Rows(nn.Module):
@@ -198,13 +198,13 @@ class DiffersOnSecondCall(nn.Module):
 
 @pytest.mark.parametrize("low_only", [False, True])
 @pytest.mark.parametrize("factor", [1.05, 0.0, float("nan")])
-def test_nondeterministic_layer_is_found(factor, low_only):
+def test_layer_check_finds_a_nondeterministic_layer(factor, low_only):
     (found,) = wrong_layers(Block(DiffersOnSecondCall(factor, low_only)).train(), torch.bfloat16)
     assert (found.name, found.kind) == ("layer", "DiffersOnSecondCall") and found.repeated > found.limit
     assert "not deterministic in bfloat16" in found.describe()
 
 
-def test_layer_that_depends_on_a_call_counter_is_found():
+def test_layer_check_finds_a_layer_that_depends_on_its_call_count():
     class Counting(nn.Module):
         calls = 0
 
@@ -215,7 +215,7 @@ def test_layer_that_depends_on_a_call_counter_is_found():
     assert [layer.name for layer in wrong_layers(Block(Counting()).train(), torch.bfloat16)] == ["layer"]
 
 
-def test_nondeterministic_code_between_layers_is_found():
+def test_layer_check_finds_nondeterministic_code_between_layers():
     class Between(Block):
         passes = itertools.count()
 
@@ -248,7 +248,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize(
     "layer", [AlwaysDropout(), nn.Dropout(0.5), nn.RReLU(), Noise("torch"), Noise("numpy")], ids=str
 )
-def test_layers_that_draw_random_numbers_pass(layer):
+def test_preflight_passes_layers_that_draw_random_numbers(layer):
     model = Block(layer).train()
     report = preflight(model, images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.problem == ""
@@ -267,7 +267,7 @@ class RandomGradient(torch.autograd.Function):
 
 
 class RandomBackward(nn.Module):
-    """Multiply gradients by noise from a generator that passes do not reset, in low precision or always."""
+    """Multiply gradients by noise from a generator that passes do not reset, either only in low precision or always."""
 
     def __init__(self, low_only):
         super().__init__()
@@ -278,7 +278,7 @@ class RandomBackward(nn.Module):
         return self.function(x).to(x.dtype)
 
 
-def test_nondeterministic_gradients_in_low_precision_are_found():
+def test_preflight_reports_gradients_nondeterministic_only_in_low_precision():
     report = preflight(Block(RandomBackward(True)).train(), images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.kernel and "different gradients" in report.problem and "conv." in report.problem
     # Random gradients in float32 are not caused by the precision.
@@ -304,7 +304,7 @@ def broken(monkeypatch):
 
 
 @pytest.mark.parametrize("choice", ["error", "warn", "fallback"])
-def test_preflight_raises_warns_or_falls_back_on_a_wrong_layer(broken, choice, caplog, tmp_path):
+def test_preflight_raises_warns_or_falls_back_if_a_layer_is_wrong(broken, choice, caplog, tmp_path):
     diagnostics = PrecisionDiagnostics(preflight=choice, trace_nonfinite=True, folder=tmp_path)
     step = OptimizationStep(broken, [torch.optim.SGD(broken.parameters(), 0.1)])
     batch = images(4, every_backbone.SIZE)
@@ -320,7 +320,7 @@ def test_preflight_raises_warns_or_falls_back_on_a_wrong_layer(broken, choice, c
     assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16" in caplog.text
 
 
-def test_search_forces_a_layer_with_wrong_results(broken):
+def test_fp32_search_selects_a_layer_with_wrong_results(broken):
     low, batch = policy(torch.bfloat16), images(4, every_backbone.SIZE)
     reference = check_float32(broken, batch, low)
 
@@ -359,7 +359,7 @@ def test_remaining_backbones_pass_the_layer_check(name):
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", reference.MODELS)
-def test_untrained_reference_models_pass_the_preflight(name):
+def test_untrained_reference_models_pass_the_preflight_in_bfloat16(name):
     torch.manual_seed(0)
     model = reference.reference_model(name).train()
     batch = images(4, reference.MODELS[name]["input_size"])

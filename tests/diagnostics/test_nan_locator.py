@@ -70,7 +70,7 @@ def find(fault, dtype, scale=1.0, **kwargs):
         ("scale", "loss-scale overflow", "loss", "gradient of its input"),
     ],
 )
-def test_locator_finds_module_and_kind_of_overflow(fault, kind, module, part):
+def test_nan_locator_finds_module_and_kind_of_each_overflow(fault, kind, module, part):
     found = find(fault, torch.float16, scale=65536.0)
     assert (found.kind, found.module, found.part) == (kind, module, part)
     assert found.dtype == "float16" and found.inputs_finite
@@ -80,13 +80,13 @@ def test_locator_finds_module_and_kind_of_overflow(fault, kind, module, part):
     assert find(fault, torch.bfloat16) is None
 
 
-def test_location_reports_input_and_parameter_magnitudes():
+def test_nan_location_contains_input_and_parameter_magnitudes():
     found = find("weight", torch.float16)
     assert found.float32_magnitude > 65504 and 1 < found.input_magnitude < 100
     assert found.parameter_magnitude < 65504  # the products overflow, not the weights
 
 
-def test_safe_scale_is_the_largest_with_finite_gradients():
+def test_nan_location_suggests_largest_loss_scale_with_finite_gradients():
     found = find("scale", torch.float16, scale=65536.0)
     with IsolatedPasses(Net("scale"), batch()) as passes:
         assert passes.train(policy(torch.float16), scale=found.safe_scale).finite
@@ -98,22 +98,22 @@ def test_safe_scale_is_the_largest_with_finite_gradients():
 
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_failure_in_float32_is_not_attributed_to_the_precision(fault, dtype):
+def test_nan_locator_does_not_blame_the_precision_for_float32_failures(fault, dtype):
     found = find(fault, dtype)
     assert found.kind == "not finite in float32" and "SOLVER.BASE_LR" in found.describe()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_non_finite_batch_is_reported_as_the_cause(value):
+def test_nan_locator_reports_a_non_finite_batch(value):
     assert find("", torch.float16, value=value).kind == "batch not finite"
 
 
-def test_model_with_finite_values_has_no_location():
+def test_nan_locator_returns_none_if_all_values_are_finite():
     assert find("", torch.float16, scale=1024.0) is None
     assert find("", torch.float32) is None
 
 
-def test_infinities_in_float32_are_ignored():
+def test_nan_locator_ignores_masks_that_are_infinite_in_float32():
     """An attention mask of minus infinity is not an overflow."""
 
     class Masked(nn.Module):
@@ -133,7 +133,7 @@ def test_infinities_in_float32_are_ignored():
     assert found.module == "big"
 
 
-def test_locate_in_evaluation_finds_overflow_and_non_finite_batch():
+def test_nan_locator_in_evaluation_finds_overflow_and_non_finite_batch():
     with IsolatedPasses(Net("weight"), batch()) as passes:
         found = locate_in_evaluation(passes, policy(torch.float16))
         assert (found.kind, found.module) == ("forward overflow", "conv2")
@@ -142,7 +142,7 @@ def test_locate_in_evaluation_finds_overflow_and_non_finite_batch():
         assert locate_in_evaluation(passes, policy(torch.float16)).kind == "batch not finite"
 
 
-def test_forcing_the_located_module_fixes_the_overflow():
+def test_forcing_the_located_module_to_float32_fixes_the_overflow():
     model = Net("weight")
     with IsolatedPasses(model, batch()) as passes:
         name = locate_in_training(passes, policy(torch.float16)).module
@@ -151,7 +151,7 @@ def test_forcing_the_located_module_fixes_the_overflow():
         assert locate_in_training(passes, policy(torch.float16), scale=1024.0) is None
 
 
-def test_hooks_do_not_change_gradients():
+def test_nan_locator_hooks_do_not_change_later_gradients():
     """The observer replaces the inputs of modules by views."""
     model = Net("function")
     with IsolatedPasses(model, batch()) as passes:
@@ -192,7 +192,7 @@ class Cached(nn.Module):
         return {"loss": (out.float() * 1e-9 + cache[0].float() * 0).mean()}
 
 
-def test_hooks_do_not_change_list_dict_and_keyword_arguments():
+def test_nan_locator_supports_list_dict_and_keyword_arguments():
     with IsolatedPasses(Cached(6e4), {"x": torch.ones(2, 4)}) as passes:
         assert locate_in_training(passes, policy(torch.float16)).module == "part.linear"
     model = Cached(6e4)
@@ -201,7 +201,7 @@ def test_hooks_do_not_change_list_dict_and_keyword_arguments():
         assert torch.isfinite(model({"x": torch.ones(2, 4)})["loss"])
 
 
-def test_fix_lists_forced_modules_and_adjacent_layers():
+def test_suggested_force_fp32_keeps_forced_modules_and_adds_adjacent_layers():
     model = Net("function")
     apply_force_fp32(model, ["linear"])
     with IsolatedPasses(model, batch()) as passes:
@@ -231,7 +231,7 @@ class Broken(Net):
         return super().forward(batch)
 
 
-def test_try_locate_returns_the_reason_if_it_fails():
+def test_nan_locator_halves_large_batches_and_returns_reasons_for_failures():
     find = lambda passes: locate_in_training(passes, policy(torch.float16))  # noqa: E731
     found, note = try_locate(Hungry("weight"), batch(), find)
     assert found.module == "conv2" and note == ""  # on half of the batch
@@ -239,7 +239,7 @@ def test_try_locate_returns_the_reason_if_it_fails():
     assert found is None and "RuntimeError: not in float32" in note
 
 
-def test_order_sorts_causes_before_effects():
+def test_nan_locations_are_ordered_with_causes_before_effects():
     order = [find(fault, torch.float16, scale=65536.0).order for fault in ("weight", "backward", "scale")]
     assert order == sorted(order) and len(set(order)) == 3
     assert find("", torch.float16, value=float("nan")).order < order[0]

@@ -60,7 +60,7 @@ class OverflowNet(Net):
         (lambda: VanishingNet(3), BFLOAT16, "imprecise"),
     ],
 )
-def test_preflight_reports_the_findings_of_the_precision_check(model, low, finding):
+def test_preflight_report_contains_findings_of_the_precision_check(model, low, finding):
     batch = make_batch()
     torch.manual_seed(0)
     found, report = check(model(), batch, low), preflight(model(), batch, policy=low)
@@ -72,7 +72,7 @@ def test_preflight_reports_the_findings_of_the_precision_check(model, low, findi
         assert {name: (value, found.losses[name]) for name, (value, _) in report.losses.items()} == report.losses
 
 
-def test_wrong_layer_is_reported_before_an_overflow(monkeypatch):
+def test_precision_check_reports_a_wrong_layer_before_an_overflow(monkeypatch):
     """The wrong layer may be the cause of the overflow."""
     model, original = Net(3, gain=1e7), nn.Conv2d.forward
 
@@ -92,7 +92,7 @@ def test_wrong_layer_is_reported_before_an_overflow(monkeypatch):
     assert report.kernel and report.location is None and report.problem == found.problem
 
 
-def test_overflow_fails_the_check_even_without_a_location(monkeypatch):
+def test_precision_check_fails_on_overflow_that_cannot_be_located(monkeypatch):
     monkeypatch.setattr(precision_check, "try_locate", lambda *args, **kwargs: (None, "(not located)"))
     model, batch = Net(3, gain=1e7), make_batch()
     found = check(model, batch, FLOAT16)
@@ -100,7 +100,7 @@ def test_overflow_fails_the_check_even_without_a_location(monkeypatch):
     assert search_force_fp32(model, batch, FLOAT16, check=lambda: found, found=found) is None
 
 
-def test_search_raises_on_out_of_memory():
+def test_fp32_search_raises_if_memory_runs_out():
     model, batch = Net(3, gain=1e7), make_batch()
     hungry = Hungry(4, in_low_too=True)
     with pytest.raises(TrainingError, match="out of memory"):
@@ -126,14 +126,14 @@ def build_float32_only_backbone(cfg):
     return nn.Sequential(*list(tiny.build_tiny_backbone(cfg))[:5], Float32Only(), *tiny.build_tiny_backbone(cfg)[5:])
 
 
-def test_doctor_reports_a_module_that_does_not_support_the_dtype(demo, tmp_path, capfd):
+def test_amp_doctor_reports_a_module_that_does_not_support_bfloat16(demo, tmp_path, capfd):
     opts = ("MODEL.BACKBONE.NAME", "build_float32_only_backbone", "SOLVER.AMP", "bf16")
     assert amp_doctor.cli(["--dtypes", "bf16", *tiny.tiny_options(tmp_path, *opts)]) == 1
     out = capfd.readouterr().out
     assert "does not support this precision" in out and "backbone.5 (Float32Only)" in out
 
 
-def test_first_problem_only_stops_after_the_first_finding(monkeypatch):
+def test_precision_check_with_first_problem_only_stops_after_first_finding(monkeypatch):
     """Later passes, which may fail, are not run."""
 
     def fail(*args, **kwargs):

@@ -25,7 +25,7 @@ SAVED = ("model", "optimizer", "random")
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("size", [(12, 10), (33, 7), (64, 64)])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_normal_model_passes_with_any_image_shape(channels, size, dtype):
+def test_preflight_passes_a_normal_model_with_any_image_shape(channels, size, dtype):
     report = preflight(Net(channels), make_batch(channels, size), policy=policy(dtype), scaler=LossScaler())
     assert report.problem == "" and report.unreached == []
     assert report.losses["loss_cls"][0] == pytest.approx(report.losses["loss_cls"][1], rel=0.02)
@@ -44,13 +44,13 @@ def naive_preflight(model):
         return "AMP checks failed"
 
 
-def test_one_channel_model_is_checked_with_its_own_batch():
+def test_preflight_checks_a_one_channel_model_with_one_channel_images():
     assert naive_preflight(Net(1)) == "AMP checks failed"  # although the model is correct
     assert preflight(Net(1), make_batch(1), policy=policy(torch.bfloat16)).problem == ""
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_wrong_number_of_channels_raises(dtype):
+def test_preflight_raises_if_images_have_a_wrong_number_of_channels(dtype):
     with pytest.raises(TrainingError) as error:
         preflight(Net(1), make_batch(3), policy=policy(dtype))
     text = str(error.value)
@@ -60,13 +60,13 @@ def test_wrong_number_of_channels_raises(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_failure_in_float32_is_not_attributed_to_the_precision(dtype):
+def test_preflight_reports_a_float32_failure_as_independent_of_precision(dtype):
     report = preflight(Net(3, gain=float("nan")), make_batch(), policy=policy(dtype), scaler=LossScaler())
     assert report.in_float32 and "in float32" in report.problem and "loss_cls" in report.problem
     assert preflight(Net(3), make_batch(), policy=policy(dtype)).problem == ""  # the negative control
 
 
-def test_loss_scale_is_the_largest_with_finite_gradients():
+def test_preflight_finds_the_largest_loss_scale_with_finite_gradients():
     scaler = LossScaler(init_scale=65536.0)
     model, batch = Net(3, gain=100.0), make_batch()
     report = preflight(model, batch, policy=policy(torch.float16), scaler=scaler)
@@ -87,13 +87,13 @@ def test_loss_scale_is_the_largest_with_finite_gradients():
     assert preflight(model, batch, policy=policy(torch.float16), scaler=LossScaler(init_scale=4)).loss_scale == 4
 
 
-def test_gradient_overflow_at_every_loss_scale_fails():
+def test_preflight_fails_if_gradients_overflow_at_every_loss_scale():
     report = preflight(Net(3, gain=1e7), make_batch(), policy=policy(torch.float16), scaler=LossScaler())
     assert "SOLVER.AMP.MIN_SCALE" in report.problem and report.location.kind == "backward overflow"
     assert preflight(Net(3, gain=1e7), make_batch(), policy=policy(torch.bfloat16)).problem == ""
 
 
-def test_parameters_without_a_gradient_are_listed():
+def test_preflight_lists_trainable_parameters_without_a_gradient():
     model = Net(3)
     model.unused.requires_grad_(True)
     report = preflight(model, make_batch(), policy=policy(torch.bfloat16))
@@ -115,14 +115,14 @@ def test_preflight_fails_if_embeddings_become_zero_in_float16():
     assert "float16 embeddings differ from float32" in report.problem
 
 
-def test_float32_reference_uses_fewer_images_if_memory_is_short():
+def test_preflight_uses_fewer_float32_images_if_memory_is_insufficient():
     batch = {"images": torch.rand(16, 3, 12, 10), "targets": torch.arange(16) % 4}
     report = preflight(Hungry(4, in_low_too=False), batch, policy=policy(torch.bfloat16))
     assert report.problem == "" and report.images == (4, 16) and "4 of 16 images" in report.describe()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_out_of_memory_raises(dtype):
+def test_preflight_raises_if_memory_runs_out(dtype):
     with pytest.raises(TrainingError, match=r"out of memory in the pre-flight.*(?s:.)*SOLVER.IMS_PER_BATCH"):
         preflight(Hungry(4, in_low_too=True), make_batch(), policy=policy(dtype))
 
@@ -137,7 +137,7 @@ def run(output, *opts):
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("channels", ["1", "3", "4"])
-def test_run_is_bit_identical_with_and_without_preflight(demo, tmp_path, caplog, precision, channels):
+def test_training_is_bit_identical_with_and_without_preflight(demo, tmp_path, caplog, precision, channels):
     """Compare weights, statistics, optimizer and random states of a model with dropout and batch norm."""
     colors = [
         "MODEL.PIXEL_MEAN",
@@ -174,7 +174,7 @@ def planted(output, *opts):
     return tiny.tiny_options(output, "MODEL.BACKBONE.NAME", "build_planted_backbone", "SOLVER.MAX_EPOCH", "1", *opts)
 
 
-def test_training_failure_writes_a_crash_dump_that_replays(demo, tmp_path, capfd):
+def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
     error = capfd.readouterr().err
     assert "forward overflow in backbone.4 (Conv2d)" in error and "FORCE_FP32 \"['backbone.4']\"" in error
@@ -192,7 +192,7 @@ def test_training_failure_writes_a_crash_dump_that_replays(demo, tmp_path, capfd
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.FORCE_FP32", "['backbone.4']")) == 0
 
 
-def test_preflight_fallback_trains_in_another_dtype(demo, tmp_path, capfd):
+def test_preflight_fallback_trains_in_another_dtype_after_a_failure(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     log = (tmp_path / "log.txt").read_text()
     assert "pre-flight failed in float16" in log and "SOLVER.AMP.PREFLIGHT is fallback" in log
@@ -209,7 +209,7 @@ def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path,
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
 
-def test_preflight_warn_trains_despite_the_failure(demo, tmp_path, capfd):
+def test_preflight_warn_continues_training_after_a_failure(demo, tmp_path, capfd):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     assert train_net.cli(planted(tmp_path, *opts)) == 2
     log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err
@@ -220,7 +220,7 @@ def test_preflight_warn_trains_despite_the_failure(demo, tmp_path, capfd):
     assert amp_replay.cli([str(tmp_path / "amp_crash")]) == 1
 
 
-def test_preflight_sets_the_initial_loss_scale(demo, tmp_path):
+def test_preflight_lowers_an_initial_loss_scale_that_overflows(demo, tmp_path):
 
     @META_ARCH_REGISTRY.register()
     class Loud(Baseline):
@@ -247,14 +247,14 @@ def build_rgb_backbone(cfg):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16"])
-def test_wrong_number_of_channels_exits_with_2(demo, tmp_path, capfd, precision):
+def test_train_exits_with_2_if_image_channels_do_not_match_the_model(demo, tmp_path, capfd, precision):
     opts = ("MODEL.BACKBONE.NAME", "build_rgb_backbone", "INPUT.CHANNELS", "1", "SOLVER.AMP", precision)
     assert train_net.cli(tiny.tiny_options(tmp_path, *opts)) == 2
     error = capfd.readouterr().err
     assert "expected 3 channels, got 1" in error and "INPUT.CHANNELS" in error and "Traceback" not in error
 
 
-def test_damaged_crash_dump_exits_with_2(tmp_path, capfd):
+def test_amp_replay_exits_with_2_without_a_valid_crash_dump(tmp_path, capfd):
     for content, expected in ((None, str(tmp_path)), ({"a": 1}, "x.pth")):
         if content:
             torch.save(content, tmp_path / "x.pth")
@@ -265,7 +265,7 @@ def test_damaged_crash_dump_exits_with_2(tmp_path, capfd):
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2
 
 
-def test_model_that_returns_no_features_raises():
+def test_preflight_raises_if_evaluation_output_is_not_a_tensor():
     class Tuple(Net):
         def forward(self, batch):
             out = super().forward(batch)
@@ -275,7 +275,7 @@ def test_model_that_returns_no_features_raises():
         preflight(Tuple(3), make_batch(), policy=policy(torch.bfloat16))
 
 
-def test_amp_without_effect_raises():
+def test_preflight_raises_if_amp_has_no_effect():
     class Off(Net):
         def forward(self, batch):
             with torch.autocast("cpu", enabled=False):
@@ -291,7 +291,7 @@ class WritesIntoItsBatch(Net):
         return super().forward(batch)
 
 
-def test_crash_dump_contains_the_unmodified_batch(tmp_path):
+def test_crash_dump_contains_the_batch_before_in_place_changes(tmp_path):
     """The model modifies its batches in place."""
     model = WritesIntoItsBatch(3)
     good, bad = make_batch(), make_batch()
@@ -308,7 +308,7 @@ def test_crash_dump_contains_the_unmodified_batch(tmp_path):
     assert torch.equal(CrashDump.read(tmp_path).micro_batch.batch["images"], expected)
 
 
-def test_is_out_of_memory_recognizes_device_and_host_errors():
+def test_out_of_memory_errors_of_device_and_host_are_recognized():
     yes = [
         MemoryError(),
         torch.OutOfMemoryError("x"),
