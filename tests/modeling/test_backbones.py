@@ -14,7 +14,7 @@ FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "
 FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
 
 
-def test_every_registered_backbone_is_tested():
+def test_list_of_tested_backbones_contains_every_registered_backbone():
     kinds = {backbone.split(" ")[0] for backbone in BACKBONES}
     registered = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
     assert registered == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
@@ -62,8 +62,8 @@ def _strided_pointwise(convolutions):
 
 
 @pytest.mark.parametrize("backbone", [each for each in FIRST_VARIANTS if "DEPLOY" not in each])
-def test_training_on_cpu_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
-    """oneDNN's weight gradient of these convolutions writes out of bounds; see ``_PointwiseConv2d`` of RepVGG."""
+def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
+    """oneDNN writes out of bounds when it computes their weight gradient; see ``_PointwiseConv2d`` in RepVGG."""
     model = build_backbone(config(backbone)).train()
     with _Convolutions() as convolutions, torch.no_grad():
         model(torch.randn(2, 3, *SIZE))
@@ -71,7 +71,7 @@ def test_training_on_cpu_avoids_strided_pointwise_convolutions_with_few_channels
     assert _strided_pointwise(convolutions.seen) == []
 
 
-def test_recorder_detects_strided_pointwise_convolution():
+def test_convolution_recorder_detects_strided_pointwise_convolution():
     with _Convolutions() as convolutions, torch.no_grad():
         torch.nn.Conv2d(3, 8, 1, 2)(torch.randn(1, 3, 8, 8))
     assert len(_strided_pointwise(convolutions.seen)) == 1
@@ -80,7 +80,7 @@ def test_recorder_detects_strided_pointwise_convolution():
 @pytest.mark.parametrize(
     "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in FIRST_VARIANTS]
 )
-def test_exported_and_compiled_backbones_give_eager_features(backbone):
+def test_exported_and_compiled_backbones_compute_same_features_as_eager_mode(backbone):
     torch.manual_seed(0)
     model = build_backbone(config(backbone)).eval()
     images = torch.randn(2, 3, *SIZE)
@@ -97,7 +97,7 @@ def test_exported_and_compiled_backbones_give_eager_features(backbone):
 
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("backbone", BACKBONES)
-def test_backbone_accepts_one_and_four_image_channels(backbone, channels):
+def test_backbone_accepts_images_with_one_or_four_channels(backbone, channels):
     with torch.device("meta"):
         model = build_backbone(config(backbone, "INPUT.CHANNELS", str(channels))).eval()
         assert model(torch.zeros(2, channels, *SIZE)).shape[1] == model.feature_dim

@@ -24,7 +24,7 @@ def model(request):
     return build_model(tiny.tiny_config("unused", *opts))
 
 
-def test_tensor_of_images_gives_same_features_as_batch(model):
+def test_model_computes_same_features_from_image_tensor_and_batch_dict(model):
     model.eval()
     with torch.no_grad():
         expected = model({"images": IMAGES})
@@ -33,7 +33,7 @@ def test_tensor_of_images_gives_same_features_as_batch(model):
     assert expected.shape[0] == 4 and expected.dtype == torch.float32
 
 
-def test_training_requires_batch_with_targets(model):
+def test_model_in_training_mode_raises_without_targets(model):
     model.train()
     with pytest.raises(TypeError, match=rf"{type(model).__name__} (.|\n)*model\.eval\(\)"):
         model(IMAGES)
@@ -57,7 +57,7 @@ def test_training_requires_batch_with_targets(model):
         ({"images": [1]}, ValueError, "list"),
     ],
 )
-def test_invalid_model_input_raises(model, batch, error, message):
+def test_model_raises_for_inputs_without_valid_images(model, batch, error, message):
     for mode in (True, False):
         model.train(mode)
         if mode and isinstance(batch, torch.Tensor):

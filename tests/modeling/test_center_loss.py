@@ -23,7 +23,7 @@ def test_center_loss_equals_naive_loop(dtype):
 
 
 @pytest.mark.parametrize("scale", [0.0005, 0.1])
-def test_center_update_is_independent_of_loss_weight(scale):
+def test_center_loss_weight_does_not_change_center_updates(scale):
     torch.manual_seed(0)
     features, targets = torch.randn(4, 3), torch.tensor([0, 0, 1, 1])
     loss = CenterLoss(num_classes=3, feature_dim=3, scale=scale, lr=0.5)
@@ -47,7 +47,7 @@ def config(*opts):
 
 
 @pytest.mark.parametrize("neck_feat, width", [("before", tiny.WIDTH), ("after", 8)])
-def test_centers_have_feature_width_of_selected_neck_output(neck_feat, width):
+def test_center_width_equals_feature_width_selected_by_neck_feat(neck_feat, width):
     cfg = config("MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NECK_FEAT", neck_feat)
     model = build_model(cfg).train()
     assert model.losses["loss_center"].centers.shape == (3, width)
@@ -55,7 +55,7 @@ def test_centers_have_feature_width_of_selected_neck_output(neck_feat, width):
     assert torch.isfinite(losses["loss_center"])
 
 
-def test_each_parameter_is_in_exactly_one_optimizer():
+def test_only_center_loss_optimizer_contains_centers():
     model = build_model(config())
     own = build_own_optimizers(model)
     assert list(own) == ["losses.loss_center.optimizer"]
@@ -66,7 +66,7 @@ def test_each_parameter_is_in_exactly_one_optimizer():
     assert main | centers == trainable and not main & centers
 
 
-def test_centers_are_trained_and_resumed_but_unchanged_by_skipped_step(demo, tmp_path):
+def test_centers_are_trained_and_resumed_but_not_changed_by_skipped_steps(demo, tmp_path):
     def trainer(epochs):
         opts = ["MODEL.HEADS.NUM_CLASSES", "0", "MODEL.LOSSES.CENTER.LR", "0.3", "SOLVER.MAX_EPOCH", str(epochs)]
         return DefaultTrainer(

@@ -25,7 +25,7 @@ def models(tmp_path):
     return plain, compiled
 
 
-def test_compiled_model_gives_eager_features_and_gradients(tmp_path):
+def test_compiled_model_has_same_features_and_gradients_as_eager_model(tmp_path):
     plain, compiled = models(tmp_path)
     assert compiled.backbone._compiled_call_impl is not None
     with torch.no_grad():
@@ -36,7 +36,7 @@ def test_compiled_model_gives_eager_features_and_gradients(tmp_path):
         torch.testing.assert_close(one.grad, other.grad)
 
 
-def test_forward_hooks_run_in_uncompiled_context(tmp_path):
+def test_forward_hooks_of_compiled_model_run_in_uncompiled_context(tmp_path):
     _, compiled = models(tmp_path)
     compiled.eval()(BATCH)
     seen = []
@@ -56,7 +56,7 @@ def test_nan_locator_finds_overflow_in_compiled_model(tmp_path):
     assert location.module == "backbone.2"
 
 
-def test_compiled_run_logs_activation_statistics(demo, tmp_path):
+def test_training_of_compiled_model_logs_activation_statistics(demo, tmp_path):
     trainer = DefaultTrainer(
         tiny.tiny_config(
             tmp_path, "MODEL.COMPILE", "aot_eager", "SOLVER.MAX_EPOCH", "1", "LOG_ACTIVATION_STATS", "True"
@@ -70,7 +70,7 @@ def test_compiled_run_logs_activation_statistics(demo, tmp_path):
     assert "backbone.0.weight" in names
 
 
-def test_compile_raises_without_trunks_or_compiler(tmp_path, monkeypatch):
+def test_compile_raises_for_model_without_trunks_or_machine_without_compiler(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="Linear"):
         compile_parts(torch.nn.Linear(2, 2), "aot_eager")
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -80,5 +80,5 @@ def test_compile_raises_without_trunks_or_compiler(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text, backend", [("True", "inductor"), ("on", "inductor"), ("False", "off")])
-def test_compile_accepts_booleans_and_on(tmp_path, text, backend):
+def test_compile_config_key_accepts_booleans_and_on(tmp_path, text, backend):
     assert backend == tiny.tiny_config(tmp_path, "MODEL.COMPILE", text).MODEL.COMPILE

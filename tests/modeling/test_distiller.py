@@ -29,7 +29,7 @@ def tensors(model):
 
 
 def write_teacher(folder, *opts, name="teacher", state=None):
-    """Write the config and (scaled) weights of a teacher; return the KEY VALUE pairs for the files, and the teacher."""
+    """Write the config and weights of a teacher; return the KEY VALUE pairs that select the files, and the teacher."""
     cfg = tiny.tiny_config(folder / "unused", *CLASSES, *opts)
     (folder / f"{name}.yml").write_text(cfg.dump())
     torch.manual_seed(7)
@@ -94,7 +94,7 @@ def test_distillation_loss_is_finite_for_extreme_logits_and_zero_for_equal_logit
 # ---- teachers from files
 
 
-def test_two_teachers_add_mean_distillation_loss_without_parameters(tmp_path):
+def test_distiller_averages_loss_over_teachers_and_excludes_their_parameters(tmp_path):
     first, teacher = write_teacher(tmp_path)
     _, other = write_teacher(tmp_path, "MODEL.PIXEL_MEAN", "(0., 0., 0.)", name="other")
     files = ["KD.MODEL_CONFIG", f"[{first[1]}, {tmp_path}/other.yml]"]
@@ -122,7 +122,7 @@ def test_two_teachers_add_mean_distillation_loss_without_parameters(tmp_path):
     assert model.eval()(BATCH).shape == (8, tiny.WIDTH)
 
 
-def test_distillation_loss_decreases_in_mixed_precision(tmp_path):
+def test_distillation_loss_decreases_during_bfloat16_training(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files, "MODEL.LOSSES.NAME", "CrossEntropyLoss", "MODEL.LOSSES.CE.SCALE", "0")
     cfg = tiny.tiny_config(tmp_path, "SOLVER.BASE_LR", "0.02")
@@ -138,14 +138,14 @@ def test_distillation_loss_decreases_in_mixed_precision(tmp_path):
     assert values[-1] < 0.5 * values[0]
 
 
-def test_teachers_follow_dtype_conversion_of_model(tmp_path):
+def test_converting_distiller_to_float64_converts_its_teachers(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files).to(torch.float64)
     assert model._teachers[0].heads.weight.dtype == torch.float64
 
 
 @pytest.mark.parametrize("arch", ["MoCo", "Distiller"])
-def test_moco_and_distiller_teachers_are_built_as_baseline(tmp_path, arch):
+def test_teacher_with_moco_or_distiller_config_is_built_as_baseline(tmp_path, arch):
     files, _ = write_teacher(tmp_path, *EMA[2:], "MODEL.META_ARCHITECTURE", arch)
     teacher = make(tmp_path, *files)._teachers[0]
     assert type(teacher).__name__ == "Baseline"
@@ -153,7 +153,7 @@ def test_moco_and_distiller_teachers_are_built_as_baseline(tmp_path, arch):
     assert all(torch.equal(value, state[name]) for name, value in teacher.state_dict().items())
 
 
-def test_logits_of_mgn_teacher_are_mean_over_heads(tmp_path):
+def test_mgn_teacher_logits_are_mean_over_heads(tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list([
         "MODEL.META_ARCHITECTURE", "MGN", "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x",
@@ -177,7 +177,7 @@ def test_logits_of_mgn_teacher_are_mean_over_heads(tmp_path):
     assert torch.isfinite(model(batch)["loss_jsdiv"])
 
 
-def test_distilled_model_is_evaluated_without_teacher_files(demo, tmp_path):
+def test_distilled_model_can_be_evaluated_without_teacher_files(demo, tmp_path):
     files, _ = write_teacher(tmp_path, "MODEL.HEADS.NUM_CLASSES", "16")
     options = ("MODEL.META_ARCHITECTURE", "Distiller", *files, "SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path / "run", *options))
@@ -192,7 +192,7 @@ def test_distilled_model_is_evaluated_without_teacher_files(demo, tmp_path):
 # ---- the moving average of the student
 
 
-def test_moving_average_includes_weights_and_batch_norm_statistics(tmp_path):
+def test_distiller_moving_average_includes_weights_and_batch_norm_statistics(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     expected = {name: value for name, value in tensors(model).items() if not name.startswith("ema.")}
@@ -210,7 +210,7 @@ def test_moving_average_includes_weights_and_batch_norm_statistics(tmp_path):
     assert model.ema.backbone[1].running_mean.abs().sum() > 0
 
 
-def test_moving_average_teacher_runs_in_evaluation_mode(tmp_path):
+def test_distiller_moving_average_computes_logits_in_evaluation_mode(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "1")
     start = build_model(tiny.tiny_config(tmp_path, *CLASSES))
     start.load_state_dict({name: value for name, value in model.state_dict().items() if not name.startswith("ema.")})
@@ -223,7 +223,7 @@ def test_moving_average_teacher_runs_in_evaluation_mode(tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
-def test_skipped_step_restores_moving_average(tmp_path):
+def test_skipped_step_restores_distiller_moving_average(tmp_path):
     model = make(tmp_path, *EMA[2:], "KD.EMA.MOMENTUM", "0.5")
     bad = BATCH | {"images": BATCH["images"] + torch.tensor([0.0] * 7 + [float("inf")]).view(8, 1, 1, 1)}
     seen = []
@@ -241,7 +241,7 @@ def test_skipped_step_restores_moving_average(tmp_path):
     assert all(torch.isfinite(value).all() for value in seen[2].values())
 
 
-def test_moving_average_is_initialized_from_loaded_weights(tmp_path):
+def test_distiller_moving_average_is_initialized_from_loaded_student_weights(tmp_path):
     model, other = make(tmp_path, *EMA[2:]), build_model(tiny.tiny_config(tmp_path, *CLASSES))
     report = load_model_state(model, other.state_dict(), source="test")
     assert not report.missing
@@ -251,7 +251,7 @@ def test_moving_average_is_initialized_from_loaded_weights(tmp_path):
     assert not report.missing and all(name.startswith("ema.") for name in report.dropped)
 
 
-def test_distiller_resume_with_moving_average_is_bit_identical(demo, tmp_path):
+def test_resumed_distiller_weights_and_moving_average_equal_uninterrupted_training(demo, tmp_path):
     finals = []
     for name, epochs in (("straight", ("2",)), ("resumed", ("1", "2"))):
         for number, epoch in enumerate(epochs):
@@ -268,7 +268,7 @@ def test_distiller_resume_with_moving_average_is_bit_identical(demo, tmp_path):
 # ---- invalid teachers
 
 
-def test_missing_or_invalid_teacher_config_raises(tmp_path):
+def test_distiller_raises_if_teacher_config_is_missing_or_does_not_match(tmp_path):
     files, _ = write_teacher(tmp_path)
     with pytest.raises(ConfigError, match="KD.EMA.ENABLED"):
         make(tmp_path)
@@ -301,7 +301,7 @@ def test_teacher_without_class_logits_raises(tmp_path):
         del META_ARCH_REGISTRY._components["Mute"]
 
 
-def test_mismatching_teacher_weights_raise(tmp_path):
+def test_distiller_raises_if_teacher_weights_are_missing_or_do_not_match(tmp_path):
     files, teacher = write_teacher(tmp_path)
     state = teacher.state_dict()
     with pytest.raises(WeightsError, match=r"KD.MODEL_WEIGHTS '.*gone.pth'"):
@@ -316,7 +316,7 @@ def test_mismatching_teacher_weights_raise(tmp_path):
             make(tmp_path, *files[:2], "KD.MODEL_WEIGHTS", f"{tmp_path}/wrong.pth")
 
 
-def test_teacher_config_may_contain_project_keys(tmp_path):
+def test_teacher_config_may_contain_config_keys_defined_by_project(tmp_path):
     files, _ = write_teacher(tmp_path)
     path = Path(files[1])
     path.write_text(path.read_text() + "OWN:\n  KEY: 3\n")
@@ -327,7 +327,7 @@ def test_teacher_config_may_contain_project_keys(tmp_path):
     assert build_model(cfg)._teachers
 
 
-def test_teacher_file_may_lack_loss_parameters(tmp_path):
+def test_teacher_loads_weights_file_without_loss_parameters(tmp_path):
     opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'CenterLoss')")
     files, teacher = write_teacher(tmp_path, *opts)
     state = {name: value for name, value in teacher.state_dict().items() if not name.startswith("losses.")}
@@ -337,6 +337,6 @@ def test_teacher_file_may_lack_loss_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("opts", [(), ("MODEL.META_ARCHITECTURE", "MoCo", *CLASSES)])
-def test_warns_about_kd_keys_without_distiller(opts, tmp_path, caplog):
+def test_kd_config_keys_without_distiller_log_a_warning(opts, tmp_path, caplog):
     build_model(tiny.tiny_config(tmp_path, "KD.EMA.ENABLED", "True", *opts))
     assert "KD.*" in caplog.text

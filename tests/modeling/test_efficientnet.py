@@ -34,7 +34,7 @@ def b0():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_converted_torchvision_state_dict_matches_shapes(depth):
+def test_converted_torchvision_efficientnet_weights_have_matching_names_and_shapes(depth):
     with torch.device("meta"):
         backbone, reference = build(depth), torchvision_model(depth)
     converted = backbone.convert_state_dict(reference.state_dict(), [])
@@ -42,7 +42,7 @@ def test_converted_torchvision_state_dict_matches_shapes(depth):
     assert left == {key: value.shape for key, value in backbone.state_dict().items()}
 
 
-def test_features_equal_torchvision(tmp_path, b0):
+def test_efficientnet_features_equal_torchvision(tmp_path, b0):
     torch.save(b0.state_dict(), tmp_path / "b0.pth")
     file = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "b0.pth"))
     backbone = build("b0", "MODEL.BACKBONE.LAST_STRIDE", "2", *file).eval()
@@ -52,7 +52,7 @@ def test_features_equal_torchvision(tmp_path, b0):
             torch.testing.assert_close(backbone(x), b0.features(x))
 
 
-def test_loads_pycls_file_with_classifier(tmp_path):
+def test_efficientnet_loads_pycls_weights_with_classifier(tmp_path):
     backbone = build("b0")
     state = {key: torch.full_like(value, 2) for key, value in backbone.state_dict().items()}
     content = {"epoch": 99, "model_state": state | {"head.fc.weight": torch.ones(1000, 1280)}, "cfg": "MODEL: {}"}
@@ -61,20 +61,20 @@ def test_loads_pycls_file_with_classifier(tmp_path):
     assert all((value == 2).all() for value in backbone.state_dict().values())
 
 
-def test_loading_weights_of_other_depth_raises(tmp_path):
+def test_loading_efficientnet_weights_of_another_depth_raises(tmp_path):
     torch.save(torchvision_model("b0").state_dict(), tmp_path / "b0.pth")
     with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPTH"):
         build("b2", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "b0.pth"))
 
 
 @pytest.mark.parametrize("stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_sets_output_size(stride, size):
+def test_efficientnet_last_stride_1_doubles_feature_map_size(stride, size):
     backbone = build("b0", "MODEL.BACKBONE.LAST_STRIDE", str(stride)).eval()
     with torch.no_grad():
         assert backbone(torch.zeros(1, 3, 64, 32)).shape == (1, 1280, *size)
 
 
-def test_initial_variance_ignores_groups_and_all_parameters_get_gradients():
+def test_all_efficientnet_parameters_have_gradients_and_initial_variance_ignores_groups():
     backbone = build("b0", "INPUT.CHANNELS", "1")
     assert backbone.stem.conv.weight.shape == (32, 1, 3, 3)
     # 2 / (3 * 3 * 32): the fan-out ignores the groups of the depthwise convolution.
@@ -83,16 +83,16 @@ def test_initial_variance_ignores_groups_and_all_parameters_get_gradients():
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_depths_have_distinct_pretrained_weights():
+def test_efficientnet_depths_have_distinct_pretrained_weights():
     assert len({depth.pycls_id for depth in DEPTHS.values()}) == len(DEPTHS)
 
 
-def test_unknown_depth_suggests_nearest():
+def test_error_for_unknown_efficientnet_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"DEPTH: .*'B0'; choices: b0, b1.*'b0'"):
         build("B0")
 
 
-def test_warns_about_ignored_options(caplog):
+def test_efficientnet_warns_about_ignored_option_with_ibn(caplog):
     with torch.device("meta"):
         build("b0", "MODEL.BACKBONE.WITH_IBN", "True")
     assert "MODEL.BACKBONE.WITH_IBN" in caplog.text

@@ -22,7 +22,7 @@ def config(*opts):
 
 
 @pytest.mark.parametrize("feat_dim", [512, 512 * 4 * 2], ids=["backbone_width", "flattened_size"])
-def test_flatten_accepts_backbone_width_or_flattened_size_as_feat_dim(feat_dim):
+def test_flatten_pooling_accepts_channels_or_flattened_size_as_feat_dim(feat_dim):
     model = build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", str(feat_dim), "MODEL.HEADS.WITH_BNNECK", "True"))
     assert model.heads.weight.shape == (3, 4096) and model.heads.bottleneck[0].weight.shape == (4096,)
     images = torch.randint(256, (2, 3, 64, 32), dtype=torch.uint8)
@@ -34,14 +34,14 @@ def test_flatten_accepts_backbone_width_or_flattened_size_as_feat_dim(feat_dim):
 
 
 @pytest.mark.parametrize("head, width", [("EmbeddingHead", 8), ("FCHead", 8), ("ClasHead", 3)])
-def test_all_pooling_heads_support_flatten(head, width):
+def test_embedding_fc_and_clas_heads_support_flatten_pooling(head, width):
     opts = (*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.NAME", head, "MODEL.HEADS.EMBEDDING_DIM", "8")
     model = build_model(config(*opts)).eval()
     with torch.no_grad():
         assert model({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, width)
 
 
-def test_flatten_supports_vit_with_camera_embeddings(monkeypatch):
+def test_flatten_pooling_supports_vit_with_camera_embeddings(monkeypatch):
     monkeypatch.setitem(vit.DEPTHS, "base", vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2))
     opts = (
         "MODEL.BACKBONE.NAME",
@@ -55,12 +55,12 @@ def test_flatten_supports_vit_with_camera_embeddings(monkeypatch):
     assert model.heads.weight.shape == (3, 32)
 
 
-def test_mgn_with_flatten_raises():
+def test_mgn_with_flatten_pooling_raises():
     with pytest.raises(ConfigError, match="MODEL.HEADS.POOL_LAYER=Flatten.*MGN"):
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.META_ARCHITECTURE", "MGN"))
 
 
-def test_wrong_feat_dim_error_contains_valid_values():
+def test_error_for_wrong_feat_dim_contains_valid_values():
     for wrong in ("511", "1024"):
         with pytest.raises(ConfigError, match=f"FEAT_DIM is {wrong}.*512") as raised:
             build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", wrong))
@@ -69,7 +69,7 @@ def test_wrong_feat_dim_error_contains_valid_values():
         build_model(config(*SMALL, "MODEL.BACKBONE.FEAT_DIM", "4096", "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool"))
 
 
-def test_flatten_requires_fixed_image_size():
+def test_flatten_pooling_raises_without_fixed_image_size():
     width = ("MODEL.BACKBONE.FEAT_DIM", "512")
     with pytest.raises(ConfigError, match=r"Flatten.*INPUT\.SIZE_TEST.*512 x 8 x 4"):
         build_model(config(*SMALL, *width, "INPUT.SIZE_TEST", "(128, 64)"))
@@ -79,7 +79,7 @@ def test_flatten_requires_fixed_image_size():
     assert cropped.heads.weight.shape == (3, 512 * 2 * 2)
 
 
-def test_model_with_flatten_trains_and_resumes(demo, tmp_path):
+def test_model_with_flatten_pooling_trains_and_resumes(demo, tmp_path):
     opts = ("MODEL.HEADS.POOL_LAYER", "Flatten")
     losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CenterLoss')")
     tiny.train(tmp_path, *opts, *losses)

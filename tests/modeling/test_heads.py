@@ -13,14 +13,14 @@ def make(**options):
 
 
 @pytest.mark.parametrize("neck_feat, dim", [("before", 8), ("after", 4)])
-def test_neck_feat_selects_feature_before_or_after_neck(neck_feat, dim):
+def test_neck_feat_selects_loss_feature_before_or_after_neck(neck_feat, dim):
     head = make(neck_feat=neck_feat, embedding_dim=4)
     outputs = head(torch.randn(5, 8, 4, 2), torch.tensor([0, 1, 2, 0, 1]))
     assert outputs["features"].shape == (5, dim) and outputs["cls_outputs"].shape == (5, 3)
     assert head.eval()(torch.randn(5, 8, 4, 2)).shape == (5, 4)  # EVAL_FEAT is "after"
 
 
-def test_scale_multiplies_logits():
+def test_head_scale_multiplies_class_logits():
     head, x = make(scale=10), torch.randn(4, 8, 2, 2)
     targets = torch.zeros(4, dtype=torch.int64)
     plain = make(scale=1)
@@ -37,7 +37,7 @@ def test_head_outputs_are_float32_under_autocast(dtype):
     assert {value.dtype for value in outputs.values()} == {feature.dtype} == {torch.float32}
 
 
-def test_invalid_pooling_class_count_or_neck_feat_raises():
+def test_embedding_head_raises_for_invalid_pooling_class_count_or_neck_feat():
     x, targets = torch.randn(2, 8, 4, 2), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ConfigError, match="POOL_LAYER=Identity.*4 x 2"):
         make(pool_layer="Identity")(x, targets)
@@ -50,7 +50,7 @@ def test_invalid_pooling_class_count_or_neck_feat_raises():
         make(neck_feat="between")
 
 
-def test_flatten_returns_flattened_feature_map():
+def test_embedding_head_with_flatten_pooling_returns_flattened_feature_map():
     x, targets = torch.randn(4, 8, 1, 1), torch.tensor([0, 1, 2, 0])
     head = make(pool_layer="Flatten")
     assert head(x, targets)["features"].shape == (4, 8)
@@ -58,7 +58,7 @@ def test_flatten_returns_flattened_feature_map():
 
 
 @pytest.mark.parametrize("cls_layer", ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"])
-def test_clas_head_returns_logits_in_evaluation(cls_layer):
+def test_clas_head_returns_scaled_logits_in_evaluation_mode(cls_layer):
     options = {"cls_layer": cls_layer, "scale": 16, "margin": 0.3, "embedding_dim": 4}
     head, x, targets = ClasHead(feat_dim=8, num_classes=3, **options), torch.randn(5, 8, 4, 2), torch.arange(5) % 3
     outputs = head(x, targets)
@@ -72,21 +72,21 @@ def test_clas_head_returns_logits_in_evaluation(cls_layer):
     assert head.feature_dim == logits.shape[1] == 3
 
 
-def test_clas_head_loads_embedding_head_weights_and_requires_classes():
+def test_clas_head_loads_embedding_head_weights_and_raises_without_classes():
     head, other = ClasHead(feat_dim=8, num_classes=3), make()
     head.load_state_dict(other.state_dict())
     with pytest.raises(ConfigError, match="NUM_CLASSES is 0"):
         ClasHead(feat_dim=8, num_classes=0).eval()(torch.randn(2, 8, 4, 2))
 
 
-def test_logits_method_equals_training_logits_without_margin():
+def test_head_logits_method_returns_training_logits_without_margin():
     head, x, targets = make(cls_layer="ArcSoftmax", scale=8, margin=0.5), torch.randn(6, 8, 4, 2), torch.arange(6) % 3
     torch.testing.assert_close(head.logits(x), head(x, targets)["pred_class_logits"])
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert head.eval().logits(x.bfloat16()).dtype == torch.float32
 
 
-def test_fc_head_logits_equal_training_logits():
+def test_fc_head_logits_method_returns_training_logits():
     head = FCHead(feat_dim=8, embedding_dim=4, num_classes=3, scale=2)
     x, targets = torch.randn(6, 8, 4, 2), torch.arange(6) % 3
     logits = head(x, targets)["pred_class_logits"]
@@ -95,7 +95,7 @@ def test_fc_head_logits_equal_training_logits():
 
 
 @pytest.mark.parametrize("neck_feat, eval_feat", [("before", "after"), ("after", "before")])
-def test_fc_head_selects_features_before_or_after_linear_layer(neck_feat, eval_feat):
+def test_fc_head_neck_feat_and_eval_feat_select_features_around_linear_layer(neck_feat, eval_feat):
     head = FCHead(feat_dim=6, embedding_dim=4, num_classes=3, neck_feat=neck_feat, eval_feat=eval_feat)
     maps = torch.randn(5, 6, 2, 2)
     widths = {"before": 6, "after": 4}
@@ -107,14 +107,14 @@ def test_fc_head_selects_features_before_or_after_linear_layer(neck_feat, eval_f
     assert head.logits(maps).shape == (5, 3)
 
 
-def test_fc_head_warns_about_ignored_options(caplog):
+def test_fc_head_warns_that_with_bnneck_is_ignored(caplog):
     FCHead(feat_dim=6, embedding_dim=4, num_classes=3)
     assert caplog.text == ""
     FCHead(feat_dim=6, embedding_dim=4, num_classes=3, with_bnneck=True)
     assert "MODEL.HEADS.WITH_BNNECK" in caplog.text
 
 
-def test_fc_head_requires_embedding_dim():
+def test_fc_head_with_embedding_dim_0_raises():
     with pytest.raises(ConfigError, match="MODEL.HEADS.EMBEDDING_DIM"):
         FCHead(feat_dim=6, embedding_dim=0, num_classes=3)
 

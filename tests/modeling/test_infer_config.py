@@ -23,7 +23,7 @@ def unavailable_backbone(monkeypatch):
     monkeypatch.setitem(BACKBONE_REGISTRY._components, "build_unavailable_backbone", build)
 
 
-def test_infer_config_skips_backbone_that_cannot_be_built(unavailable_backbone, caplog):
+def test_infer_config_skips_registered_backbone_that_cannot_be_built(unavailable_backbone, caplog):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.WITH_IBN", "False"])
     with torch.device("meta"):
@@ -36,6 +36,6 @@ def test_infer_config_skips_backbone_that_cannot_be_built(unavailable_backbone, 
     assert backbone_prefixes(state) == {"backbone.": "resnet"}
 
 
-def test_infer_config_raises_for_unknown_weights(unavailable_backbone):
+def test_infer_config_raises_if_no_backbone_matches_weights(unavailable_backbone):
     with pytest.raises(WeightsError, match="weights.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "weights.pth")

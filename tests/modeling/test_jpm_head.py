@@ -47,7 +47,7 @@ def naive_shuffle(patches, shift, groups):
 @pytest.mark.parametrize(
     "count, shift, groups", [(8, 5, 2), (210, 5, 2), (15, 8, 2), (12, 1, 3), (7, 3, 1), (11, 2, 3)]
 )
-def test_patch_shuffle_equals_naive_loop(count, shift, groups):
+def test_shuffle_patches_equals_naive_loop(count, shift, groups):
     patches = torch.arange(count).float()[None, :, None].expand(2, -1, 3)
     found = shuffle_patches(patches, shift=shift, groups=groups)
     assert torch.equal(found[0], found[1]) and torch.equal(found[..., 0], found[..., 2])
@@ -62,8 +62,8 @@ def make(parts=4, **options):
     )
 
 
-def test_each_patch_group_is_processed_with_class_token():
-    """The block averages its tokens, so each feature is the mean of its group."""
+def test_jpm_head_processes_each_patch_group_with_class_token():
+    """The last block is replaced by a mean over tokens: each feature is the mean of a group and the class token."""
 
     class Mean(nn.Module):
         def forward(self, tokens):
@@ -80,7 +80,7 @@ def test_each_patch_group_is_processed_with_class_token():
 
 
 @pytest.mark.parametrize("eval_feat", ["before", "after"])
-def test_evaluation_feature_concatenates_global_and_local_features(config, eval_feat):
+def test_jpm_head_evaluation_feature_concatenates_global_and_local_features(config, eval_feat):
     model = build_model(config("MODEL.HEADS.EVAL_FEAT", eval_feat)).eval()
     head = model.heads
     for branch in head.branches:
@@ -100,7 +100,7 @@ def test_evaluation_feature_concatenates_global_and_local_features(config, eval_
     torch.testing.assert_close(features, expected)
 
 
-def test_head_blocks_are_copies_of_last_backbone_block(config):
+def test_jpm_head_blocks_are_copies_of_last_backbone_block(config):
     cfg = config()
     backbone = build_backbone(cfg)
     last = {name: value.clone() for name, value in backbone.blocks[2].state_dict().items()}
@@ -114,7 +114,7 @@ def test_head_blocks_are_copies_of_last_backbone_block(config):
     assert head.b1[0].attn.qkv.weight is not head.b2[0].attn.qkv.weight
 
 
-def test_global_and_local_features_each_have_half_of_loss_weight(config):
+def test_jpm_head_global_and_local_losses_each_have_weight_one_half(config):
     cfg = config()
     model = build_model(cfg)
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
@@ -131,7 +131,7 @@ def test_global_and_local_features_each_have_half_of_loss_weight(config):
         assert found[name].item() == pytest.approx((0.5 * values[0] + 0.5 * sum(values[1:]) / 4).item(), rel=1e-5)
 
 
-def test_losses_of_single_weighted_output_equal_plain_output():
+def test_loss_of_single_output_with_weight_1_equals_unweighted_loss():
     losses = build_losses(get_cfg())
     outputs = {"cls_outputs": torch.randn(4, 3), "features": torch.randn(4, 5)}
     plain = compute_losses(losses, outputs, TARGETS, gather=False)
@@ -139,7 +139,7 @@ def test_losses_of_single_weighted_output_equal_plain_output():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_all_parameters_get_gradients(config, checkpointing):
+def test_all_jpm_parameters_have_gradients_and_checkpointing_does_not_change_them(config, checkpointing):
     model = build_model(config("MODEL.BACKBONE.CHECKPOINTING", str(checkpointing)))
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
     torch.manual_seed(1)
@@ -157,14 +157,14 @@ def test_all_parameters_get_gradients(config, checkpointing):
         assert all(p.grad is None or torch.equal(p.grad, kept[name]) for name, p in model.named_parameters())
 
 
-def test_loads_checkpoint_with_other_number_of_classes(config):
+def test_jpm_head_loads_checkpoint_with_another_number_of_classes(config):
     model, other = build_model(config()), build_model(config("MODEL.HEADS.NUM_CLASSES", "7"))
     report = load_model_state(other, model.state_dict(), source="own")
     assert report.other_shape == [f"heads.branches.{number}.weight" for number in range(5)]
     assert report.missing == report.dropped == report.renamed == []
 
 
-def test_loading_jpm_weights_into_embedding_head_adds_note(config):
+def test_loading_jpm_weights_into_embedding_head_suggests_jpm_head(config):
     """As in TransReID's files, the state dict also contains the backbone's last block, which is not trained."""
     state = build_model(config()).state_dict()
     state |= {
@@ -178,7 +178,7 @@ def test_loading_jpm_weights_into_embedding_head_adds_note(config):
     assert any("MODEL.HEADS.NAME JPMHead" in note for note in report.notes)
 
 
-def test_unsupported_backbone_patch_count_or_loss_raises(config):
+def test_jpm_head_raises_for_unsupported_backbone_patch_count_or_loss(config):
     with pytest.raises(ConfigError, match="MODEL.HEADS.NAME=JPMHead.*build_resnet_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
@@ -190,7 +190,7 @@ def test_unsupported_backbone_patch_count_or_loss_raises(config):
 
 
 @pytest.mark.parametrize("other", [("MODEL.HEADS.NUM_CLASSES", "5"), ("MODEL.HEADS.NAME", "EmbeddingHead")])
-def test_memory_bank_of_other_identities_or_head_is_not_loaded(config, other):
+def test_moco_discards_memory_bank_of_other_identities_or_another_head(config, other):
     moco = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "8", "MODEL.WEIGHTS_MIN_MATCH", "0.5")
     state = build_model(config(*moco, *other)).state_dict()
     state["memory.queue_label"].fill_(2)
@@ -207,7 +207,7 @@ def test_memory_bank_of_other_identities_or_head_is_not_loaded(config, other):
     "arch, term, opts",
     [("MoCo", "loss_mb", ("MODEL.QUEUE_SIZE", "8")), ("Distiller", "loss_jsdiv", ("KD.EMA.ENABLED", "True"))],
 )
-def test_moco_and_distiller_use_global_output_of_jpm_head(config, arch, term, opts):
+def test_moco_and_distiller_use_global_feature_of_jpm_head(config, arch, term, opts):
     torch.manual_seed(0)
     model = build_model(config("MODEL.META_ARCHITECTURE", arch, "MODEL.BACKBONE.DROP_PATH_RATIO", "0", *opts))
     captured = []

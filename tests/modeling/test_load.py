@@ -28,7 +28,7 @@ def config_of(checkpoint, *opts):
     return cfg
 
 
-def test_checkpoint_and_config_load_the_same_model(demo, checkpoint):
+def test_load_model_returns_same_model_for_checkpoint_and_config(demo, checkpoint):
     """Both models are in evaluation mode and use the precision of the training run."""
     from_checkpoint, from_config = load_model(checkpoint, device="cpu"), load_model(config_of(checkpoint))
     for loaded in (from_checkpoint, from_config):
@@ -37,7 +37,7 @@ def test_checkpoint_and_config_load_the_same_model(demo, checkpoint):
     assert torch.equal(features(from_checkpoint), features(from_config))
 
 
-def test_options_and_config_override_precision_of_checkpoint(checkpoint):
+def test_load_model_options_and_config_override_precision_of_checkpoint(checkpoint):
     assert load_model(checkpoint, device="cpu", opts=["SOLVER.AMP", "off"]).policy.dtype == torch.float32
     assert not load_model(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"]).policy.enabled
     # For a config, SOLVER.AMP sets the precision; for a checkpoint, the training precision is the default.
@@ -52,7 +52,7 @@ def test_load_model_options_do_not_modify_config(checkpoint):
 
 
 @pytest.mark.parametrize("options", [("SOLVER.EMA", "True"), ("SOLVER.EMA", "True", "SOLVER.EMA.EVALUATE", "False")])
-def test_loads_averaged_weights_if_selected_for_evaluation(demo, tmp_path, options):
+def test_load_model_returns_averaged_weights_if_config_evaluates_the_average(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
     loaded = load_model(tmp_path / "model_final.pth", device="cpu")
     content = torch.load(tmp_path / "model_final.pth", weights_only=True)
@@ -64,7 +64,7 @@ def test_loads_averaged_weights_if_selected_for_evaluation(demo, tmp_path, optio
     assert all(torch.equal(trainer_model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_missing_weights_or_invalid_checkpoint_entries_raise(checkpoint, tmp_path):
+def test_load_model_raises_without_weights_or_valid_policy_and_config_entries(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
         load_model(get_cfg(), device="cpu")
     content = torch.load(checkpoint, weights_only=True)
@@ -77,7 +77,7 @@ def test_missing_weights_or_invalid_checkpoint_entries_raise(checkpoint, tmp_pat
     assert load_model(config_of(checkpoint, "MODEL.WEIGHTS", str(tmp_path / "bare.pth"))).extra == {}
 
 
-def test_trainer_load_model_calls_overridden_build_model(demo, checkpoint):
+def test_load_model_of_trainer_subclass_calls_overridden_build_model(demo, checkpoint):
     class Trainer(DefaultTrainer):
         @classmethod
         def build_model(cls, cfg):
@@ -87,7 +87,7 @@ def test_trainer_load_model_calls_overridden_build_model(demo, checkpoint):
     assert next(model.parameters()).dtype == torch.float64
 
 
-def test_inference_does_not_import_the_trainer():
+def test_importing_inference_does_not_import_engine():
     code = "import sys, fastamp.inference, fastamp.inference.export, fastamp.inference.extract\n"
     code += "print([name for name in sys.modules if name.startswith('fastamp.engine')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -41,13 +41,13 @@ def test_cross_entropy_without_smoothing_equals_pytorch():
     torch.testing.assert_close(cross_entropy_loss(logits, targets), F.cross_entropy(logits, targets))
 
 
-def test_cross_entropy_averages_over_nonzero_losses():
+def test_cross_entropy_is_averaged_over_samples_with_nonzero_loss():
     logits = torch.tensor([[1000.0, 0.0], [0.0, 0.0]])
     assert cross_entropy_loss(logits, torch.tensor([0, 0])).item() == pytest.approx(math.log(2))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, -1.0])
-def test_cross_entropy_is_finite_for_one_class_or_one_image(epsilon):
+def test_cross_entropy_is_finite_with_one_class_or_one_image(epsilon):
     for shape in ((3, 1), (1, 4)):
         logits = torch.randn(shape, requires_grad=True)
         loss = cross_entropy_loss(logits, torch.zeros(shape[0], dtype=torch.int64), epsilon=epsilon)
@@ -82,7 +82,7 @@ def naive_triplet(features, targets, margin, normalize, hard, weighting="softmax
 @pytest.mark.parametrize("margin", [0.3, 0.0])
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("hard", "weighting"), [(True, "softmax"), (False, "softmax"), (False, "fastreid")])
-def test_triplet_equals_naive_loop(dtype, margin, normalize, hard, weighting):
+def test_triplet_loss_equals_naive_loop(dtype, margin, normalize, hard, weighting):
     torch.manual_seed(0)
     features, targets = torch.randn(8, 6, dtype=dtype), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     loss = triplet_loss(features, targets, margin=margin, normalize=normalize, hard_mining=hard, weighting=weighting)
@@ -94,7 +94,7 @@ def test_triplet_equals_naive_loop(dtype, margin, normalize, hard, weighting):
 @pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
 @pytest.mark.parametrize("hard", [True, False])
 @pytest.mark.parametrize("margin", [0.3, 0.0])
-def test_triplet_is_finite_without_negatives_or_positives(targets, hard, margin, weighting):
+def test_triplet_loss_is_finite_if_batch_has_no_negatives_or_positives(targets, hard, margin, weighting):
     features = torch.randn(len(targets), 4, requires_grad=True)
     loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard, weighting=weighting)
     loss.backward()
@@ -105,7 +105,7 @@ WRT = np.load(Path(__file__).parents[1] / "reference" / "methods" / "vi_losses1.
 
 
 @pytest.mark.parametrize(("factor", "name"), [(1, "wrt"), (4, "wrt_features_x4")])
-def test_triplet_fastreid_weighting_equals_agw_reference(factor, name):
+def test_triplet_loss_with_fastreid_weighting_equals_agw_reference(factor, name):
     features = torch.tensor(WRT["features"], requires_grad=True)
     targets = torch.tensor(WRT["labels"])
     loss = triplet_loss(factor * features, targets, margin=0.0, hard_mining=False, weighting="fastreid")
@@ -115,14 +115,14 @@ def test_triplet_fastreid_weighting_equals_agw_reference(factor, name):
 
 
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 4.0, 1e3])
-def test_triplet_softmax_weighting_equals_naive_loop_at_any_feature_scale(factor):
+def test_triplet_loss_with_softmax_weighting_equals_naive_loop_for_scaled_features(factor):
     features, targets = factor * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     loss = triplet_loss(features, targets, margin=0.0, hard_mining=False)
     expected = naive_triplet(features.double(), targets, 0.0, False, False)
     assert loss.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_triplet_fastreid_weighting_is_wrong_for_distances_above_14():
+def test_triplet_loss_with_fastreid_weighting_is_wrong_for_distances_above_14():
     """The median distance is 42, and the weighted negative distance is 0."""
     features, targets = 4 * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
     right, fastreid = (
@@ -132,7 +132,7 @@ def test_triplet_fastreid_weighting_is_wrong_for_distances_above_14():
     assert right.item() < 0.5 and fastreid.item() > 30
 
 
-def test_triplet_is_zero_without_negatives():
+def test_triplet_loss_is_zero_if_batch_has_no_negatives():
     features = torch.tensor([[0.0], [1.0], [3.0]], requires_grad=True)
     for hard in (True, False):
         loss = triplet_loss(features, torch.tensor([0, 0, 0]), margin=0.0, hard_mining=hard)
@@ -140,7 +140,7 @@ def test_triplet_is_zero_without_negatives():
         assert loss.item() == 0 and torch.equal(features.grad, torch.zeros(3, 1))
 
 
-def test_triplet_soft_margin_does_not_overflow():
+def test_triplet_loss_with_soft_margin_does_not_overflow():
     features = torch.tensor([[0.0], [1000.0], [1.0], [999.0]], requires_grad=True)
     loss = triplet_loss(features, torch.tensor([0, 0, 1, 1]), margin=0.0)
     loss.backward()
@@ -148,7 +148,7 @@ def test_triplet_soft_margin_does_not_overflow():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_triplet_and_cross_entropy_are_float32_under_autocast(dtype):
+def test_triplet_loss_and_cross_entropy_are_float32_under_autocast(dtype):
     with torch.autocast("cpu", dtype=dtype):
         features = (torch.randn(4, 8) @ torch.randn(8, 8)).requires_grad_()
         targets = torch.tensor([0, 0, 1, 1])
@@ -159,7 +159,7 @@ def test_triplet_and_cross_entropy_are_float32_under_autocast(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gamma", [0.0, 1.5, 2.0])
-def test_focal_equals_naive_loop(dtype, gamma):
+def test_focal_loss_equals_naive_loop(dtype, gamma):
     logits, targets = torch.randn(6, 5, dtype=dtype), torch.tensor([0, 1, 2, 3, 4, 0])
     losses = []
     for row, target in zip(logits.tolist(), targets.tolist(), strict=True):
@@ -169,7 +169,7 @@ def test_focal_equals_naive_loop(dtype, gamma):
 
 
 @pytest.mark.parametrize("gamma", [0.5, 2.0])
-def test_focal_is_finite_for_confident_samples(gamma):
+def test_focal_loss_is_finite_for_confident_samples(gamma):
     logits = torch.tensor([[1000.0, 0.0], [0.0, 1000.0], [3.0, 3.0]], requires_grad=True)
     loss = focal_loss(logits, torch.tensor([0, 0, 1]), gamma=gamma)
     loss.backward()
@@ -211,7 +211,7 @@ def test_pairwise_cosine_losses_equal_naive_loop(dtype, name, targets):
 
 @pytest.mark.parametrize("name", PAIRWISE)
 @pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
-def test_pairwise_cosine_losses_without_pairs_are_zero(name, targets):
+def test_pairwise_cosine_losses_are_zero_if_batch_has_no_pairs(name, targets):
     features = torch.randn(len(targets), 4, requires_grad=True)
     loss = PAIRWISE[name](features, torch.tensor(targets))
     loss.backward()
@@ -219,7 +219,7 @@ def test_pairwise_cosine_losses_without_pairs_are_zero(name, targets):
 
 
 @pytest.mark.parametrize("function", [*PAIRWISE.values(), focal_loss])
-def test_cosine_and_focal_losses_are_float32_under_autocast(function):
+def test_pairwise_cosine_and_focal_losses_are_float32_under_autocast(function):
     values, targets = 100 * torch.randn(8, 6), torch.arange(8) // 2
     with torch.autocast("cpu", dtype=torch.float16):
         low = function(values, targets)

@@ -30,7 +30,7 @@ def model():
     return build_model(config())
 
 
-def test_branches_share_initial_weights_and_split_maps_into_parts(model):
+def test_mgn_branches_share_initial_weights_and_split_maps_into_parts(model):
     for branch in ("b2", "b3"):
         for name, value in model.get_submodule(branch).state_dict().items():
             assert torch.equal(value, model.b1.state_dict()[name])
@@ -45,7 +45,7 @@ def test_branches_share_initial_weights_and_split_maps_into_parts(model):
     torch.testing.assert_close(features[:, position : position + 8], middle)
 
 
-def test_classification_losses_have_weight_one_eighth_and_triplet_losses_one_fifth(model):
+def test_mgn_averages_classification_losses_over_heads_and_triplet_losses_over_features(model):
     model.train()
     batch = {"images": torch.randint(256, (4, 3, 96, 32), dtype=torch.uint8), "targets": TARGETS}
     captured = {}
@@ -68,7 +68,7 @@ def test_classification_losses_have_weight_one_eighth_and_triplet_losses_one_fif
         torch.testing.assert_close(value, expected[name])
 
 
-def test_local_branches_have_stride_one_in_last_stage():
+def test_mgn_branches_2_and_3_have_stride_1_in_last_stage():
     model = build_model(config("MODEL.BACKBONE.LAST_STRIDE", "2")).eval()
     with torch.no_grad():
         trunk = model.feature_maps({"images": torch.zeros(1, 3, 128, 64)})
@@ -86,7 +86,7 @@ def test_loading_weights_between_mgn_and_baseline_raises(model):
             load_model_state(one, state.state_dict(), source="x")
 
 
-def test_unsupported_backbone_loss_or_image_size_raises():
+def test_mgn_raises_for_unsupported_backbone_loss_or_image_size():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NAME.*build_tiny_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH)))
     with pytest.raises(ConfigError, match="CenterLoss.*MGN"):

@@ -16,14 +16,14 @@ V2, V3 = "build_mobilenetv2_backbone", "build_mobilenetv3_backbone"
     "depth, millions",
     [("1.0x", 3.504), ("0.75x", 2.636), ("0.5x", 1.968), ("0.35x", 1.677), ("0.25x", 1.519), ("0.1x", 1.356)],
 )
-def test_v2_parameter_counts_equal_published_counts(depth, millions):
+def test_mobilenetv2_parameter_counts_equal_published_counts(depth, millions):
     """The published counts include the 1281000 parameters of the classifier."""
     assert (count_parameters(V2, depth, 1280) + 1281000) / 1e6 == pytest.approx(millions, abs=1.1e-3)
 
 
 @pytest.mark.parametrize("depth, width", [("Large", 1280), ("Small", 1024)])
-def test_v3_parameter_counts_match_torchvision(depth, width):
-    """The count excludes the second classifier layer and includes one more vector, since batch norm replaces a bias."""
+def test_mobilenetv3_parameter_counts_match_torchvision(depth, width):
+    """The expected count excludes torchvision's second classifier layer; batch norm has one vector more than a bias."""
     with torch.device("meta"):
         reference = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}")
     expected = sum(p.numel() for p in reference.parameters()) - (width * 1000 + 1000) + width
@@ -31,7 +31,7 @@ def test_v3_parameter_counts_match_torchvision(depth, width):
 
 
 def to_fastreid_names(state):
-    """Rename torchvision's parameters: layers are numbered consecutively in a block, and the last layer is ``conv``."""
+    """Rename torchvision's parameters to FastReID's names: consecutive numbers in a block, last layer ``conv``."""
     in_block = {"0.0": 0, "0.1": 1, "1.0": 3, "1.1": 4, "2": 6, "3": 7}
     in_first = {"0.0": 0, "0.1": 1, "1": 3, "2": 4}
     renamed = {}
@@ -45,7 +45,7 @@ def to_fastreid_names(state):
 
 
 def naive_v2(state, x):
-    """Compute MobileNetV2 from tensors with FastReID's names."""
+    """Compute the feature map of MobileNetV2 from a state dict with FastReID's parameter names."""
     layers = Layers(state)
 
     def unit(x, conv, bn, stride=1, linear=False):
@@ -65,7 +65,7 @@ def naive_v2(state, x):
 
 
 @pytest.mark.parametrize("depth", ["1.0x", "0.35x", "0.1x"])
-def test_v2_with_fastreid_names_equals_naive_computation(depth):
+def test_mobilenetv2_with_fastreid_weights_equals_naive_computation(depth):
     origin, images = build(V2, depth, 1280), torch.randn(2, 3, 71, 45).double()
     state = to_fastreid_names(origin.state_dict())
     assert {"features.1.conv.4.running_var", "features.17.conv.7.bias", "conv.1.weight"} <= state.keys()
@@ -79,7 +79,7 @@ def test_v2_with_fastreid_names_equals_naive_computation(depth):
 
 
 @pytest.mark.parametrize("depth", ["Large", "Small"])
-def test_v3_equals_torchvision_with_other_epsilon_and_last_layer(depth):
+def test_mobilenetv3_equals_torchvision_except_for_epsilon_and_last_layer(depth):
     backbone = build(V3, depth, 1280 if depth == "Large" else 1024)
     state = backbone.state_dict()
     reference = torchvision.models.get_model(f"mobilenet_v3_{depth.lower()}").features.eval().double()
@@ -98,7 +98,9 @@ def test_v3_equals_torchvision_with_other_epsilon_and_last_layer(depth):
 
 @pytest.mark.parametrize("name, depth, reference", [(V2, "1.0x", "mobilenet_v2"), (V3, "Small", "mobilenet_v3_small")])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_loads_torchvision_weights_for_one_and_three_channels(tmp_path, name, depth, reference, channels):
+def test_mobilenet_loads_torchvision_weights_for_one_and_three_image_channels(
+    tmp_path, name, depth, reference, channels
+):
     origin, path = torchvision.models.get_model(reference), tmp_path / "model.pth"
     torch.save(origin.state_dict(), path)
     opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
@@ -111,7 +113,7 @@ def test_loads_torchvision_weights_for_one_and_three_channels(tmp_path, name, de
     assert all(torch.equal(value, expected[key]) for key, value in backbone.features.state_dict().items())
 
 
-def test_loads_file_with_fastreid_names(tmp_path):
+def test_mobilenetv2_loads_fastreid_weights_only_for_the_same_depth(tmp_path):
     origin, path = build(V2, "0.25x", 1280), tmp_path / "mobilenetv2_0.25.pth"
     torch.save(to_fastreid_names(origin.state_dict()) | {"classifier.weight": torch.ones(10, 1280)}, path)
     opts = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path))
@@ -122,7 +124,7 @@ def test_loads_file_with_fastreid_names(tmp_path):
 
 
 @pytest.mark.parametrize("name, depth", [(V2, "0.1x"), (V3, "Small")])
-def test_initial_weight_variance_is_two_over_fan_out(name, depth):
+def test_mobilenet_initial_weight_variance_is_2_over_fan_out(name, depth):
     backbone = build_backbone(config(name, depth, 1280 if name == V2 else 1024, "INPUT.CHANNELS", "4"))
     big = [m for m in backbone.modules() if isinstance(m, torch.nn.Conv2d) and m.weight.numel() > 400]
     for module in [backbone.features[0][0], *big]:
@@ -131,13 +133,13 @@ def test_initial_weight_variance_is_two_over_fan_out(name, depth):
 
 
 @pytest.mark.parametrize("name, depth, choices", [(V2, "1.0", "'1.0x'"), (V3, "large", "'Large'")])
-def test_unknown_depth_suggests_nearest(name, depth, choices):
+def test_error_for_unknown_mobilenet_depth_suggests_nearest_depth(name, depth, choices):
     with pytest.raises(ConfigError, match=rf"MODEL\.BACKBONE\.DEPTH: .*'{depth}'; choices: .*{choices}"):
         build_backbone(config(name, depth, 1280))
 
 
 @pytest.mark.parametrize("name, depth, width", [(V2, "0.1x", 1280), (V3, "Small", 1024)])
-def test_all_parameters_get_gradients(name, depth, width, caplog):
+def test_all_mobilenet_parameters_have_gradients_and_with_nl_is_ignored(name, depth, width, caplog):
     backbone = build_backbone(config(name, depth, width, "MODEL.BACKBONE.WITH_NL", "True"))
     backbone(torch.randn(4, 3, 64, 64)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []

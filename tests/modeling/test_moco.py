@@ -53,7 +53,7 @@ def naive(queries, keys, labels, targets, own, margin, gamma):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_memory_bank_loss_equals_naive_loop_when_queue_wraps(dtype):
+def test_memory_bank_loss_equals_naive_loop_when_bank_wraps_around(dtype):
     """With batches of 6 and a bank of 10, the bank is first partly empty and then wraps within a batch."""
     bank = MemoryBank(feature_dim=5, size=10, margin=0.25, gamma=8.0).to(dtype)
     kept, labels = torch.zeros(10, 5, dtype=dtype), [-1] * 10
@@ -70,14 +70,14 @@ def test_memory_bank_loss_equals_naive_loop_when_queue_wraps(dtype):
 
 
 @pytest.mark.parametrize("targets", [[0, 0, 0], [0, 1, 2], [0]])
-def test_memory_bank_loss_is_zero_without_pairs(targets):
+def test_memory_bank_loss_is_zero_without_positive_or_negative_pairs(targets):
     bank, queries = MemoryBank(feature_dim=5, size=8), torch.randn(len(targets), 5, requires_grad=True)
     loss = bank(queries, queries.detach(), torch.tensor(targets))
     loss.backward()
     assert loss.item() == 0 and torch.equal(queries.grad, torch.zeros_like(queries))
 
 
-def test_memory_bank_is_float32_and_supports_two_forward_passes_before_backward():
+def test_memory_bank_is_float32_and_allows_two_forward_passes_before_backward():
     bank, queries = MemoryBank(feature_dim=5, size=20), torch.randn(6, 5, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = [bank(queries.bfloat16(), torch.randn(6, 5).bfloat16(), torch.arange(6) // 2) for _ in range(2)]
@@ -93,7 +93,7 @@ def test_batch_larger_than_memory_bank_raises():
 # ---- key encoder
 
 
-def test_key_encoder_is_moving_average_without_gradients():
+def test_moco_key_encoder_is_moving_average_of_model_without_gradients():
     model = make("MODEL.MOCO.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {name for name, _ in model.named_parameters()}
@@ -116,7 +116,7 @@ def test_key_encoder_is_moving_average_without_gradients():
     assert own["backbone.1.num_batches_tracked"] == 3  # its batch norm has separate statistics
 
 
-def test_keys_are_model_features_if_momentum_is_zero():
+def test_moco_keys_are_model_features_if_momentum_is_0():
     model = make("MODEL.MOCO.MOMENTUM", "0")
     model.backbone[3].p = model.key_encoder.backbone[3].p = 0.0  # dropout
     captured = []
@@ -127,7 +127,7 @@ def test_keys_are_model_features_if_momentum_is_zero():
     torch.testing.assert_close(model.memory.queue[:, 8:16].t(), F.normalize(captured[1].detach(), dim=1))
 
 
-def test_key_encoder_momentum_is_per_step_with_gradient_accumulation():
+def test_gradient_accumulation_keeps_moco_key_encoder_momentum_per_step():
     model = make("MODEL.MOCO.MOMENTUM", "0.81", "SOLVER.ACCUM_STEPS", "2")
     start = model.backbone[0].weight.detach().clone()
     with torch.no_grad():
@@ -137,7 +137,7 @@ def test_key_encoder_momentum_is_per_step_with_gradient_accumulation():
     torch.testing.assert_close(own, 0.81 * start + 0.19 * (start + 1))
 
 
-def test_evaluation_ignores_key_encoder_and_memory_bank(tmp_path):
+def test_moco_evaluation_ignores_key_encoder_and_memory_bank(tmp_path):
     model, plain = make(), build_model(tiny.tiny_config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "4"))
     model(BATCH)
     report = load_model_state(plain, model.state_dict(), source="test")
@@ -148,19 +148,19 @@ def test_evaluation_ignores_key_encoder_and_memory_bank(tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_force_fp32_applies_to_key_encoder():
+def test_force_fp32_applies_to_moco_key_encoder():
     model = make("SOLVER.AMP.FORCE_FP32", "['backbone.4']")
     assert forced_modules(model) == ["backbone.4", "key_encoder.backbone.4"]
     model(BATCH)
 
 
-def test_key_encoder_is_compiled_with_the_model():
+def test_compiling_moco_compiles_key_encoder():
     model = make("MODEL.COMPILE", "aot_eager")
     assert all(part.backbone._compiled_call_impl is not None for part in (model, model.key_encoder))
     assert torch.isfinite(model(BATCH)["loss_mb"])
 
 
-def test_key_encoder_copies_evaluation_mode_of_frozen_layers():
+def test_moco_key_encoder_copies_evaluation_mode_of_frozen_layers():
     model = make()
     hook = FreezeLayers(model, ["backbone"], 2)
     hook.trainer = make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [BATCH], torch.float32)
@@ -174,7 +174,7 @@ def test_key_encoder_copies_evaluation_mode_of_frozen_layers():
     assert model.key_encoder.backbone[1].training
 
 
-def test_weight_average_and_batch_norm_update_exclude_key_encoder():
+def test_weight_average_and_batch_norm_update_exclude_moco_key_encoder():
     model = make()
     average = WeightAverage(model, "ema")
     model(BATCH)
@@ -200,7 +200,7 @@ class Keep(HookBase):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_skipped_step_restores_key_encoder_and_memory_bank(dtype):
+def test_skipped_step_restores_moco_key_encoder_and_memory_bank(dtype):
     model = make("MODEL.MOCO.MOMENTUM", "0.5")
     bad = BATCH | {"images": BATCH["images"] + torch.tensor([0.0] * 7 + [float("inf")]).view(8, 1, 1, 1)}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -233,7 +233,7 @@ def fastreid_state(model, size=20, classes=4):
     return state | {f"memory.{name}": value for name, value in (bank | {"queue_ptr": torch.tensor([8])}).items()}
 
 
-def test_loads_fastreid_moco_checkpoint():
+def test_moco_loads_fastreid_checkpoint_and_copies_weights_to_key_encoder():
     model = make()
     state = fastreid_state(model)
     report = load_model_state(model, state, source="test")
@@ -245,13 +245,13 @@ def test_loads_fastreid_moco_checkpoint():
 
 
 @pytest.mark.parametrize("size, classes, note", [(16, 4, "16 x 16"), (20, 7, "other identities")])
-def test_memory_bank_of_other_size_or_identities_is_not_loaded(size, classes, note):
+def test_moco_discards_memory_bank_of_another_size_or_other_identities(size, classes, note):
     model = make()
     report = load_model_state(model, fastreid_state(model, size, classes), source="test")
     assert note in "".join(report.notes) and (model.memory.queue_label == -1).all()
 
 
-def test_moco_resume_is_bit_identical(demo, tmp_path):
+def test_resumed_moco_weights_equal_uninterrupted_training(demo, tmp_path):
     options = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", "SOLVER.AMP", "bf16")
     options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "2")
     finals = []
@@ -268,7 +268,7 @@ def test_moco_resume_is_bit_identical(demo, tmp_path):
     assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
 
 
-def test_optimizer_excludes_key_encoder(tmp_path):
+def test_optimizer_excludes_moco_key_encoder(tmp_path):
     cfg = tiny.tiny_config(tmp_path, "MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.NUM_CLASSES", "4")
     model = build_model(cfg)
     held = {id(p) for group in build_optimizer(cfg, model).param_groups for p in group["params"]}

@@ -22,7 +22,7 @@ VARIANTS = {"plain": (OSNET,), "ibn": (OSNET, *IBN), "ain": (AIN,)}
     "depth, width, published",
     [("x1_0", 512, 2193616), ("x0_75", 384, 1299224), ("x0_5", 256, 636520), ("x0_25", 128, 203568)],
 )
-def test_parameter_counts_equal_torchreid(depth, width, published):
+def test_osnet_parameter_counts_equal_torchreid(depth, width, published):
     """torchreid's counts include a linear layer with 512 outputs and batch norm, and count each gate four times."""
     gates = sum(2 * (2 * c * (c // 16) + c + c // 16) for c in (w // 4 for w in osnet.CHANNELS[depth][1:]))
     expected = published - (width * 512 + 512) - 2 * 512 - 3 * gates
@@ -76,7 +76,7 @@ def naive_forward(state, x, variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("size, map_size", [((64, 32), (4, 2)), ((71, 45), (4, 3))])
-def test_features_equal_naive_computation(variant, size, map_size):
+def test_osnet_features_equal_naive_computation(variant, size, map_size):
     name, *opts = VARIANTS[variant]
     backbone, images = build(name, "x0_25", 128, *opts), torch.randn(2, 3, *size).double()
     with torch.no_grad():
@@ -87,19 +87,19 @@ def test_features_equal_naive_computation(variant, size, map_size):
 
 
 @pytest.mark.parametrize("variant, expected", [("plain", set()), ("ibn", {"conv1.bn", "conv2.0.IN", "conv2.1.IN"})])
-def test_instance_norm_is_only_in_stem_and_first_stage_of_ibn(variant, expected):
+def test_osnet_ibn_has_instance_norm_only_in_stem_and_first_stage(variant, expected):
     name, *opts = VARIANTS[variant]
     backbone = build(name, "x0_25", 128, *opts)
     assert {name for name, m in backbone.named_modules() if isinstance(m, torch.nn.InstanceNorm2d)} == expected
 
 
-def test_instance_norm_is_at_searched_positions_of_ain():
+def test_osnet_ain_has_instance_norm_at_published_positions():
     names = {name for name, m in build(AIN, "x0_25", 128).named_modules() if isinstance(m, torch.nn.InstanceNorm2d)}
     assert names == {"conv1.bn", "conv2.0.IN", "conv2.1.IN", "conv3.1.IN", "conv4.0.IN"}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_all_parameters_get_gradients(variant):
+def test_all_osnet_parameters_have_gradients(variant):
     name, *opts = VARIANTS[variant]
     backbone = build_backbone(config(name, "x0_25", 128, *opts, "INPUT.CHANNELS", "1"))
     backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
@@ -112,7 +112,7 @@ def torchreid_state(backbone):
     return {key: value.clone() for key, value in backbone.state_dict().items()} | head
 
 
-def test_loads_torchreid_file_as_pretrained_backbone(tmp_path):
+def test_osnet_loads_torchreid_file_as_pretrained_weights(tmp_path):
     origin = build(AIN, "x0_25", 128)
     path = tmp_path / "osnet.pth.tar"
     torch.save({"state_dict": {f"module.{k}": v for k, v in torchreid_state(origin).items()}, "epoch": 1}, path)
@@ -122,7 +122,7 @@ def test_loads_torchreid_file_as_pretrained_backbone(tmp_path):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loads_torchreid_state_dict_into_model(variant):
+def test_model_with_osnet_loads_torchreid_state_dict(variant):
     name, *opts = VARIANTS[variant]
     origin = build(name, "x0_25", 128, *opts)
     model = build_model(config(name, "x0_25", 128, *opts, "MODEL.HEADS.NUM_CLASSES", "3")).eval().double()
@@ -134,7 +134,7 @@ def test_loads_torchreid_state_dict_into_model(variant):
 
 
 @pytest.mark.parametrize("variant, other", [("plain", "ibn"), ("ibn", "plain"), ("plain", "ain"), ("ain", "ibn")])
-def test_loading_weights_of_other_variant_raises_or_reports_instance_norms(variant, other):
+def test_loading_weights_of_another_osnet_variant_raises_or_reports_instance_norms(variant, other):
     """If enough tensors match, the report contains the missing or unused instance norms."""
     (name, *opts), (other_name, *other_opts) = VARIANTS[variant], VARIANTS[other]
     state = build(other_name, "x0_25", 128, *other_opts).state_dict()
@@ -147,7 +147,7 @@ def test_loading_weights_of_other_variant_raises_or_reports_instance_norms(varia
             load_model_state(backbone, state, source="other", backbone_prefix="")
 
 
-def test_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tmp_path):
+def test_osnet_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tmp_path):
     """The cache identifies files by name, but the URLs do not contain file names."""
     calls = []
 
@@ -166,7 +166,7 @@ def test_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tmp_path
     assert {file_name for _, file_name in calls} >= {"osnet_x1_0_imagenet.pth", "osnet_ain_x0_25_imagenet.pth"}
 
 
-def test_downloaded_html_page_raises(monkeypatch, tmp_path):
+def test_html_page_downloaded_instead_of_osnet_weights_raises(monkeypatch, tmp_path):
     def download(url, path, checksum):
         Path(path).write_text("<html>Quota exceeded</html>")
 
@@ -176,17 +176,17 @@ def test_downloaded_html_page_raises(monkeypatch, tmp_path):
         build_backbone(config(OSNET, "x0_25", 128, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_pretrain_of_variant_without_published_weights_raises():
+def test_pretrain_of_osnet_variant_without_published_weights_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(OSNET, "x0_25", 128, *IBN, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
 @pytest.mark.parametrize("name", [OSNET, AIN])
-def test_unknown_depth_suggests_nearest(name):
+def test_error_for_unknown_osnet_depth_suggests_nearest_depth(name):
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'x1\.0'; choices: .*'x1_0'"):
         build_backbone(config(name, "x1.0", 512))
 
 
-def test_warns_about_ignored_options(caplog):
+def test_osnet_ain_warns_about_ignored_options(caplog):
     build(AIN, "x0_25", 128, *IBN, "MODEL.BACKBONE.WITH_SE", "True")
     assert "MODEL.BACKBONE.WITH_IBN" in caplog.text and "MODEL.BACKBONE.WITH_SE" in caplog.text

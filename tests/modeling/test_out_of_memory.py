@@ -27,7 +27,7 @@ def config(*opts):
     return cfg
 
 
-def test_out_of_memory_error_contains_key_and_sizes(monkeypatch):
+def test_out_of_memory_error_contains_config_key_and_memory_sizes(monkeypatch):
     monkeypatch.setattr(out_of_memory, "available_memory", lambda: 10**9)
     with pytest.raises(ConfigError) as error:
         build_model(config("MODEL.HEADS.EMBEDDING_DIM", "50000000"))
@@ -53,13 +53,13 @@ def test_memory_check_does_not_change_initial_weights(monkeypatch):
         (("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.HEADS.EMBEDDING_DIM", "40000000"), "MODEL.HEADS.EMBEDDING_DIM"),
     ],
 )
-def test_out_of_memory_error_names_key_to_lower(monkeypatch, opts, key):
+def test_out_of_memory_error_names_config_key_to_lower(monkeypatch, opts, key):
     monkeypatch.setattr(out_of_memory, "available_memory", lambda: 10**9)
     with pytest.raises(ConfigError, match=f"fix: lower {key}"):
         build_model(config(*opts))
 
 
-def test_allocator_error_is_explained_if_memory_is_unknown(monkeypatch):
+def test_failed_allocation_names_config_key_if_available_memory_is_unknown(monkeypatch):
     """The size exceeds the address space of a process on x86-64, 128 TB."""
     monkeypatch.setattr(out_of_memory, "available_memory", lambda: None)
     for name in ("build_tiny_backbone", "build_unchecked_backbone"):
@@ -68,7 +68,7 @@ def test_allocator_error_is_explained_if_memory_is_unknown(monkeypatch):
             build_model(config(*opts))
 
 
-def test_unrelated_errors_are_not_converted():
+def test_only_out_of_memory_errors_are_converted_to_config_errors():
     assert is_out_of_memory(MemoryError()) and is_out_of_memory(RuntimeError("std::bad_alloc"))
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"))
     assert not is_out_of_memory(RuntimeError("shape mismatch")) and not is_out_of_memory(KeyError("out of memory"))
@@ -76,14 +76,14 @@ def test_unrelated_errors_are_not_converted():
         raise RuntimeError("other")
 
 
-def test_training_of_too_large_model_exits_with_code_2(demo, tmp_path, capfd):
+def test_training_exits_with_code_2_if_model_exceeds_memory(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "1000000000000")
     assert train_net.cli(options) == 2
     err = capfd.readouterr().err
     assert "error: the model does not fit into memory" in err and "Traceback" not in err
 
 
-def test_commands_with_hostile_checkpoint_exit_with_code_2(demo, checkpoint, tmp_path, capfd):
+def test_commands_exit_with_code_2_if_checkpoint_config_exceeds_memory(demo, checkpoint, tmp_path, capfd):
     """The commands build the model from the config in the checkpoint."""
     content = torch.load(checkpoint, weights_only=True)
     text, count = re.subn(r"EMBEDDING_DIM: 0\b", "EMBEDDING_DIM: 1000000000000", content["config"])
@@ -101,7 +101,7 @@ def test_commands_with_hostile_checkpoint_exit_with_code_2(demo, checkpoint, tmp
         assert "the model does not fit into memory" in err and "Traceback" not in err, err
 
 
-def test_available_memory_uses_container_limit(tmp_path, monkeypatch):
+def test_available_memory_respects_memory_limit_of_container(tmp_path, monkeypatch):
     if env.available_memory() is None:
         pytest.skip("available memory is unknown on this system")
     folder = tmp_path

@@ -28,7 +28,7 @@ def config(names, *opts):
     return cfg
 
 
-def test_loss_values_equal_pytorch_metric_learning():
+def test_pml_losses_with_configured_arguments_equal_pytorch_metric_learning():
     names = ["pml/TripletMarginLoss", "pml/MultiSimilarityLoss", "TripletLoss"]
     args = "{TripletMarginLoss: {margin: 0.3, swap: True}, MultiSimilarityLoss: {beta: 40}}"
     built = build_losses(config(names, "MODEL.LOSSES.PML.ARGS", args, "MODEL.LOSSES.PML.SCALE", "2"))
@@ -43,7 +43,7 @@ def test_loss_values_equal_pytorch_metric_learning():
     assert not torch.allclose(built["loss_triplet_margin"]({"features": features}, TARGETS), 2 * other)
 
 
-def test_configured_miner_selects_pairs():
+def test_pml_loss_uses_pairs_selected_by_configured_miner():
     cfg = config(["pml/TripletMarginLoss"], "MODEL.LOSSES.PML.MINER", "TripletMarginMiner")
     cfg.MODEL.LOSSES.PML.ARGS = {"TripletMarginMiner": {"margin": 0.1, "type_of_triplets": "hard"}}
     features = torch.randn(12, 8)
@@ -65,7 +65,7 @@ WITH_WEIGHTS = [
 
 
 @pytest.mark.parametrize("name", WITH_WEIGHTS)
-def test_learnable_parameters_of_losses_are_trained(name, tmp_path):
+def test_optimizer_updates_learnable_parameters_of_pml_losses(name, tmp_path):
     opts = ("MODEL.LOSSES.NAME", f"('CrossEntropyLoss', 'pml/{name}')", "MODEL.HEADS.NUM_CLASSES", "3")
     cfg = tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.EMBEDDING_DIM", "4", "MODEL.HEADS.NECK_FEAT", "after")
     model = build_model(cfg)
@@ -79,7 +79,7 @@ def test_learnable_parameters_of_losses_are_trained(name, tmp_path):
     assert all(not torch.equal(p, before[key]) for key, p in own.items())
 
 
-def test_proxies_of_other_identities_are_not_loaded(tmp_path):
+def test_pml_loss_discards_proxies_of_other_identities(tmp_path):
     opts = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'pml/ProxyAnchorLoss')")
     models = [build_model(tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.NUM_CLASSES", n)) for n in ("3", "5", "0")]
     report = load_model_state(models[1], models[0].state_dict(), source="test")
@@ -96,7 +96,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_losses_support_two_steps(name):
+def test_all_pml_losses_support_two_training_steps(name):
     args = {"RankedListLoss": {"margin": 0.4, "Tn": 10.0}} if name == "RankedListLoss" else {}
     loss = build_losses(config([f"pml/{name}"], "MODEL.LOSSES.PML.ARGS", args))
     for _ in range(2):
@@ -107,7 +107,7 @@ def test_all_losses_support_two_steps(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_loss_is_float32_under_autocast(dtype):
+def test_pml_loss_is_float32_under_autocast(dtype):
     loss = build_losses(config(["pml/NTXentLoss"]))["loss_nt_xent"]
     features = torch.randn(12, 8).to(dtype)
     with torch.autocast("cpu", dtype=dtype):
@@ -116,7 +116,7 @@ def test_loss_is_float32_under_autocast(dtype):
 
 
 @pytest.mark.parametrize("targets", [[0, 0, 0], [0, 1, 2], [0]])
-def test_loss_without_pairs_is_zero_and_has_gradient(targets):
+def test_pml_loss_has_zero_gradient_if_batch_has_no_pairs(targets):
     features = torch.randn(len(targets), 8, requires_grad=True)
     loss = build_losses(config(["pml/TripletMarginLoss"]))["loss_triplet_margin"]
     loss({"features": features}, torch.tensor(targets)).backward()
@@ -158,14 +158,14 @@ def test_loss_without_pairs_is_zero_and_has_gradient(targets):
         (["pml/CircleLoss", "CircleLoss"], (), ["loss_circle"]),
     ],
 )
-def test_invalid_loss_miner_or_argument_raises(names, opts, parts):
+def test_unknown_or_invalid_pml_loss_miner_or_argument_raises(names, opts, parts):
     with pytest.raises(ConfigError) as caught:
         build_losses(config(names, *opts))
     for part in parts:
         assert part in str(caught.value)
 
 
-def test_missing_pytorch_metric_learning_raises(monkeypatch):
+def test_pml_loss_raises_if_pytorch_metric_learning_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_metric_learning", None)
     with pytest.raises(ConfigError, match=r'pml/NCALoss(.|\n)*pip install "fastamp\[metric-learning\]"'):
         build_losses(config(["pml/NCALoss"]))

@@ -38,7 +38,7 @@ def reference_model(name, *overrides):
 
 
 @pytest.mark.parametrize("name", MODELS, ids=str)
-def test_features_and_losses_equal_fastreid(name):
+def test_model_features_and_losses_equal_fastreid(name):
     expected = MODELS[name]
     model = reference_model(name)
     state = reference_weights.state_dict(expected["state_dict"])
@@ -59,7 +59,7 @@ def test_features_and_losses_equal_fastreid(name):
     assert {key: value.item() for key, value in losses.items()} == pytest.approx(expected["train_losses"], rel=1e-3)
 
 
-def test_padded_stem_pooling_changes_features():
+def test_padded_stem_pooling_changes_resnet_features():
     """Negative control: the parameter names are the same, but the features differ."""
     model = reference_model(RESNET18, "MODEL.BACKBONE.STEM_POOL", "padded").eval()
     model.load_state_dict(reference_weights.state_dict(MODELS[RESNET18]["state_dict"]))

@@ -50,7 +50,7 @@ def torchvision_model(depth):
 
 
 @pytest.mark.parametrize("depth", PAPER)
-def test_stages_equal_paper(depth):
+def test_regnet_stages_equal_paper(depth):
     widths, blocks, group_width = PAPER[depth]
     stages = compute_stages(DEPTHS[depth])
     assert [stage.width for stage in stages] == widths
@@ -82,7 +82,7 @@ def from_timm(state):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_stages_equal_timm(depth):
+def test_regnet_stages_equal_timm(depth):
     regnet = pytest.importorskip("timm.models.regnet")
     params = regnet.model_cfgs[timm_name(depth)]
     widths, _, groups = regnet.generate_regnet(params.wa, params.w0, params.wm, params.depth, params.group_size)
@@ -93,7 +93,7 @@ def test_stages_equal_timm(depth):
 
 
 @pytest.mark.parametrize("depth", ["200x", "400x", "3200x", "800y", "4000y", "32000y"])
-def test_names_and_shapes_equal_timm(depth):
+def test_renamed_timm_regnet_parameters_have_matching_names_and_shapes(depth):
     timm = pytest.importorskip("timm")
     with torch.device("meta"):
         backbone = build(depth)
@@ -102,7 +102,7 @@ def test_names_and_shapes_equal_timm(depth):
 
 
 @pytest.mark.parametrize("depth", ["200x", "200y"])
-def test_features_equal_timm(depth):
+def test_regnet_features_equal_timm(depth):
     timm = pytest.importorskip("timm")
     reference = timm.create_model(timm_name(depth), num_classes=0).eval()
     backbone = build(depth, "MODEL.BACKBONE.LAST_STRIDE", "2").eval()
@@ -116,7 +116,7 @@ def test_features_equal_timm(depth):
 
 
 @pytest.mark.parametrize("depth", [*TORCHVISION, *TORCHVISION_WIDER])
-def test_stages_equal_torchvision_except_three_wider_networks(depth, monkeypatch):
+def test_regnet_stages_equal_torchvision_except_for_three_wider_networks(depth, monkeypatch):
     monkeypatch.setattr(torchvision.models.regnet, "_regnet", lambda params, *_, **__: params)
     params = torchvision_model(depth)
     reference = list(zip(params.widths, params.depths, params.group_widths, strict=True))
@@ -125,7 +125,7 @@ def test_stages_equal_torchvision_except_three_wider_networks(depth, monkeypatch
 
 
 @pytest.mark.parametrize("depth", ["800x", "400y"])
-def test_features_equal_torchvision(depth, tmp_path):
+def test_regnet_features_equal_torchvision(depth, tmp_path):
     reference = torchvision_model(depth).eval()
     torch.save(reference.state_dict(), tmp_path / "regnet.pth")
     file = ("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "regnet.pth"))
@@ -135,13 +135,13 @@ def test_features_equal_torchvision(depth, tmp_path):
         torch.testing.assert_close(backbone(x), reference.trunk_output(reference.stem(x)))
 
 
-def test_loading_wider_torchvision_network_raises(tmp_path):
+def test_loading_weights_of_wider_torchvision_regnet_raises(tmp_path):
     torch.save(torchvision_model("400x").state_dict(), tmp_path / "regnet.pth")
     with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPTH"):
         build("400x", "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "regnet.pth"))
 
 
-def test_loads_pycls_file_with_classifier(tmp_path):
+def test_regnet_loads_pycls_weights_with_classifier(tmp_path):
     backbone = build("200y")
     state = {key: torch.full_like(value, 2) for key, value in backbone.state_dict().items()}
     torch.save({"model_state": state | {"head.fc.weight": torch.ones(1000, 368)}}, tmp_path / "regnet.pyth")
@@ -150,14 +150,14 @@ def test_loads_pycls_file_with_classifier(tmp_path):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_pretrained_weights_match_depth(depth):
-    """FastReID downloads the weights of 200x for 800x."""
+def test_regnet_pretrained_weights_match_depth(depth):
+    """FastReID has a bug here: for 800x, it downloads the weights of 200x."""
     number = int(depth[:-1])
     size = f"{number}MF" if number < 1000 else f"{number / 1000:.1f}GF" if number < 10000 else f"{number // 1000}GF"
     assert DEPTHS[depth].pycls_id.endswith(f"/RegNet{depth[-1].upper()}-{size}")
 
 
-def test_pretrain_downloads_from_pycls_url(monkeypatch):
+def test_pretrain_downloads_regnet_weights_from_pycls_url(monkeypatch):
     calls = []
     monkeypatch.setattr(
         "fastamp.modeling.backbones.build_utils.load_pretrained_backbone", lambda model, **kwargs: calls.append(kwargs)
@@ -169,25 +169,25 @@ def test_pretrain_downloads_from_pycls_url(monkeypatch):
 
 
 @pytest.mark.parametrize("stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_sets_output_size(stride, size):
+def test_regnet_last_stride_1_doubles_feature_map_size(stride, size):
     backbone = build("200x", "MODEL.BACKBONE.LAST_STRIDE", str(stride)).eval()
     with torch.no_grad():
         assert backbone(torch.zeros(1, 3, 64, 32)).shape == (1, 368, *size)
 
 
-def test_all_parameters_get_gradients():
+def test_all_regnet_parameters_have_gradients():
     backbone = build("200y", "INPUT.CHANNELS", "4")
     assert backbone.stem.conv.weight.shape == (32, 4, 3, 3)
     backbone(torch.randn(4, 4, 64, 32)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_unknown_depth_suggests_nearest():
+def test_error_for_unknown_regnet_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"DEPTH: .*'800'; choices: 200x.*'800[xy]'"):
         build("800")
 
 
-def test_warns_about_ignored_options(caplog):
+def test_regnet_warns_about_ignored_option_with_se(caplog):
     with torch.device("meta"):
         build("200x", "MODEL.BACKBONE.WITH_SE", "True")
     assert "MODEL.BACKBONE.WITH_SE" in caplog.text

@@ -57,7 +57,7 @@ def shapes(state):
 
 
 @pytest.mark.parametrize("depth", [depth for depth in DEPTHS if "g2" not in depth])
-def test_converted_timm_state_dict_matches_shapes(depth):
+def test_converted_timm_repvgg_weights_have_matching_names_and_shapes(depth):
     with torch.device("meta"):
         reference = timm.create_model(f"repvgg_{depth.lower()}", num_classes=0)
     backbone = build_meta(depth)
@@ -66,7 +66,7 @@ def test_converted_timm_state_dict_matches_shapes(depth):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_every_second_block_is_grouped(depth):
+def test_repvgg_uses_grouped_convolutions_in_every_second_block(depth):
     blocks = [module for module in build_meta(depth).modules() if isinstance(module, RepVGGBlock)]
     groups = int(depth[3:] or 1)
     assert [block.groups for block in blocks] == [1] + [1, groups] * (len(blocks) // 2 - 1) + [1]
@@ -75,7 +75,7 @@ def test_every_second_block_is_grouped(depth):
         assert block.rbr_1x1.conv.weight.shape == (block.channels, block.in_channels // block.groups, 1, 1)
 
 
-def test_features_equal_timm(tmp_path):
+def test_repvgg_features_in_training_and_deploy_form_equal_timm(tmp_path):
     torch.manual_seed(0)
     reference = randomized(timm.create_model("repvgg_a0", num_classes=7))
     torch.save(reference.state_dict(), tmp_path / "repvgg.pth")
@@ -91,7 +91,7 @@ def test_features_equal_timm(tmp_path):
 @pytest.mark.parametrize("in_channels, channels", [(8, 8), (8, 16)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("groups", [1, 2, 4])
-def test_block_in_deploy_form_gives_same_features(in_channels, channels, stride, groups):
+def test_repvgg_block_in_deploy_form_computes_same_features(in_channels, channels, stride, groups):
     block = randomized(RepVGGBlock(in_channels, channels, stride=stride, groups=groups, norm="BN", deploy=False))
     fused = copy.deepcopy(block)
     fused.switch_to_deploy()
@@ -104,7 +104,7 @@ def test_block_in_deploy_form_gives_same_features(in_channels, channels, stride,
     assert all(torch.equal(fused.state_dict()[name], value) for name, value in state.items())
 
 
-def test_model_in_deploy_form_gives_same_features():
+def test_repvgg_in_deploy_form_computes_same_features():
     backbone, images = small(), torch.randn(2, 3, 64, 32)
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
@@ -113,7 +113,7 @@ def test_model_in_deploy_form_gives_same_features():
     assert sum(isinstance(module, torch.nn.Conv2d) for module in fused.modules()) == 1 + sum(SMALL["blocks"])
 
 
-def test_deploy_form_loads_weights_of_both_forms():
+def test_repvgg_in_deploy_form_loads_training_and_deploy_weights():
     backbone, images = small(), torch.randn(2, 3, 64, 32)
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
@@ -129,7 +129,7 @@ def test_deploy_form_loads_weights_of_both_forms():
 
 
 @pytest.mark.parametrize("suffixes", [("rbr_reparam.weight", "rbr_reparam.bias"), ("fused_weight", "fused_bias")])
-def test_loading_deploy_weights_into_training_form_raises(suffixes):
+def test_loading_deploy_weights_into_repvgg_in_training_form_raises(suffixes):
     fused = small()
     fused.switch_to_deploy()
     names = dict(zip(("rbr_reparam.weight", "rbr_reparam.bias"), suffixes, strict=True))
@@ -143,14 +143,14 @@ def test_loading_deploy_weights_into_training_form_raises(suffixes):
         load_model_state(RepVGG(**SMALL), state, source="a file", backbone_prefix="")
 
 
-def test_loading_incomplete_branches_into_deploy_form_raises():
+def test_loading_incomplete_branches_into_repvgg_in_deploy_form_raises():
     state = {name: value for name, value in small().state_dict().items() if "rbr_1x1" not in name}
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_model_state(RepVGG(**SMALL, deploy=True), state, source="a file", backbone_prefix="")
 
 
 @pytest.mark.parametrize("deploy", [False, True])
-def test_gray_image_gives_same_features_as_replicated_channels(tmp_path, deploy):
+def test_repvgg_computes_same_features_from_gray_image_and_replicated_channels(tmp_path, deploy):
     backbone, gray = small(), torch.randn(2, 1, 64, 32)
     torch.save(backbone.state_dict(), tmp_path / "repvgg.pth")
     model = RepVGG(**SMALL, in_channels=1, deploy=deploy).eval()
@@ -158,7 +158,7 @@ def test_gray_image_gives_same_features_as_replicated_channels(tmp_path, deploy)
     assert_same_features(lambda images: backbone(images.expand(-1, 3, -1, -1)), model, gray)
 
 
-def test_all_parameters_get_gradients():
+def test_all_repvgg_parameters_have_gradients():
     backbone = RepVGG(**SMALL, norm="BN", last_stride=1).train()
     out = backbone(torch.randn(4, 3, 64, 32))
     assert out.shape == (4, 128, 4, 2)
@@ -166,14 +166,14 @@ def test_all_parameters_get_gradients():
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_deploy_without_batch_norm_raises():
+def test_repvgg_deploy_form_without_batch_norm_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM.*BN"):
         build_meta("A1", "MODEL.BACKBONE.DEPLOY", "True", "MODEL.BACKBONE.NORM", "GN")
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.NORM.*BN"):
         build_meta("A1", "MODEL.BACKBONE.NORM", "GN").switch_to_deploy()
 
 
-def test_deploy_and_ignored_options_warn_and_invalid_depth_or_pretrain_raises(caplog):
+def test_repvgg_warns_about_ignored_options_and_raises_for_invalid_depth_or_pretrain(caplog):
     build_meta("A0", "MODEL.BACKBONE.DEPLOY", "True")
     assert "MODEL.BACKBONE.DEPLOY" in caplog.text
     build_meta("A0", "MODEL.BACKBONE.WITH_IBN", "True")
@@ -184,7 +184,7 @@ def test_deploy_and_ignored_options_warn_and_invalid_depth_or_pretrain_raises(ca
         build_meta("A0", "MODEL.BACKBONE.PRETRAIN", "True")
 
 
-def test_pointwise_convolution_gives_same_output_in_training_and_evaluation():
+def test_repvgg_strided_pointwise_convolution_has_correct_output_and_gradient():
     torch.manual_seed(0)
     block = RepVGGBlock(3, 8, stride=2, norm="BN", deploy=False)
     convolution, images = block.rbr_1x1.conv, torch.randn(2, 3, 9, 7)

@@ -36,7 +36,7 @@ def randomize(module):
 
 @pytest.fixture(scope="module")
 def timm_model():
-    """Small ResNeSt of timm with random weights."""
+    """Small timm ResNeSt with random weights."""
     torch.manual_seed(0)
     model = TimmResNet(
         ResNestBottleneck,
@@ -54,7 +54,7 @@ def timm_model():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_names_and_shapes_equal_timm(depth):
+def test_resnest_parameter_names_and_shapes_equal_timm(depth):
     with torch.device("meta"):
         reference = timm.create_model(TIMM_NAMES[depth], num_classes=0)
     expected = {name: tuple(value.shape) for name, value in reference.state_dict().items()}
@@ -62,7 +62,7 @@ def test_names_and_shapes_equal_timm(depth):
 
 
 @pytest.mark.parametrize("size", [(64, 32), (75, 45)])
-def test_features_equal_timm(timm_model, tmp_path, size):
+def test_resnest_features_equal_timm(timm_model, tmp_path, size):
     torch.save(timm_model.state_dict(), tmp_path / "resnest.pth")
     backbone = ResNeSt(blocks=BLOCKS, stem_width=16, last_stride=2).eval()
     load_pretrained_backbone(backbone, path=str(tmp_path / "resnest.pth"), online=None)
@@ -82,7 +82,7 @@ def test_split_attention_is_weighted_sum_of_splits():
     assert layer.fc1.out_channels == 32
 
 
-def test_last_stride_one_dilates_last_stage_except_first_block():
+def test_resnest_last_stride_1_dilates_last_stage_except_first_block():
     backbone = build_meta("50x")
     assert [block.conv2.conv.dilation[0] for block in backbone.layer4] == [1, 2, 2]
     assert {block.conv2.conv.dilation[0] for block in backbone.layer3} == {1}
@@ -96,13 +96,13 @@ def test_last_stride_one_dilates_last_stage_except_first_block():
 
 
 @pytest.mark.parametrize("norm", ["BN", "GN"])
-def test_all_parameters_get_gradients(norm):
+def test_all_resnest_parameters_have_gradients(norm):
     backbone = ResNeSt(blocks=(1, 1, 1, 2), stem_width=32, in_channels=1, norm=norm)
     backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_bfloat16_features_are_close_to_float32():
+def test_resnest_bfloat16_features_are_close_to_float32():
     backbone, images = ResNeSt(blocks=(1, 1, 1, 1), stem_width=32).eval(), torch.randn(2, 3, 64, 32)
     with torch.no_grad():
         expected = backbone(images)
@@ -112,18 +112,18 @@ def test_bfloat16_features_are_close_to_float32():
     assert (out.float() - expected).norm() / expected.norm() < 0.03
 
 
-def test_warns_about_ignored_options(caplog):
+def test_resnest_warns_about_ignored_options(caplog):
     options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
     build_meta("50x", *(word for key in options for word in (key, "True")))
     assert all(key in caplog.text for key in options)
 
 
-def test_unknown_depth_suggests_nearest():
+def test_error_for_unknown_resnest_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"'50'; choices: 50x, 101x, 200x, 269x.*'50x'"):
         build_meta("50")
 
 
-def test_loading_weights_of_other_network_raises(tmp_path):
+def test_loading_weights_of_another_network_into_resnest_raises(tmp_path):
     torch.save(torch.nn.Conv2d(3, 3, 3).state_dict(), tmp_path / "other.pth")
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_pretrained_backbone(

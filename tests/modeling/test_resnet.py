@@ -19,14 +19,14 @@ def build(depth, *opts):
 @pytest.mark.parametrize(
     "depth, non_local", [("18x", (0, 0)), ("34x", (0, 0)), ("50x", (2, 3)), ("101x", (2, 9)), ("152x", (2, 9))]
 )
-def test_depth_sets_number_of_non_local_blocks(depth, non_local, caplog):
+def test_resnet_depth_sets_number_of_non_local_blocks(depth, non_local, caplog):
     backbone = build(depth, "MODEL.BACKBONE.WITH_NL", "True")
     assert (len(backbone.NL_2), len(backbone.NL_3)) == non_local
     assert len(backbone.NL_1) == len(backbone.NL_4) == 0
     assert ("MODEL.BACKBONE.WITH_NL" in caplog.text) is (non_local == (0, 0))
 
 
-def test_non_local_blocks_follow_last_residual_blocks():
+def test_resnet_non_local_blocks_follow_last_residual_blocks_of_stage():
     backbone, order = build("50x", "MODEL.BACKBONE.WITH_NL", "True"), []
     for name, module in backbone.named_modules():
         if name.startswith(("layer", "NL_")) and name.count(".") == 1:
@@ -39,7 +39,7 @@ def test_non_local_blocks_follow_last_residual_blocks():
 
 @pytest.mark.parametrize("depth", ["18x", "50x"])
 @pytest.mark.parametrize("norm", ["BN", "GN"])
-def test_all_parameters_get_gradients_with_ibn_se_and_non_local_blocks(depth, norm):
+def test_all_resnet_parameters_have_gradients_with_ibn_se_and_non_local_blocks(depth, norm):
     options = [f"MODEL.BACKBONE.{key}" for key in ("WITH_IBN", "WITH_SE", "WITH_NL")]
     backbone = build(depth, *(word for key in options for word in (key, "True")), "MODEL.BACKBONE.NORM", norm)
     keys = backbone.state_dict().keys()
@@ -55,7 +55,7 @@ def test_all_parameters_get_gradients_with_ibn_se_and_non_local_blocks(depth, no
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_image_channels_change_only_first_convolution(channels):
+def test_number_of_image_channels_changes_only_first_resnet_convolution(channels):
     backbone = build("18x", "INPUT.CHANNELS", str(channels)).eval()
     assert backbone.conv1.weight.shape == (64, channels, 7, 7)
     assert backbone(torch.randn(2, channels, 64, 32)).shape == (2, 512, 4, 2)
@@ -64,7 +64,7 @@ def test_image_channels_change_only_first_convolution(channels):
     }
 
 
-def test_unknown_depth_suggests_nearest():
+def test_error_for_unknown_resnet_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"MODEL.BACKBONE.DEPTH.*'50'.*'50x'"):
         cfg = get_cfg()
         cfg.MODEL.BACKBONE.DEPTH = "50"

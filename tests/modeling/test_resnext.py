@@ -26,7 +26,7 @@ def shapes(module):
     return {name: tuple(value.shape) for name, value in module.state_dict().items() if not name.startswith("fc.")}
 
 
-def test_features_equal_torchvision(tmp_path):
+def test_resnext_features_equal_torchvision(tmp_path):
     torch.manual_seed(0)
     reference = torchvision.models.resnext50_32x4d()
     torch.save(reference.state_dict(), tmp_path / "resnext50.pth")
@@ -37,7 +37,7 @@ def test_features_equal_torchvision(tmp_path):
     torch.testing.assert_close(backbone(images), expected)
 
 
-def test_names_and_shapes_of_101x_equal_torchvision():
+def test_resnext_101x_parameter_names_and_shapes_equal_torchvision():
     with torch.device("meta"):
         reference = torchvision.models.ResNet(
             torchvision.models.resnet.Bottleneck, [3, 4, 23, 3], groups=32, width_per_group=4
@@ -46,7 +46,7 @@ def test_names_and_shapes_of_101x_equal_torchvision():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_ibn_adds_instance_norm_to_all_stages(depth):
+def test_resnext_with_ibn_has_instance_norm_in_all_stages(depth):
     names = build_meta(depth, "MODEL.BACKBONE.WITH_IBN", "True").state_dict().keys()
     for stage, blocks in enumerate(DEPTHS[depth].blocks, start=1):
         assert sum(f"layer{stage}." in name and name.endswith("bn1.IN.weight") for name in names) == blocks
@@ -54,7 +54,7 @@ def test_ibn_adds_instance_norm_to_all_stages(depth):
 
 
 @pytest.mark.filterwarnings("ignore:.*which is a no-op:UserWarning")
-def test_loads_weights_without_instance_norm_in_last_stage():
+def test_resnext_with_ibn_loads_weights_without_instance_norm_in_last_stage():
     """IBN-Net's ResNeXt-101 file has no instance norm in the last stage."""
     backbone = build_meta("101x", "MODEL.BACKBONE.WITH_IBN", "True")
     plain = build_meta("101x").state_dict()
@@ -70,28 +70,28 @@ def test_loads_weights_without_instance_norm_in_last_stage():
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_stages_two_and_three_have_non_local_blocks(depth):
+def test_resnext_stages_2_and_3_have_non_local_blocks(depth):
     backbone = build_meta(depth, "MODEL.BACKBONE.WITH_NL", "True")
     assert [len(getattr(backbone, f"NL_{stage}")) for stage in (1, 2, 3, 4)] == [0, 2, 3, 0]
 
 
-def test_warns_about_ignored_options(caplog):
+def test_resnext_warns_about_ignored_option_with_se(caplog):
     build_meta("50x", "MODEL.BACKBONE.WITH_SE", "True")
     assert "MODEL.BACKBONE.WITH_SE" in caplog.text
 
 
 @pytest.mark.parametrize("last_stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_sets_output_size_of_gray_images(last_stride, size):
+def test_resnext_last_stride_1_doubles_feature_map_size_of_gray_images(last_stride, size):
     options = ("MODEL.BACKBONE.LAST_STRIDE", str(last_stride), "INPUT.CHANNELS", "1", "MODEL.BACKBONE.WITH_IBN", "True")
     backbone = build_meta("50x", *options)
     assert backbone(torch.empty(2, 1, 64, 32, device="meta")).shape == (2, 2048, *size)
 
 
-def test_unknown_depth_raises():
+def test_unknown_resnext_depth_raises():
     with pytest.raises(ConfigError, match=r"MODEL.BACKBONE.DEPTH: .*'152x'; choices: 50x, 101x"):
         build("152x")
 
 
-def test_pretrain_without_published_weights_raises():
+def test_pretrain_of_resnext_depth_without_published_weights_raises():
     with pytest.raises(ConfigError, match="PRETRAIN_PATH"):
         build("101x", "MODEL.BACKBONE.PRETRAIN", "True")

@@ -14,7 +14,7 @@ NAME = "build_shufflenetv2_backbone"
 @pytest.mark.parametrize(
     "depth, width, millions", [("0.5x", 1024, 1.4), ("1.0x", 1024, 2.3), ("1.5x", 1024, 3.5), ("2.0x", 2048, 7.4)]
 )
-def test_parameter_counts_equal_published_counts(depth, width, millions):
+def test_shufflenetv2_parameter_counts_equal_published_counts(depth, width, millions):
     """The published counts include a classifier for 1000 classes."""
     assert (count_parameters(NAME, depth, width) + 1000 * width) / 1e6 == pytest.approx(millions, abs=0.05)
 
@@ -45,7 +45,7 @@ def naive_forward(state, x):
 
 
 @pytest.mark.parametrize("depth, width", [("0.5x", 1024), ("2.0x", 2048)])
-def test_features_equal_naive_computation(depth, width):
+def test_shufflenetv2_features_equal_naive_computation(depth, width):
     backbone, images = build(NAME, depth, width), torch.randn(2, 3, 71, 45).double()
     with torch.no_grad():
         maps = backbone(images)
@@ -53,7 +53,7 @@ def test_features_equal_naive_computation(depth, width):
     assert maps.shape == (2, width, 3, 2) and maps.std() > 0.01
 
 
-def test_loads_official_weights(tmp_path):
+def test_shufflenetv2_loads_weights_file_of_authors(tmp_path):
     origin, path = build(NAME, "0.5x", 1024), tmp_path / "ShuffleNetV2.0.5x.pth.tar"
     state = {f"module.{key}": value for key, value in origin.state_dict().items()}
     torch.save({"state_dict": state | {"module.classifier.0.weight": torch.ones(10, 1024)}}, path)
@@ -62,12 +62,12 @@ def test_loads_official_weights(tmp_path):
     assert all(torch.equal(value, origin.state_dict()[key].float()) for key, value in backbone.state_dict().items())
 
 
-def test_pretrain_without_path_raises():
+def test_shufflenetv2_pretrain_without_pretrain_path_raises():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config(NAME, "1.0x", 1024, "MODEL.BACKBONE.PRETRAIN", "True"))
 
 
-def test_weights_are_initialized_as_by_authors():
+def test_shufflenetv2_initial_weights_have_standard_deviations_of_authors_code():
     backbone = build_backbone(config(NAME, "1.0x", 1024))
     assert backbone.first_conv[0].weight.std().item() == pytest.approx(0.01, rel=0.1)
     assert backbone.features[1].branch_main[3].weight.std().item() == pytest.approx(1, rel=0.1)
@@ -75,12 +75,12 @@ def test_weights_are_initialized_as_by_authors():
     assert (backbone.features[9].branch_main[1].bias == 0.0001).all()
 
 
-def test_unknown_depth_raises():
+def test_unknown_shufflenetv2_depth_raises():
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'1x'; choices: 0\.5x, 1\.0x, 1\.5x, 2\.0x"):
         build_backbone(config(NAME, "1x", 1024))
 
 
-def test_all_parameters_get_gradients():
+def test_all_shufflenetv2_parameters_have_gradients():
     backbone = build_backbone(config(NAME, "0.5x", 1024, "INPUT.CHANNELS", "1"))
     backbone(torch.randn(4, 1, 64, 64)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []

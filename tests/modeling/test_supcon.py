@@ -38,7 +38,7 @@ def test_supcon_loss_equals_pytorch_metric_learning():
 
 
 @pytest.mark.parametrize("targets", [[0, 1, 2, 3], [0], [0, 0]])
-def test_supcon_loss_is_zero_without_positives_or_without_negatives(targets):
+def test_supcon_loss_is_zero_if_batch_has_no_positives_or_negatives(targets):
     features = torch.randn(len(targets), 4, requires_grad=True)
     loss = supcon_loss(features, torch.tensor(targets))
     loss.backward()

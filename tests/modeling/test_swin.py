@@ -36,7 +36,7 @@ def timm_swin(size=(64, 32)):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_names_and_shapes_equal_torchvision(depth):
+def test_swin_parameter_names_and_shapes_equal_torchvision(depth):
     with torch.device("meta"):
         backbone, reference = build(depth), getattr(torchvision.models, DEPTHS[depth].weights)()
     expected = {key: value.shape for key, value in reference.state_dict().items() if "index" not in key}
@@ -44,7 +44,7 @@ def test_names_and_shapes_equal_torchvision(depth):
     assert own == {key: shape for key, shape in expected.items() if not key.startswith("head.")}
 
 
-def test_features_equal_torchvision(tmp_path, caplog):
+def test_swin_features_equal_torchvision(tmp_path, caplog):
     torch.manual_seed(1)
     reference = torchvision.models.swin_t().eval()
     torch.save(reference.state_dict(), tmp_path / "swin_t.pth")
@@ -57,7 +57,7 @@ def test_features_equal_torchvision(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("origin", ["timm", "authors"])
-def test_loads_files_of_timm_and_authors(origin):
+def test_swin_with_timm_or_authors_weights_computes_same_features(origin):
     # The last feature map is 14 x 14: for maps up to the window size, timm reduces the window.
     reference = timm_swin((448, 448))
     state = dict(reference.state_dict())
@@ -77,7 +77,7 @@ def test_loads_files_of_timm_and_authors(origin):
         torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_loads_own_state_dict_completely():
+def test_swin_loads_its_own_state_dict_completely():
     backbone, other = Swin(**SMALL), Swin(**SMALL)
     report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
     assert report.missing == report.dropped == report.renamed == []
@@ -86,12 +86,12 @@ def test_loads_own_state_dict_completely():
 
 
 @pytest.mark.parametrize("size, expected", [((256, 128), (8, 4)), ((75, 41), (3, 2)), ((64, 32), (2, 1))])
-def test_accepts_any_image_size(size, expected):
+def test_swin_accepts_any_image_size(size, expected):
     with torch.no_grad():
         assert Swin(**SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
 
 
-def test_config_sets_dropout_and_image_channels():
+def test_config_sets_swin_dropout_and_image_channels():
     options = ["MODEL.BACKBONE.DROP_PATH_RATIO", "0.3", "MODEL.BACKBONE.ATT_DROP_RATE", "0.2", "INPUT.CHANNELS", "4"]
     backbone = build("tiny", *options, "MODEL.BACKBONE.DROP_RATIO", "0.1")
     ratios = [module.p for module in backbone.modules() if isinstance(module, StochasticDepth)]
@@ -101,20 +101,20 @@ def test_config_sets_dropout_and_image_channels():
     assert backbone.features[0][0].weight.shape == (96, 4, 4, 4)
 
 
-def test_all_parameters_get_gradients():
+def test_all_swin_parameters_have_gradients():
     backbone = Swin(**SMALL, drop_path=0.0)
     # The mean and the mean square of normalized values are constant.
     (backbone(torch.randn(4, 3, 64, 32)) ** 3).mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
-def test_loading_rgb_weights_sets_fourth_channel_to_zero(tmp_path):
+def test_loading_rgb_weights_into_swin_sets_fourth_channel_to_zero(tmp_path):
     torch.save(Swin(**SMALL).state_dict(), tmp_path / "swin.pth")
     backbone = Swin(**SMALL, in_channels=4)
     load_pretrained_backbone(backbone, path=str(tmp_path / "swin.pth"), online=None)
     assert not backbone.features[0][0].weight[:, 3].any()
 
 
-def test_unknown_depth_suggests_nearest():
+def test_error_for_unknown_swin_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"DEPTH: .*'bse'; choices: tiny, small, base.*'base'"):
         build("bse")

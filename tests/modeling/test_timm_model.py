@@ -36,7 +36,7 @@ def build(name, *opts, size=(64, 32)):
         ("swin_tiny_patch4_window7_224", (768, 8, 4)),
     ],
 )
-def test_output_shape_of_each_model_family(name, shape):
+def test_timm_backbone_returns_feature_map_for_each_model_family(name, shape):
     backbone = build(name, size=(256, 128))
     assert backbone.feature_dim == shape[0]
     assert backbone.training
@@ -44,7 +44,7 @@ def test_output_shape_of_each_model_family(name, shape):
         assert backbone.eval()(torch.randn(2, 3, 256, 128)).shape == (2, *shape)
 
 
-def test_feature_maps_equal_timm():
+def test_timm_backbone_feature_maps_equal_timm():
     backbone = build("test_resnet", "MODEL.BACKBONE.LAST_STRIDE", "2").eval()
     reference = timm.create_model("test_resnet", num_classes=0).eval()
     reference.load_state_dict(backbone.model.state_dict())
@@ -54,21 +54,21 @@ def test_feature_maps_equal_timm():
         torch.testing.assert_close(backbone(x).mean(dim=(2, 3)), reference(x))
 
 
-def test_channels_last_feature_map_is_permuted():
+def test_timm_backbone_permutes_channels_last_feature_map():
     backbone = build("swin_tiny_patch4_window7_224").eval()
     x = torch.randn(1, 3, 64, 32)
     with torch.no_grad():
         torch.testing.assert_close(backbone(x), backbone.model.forward_features(x).permute(0, 3, 1, 2))
 
 
-def test_feature_is_class_token_if_present():
+def test_timm_backbone_returns_class_token_if_model_has_one():
     backbone = build("test_vit").eval()
     x = torch.randn(2, 3, 64, 32)
     with torch.no_grad():
         torch.testing.assert_close(backbone(x).flatten(1), backbone.model.forward_features(x)[:, 0])
 
 
-def test_feature_is_mean_of_patch_tokens_without_class_token():
+def test_timm_backbone_without_class_token_returns_mean_of_patch_tokens():
     backbone = build("test_vit2").eval()
     assert (backbone.has_class_token, backbone.prefix_tokens) == (False, 1)
     x = torch.randn(2, 3, 64, 32)
@@ -78,12 +78,12 @@ def test_feature_is_mean_of_patch_tokens_without_class_token():
 
 
 @pytest.mark.parametrize("stride, size", [(1, (4, 2)), (2, (2, 1))])
-def test_last_stride_sets_output_size(stride, size):
+def test_timm_backbone_last_stride_1_doubles_feature_map_size(stride, size):
     backbone = build("test_resnet", "MODEL.BACKBONE.LAST_STRIDE", str(stride)).eval()
     assert backbone(torch.zeros(1, 3, 64, 32)).shape[2:] == size
 
 
-def test_logs_ignored_options(caplog):
+def test_timm_backbone_logs_ignored_options(caplog):
     caplog.set_level("INFO")
     build("test_vit", "MODEL.BACKBONE.WITH_IBN", "True", "MODEL.BACKBONE.NORM", "GN")
     assert "MODEL.BACKBONE.LAST_STRIDE" in caplog.text
@@ -91,13 +91,13 @@ def test_logs_ignored_options(caplog):
     assert "MODEL.BACKBONE.NORM" in caplog.text
 
 
-def test_vit_accepts_other_image_size_and_one_channel():
+def test_timm_vit_accepts_gray_images_of_another_size():
     backbone = build("test_vit", "INPUT.CHANNELS", "1").eval()
     with torch.no_grad():
         assert backbone(torch.randn(2, 1, 96, 48)).shape == (2, 64, 1, 1)
 
 
-def test_model_is_built_without_feat_dim():
+def test_model_with_timm_backbone_does_not_need_feat_dim():
     cfg = config("test_convnext", "MODEL.HEADS.NUM_CLASSES", "5", "MODEL.DEVICE", "cpu")
     cfg.merge_from_list(["MODEL.LOSSES.NAME", "('CrossEntropyLoss',)"])
     model = build_model(cfg)
@@ -110,7 +110,7 @@ def pretrained(name, path, *opts):
     return build(name, "MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(path), *opts)
 
 
-def test_loads_timm_file(tmp_path):
+def test_timm_backbone_loads_weights_file_of_timm(tmp_path):
     reference = timm.create_model("test_resnet")
     torch.save(reference.state_dict(), tmp_path / "resnet.pth")
     backbone = pretrained("test_resnet", tmp_path / "resnet.pth")
@@ -118,7 +118,7 @@ def test_loads_timm_file(tmp_path):
         assert torch.equal(value, reference.state_dict()[name])
 
 
-def test_position_embedding_is_resized_to_image_size(tmp_path):
+def test_timm_vit_position_embedding_is_resized_to_image_size(tmp_path):
     torch.manual_seed(1)
     reference = timm.create_model("test_vit", img_size=(160, 160), dynamic_img_size=True)
     torch.save(reference.state_dict(), tmp_path / "vit.pth")
@@ -131,7 +131,7 @@ def test_position_embedding_is_resized_to_image_size(tmp_path):
         torch.testing.assert_close(backbone(x).flatten(1), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_loads_backbone_from_model_checkpoint(tmp_path):
+def test_timm_backbone_loads_backbone_weights_from_model_checkpoint(tmp_path):
     backbone = build("test_vit")
     state = {f"backbone.{key}": value for key, value in backbone.state_dict().items()}
     torch.save({"model": state}, tmp_path / "whole.pth")
@@ -139,7 +139,7 @@ def test_loads_backbone_from_model_checkpoint(tmp_path):
     assert all(torch.equal(value, backbone.state_dict()[key]) for key, value in other.state_dict().items())
 
 
-def test_rgb_weights_are_summed_for_one_channel(tmp_path):
+def test_timm_backbone_sums_rgb_weights_for_one_image_channel(tmp_path):
     reference = timm.create_model("test_vit", img_size=(64, 32))
     torch.save(reference.state_dict(), tmp_path / "vit.pth")
     backbone = pretrained("test_vit", tmp_path / "vit.pth", "INPUT.CHANNELS", "1")
@@ -147,13 +147,13 @@ def test_rgb_weights_are_summed_for_one_channel(tmp_path):
     torch.testing.assert_close(backbone.model.patch_embed.proj.weight, expected)
 
 
-def test_loading_weights_of_other_model_raises(tmp_path):
+def test_loading_weights_of_another_timm_model_raises(tmp_path):
     torch.save(timm.create_model("test_resnet").state_dict(), tmp_path / "resnet.pth")
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         pretrained("test_vit", tmp_path / "resnet.pth")
 
 
-def test_pretrain_without_path_loads_weights_through_timm(monkeypatch):
+def test_pretrain_without_path_downloads_weights_through_timm(monkeypatch):
     create, calls = timm.create_model, []
 
     def stub(name, pretrained=False, **arguments):
@@ -165,7 +165,7 @@ def test_pretrain_without_path_loads_weights_through_timm(monkeypatch):
     assert calls[-1] == (True, {"num_classes": 0, "global_pool": "", "in_chans": 3, "output_stride": 16})
 
 
-def test_failed_weight_download_raises(monkeypatch):
+def test_failed_download_of_timm_weights_raises(monkeypatch):
     create = timm.create_model
 
     def offline(name, pretrained=False, **arguments):
@@ -182,12 +182,12 @@ def test_failed_weight_download_raises(monkeypatch):
     "name, suggestion",
     [("resnt18", "'resnet18'"), ("resnet18.a1_in", "'resnet18.a1_in1k'"), ("hf-hub:some/one", "")],
 )
-def test_unknown_model_name_suggests_nearest(name, suggestion):
+def test_error_for_unknown_timm_model_suggests_nearest_name(name, suggestion):
     with pytest.raises(ConfigError, match=f"'{name}'.*{suggestion}"):
         build(name)
 
 
-def test_unsupported_image_sizes_raise():
+def test_timm_backbone_raises_for_unsupported_image_sizes():
     with pytest.raises(ConfigError, match=r"INPUT.SIZE_TRAIN.*\(64, 32\).*nest_tiny"):
         build("nest_tiny")
     cfg = config("mixer_s32_224")
@@ -201,7 +201,7 @@ def test_unsupported_image_sizes_raise():
         build_backbone(cfg)
 
 
-def test_missing_timm_raises(monkeypatch):
+def test_timm_backbone_raises_if_timm_is_not_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(ConfigError, match=r'timm/resnet18(.|\n)*pip install "fastamp\[timm\]"'):
         build("resnet18")

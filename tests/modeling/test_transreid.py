@@ -1,4 +1,4 @@
-"""TransReID's models and FastReID's ViT: features with the same weights, and recipes."""
+"""TransReID's models and FastReID's ViT: comparison of features for the same weights, and recipes."""
 
 import gzip
 import importlib.util
@@ -38,7 +38,7 @@ def recipe(path, *opts):
 
 @pytest.fixture(scope="module", autouse=True)
 def without_initialization():
-    """Skip the weight initialization; the weights are replaced."""
+    """Skip the weight initialization, because the tests load other weights."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, **options: tensor)
         yield
@@ -67,7 +67,7 @@ def transreid(request):
     return model, report, batch, features
 
 
-def test_features_equal_transreid(transreid):
+def test_transreid_features_equal_reference_implementation(transreid):
     model, report, batch, expected = transreid
     assert report.missing == report.other_shape == []
     # Unused: an ImageNet classifier, and with JPM the last block and norm of the backbone.
@@ -81,7 +81,7 @@ def test_features_equal_transreid(transreid):
     assert difference(other_cameras, expected) > 1e-3  # negative control
 
 
-def test_features_equal_fastreid():
+def test_vit_features_equal_fastreid():
     expected, features = reference("fastreid", "Market1501/bagtricks_vit.yml")
     model = build_model(recipe("Market1501/bagtricks_vit.yml")).eval()
     assert sum(parameter.numel() for parameter in model.parameters()) == expected["num_parameters"]
@@ -97,7 +97,7 @@ def test_features_equal_fastreid():
     [("Market1501", 202, 6), ("DukeMTMC", 258, 8), ("MSMT17", 509, 15), ("VeRi", 590, 20)],
 )
 @pytest.mark.parametrize("kind", ["vit_base", "transreid_vit_base"])
-def test_recipes_have_settings_of_transreid(name, iters, cameras, kind):
+def test_transreid_recipes_have_published_settings(name, iters, cameras, kind):
     cfg = recipe(f"{name}/{kind}.yml")
     full, vehicles, base_lr = kind != "vit_base", name == "VeRi", 0.01 if name == "VeRi" else 0.008
     schedule = build_lr_schedule(cfg, iters)

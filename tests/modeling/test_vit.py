@@ -41,7 +41,7 @@ def tiny_base(monkeypatch):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_names_and_shapes_equal_timm(depth):
+def test_vit_parameter_names_and_shapes_equal_timm(depth):
     with torch.device("meta"):
         cfg = config("MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", str(DEPTHS[depth].width))
         backbone = build_backbone(cfg)
@@ -69,7 +69,7 @@ def timm_vit(**options):
     return model
 
 
-def test_features_equal_timm():
+def test_vit_features_equal_timm():
     reference = timm_vit()
     backbone = tiny().eval()
     report = load_model_state(backbone, reference.state_dict(), source="timm", backbone_prefix="")
@@ -80,7 +80,7 @@ def test_features_equal_timm():
     )
 
 
-def test_attention_scale_multiplies_dot_products():
+def test_vit_attention_scale_multiplies_dot_products():
     scaled = tiny(depth=Depth(None, width=32, blocks=1, heads=4, scale=32**-0.5))
     plain = tiny(depth=Depth(None, width=32, blocks=1, heads=4))
     plain.load_state_dict(scaled.state_dict())
@@ -94,13 +94,13 @@ def test_attention_scale_multiplies_dot_products():
     "size, stride, grid",
     [((256, 128), (16, 16), (16, 8)), ((256, 128), (12, 12), (21, 10)), ((40, 33), (8, 11), (4, 2))],
 )
-def test_stride_sets_patch_grid(size, stride, grid):
+def test_vit_stride_sets_patch_grid(size, stride, grid):
     backbone = tiny(image_size=size, stride=stride)
     assert backbone.grid == grid and backbone.pos_embed.shape == (1, 1 + math.prod(grid), 32)
     assert backbone(torch.randn(1, 3, *size)).shape == (1, 32, 1, 1)
 
 
-def test_position_embedding_is_resized_for_other_image_sizes():
+def test_vit_resizes_position_embedding_for_images_of_another_size():
     backbone = tiny().eval()
     other = tiny(image_size=(96, 48)).eval()
     other.load_state_dict(
@@ -110,7 +110,7 @@ def test_position_embedding_is_resized_for_other_image_sizes():
     torch.testing.assert_close(backbone(images), other(images))
 
 
-def test_resize_positions_is_bilinear_interpolation():
+def test_resize_positions_interpolates_bilinearly():
     positions = torch.randn(1, 1 + 14 * 14, 5)
     resized = resize_positions(positions, (14, 14), (21, 10))
     assert torch.equal(resized[:, 0], positions[:, 0])
@@ -126,14 +126,14 @@ def test_resize_positions_is_bilinear_interpolation():
     torch.testing.assert_close(resized[0, 1 + patch[0] * 10 + patch[1]], expected)
 
 
-def test_infer_grid_is_square_or_has_image_aspect_ratio():
+def test_infer_grid_returns_square_or_nearest_aspect_ratio():
     assert infer_grid(196, like=(16, 8)) == (14, 14)
     assert infer_grid(210, like=(16, 8)) == (21, 10)
     assert infer_grid(128, like=(21, 10)) == (16, 8)
     assert infer_grid(128, like=(8, 16)) == (8, 16)
 
 
-def test_stochastic_depth_probability_grows_linearly_with_depth():
+def test_vit_stochastic_depth_probability_grows_linearly_with_depth():
     backbone = tiny(depth=Depth(None, width=32, blocks=5, heads=4), drop_path=0.4)
     rates = [getattr(block.drop_path, "p", 0.0) for block in backbone.blocks]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4])
@@ -147,7 +147,7 @@ def test_stochastic_depth_probability_grows_linearly_with_depth():
 
 
 @pytest.mark.parametrize("option", ["dropout", "attention_dropout"])
-def test_dropout_is_active_only_in_training(option):
+def test_vit_dropout_is_active_only_in_training_mode(option):
     backbone, images = tiny(**{option: 0.5}), torch.randn(2, 3, 64, 32)
     with torch.no_grad():
         assert not torch.equal(backbone(images), backbone(images))
@@ -158,7 +158,7 @@ def test_dropout_is_active_only_in_training(option):
 @pytest.mark.parametrize(
     "cameras, views, row", [(6, 0, [1, 4]), (0, 8, [0, 7]), (6, 8, [1 * 8 + 0, 4 * 8 + 7]), (1, 0, [0, 0])]
 )
-def test_side_information_is_added_to_tokens(cameras, views, row):
+def test_vit_adds_camera_and_view_embeddings_to_tokens(cameras, views, row):
     backbone = tiny(cameras=cameras, views=views, side_weight=2.0).eval()
     assert backbone.takes_cameras and len(backbone.sie_embed) == max(cameras, 1) * max(views, 1)
     plain = tiny().eval()
@@ -171,7 +171,7 @@ def test_side_information_is_added_to_tokens(cameras, views, row):
         torch.testing.assert_close(features[number], plain(images)[number])
 
 
-def test_missing_camera_or_view_ids_raise():
+def test_vit_raises_without_required_camera_or_view_ids():
     images, zeros = torch.randn(2, 3, 64, 32), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"SIE_CAMERAS=6.*camids"):
         tiny(cameras=6, views=2)(images, viewids=zeros)
@@ -182,7 +182,7 @@ def test_missing_camera_or_view_ids_raise():
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_checkpointing_saves_memory_with_equal_gradients(bf16):
+def test_vit_checkpointing_saves_memory_and_gives_equal_gradients(bf16):
     torch.manual_seed(1)
     backbone = tiny(drop_path=0.5, dropout=0.1, attention_dropout=0.1)
     images = torch.randn(8, 3, 64, 32)
@@ -211,7 +211,7 @@ def test_checkpointing_saves_memory_with_equal_gradients(bf16):
     assert all(value.abs().sum() > 0 for value in expected.values())
 
 
-def test_initial_weight_standard_deviations():
+def test_vit_initial_weights_have_expected_standard_deviations():
     backbone = tiny(depth=Depth(None, width=256, blocks=1, heads=4), cameras=40)
     for name in ("pos_embed", "sie_embed", "cls_token", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):
         assert backbone.get_parameter(name).std().item() == pytest.approx(0.02, rel=0.1), name
@@ -228,7 +228,7 @@ def pretrained(tiny_base, tmp_path, state, *opts):
 
 
 @pytest.mark.parametrize("kind", ["timm", "deit", "oldest"])
-def test_loads_pretrained_files_of_timm_and_deit(tiny_base, tmp_path, caplog, kind):
+def test_vit_loads_pretrained_weights_of_timm_and_deit(tiny_base, tmp_path, caplog, kind):
     caplog.set_level("INFO")
     state = timm_vit(img_size=224).state_dict()
     content = dict(state)
@@ -248,13 +248,13 @@ def test_loads_pretrained_files_of_timm_and_deit(tiny_base, tmp_path, caplog, ki
     assert "100% of the backbone's" in caplog.text  # camera embeddings are excluded
 
 
-def test_rgb_weights_are_summed_for_gray_images(tiny_base, tmp_path):
+def test_vit_sums_rgb_weights_for_gray_images(tiny_base, tmp_path):
     state = timm_vit().state_dict()
     backbone = pretrained(tiny_base, tmp_path, state, "INPUT.CHANNELS", "1")
     assert torch.equal(backbone.patch_embed.proj.weight, state["patch_embed.proj.weight"].sum(1, keepdim=True))
 
 
-def test_loading_camera_embeddings_of_other_model_is_reported_or_raises(caplog):
+def test_vit_logs_unused_camera_embeddings_and_raises_for_another_camera_count(caplog):
     caplog.set_level("INFO")
     load_model_state(tiny(), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
     assert "6 camera or view embeddings" in caplog.text
@@ -262,7 +262,7 @@ def test_loading_camera_embeddings_of_other_model_is_reported_or_raises(caplog):
         load_model_state(tiny(cameras=5), tiny(cameras=6).state_dict(), source="x", backbone_prefix="")
 
 
-def test_pretrain_downloads_weights_of_depth(tiny_base, monkeypatch, tmp_path):
+def test_pretrain_downloads_vit_weights_of_configured_depth(tiny_base, monkeypatch, tmp_path):
     calls = []
 
     def download(url, path, checksum):
@@ -275,7 +275,7 @@ def test_pretrain_downloads_weights_of_depth(tiny_base, monkeypatch, tmp_path):
     assert calls == [DEPTHS["base"].pretrained.url]
 
 
-def test_invalid_depth_image_size_feat_dim_or_stride_raises(caplog):
+def test_vit_raises_for_invalid_depth_image_size_feat_dim_or_stride(caplog):
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'deit_smal'.*'deit_small'"):
         build_backbone(config("MODEL.BACKBONE.DEPTH", "deit_smal"))
     with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST is \(8, 128\)"):
@@ -287,7 +287,7 @@ def test_invalid_depth_image_size_feat_dim_or_stride_raises(caplog):
         config("MODEL.BACKBONE.STRIDE_SIZE", "(0, 12)")
 
 
-def test_position_embedding_has_size_of_cropped_images(tiny_base):
+def test_vit_position_embedding_matches_size_of_cropped_training_images(tiny_base):
     cropped = ("INPUT.CROP", "True", "INPUT.CROP.SIZE", "(48,)")
     backbone = build_backbone(tiny_base(*cropped)).eval()
     assert backbone.grid == (3, 3)
@@ -301,7 +301,7 @@ def test_position_embedding_has_size_of_cropped_images(tiny_base):
         assert all(backbone(torch.randn(1, 3, *size)).shape == (1, 32, 1, 1) for size in ((32, 70), (50, 32)))
 
 
-def test_hand_over_last_block_returns_remaining_computation():
+def test_hand_over_last_block_splits_vit_without_changing_features():
     backbone = tiny().eval()
     images = torch.randn(2, 3, 64, 32)
     with torch.no_grad():
@@ -313,7 +313,7 @@ def test_hand_over_last_block_returns_remaining_computation():
         assert torch.equal(last(tokens)[:, 0], expected[:, :, 0, 0])
 
 
-def test_identity_pooling_uses_class_token(tiny_base):
+def test_head_with_identity_pooling_returns_vit_class_token(tiny_base):
     cfg = tiny_base("MODEL.HEADS.POOL_LAYER", "Identity")
     head = build_heads(cfg).eval()
     feature = torch.randn(2, 32, 1, 1)
@@ -329,7 +329,7 @@ def test_identity_pooling_uses_class_token(tiny_base):
         ("patch_embed.proj.weight", (384, 5)),
     ],
 )
-def test_loading_tensors_of_mismatching_shape_raises(name, shape):
+def test_loading_vit_tensors_of_wrong_shape_raises(name, shape):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
     cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384"])
