@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.amp import LossScaler, PrecisionPolicy
 from fastamp.config import get_cfg
-from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
+from fastamp.data.transforms import TRANSFORM_REGISTRY, Augmentation, BatchTransform, build_transforms
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import SimpleTrainer
 from fastamp.engine.hooks import EMA
@@ -290,16 +290,46 @@ def test_evaluation_reads_features_once_per_batch_and_finite_flags_once(flip, mo
         assert reads.count == 3 + 1
 
 
-@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
-def test_transform_runs_on_the_device(name, monkeypatch):
-    opts = [f"INPUT.{name}.ENABLED", "True"]
-    cfg = tiny_config(*opts)
-    if "PROB" in cfg.INPUT[name]:
-        cfg.INPUT[name].PROB = 1.0
-    augment = build_transforms(cfg, is_train=True).augment
+def device_transforms(*names):
+    """Build the transforms of the sections ``names``, applied to every image."""
+    cfg = tiny_config(*[word for name in names for word in (f"INPUT.{name}.ENABLED", "True")])
+    cfg.INPUT.CROP.SIZE = (64, 32)
+    for name in names:
+        if "PROB" in cfg.INPUT[name]:
+            cfg.INPUT[name].PROB = 1.0
+    return build_transforms(cfg, is_train=True).augment
+
+
+@pytest.mark.parametrize("names", [*[(name,) for name in TRANSFORM_REGISTRY], tuple(TRANSFORM_REGISTRY)], ids="+".join)
+def test_transforms_copy_their_parameters_to_the_device_once(names, monkeypatch):
+    augment = device_transforms(*names)
     images = torch.zeros(IMAGES, 3, 64, 32, dtype=torch.uint8)
     parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
     with fake_cuda(monkeypatch) as reads:
         images = images.to(DEVICE)
-        assert augment.apply(images, parameters).device == DEVICE
-        assert reads.count == 0
+        uploads, blocking = reads.uploads, reads.blocking_uploads
+        images = augment.apply(images, parameters)
+        assert images.device == DEVICE and images.shape == (IMAGES, 3, 64, 32)
+        assert (reads.uploads - uploads, reads.blocking_uploads - blocking) == (1, 0)
+        assert (reads.count, reads.device_draws) == (0, 0)
+
+
+class UploadingTransform(BatchTransform):
+    """Transform that copies from pageable memory, indexes with host tensors, and draws on the device."""
+
+    draws = 1
+
+    def parameters(self, uniforms, size):
+        return {"factor": torch.from_numpy(uniforms[:, 0])}
+
+    def apply(self, images, parameters):
+        images = images * parameters["factor"].to(images.device).view(-1, 1, 1, 1)
+        return images[torch.arange(len(images))] + torch.rand_like(images)
+
+
+def test_copies_and_device_draws_of_a_transform_are_counted(monkeypatch):
+    augment = Augmentation(transforms=[UploadingTransform()], seed=0)
+    parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
+    with fake_cuda(monkeypatch) as reads:
+        augment.apply(torch.zeros(IMAGES, 3, 64, 32, device=DEVICE), parameters)
+        assert (reads.uploads, reads.blocking_uploads, reads.device_draws) == (3, 2, 1)

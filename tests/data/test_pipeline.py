@@ -23,7 +23,9 @@ AUGMENTED = [
         "GRAYSCALE",
         "BLUR",
         "AUTOAUG",
+        "RANDAUG",
         "AFFINE",
+        "AUGMIX",
         "REA",
         "LOCAL_GRAYSCALE",
         "RPT",
@@ -69,6 +71,8 @@ def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
         "(64, 32)",
         "INPUT.AUTOAUG.PROB",
         "0.5",
+        "INPUT.AUGMIX.PROB",
+        "0.5",
         "DATALOADER.NUM_WORKERS",
         workers,
     ]
@@ -77,6 +81,8 @@ def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
     assert equal_batches(in_workers, on_device) and "augmentation" not in on_device[0]
     plain = batches(config(tmp_path, "INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"))
     assert not torch.equal(plain[0]["images"], in_workers[0]["images"])
+    resumed = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"), count=3, start_iter=3)
+    assert equal_batches(on_device[3:], resumed)
 
 
 @pytest.mark.cuda

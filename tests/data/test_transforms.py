@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -6,6 +7,7 @@ import torch
 import torchvision.transforms as tv
 import torchvision.transforms.functional as tvf
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
 from fastamp.config import Key, get_cfg
@@ -29,6 +31,7 @@ from fastamp.data.transforms import (
     Resize,
     build_transforms,
 )
+from fastamp.data.transforms.base import on_device, upload
 from fastamp.data.transforms.build import ORDER
 from fastamp.utils.errors import ConfigError
 
@@ -364,14 +367,20 @@ def test_value_out_of_range_raises_with_config_key(cfg, key, value):
 TORCHVISION_TRANSFORMS = {
     "autoaugment": (AutoAugment(prob=0.5), v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET)),
     "affine": (RandomAffine(), v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1)),
+    "augmix": (AugMix(prob=0.5), v2.AugMix()),
+    **{
+        f"randaugment {magnitude}": (
+            RandAugment(prob=0.5, num_ops=3, magnitude=magnitude),
+            v2.RandAugment(num_ops=3, magnitude=magnitude),
+        )
+        for magnitude in (0, 9, 30)
+    },
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "channels"), [("autoaugment", 1), ("autoaugment", 3), ("affine", 1), ("affine", 3), ("affine", 4)]
-)
+@pytest.mark.parametrize(("name", "channels"), [*itertools.product(TORCHVISION_TRANSFORMS, (1, 3)), ("affine", 4)])
 def test_torchvision_transform_is_seeded_per_image(name, channels):
-    images = make_images(channels)
+    images = make_images(channels).repeat(8, 1, 1, 1)
     actual, expected_values = TORCHVISION_TRANSFORMS[name]
     parameters = draw(actual, len(images))
     before = torch.get_rng_state()
@@ -383,6 +392,61 @@ def test_torchvision_transform_is_seeded_per_image(name, channels):
     assert not torch.equal(changed, images)
     single = actual.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
     assert torch.equal(single[0], changed[3])
+
+
+def build_all(*names):
+    """Build the transforms of the sections ``names``, applied to most images."""
+    cfg = get_cfg()
+    cfg.merge_from_list([word for name in names for word in (f"INPUT.{name}.ENABLED", "True")])
+    cfg.INPUT.SIZE_TRAIN = cfg.INPUT.CROP.SIZE = SIZE
+    for name in names:
+        if "PROB" in cfg.INPUT[name]:
+            cfg.INPUT[name].PROB = 0.7
+    return build_transforms(cfg).augment
+
+
+@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
+def test_equal_keys_give_equal_images(name, images):
+    augment, count = build_all(name), len(images)
+    results = []
+    for seed in (1, 2):  # the global generator has no effect and is not changed
+        torch.manual_seed(seed)
+        state = torch.get_rng_state()
+        results.append(augment.apply(images, augment.draw([3] * count, range(count), SIZE)))
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*results)
+    assert not torch.equal(results[0], augment.apply(images, augment.draw([4] * count, range(count), SIZE)))
+
+
+@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
+def test_all_random_numbers_are_drawn_with_the_parameters(name, images, monkeypatch):
+    augment = build_all(name)
+    parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
+    with NoDraws():
+        augment.apply(images, parameters)
+
+
+class NoDraws(TorchDispatchMode):
+    """Fail if an operation draws random numbers."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert torch.Tag.nondeterministic_seeded not in func.tags, func
+        return func(*args, **(kwargs or {}))
+
+
+def test_uploaded_parameters_equal_those_on_the_host(images):
+    augment = build_all(*TRANSFORM_REGISTRY)
+    parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
+    uploaded = upload(parameters, torch.device("cpu"))
+    for each, host in zip(uploaded, parameters, strict=True):
+        assert each == host
+        copies = on_device(each, torch.device("cpu"))
+        assert [*copies] == [*host]
+        for name, value in host.items():
+            assert copies[name] is not value and copies[name].dtype == value.dtype
+            assert torch.equal(copies[name], value)
+    assert torch.equal(augment.apply(images, uploaded), augment.apply(images, parameters))
+    assert upload([], torch.device("cpu")) == []
 
 
 def test_torchvision_transform_draws_unique_seeds_and_matches_probability():

@@ -19,6 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 DEVICE = torch.device("cuda", 0)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+_INDEXING = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+    torch.ops.aten._index_put_impl_.default,
+)
 
 
 class ForcedAutocast(torch.autocast):
@@ -42,19 +48,23 @@ class DeviceReads(TorchDispatchMode):
         count: number of transfers from the device to the host; a ``tolist()`` counts once, regardless of the number of
             values.
         uploads: number of transfers from the host to the device.
+        blocking_uploads: number of these that are not asynchronous transfers from pinned memory.
+        device_draws: number of operations that draw random numbers on the device.
     """
 
     def __init__(self, mode: FakeTensorMode, answer: Callable[[int], list[float]]) -> None:
         super().__init__()
         self.mode = mode
         self.answer = answer
-        self.count = self.uploads = 0
+        self.count = self.uploads = self.blocking_uploads = self.device_draws = 0
+        self._pinned: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves = tree_leaves((args, kwargs))
         if not any(isinstance(leaf, FakeTensor) or _is_device(leaf) for leaf in leaves):
-            with _disable_current_modes():  # host tensors are real
-                return func(*args, **(kwargs or {}))
+            return self._on_host(func, args, kwargs or {})
+        self.device_draws += torch.Tag.nondeterministic_seeded in func.tags
+        self._count_uploads(func, args, kwargs or {})
         if args and type(args[0]) is torch.Tensor:  # else FakeTensorMode would copy a constant to the device
             args = (self.mode.from_tensor(args[0]), *args[1:])
         if func is torch.ops.aten.equal.default:
@@ -66,8 +76,34 @@ class DeviceReads(TorchDispatchMode):
         if func in _COPIES or func is torch.ops.aten.to.dtype_layout:
             source = next(arg for arg in reversed(args) if isinstance(arg, torch.Tensor))
             self.count += source.is_cuda and not out.is_cuda
-            self.uploads += out.is_cuda and not source.is_cuda
         return out
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation on real host tensors. Pinned memory, which needs CUDA, is recorded but not allocated."""
+        pinned = kwargs.get("pin_memory", False)
+        with _disable_current_modes():
+            out = func(*args, **kwargs | ({"pin_memory": False} if pinned else {}))
+        if pinned:
+            self._pinned.add(out.untyped_storage().data_ptr())
+        return out
+
+    def _count_uploads(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Count the host tensors that an operation copies to the device."""
+        if func in _INDEXING and args[0].is_cuda:
+            sources = [index for index in args[1] if index is not None and not index.is_cuda]
+        elif func in _COPIES:
+            source = next(arg for arg in reversed(args) if isinstance(arg, torch.Tensor))
+            target = args[0].device if func is torch.ops.aten.copy_.default else kwargs.get("device", source.device)
+            sources = [source] if torch.device(target).type == "cuda" and not source.is_cuda else []
+        else:
+            return
+        asynchronous = kwargs.get("non_blocking", False) or (
+            func is torch.ops.aten.copy_.default and len(args) > 2 and args[2]
+        )
+        for source in sources:
+            is_pinned = type(source) is torch.Tensor and source.untyped_storage().data_ptr() in self._pinned
+            self.uploads += 1
+            self.blocking_uploads += not (is_pinned and asynchronous)
 
     def read(self, values: int) -> list[float]:
         """Count one transfer of ``values`` scalars, and return their values."""

@@ -1,6 +1,6 @@
 """Image transforms on uint8 tensors."""
 
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform, on_device
 from fastamp.data.transforms.build import Transforms, build_transforms
 from fastamp.data.transforms.color import ColorJitter, GaussianBlur, RandomGrayscale
 from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
@@ -34,4 +34,5 @@ __all__ = [
     "TorchvisionTransform",
     "Transforms",
     "build_transforms",
+    "on_device",
 ]

@@ -46,6 +46,65 @@ def byte_mask(condition: Tensor) -> Tensor:
     return condition.to(torch.uint8) * 255
 
 
+class _Uploaded(Parameters):
+    """Parameters of a transform on the host, with ``copies`` of them on the device."""
+
+    copies: Parameters
+
+
+def upload(parameters: Sequence[Parameters], device: torch.device) -> list[Parameters]:
+    """Copy the parameters of all transforms to a device in one transfer.
+
+    Args:
+        parameters (Sequence[dict]): parameters of each transform, on the CPU.
+        device (torch.device): device of the images.
+
+    Returns:
+        list[dict]: the same parameters on the CPU. ``on_device`` returns their copies.
+    """
+    cuda = device.type == "cuda"
+    tensors = [value.contiguous() for each in parameters for value in each.values()]
+    # Each tensor starts at a multiple of 8 bytes, as views with another dtype require.
+    starts = np.cumsum([0, *(-(-tensor.nbytes // 8) * 8 for tensor in tensors)]).tolist()
+    # A new pinned buffer per batch: PyTorch reuses its memory only after the transfer is complete.
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=cuda)
+    for tensor, start in zip(tensors, starts, strict=False):
+        packed[start : start + tensor.nbytes] = tensor.flatten().view(torch.uint8)
+    packed = packed.to(device, non_blocking=cuda)
+    copies = iter(
+        packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for tensor, start in zip(tensors, starts, strict=False)
+    )
+    uploaded = []
+    for each in parameters:
+        uploaded.append(_Uploaded(each))
+        uploaded[-1].copies = {name: next(copies) for name in each}
+    return uploaded
+
+
+def on_device(parameters: Parameters, device: torch.device) -> Parameters:
+    """Return the parameters of a transform on the device of the images.
+
+    Args:
+        parameters (dict): argument of ``BatchTransform.apply``. ``Augmentation`` has copied the parameters of all
+            transforms to the device in one transfer; otherwise they are copied here.
+        device (torch.device): device of the images.
+    """
+    if isinstance(parameters, _Uploaded):
+        return parameters.copies
+    return {name: value.to(device) for name, value in parameters.items()}
+
+
+def indices_where(mask: Tensor, copy: Tensor) -> Tensor:
+    """Return the indices of the true elements of a mask, on the device of its copy, without a synchronization.
+
+    Args:
+        mask (Tensor): (B,) bool, on the CPU.
+        copy (Tensor): the same mask on any device.
+    """
+    return copy.to(torch.uint8).argsort(descending=True, stable=True)[: int(mask.sum())]
+
+
 class BatchTransform:
     """Base class of random transforms of uint8 image batches.
 
@@ -105,7 +164,8 @@ class BatchTransform:
 
         Args:
             images (Tensor): (B, C, H, W) uint8, on any device.
-            parameters (dict): return value of the method ``parameters``.
+            parameters (dict): return value of the method ``parameters``, on the CPU. ``on_device`` returns copies on
+                the device of the images.
 
         Returns:
             Tensor: (B, C, H, W) uint8.
@@ -167,6 +227,8 @@ class Augmentation:
         Returns:
             Tensor: (B, C, H, W) uint8; the height and width may differ from those of ``images``.
         """
+        if self.transforms and images.device.type != "cpu":
+            parameters = upload(parameters, images.device)
         for transform, transform_parameters in zip(self.transforms, parameters, strict=True):
             images = transform.apply(images, transform_parameters)
         return images

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from fastamp.config import Key, per_channel
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, bitwise_where, byte_mask
+from fastamp.data.transforms.base import (
+    TRANSFORM_REGISTRY,
+    BatchTransform,
+    Parameters,
+    bitwise_where,
+    byte_mask,
+    on_device,
+)
 from fastamp.data.transforms.color import to_grayscale
 
 KEYS = (
@@ -75,8 +82,9 @@ class RandomRectangle(BatchTransform):
     def inside(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Return the (B, 1, H, W) uint8 mask of the rectangles: 255 inside, 0 outside."""
         height, width = images.shape[-2:]
-        rows = byte_mask(_interval_mask(parameters["top"], parameters["height"], height)).to(images.device)
-        columns = byte_mask(_interval_mask(parameters["left"], parameters["width"], width)).to(images.device)
+        copies = on_device(parameters, images.device)
+        rows = byte_mask(_interval_mask(copies["top"], copies["height"], height))
+        columns = byte_mask(_interval_mask(copies["left"], copies["width"], width))
         return rows[:, None, :, None] & columns[:, None, None, :]
 
 
@@ -112,7 +120,9 @@ class RandomErasing(RandomRectangle):
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Fill the rectangles with ``value``."""
-        value = torch.tensor(self.value, dtype=torch.uint8, device=images.device).view(-1, 1, 1)
+        value = images.new_empty(len(self.value), 1, 1)
+        for channel, number in zip(value, self.value, strict=True):
+            channel.fill_(number)  # torch.tensor would copy from the host
         erased = images.clone()
         # Image by image: a mask for the batch takes nearly ten times as long (measured on a CPU: 2.6 ms instead of
         # 0.3 ms for 64 images of 256x128).
@@ -189,12 +199,13 @@ class RandomPatch(RandomRectangle):
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Fill the rectangles with patches from other images."""
         height, width = images.shape[-2:]
-        rows = torch.arange(height) - parameters["top"][:, None] + parameters["from_top"][:, None]
-        columns = torch.arange(width) - parameters["left"][:, None]
-        mirrored = parameters["width"][:, None] - 1 - columns
-        columns = torch.where(parameters["flip"][:, None], mirrored, columns) + parameters["from_left"][:, None]
-        rows, columns = rows.clamp(0, height - 1).to(images.device), columns.clamp(0, width - 1).to(images.device)
-        other = parameters["other"].to(images.device)[:, None, None]
+        copies = {name: value[:, None] for name, value in on_device(parameters, images.device).items()}
+        rows = torch.arange(height, device=images.device) - copies["top"] + copies["from_top"]
+        columns = torch.arange(width, device=images.device) - copies["left"]
+        mirrored = copies["width"] - 1 - columns
+        columns = torch.where(copies["flip"], mirrored, columns) + copies["from_left"]
+        rows, columns = rows.clamp(0, height - 1), columns.clamp(0, width - 1)
+        other = copies["other"][:, None]
         parts = images.permute(0, 2, 3, 1)[other, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
         return bitwise_where(self.inside(images, parameters), parts, images)
 
@@ -205,5 +216,5 @@ def _interpolate(uniforms: np.ndarray, limits: tuple[float, float]) -> np.ndarra
 
 def _interval_mask(start: Tensor, length: Tensor, size: int) -> Tensor:
     """Return a (B, size) bool mask that is True at positions in [start, start + length)."""
-    position = torch.arange(size)
+    position = torch.arange(size, device=start.device)
     return (position >= start[:, None]) & (position < (start + length)[:, None])

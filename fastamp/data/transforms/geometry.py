@@ -9,7 +9,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from fastamp.config import Key, crop_size, input_size
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, on_device
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 
@@ -191,7 +191,8 @@ class PadAndRandomCrop(BatchTransform):
         padded_height, padded_width = padded.shape[-2:]
         device = images.device
         planes = torch.arange(batch * channels, device=device).view(batch, channels, 1)
-        top, left = (parameters[name].to(device).view(batch, 1, 1) for name in ("top", "left"))
+        copies = on_device(parameters, device)
+        top, left = (copies[name].view(batch, 1, 1) for name in ("top", "left"))
         rows = top + torch.arange(height, device=device)
         offsets = (planes * padded_height + rows) * padded_width + left
         return (
@@ -207,17 +208,17 @@ class PadAndRandomCrop(BatchTransform):
         padded[:, :, inner_rows, inner_columns] = images
         if self.mode == "constant":
             return padded
-        before, after = (side.to(images.device) + padding for side in self._sources(width))
+        before, after = (side + padding for side in self._sources(width, images.device))
         padded[:, :, inner_rows, :padding] = padded[:, :, inner_rows, before]
         padded[:, :, inner_rows, padding + width :] = padded[:, :, inner_rows, after]
-        before, after = (side.to(images.device) + padding for side in self._sources(height))
+        before, after = (side + padding for side in self._sources(height, images.device))
         padded[:, :, :padding] = padded[:, :, before]
         padded[:, :, padding + height :] = padded[:, :, after]
         return padded
 
-    def _sources(self, length: int) -> tuple[Tensor, Tensor]:
+    def _sources(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the indices of the pixels in a row of ``length`` pixels that pad the row: ``(before, after)``."""
-        distance = torch.arange(1, self.padding + 1)
+        distance = torch.arange(1, self.padding + 1, device=device)
         if self.mode == "edge":
             distance = torch.zeros_like(distance)
         elif self.mode == "symmetric":
@@ -293,7 +294,7 @@ class RandomResizedCrop(BatchTransform):
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Crop the images and resize the crops; return a (B, C, H, W) uint8 tensor, where (H, W) is ``size``."""
-        corners = {name: value.to(images.device) for name, value in parameters.items()}
+        corners = on_device(parameters, images.device)
         across = resampling_weights(
             corners["left"], corners["width"], images.shape[-1], self.size[1], self.interpolation
         )

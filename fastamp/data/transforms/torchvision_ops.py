@@ -1,6 +1,7 @@
 """Random transforms from torchvision, made reproducible by a random seed for each image."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import conv2d, grid_sample
 from torchvision.transforms import v2
+from torchvision.transforms.functional import _get_inverse_affine_matrix
 
 from fastamp.config import Key
-from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters
+from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, indices_where, on_device
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,10 +36,35 @@ KEYS = (
 )
 
 
+# Arguments of the affine operations, by name and magnitude. A shear about a corner is given by its angle in degrees.
+_AFFINE: dict[str, Callable[[float], dict[str, Any]]] = {
+    "ShearX": lambda magnitude: {"shear": (math.degrees(math.atan(magnitude)), 0.0), "about_corner": True},
+    "ShearY": lambda magnitude: {"shear": (0.0, math.degrees(math.atan(magnitude))), "about_corner": True},
+    "TranslateX": lambda magnitude: {"translate": (int(magnitude), 0)},
+    "TranslateY": lambda magnitude: {"translate": (0, int(magnitude))},
+    "Rotate": lambda magnitude: {"angle": -(magnitude % 360)},
+}
+_OPERATIONS = (
+    *_AFFINE,
+    "Identity",
+    "Brightness",
+    "Color",
+    "Contrast",
+    "Sharpness",
+    "Posterize",
+    "Solarize",
+    "AutoContrast",
+    "Equalize",
+    "Invert",
+)
+"""torchvision's names of the operations of AutoAugment, RandAugment and AugMix."""
+
+
 class TorchvisionTransform(BatchTransform):
     """Apply a transform of ``torchvision.transforms.v2`` to each image with probability ``prob``.
 
     torchvision draws from PyTorch's global random generator, which is seeded for each image and restored afterwards.
+    With INPUT.AUGMENT_ON ``device``, ``transform`` must not draw from the generator of the device, which is not seeded.
 
     Args:
         transform (Callable): (C, H, W) uint8 image -> image of the same shape and dtype.
@@ -60,23 +88,153 @@ class TorchvisionTransform(BatchTransform):
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Transform the images selected by ``chosen``."""
-        chosen = parameters["chosen"].nonzero()[:, 0].tolist()
-        if not chosen:
+        if not parameters["chosen"].any():
             return images
         changed = images.clone()
         with _preserve_global_rng():
-            for number in chosen:
-                torch.default_generator.manual_seed(int(parameters["seed"][number]))
+            for number in _seed_each(parameters):
                 changed[number] = self.transform(images[number])
         return changed
 
 
+class _RecordedOperations:
+    """Mixin for torchvision's transforms that can list the random operations of an image without applying them."""
+
+    recorded: list[tuple[str, float]] | None = None
+
+    def draw(self, size: tuple[int, int]) -> list[tuple[str, float]]:
+        """Draw name and magnitude of each operation for an image of this height and width, in order."""
+        self.recorded = recorded = []
+        try:
+            self(torch.zeros((), dtype=torch.uint8).expand(1, *size))
+        finally:
+            self.recorded = None
+        return recorded
+
+    def operate(self, image: Tensor, name: str, magnitude: float) -> Tensor:
+        """Apply one operation."""
+        return self._apply_image_or_video_transform(image, name, magnitude, interpolation="nearest", fill={})
+
+    def _apply_image_or_video_transform(
+        self, image: Tensor, transform_id: str, magnitude: float, **options: Any
+    ) -> Tensor:
+        if self.recorded is None:
+            return super()._apply_image_or_video_transform(image, transform_id, magnitude, **options)
+        return self.record(image, transform_id, magnitude)
+
+    def record(self, image: Tensor, name: str, magnitude: float) -> Tensor:
+        """Record an operation; return the image for the next one."""
+        self.recorded.append((name, magnitude))
+        return image
+
+
+class _AutoAugment(_RecordedOperations, v2.AutoAugment):
+    """AutoAugment that can list its operations."""
+
+
+class _RandAugment(_RecordedOperations, v2.RandAugment):
+    """RandAugment that can list its operations."""
+
+
+class _AugMix(_RecordedOperations, v2.AugMix):
+    """AugMix that can list its operations: three for each augmented copy, some of them Identity."""
+
+    previous: Tensor | None = None
+
+    def draw_weights(self) -> Tensor:
+        """Draw the weights of the image and its three augmented copies: (4,) float32."""
+        image, copies = (self._sample_dirichlet(torch.full((1, count), float(self.alpha)))[0] for count in (2, 3))
+        return torch.cat((image[:1], copies * image[1:]))
+
+    def record(self, image: Tensor, name: str, magnitude: float) -> Tensor:
+        """Record an operation; if the image is not the result of the previous one, a new copy begins."""
+        if image is not self.previous:
+            self.recorded.extend([("Identity", 0.0)] * (-len(self.recorded) % 3))
+        self.previous = super().record(image, name, magnitude).clone()
+        return self.previous
+
+
+class _TorchvisionOperations(TorchvisionTransform):
+    """Base class for random sequences of torchvision's operations.
+
+    torchvision draws its random numbers while it transforms an image, and copies constants to the image's device one by
+    one. Here, ``parameters`` draws the operations with torchvision's code, and ``apply`` draws and copies nothing. On a
+    CPU, the images are bit-identical to torchvision's.
+
+    Args:
+        transform (_RecordedOperations): transform of torchvision.
+        prob (float): probability of transforming an image.
+
+    Attributes:
+        steps (int): maximum number of operations per image.
+        interpolation (str): interpolation of affine operations. Default "nearest".
+    """
+
+    steps: int
+    interpolation = "nearest"
+
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Compute the parameters of ``TorchvisionTransform``, and draw the operations of each selected image.
+
+        Returns:
+            dict: ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``:
+                (B, steps) float64; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 if not affine.
+        """
+        parameters = super().parameters(uniforms, size)
+        shape = (len(uniforms), self.steps)
+        operation = torch.full(shape, _OPERATIONS.index("Identity"))
+        magnitude, matrix = torch.zeros(shape, dtype=torch.float64), torch.zeros(*shape, 3, 2)
+        with _preserve_global_rng():
+            for number in _seed_each(parameters):
+                for step, (name, value) in enumerate(self.transform.draw(size)):
+                    if name == "Rotate" and value == 0:
+                        continue  # torchvision does not resample the image
+                    operation[number, step], magnitude[number, step] = _OPERATIONS.index(name), value
+                    if name in _AFFINE:
+                        matrix[number, step] = _inverse_matrix(size, **_AFFINE[name](value))
+        return parameters | {"operation": operation, "magnitude": magnitude, "matrix": matrix}
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Apply the operations to the images selected by ``chosen``."""
+        chosen = parameters["chosen"].nonzero()[:, 0].tolist()
+        if not chosen:
+            return images
+        changed = images.clone()
+        copies = on_device(parameters, images.device)
+        names = [[_OPERATIONS[number] for number in each] for each in parameters["operation"].tolist()]
+        magnitudes = parameters["magnitude"].tolist()
+        for number in chosen:
+            operations = list(zip(names[number], magnitudes[number], copies["matrix"][number], strict=True))
+            parameters_of_image = {name: value[number] for name, value in copies.items()}
+            changed[number] = self.compose(images[number, None], operations, parameters_of_image)[0]
+        return changed
+
+    def compose(self, image: Tensor, operations: list[tuple[str, float, Tensor]], copies: Parameters) -> Tensor:
+        """Apply the operations one after another.
+
+        Args:
+            image (Tensor): (1, C, H, W) uint8.
+            operations (list): name, magnitude and (3, 2) matrix of each operation.
+            copies (dict): parameters of this image, on its device.
+        """
+        for name, magnitude, matrix in operations:
+            if name in _AFFINE:
+                image = _warp(image, matrix[None], self.interpolation)
+            elif name == "Sharpness":
+                image = _adjust_sharpness(image, 1.0 + magnitude)
+            else:
+                image = self.transform.operate(image, name, magnitude)
+        return image
+
+
 @TRANSFORM_REGISTRY.register("AUTOAUG")
-class AutoAugment(TorchvisionTransform):
+class AutoAugment(_TorchvisionOperations):
     """AutoAugment with the ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), for 1 or 3 channels."""
 
+    steps = 2
+
     def __init__(self, *, prob: float) -> None:
-        super().__init__(transform=v2.AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
+        super().__init__(transform=_AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AutoAugment":
@@ -88,21 +246,15 @@ class AutoAugment(TorchvisionTransform):
         return cls(prob=_section(cfg, "AUTOAUG").PROB)
 
 
-class _HostSampledAugMix(v2.AugMix):
-    """AugMix that draws all random numbers on the host, even if the images are on another device."""
-
-    def _sample_dirichlet(self, params: Tensor) -> Tensor:
-        # torchvision samples from the generator of the images' device, which is not seeded per image.
-        host = torch.full(params.shape, float(self.alpha), dtype=params.dtype)
-        return torch._sample_dirichlet(host).to(params.device)
-
-
 @TRANSFORM_REGISTRY.register("AUGMIX")
-class AugMix(TorchvisionTransform):
+class AugMix(_TorchvisionOperations):
     """AugMix: mix an image with augmented copies (Hendrycks et al. 2020, arXiv:1912.02781), for 1 or 3 channels."""
 
+    steps = 9  # up to 3 for each of 3 augmented copies
+    interpolation = "bilinear"
+
     def __init__(self, *, prob: float) -> None:
-        super().__init__(transform=_HostSampledAugMix(), prob=prob)
+        super().__init__(transform=_AugMix(), prob=prob)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "AugMix":
@@ -113,9 +265,26 @@ class AugMix(TorchvisionTransform):
         """
         return cls(prob=_section(cfg, "AUGMIX").PROB)
 
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Draw the operations, and ``weights``: (B, 4) float32, of the image and its augmented copies."""
+        parameters = super().parameters(uniforms, size)
+        weights = torch.zeros(len(uniforms), 4)
+        with _preserve_global_rng():
+            for number in _seed_each(parameters):  # torchvision draws the weights first
+                weights[number] = self.transform.draw_weights()
+        return parameters | {"weights": weights}
+
+    def compose(self, image: Tensor, operations: list[tuple[str, float, Tensor]], copies: Parameters) -> Tensor:
+        """Add the image and its three augmented copies, with the weights drawn."""
+        weights = copies["weights"].view(4, 1, 1, 1, 1)
+        mixed = weights[0] * image
+        for number in range(3):
+            mixed.add_(weights[number + 1] * super().compose(image, operations[3 * number : 3 * number + 3], copies))
+        return mixed.to(torch.uint8)
+
 
 @TRANSFORM_REGISTRY.register("RANDAUG")
-class RandAugment(TorchvisionTransform):
+class RandAugment(_TorchvisionOperations):
     """RandAugment: random operations of equal magnitude (Cubuk et al. 2020, arXiv:1909.13719), for 1 or 3 channels.
 
     Args:
@@ -125,7 +294,8 @@ class RandAugment(TorchvisionTransform):
     """
 
     def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
-        super().__init__(transform=v2.RandAugment(num_ops=num_ops, magnitude=magnitude), prob=prob)
+        super().__init__(transform=_RandAugment(num_ops=num_ops, magnitude=magnitude), prob=prob)
+        self.steps = num_ops
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandAugment":
@@ -153,6 +323,29 @@ class RandomAffine(TorchvisionTransform):
         """Build the transform; INPUT.AFFINE has no settings other than ENABLED."""
         return cls()
 
+    def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
+        """Compute ``chosen`` and ``seed``, and draw the affine maps.
+
+        Returns:
+            dict: ``chosen`` and ``seed``; ``matrix``: (B, 3, 2) float32, see ``_inverse_matrix``.
+        """
+        parameters = super().parameters(uniforms, size)
+        matrix = torch.zeros(len(uniforms), 3, 2)
+        with _preserve_global_rng():
+            for number in _seed_each(parameters):
+                matrix[number] = _inverse_matrix(
+                    size, **self.transform.make_params([torch.empty(1, *size, device="meta")])
+                )
+        return parameters | {"matrix": matrix}
+
+    def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
+        """Transform the images selected by ``chosen``."""
+        changed, copies = images.clone(), on_device(parameters, images.device)
+        chosen = indices_where(parameters["chosen"], copies["chosen"])
+        for part in chosen.split(1 if images.device.type == "cpu" else len(images)):
+            changed[part] = _warp(images[part], copies["matrix"][part], "nearest")
+        return changed
+
 
 def _section(cfg: Any, name: str) -> Any:
     """Return the config section INPUT.<name> after checking that images are grayscale or RGB."""
@@ -170,6 +363,66 @@ def _section(cfg: Any, name: str) -> Any:
             name,
         )
     return section
+
+
+def _inverse_matrix(
+    size: tuple[int, int],
+    *,
+    angle: float = 0.0,
+    translate: tuple[int, int] = (0, 0),
+    scale: float = 1.0,
+    shear: tuple[float, float] = (0.0, 0.0),
+    about_corner: bool = False,
+) -> Tensor:
+    """Compute the transposed inverse matrix of an affine map, in units of half the image size: (3, 2) float32.
+
+    Args:
+        size (tuple[int, int]): height and width of the images.
+        angle, translate, scale, shear: see ``torchvision.transforms.functional.affine``.
+        about_corner (bool): if True, the map is about the top left corner, otherwise about the center. Default False.
+    """
+    half_height, half_width = 0.5 * size[0], 0.5 * size[1]
+    center = [-half_width, -half_height] if about_corner else [0.0, 0.0]
+    matrix = _get_inverse_affine_matrix(center, angle, [*map(float, translate)], scale, [*shear])
+    return torch.tensor(matrix).view(2, 3).t() / torch.tensor([half_width, half_height])
+
+
+def _warp(images: Tensor, matrix: Tensor, interpolation: str) -> Tensor:
+    """Apply the affine map of each image, as torchvision without a fill color.
+
+    Args:
+        images (Tensor): (B, C, H, W) uint8.
+        matrix (Tensor): (B, 3, 2) float32, see ``_inverse_matrix``.
+        interpolation (str): ``nearest`` or ``bilinear``.
+    """
+    (height, width), device = images.shape[-2:], images.device
+    x = torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, steps=width, device=device)
+    y = torch.linspace((1.0 - height) * 0.5, (height - 1.0) * 0.5, steps=height, device=device)
+    points = torch.stack((x.expand(height, -1), y[:, None].expand(-1, width), x.new_ones(height, width)), dim=-1)
+    grid = points.view(1, -1, 3).expand(len(images), -1, -1).bmm(matrix).view(-1, height, width, 2)
+    warped = grid_sample(images.float(), grid, mode=interpolation, padding_mode="zeros", align_corners=False)
+    return warped.round_().to(torch.uint8)
+
+
+def _adjust_sharpness(images: Tensor, factor: float) -> Tensor:
+    """Sharpen (B, C, H, W) uint8 images like torchvision, which copies the kernel from the host."""
+    channels, height, width = images.shape[-3:]
+    if min(height, width) <= 2:
+        return images
+    kernel = torch.full((1, 1, 3, 3), 1 / 13, device=images.device)
+    kernel[:, :, 1, 1] = 5 / 13
+    sharpened = images.float()
+    blurred = conv2d(sharpened, kernel.expand(channels, -1, -1, -1), groups=channels).round_()
+    inner = sharpened[..., 1:-1, 1:-1]
+    inner.add_(blurred.sub_(inner), alpha=1.0 - factor)
+    return sharpened.clamp_(0, 255).to(torch.uint8)
+
+
+def _seed_each(parameters: Parameters) -> Iterator[int]:
+    """Yield the index of each image selected by ``chosen`` after seeding the global generator with its ``seed``."""
+    for number in parameters["chosen"].nonzero()[:, 0].tolist():
+        torch.default_generator.manual_seed(int(parameters["seed"][number]))
+        yield number
 
 
 @contextmanager
