@@ -26,6 +26,18 @@ IN_TRAINING = (
 )
 IN_EVALUATION = "reduce TEST.IMS_PER_BATCH or INPUT.SIZE_TEST"
 
+_NO_ENGINE = "unable to find an engine"
+# The status codes are those of cuBLAS and cuDNN; cuDNN 9 has CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "bad_alloc",
+    "_ALLOC_FAILED",
+    "_ALLOCATION_FAILED",
+    _NO_ENGINE,
+)
+
 
 class DeviceErrorHandler:
     """Context manager that converts device errors into a TrainingError with a fix; other errors pass through.
@@ -67,9 +79,22 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
     found = summarize_error(error)
     if is_out_of_memory(error):
         rank = f" on rank {comm.get_rank()}" if comm.is_distributed() else ""
+        cause = ""
+        if _NO_ENGINE in str(error):
+            cause = (
+                "  cause: cuDNN found no algorithm for a convolution, usually because none fits into the free memory.\n"
+            )
         return TrainingError(
             f"out of memory in {place}{rank}.\n  batch: {shapes_of(batch)}\n{_memory_taken()}"
-            f"  found: {found}\n  fix:   {smaller}"
+            f"  found: {found}\n{cause}  fix:   {smaller}"
+        )
+    if isinstance(error, RuntimeError) and "CUBLAS_WORKSPACE_CONFIG" in str(error):
+        return TrainingError(
+            f"DETERMINISTIC is True, but PyTorch does not use cuBLAS in deterministic mode ({place}).\n"
+            f"  found: {found}\n"
+            "  cause: a matrix product ran on the GPU before CUBLAS_WORKSPACE_CONFIG was set; PyTorch checks this "
+            "environment variable only once.\n"
+            "  fix:   set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts, or call default_setup earlier"
         )
     operation = re.match(r"(\S+) does not have a deterministic implementation", str(error))
     if isinstance(error, RuntimeError) and operation:
@@ -86,9 +111,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(error)
-    return isinstance(error, RuntimeError) and any(
-        sign in text for sign in ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
-    )
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _OUT_OF_MEMORY)
 
 
 def shapes_of(batch: dict[str, Any]) -> str:

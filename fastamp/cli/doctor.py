@@ -116,11 +116,14 @@ def run(args: argparse.Namespace) -> int:
     healthy = True
     if args.env:
         from fastamp.config import read_config
+        from fastamp.engine.setup import set_cublas_workspace
         from fastamp.utils.logger import setup_logger
 
         setup_logger()
         opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
-        healthy = examine_machine(read_config(args.config_file, opts, plugin=args.plugin).MODEL.DEVICE)
+        cfg = read_config(args.config_file, opts, plugin=args.plugin)
+        set_cublas_workspace(cfg)  # the check of the machine computes matrix products
+        healthy = examine_machine(cfg.MODEL.DEVICE)
     if args.config_file or not args.env:
         healthy = examine_model(args) and healthy
     return int(not healthy)

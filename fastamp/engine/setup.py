@@ -21,6 +21,9 @@ from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
 
+# The values that PyTorch accepts in deterministic mode.
+_CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+
 __getattr__ = moved_names(
     __name__,
     {
@@ -46,10 +49,11 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         args (argparse.Namespace, optional): parsed command-line arguments.
 
     Raises:
-        ConfigError: if a value is invalid, a component is unknown, the device is not available, or OUTPUT_DIR is not
-            writable or is locked by another run.
+        ConfigError: if a value is invalid, a component is unknown, the device is not available, ``DETERMINISTIC`` is
+            True and the environment prevents it, or OUTPUT_DIR is not writable or is locked by another run.
     """
     check_config(cfg)
+    set_cublas_workspace(cfg)  # before anything uses the device
     device = resolve_device(cfg.MODEL.DEVICE)
     rank = comm.get_rank()
     _check_links(Path(cfg.OUTPUT_DIR))
@@ -86,6 +90,27 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     _set_deterministic(cfg.DETERMINISTIC, benchmark=cfg.CUDNN_BENCHMARK)
 
 
+def set_cublas_workspace(cfg: CfgNode) -> None:
+    """Set the environment variable that cuBLAS requires for deterministic results, if ``DETERMINISTIC`` is True.
+
+    PyTorch checks the variable only once, at the first matrix product of the process on a CUDA device. If it is not
+    set by then, PyTorch refuses all later matrix products in deterministic mode. A valid value of the user is kept.
+
+    Raises:
+        ConfigError: if the variable has a value with which cuBLAS is not deterministic.
+    """
+    if not cfg.DETERMINISTIC:
+        return
+    value = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or _CUBLAS_WORKSPACES[0]
+    if value not in _CUBLAS_WORKSPACES:
+        raise ConfigError(
+            "DETERMINISTIC is True, but with this value of the environment variable CUBLAS_WORKSPACE_CONFIG, cuBLAS is "
+            f"not deterministic.\n  found: {value!r}; expected {' or '.join(_CUBLAS_WORKSPACES)}\n"
+            "  fix: unset CUBLAS_WORKSPACE_CONFIG, or set DETERMINISTIC False"
+        )
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = value
+
+
 def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
     """Configure deterministic algorithms and cuDNN benchmarking.
 
@@ -96,9 +121,6 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
             "CUDNN_BENCHMARK=True has no effect because DETERMINISTIC=True: benchmarking may select different cuDNN "
             "algorithms in each run.\n  fix: set CUDNN_BENCHMARK False or DETERMINISTIC False"
         )
-    if deterministic:
-        # Required by cuBLAS for deterministic results; read when CUDA is initialized.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = benchmark and not deterministic

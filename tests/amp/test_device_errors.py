@@ -21,6 +21,10 @@ from fastamp.utils.errors import TrainingError
 RANKS = Path(__file__).parents[1] / "helpers/ranks.py"
 NO_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+    RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("[enforce fail at alloc_cpu.cpp:119] . DefaultCPUAllocator: can't allocate memory: you tried to ..."),
 ]
 
@@ -48,6 +52,7 @@ def test_out_of_memory_error_in_training_lists_batch_shapes_and_config_keys(erro
     message = str(raised.value)
     assert "iteration 2" in message and "images (8, 8) float32, targets (8,) int64" in message
     assert str(error) in message
+    assert ("cause:" in message) == ("engine" in str(error))
     for key in ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUM_STEPS", "INPUT.SIZE_TRAIN", "MODEL.BACKBONE.CHECKPOINTING"):
         assert key in message
 

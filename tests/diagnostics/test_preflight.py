@@ -313,9 +313,12 @@ def test_out_of_memory_errors_of_device_and_host_are_recognized():
         MemoryError(),
         torch.OutOfMemoryError("x"),
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("FIND was unable to find an engine to execute this computation"),
     ]
     assert all(is_out_of_memory(error) for error in yes)
     assert not is_out_of_memory(RuntimeError("shapes do not match"))
+    assert not is_out_of_memory(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
 
 
 @pytest.mark.parametrize("dtype", LOW)
