@@ -48,7 +48,7 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
     """Return the ``KEYS`` of a Python file without importing the file; () if it does not define ``KEYS``.
 
     Raises:
-        ValueError: if the value is not a tuple of ``Key(...)`` with literal arguments.
+        ValueError: if an argument of ``Key(...)`` is a name instead of a literal.
     """
     source = file.read_text(encoding="utf-8")
     if "\nKEYS" not in source:  # parsing all files takes half a second
@@ -60,7 +60,8 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
                 value = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
             except NameError as error:
                 raise ValueError(
-                    f"{file}:{statement.lineno}: KEYS: expected Key(...) with literal arguments, got a name: {error}"
+                    f"{file}:{statement.lineno}: KEYS: arguments of Key(...) must be literals: {error}.\n"
+                    "  fix: replace the name by its value"
                 ) from error
             return value
     return ()

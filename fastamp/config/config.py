@@ -166,7 +166,7 @@ class CfgNode(YacsCfgNode):
             )
         if isinstance(cfg_list, str) or len(cfg_list) % 2:
             hint = next((f".\n  fix: {k.replace('=', ' ', 1)}" for k in cfg_list if "=" in str(k)), "")
-            raise ConfigError(f"{COMMAND_LINE}: expected pairs of KEY VALUE, got {brief(cfg_list)}{hint}")
+            raise ConfigError(f"{COMMAND_LINE}: expected KEY VALUE pairs, got {brief(cfg_list)}{hint}")
         pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
@@ -207,7 +207,7 @@ class CfgNode(YacsCfgNode):
         aliases: Mapping[str, str] | None = None,
         of: type | None = None,
     ) -> None:
-        """Declare a config key of a project; values are then checked, and the key is documented, as for built-in keys.
+        """Declare a config key of a project, which is then validated and documented like a built-in key.
 
         Args:
             path: dotted path below this node; missing sections are created.
@@ -233,7 +233,8 @@ class CfgNode(YacsCfgNode):
         *sections, name = key.path.split(".")
         if not all([*sections, name]) or not key.meaning:
             raise ValueError(
-                f"config key {key.path!r}: expected a dotted path and a description, got {key.meaning!r} as description"
+                f"config key {key.path!r}: expected a dotted path and a non-empty description, got the description "
+                f"{key.meaning!r}"
             )
         node = self
         node._check_not_frozen(key.path)
@@ -243,7 +244,8 @@ class CfgNode(YacsCfgNode):
                 node[section].__dict__["_declares"] = False
             elif not node._is_section(section):
                 raise ValueError(
-                    f"cannot declare {key.path}: {node._full(section)} is a key, not a section.\n  fix: rename it"
+                    f"cannot declare the config key {key.path}: {node._full(section)} is a key, not a section.\n"
+                    "  fix: choose another path for the new key"
                 )
             node = node[section]
         if name in node:
@@ -332,7 +334,7 @@ class CfgNode(YacsCfgNode):
         """Return the edit that sets the key ``name`` of this node to the converted value."""
         self._check_not_frozen(name)
         if isinstance(value, Mapping):
-            raise ConfigError(f"{source}: {self._full(name)}: expected a value, got a section: {brief(dict(value))}")
+            raise ConfigError(f"{source}: {self._full(name)} is a key: expected a value, got {brief(dict(value))}")
         try:
             key = self._keys.get(name)
             converted = convert(key, value) if key else free_value(self._full(name), value)

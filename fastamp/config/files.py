@@ -20,8 +20,10 @@ _VALUE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticE
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe loader that also rejects duplicate keys, of which PyYAML silently keeps the last one, and nested aliases
-    that expand to more than ``LARGEST`` values ("billion laughs").
+    """Safe YAML loader that rejects duplicate keys and excessive aliases.
+
+    PyYAML silently keeps only the last of several duplicate keys. Nested aliases are rejected if they expand to more
+    than ``LARGEST`` values ("billion laughs").
     """
 
     def get_single_node(self) -> yaml.Node | None:
@@ -85,7 +87,9 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"{source}: expected a mapping of config keys, got {type(content).__name__}")
+        raise ConfigError(
+            f"{source}: expected a mapping of config keys, got {type(content).__name__}.\n  fix: write KEY: VALUE lines"
+        )
     return content
 
 
@@ -116,7 +120,10 @@ def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]
     if isinstance(bases, str):
         bases = [bases]
     if not isinstance(bases, list) or not all(isinstance(base, str) and base and "\0" not in base for base in bases):
-        raise ConfigError(f"{path}: {BASE_KEY}: expected a path or a list of paths, got {reprlib.repr(bases)}")
+        raise ConfigError(
+            f"{path}: {BASE_KEY}: expected a path or a list of paths, got {reprlib.repr(bases)}.\n"
+            f"  fix: set {BASE_KEY} to the path of a YAML file, or remove it"
+        )
     layers = []
     for base in bases:
         base_path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
@@ -142,7 +149,9 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
             hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
         raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{hint}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path}{base_of}: expected a config file, got a folder") from None
+        raise ConfigError(
+            f"{path}{base_of}: expected a config file, got a folder.\n  fix: give the path of a YAML file"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path}{base_of}: expected UTF-8 text, got {error.reason} at byte {error.start}.\n"
@@ -155,7 +164,7 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
 
 
 def _describe_folder(path: str) -> str:
-    """Describe the folder of a missing file for its error message: the config files in it, if it exists."""
+    """Return text about the folder of a missing file: its config files, or that the folder does not exist."""
     folder = Path(path).parent
     if not folder.is_dir():
         return f"; the folder {str(folder)!r} does not exist"

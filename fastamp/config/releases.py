@@ -107,8 +107,8 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
         ``(release, lines)``: the release, or "" if all keys are current, and log lines with the reasons.
 
     Raises:
-        ConfigError: if one file has keys that exist only in an old release, and another has keys that exist only in the
-            current version.
+        ConfigError: if one file sets keys that exist only in an old release, and another sets keys that exist only in
+            the current version.
     """
     old_keys = _OLD_ONLY - known  # a project may declare a key of such a name
     old = {source: _old_marks(mapping, old_keys) for source, mapping in layers}
@@ -120,10 +120,10 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     of_new = next((source for source, keys in current.items() if keys and not old[source]), None)
     if of_new:
         raise ConfigError(
-            f"cannot merge {of_old}, a config of an old release of FastReID ({_first_few(old[of_old])}), with "
-            f"{of_new}, which has current keys ({_first_few(current[of_new])}).\n"
-            "  fix: use the base files of the same release (configs/Base-*.yml of its tag), then load it or translate "
-            "it with `fastamp config convert`"
+            f"{of_old} and {of_new} cannot be merged: the first sets keys of an old FastReID release "
+            f"({_first_few(old[of_old])}), the second sets current keys ({_first_few(current[of_new])}).\n"
+            "  fix: set _BASE_ to a base file of the same release (configs/Base-*.yml at its Git tag), or translate "
+            "the old file with `fastamp config convert` first"
         )
     given = {key for _, mapping in layers for key in mapping}
     by_value = [f"{key} {mapping[key]}" for _, mapping in layers for key in FIRST_VALUES if _is_old_value(mapping, key)]
@@ -139,7 +139,7 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
         ]
     elif first and last:
         others = last if release == "v0.1.1" else first
-        lines.append(f"FastReID {release} does not have {_first_few(others)}; translated as in the other release")
+        lines.append(f"FastReID {release} lacks {_first_few(others)}; translated as keys of the other release")
     if both := [key for keys in current.values() for key in keys]:
         lines.append(f"no old release of FastReID has {_first_few(both)}; read as current keys")
     return release, lines

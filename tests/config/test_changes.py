@@ -1,4 +1,4 @@
-"""Comparison of two configs, as logged on resume."""
+"""Description of the differences between a config and a saved config, as logged on resume."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from fastamp.config import describe_changes, get_cfg
 from fastamp.utils.errors import ConfigError
 
 
-def test_each_changed_key_gives_one_line():
+def test_describe_changes_returns_one_line_for_each_changed_key():
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.BASE_LR", "1e-5", "SOLVER.STEPS", "(3, 4)", "SOLVER.OPT_ARGS", "{eps: 1.0e-6}"])
     before = cfg.dump()
@@ -23,7 +23,7 @@ def test_each_changed_key_gives_one_line():
     ]
 
 
-def test_missing_saved_keys_count_as_defaults_and_unknown_keys_are_ignored():
+def test_describe_changes_treats_missing_keys_as_defaults_and_ignores_unknown_keys():
     cfg = get_cfg()
     assert describe_changes(cfg, "SOLVER: {GONE: 1}\nMODEL: 3", "x") == []
     cfg.SOLVER.STEPS = (1,)
@@ -31,6 +31,6 @@ def test_missing_saved_keys_count_as_defaults_and_unknown_keys_are_ignored():
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.system [ls]", "- 1", "a: [", "{a: 1, a: 2}"])
-def test_invalid_saved_config_is_an_error(text):
+def test_describe_changes_rejects_invalid_saved_config(text):
     with pytest.raises(ConfigError, match="the checkpoint's config"):
         describe_changes(get_cfg(), text, "the checkpoint's config")

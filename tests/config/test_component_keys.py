@@ -22,7 +22,7 @@ DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\
 DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
 
 
-def test_statically_read_keys_equal_imported_keys():
+def test_keys_read_without_import_equal_imported_keys():
     assert len(DECLARING) > 20
     for path in DECLARING:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
@@ -36,7 +36,7 @@ def test_building_the_config_does_not_import_torch():
     assert out.split() == ["False"]
 
 
-def test_installation_without_sources_is_a_user_error(tmp_path):
+def test_installation_without_py_files_prints_an_error_with_a_fix(tmp_path):
     shutil.copytree(ROOT / "fastamp", tmp_path / "fastamp", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(tmp_path / "fastamp", quiet=1, legacy=True)
     for file in (tmp_path / "fastamp").rglob("*.py"):
@@ -62,7 +62,7 @@ def package(tmp_path):
     return tmp_path
 
 
-def test_keys_are_sorted_by_file_name(package):
+def test_component_keys_are_sorted_by_file_name(package):
     keys = component_keys(package)
     assert list(keys) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
     cfg = get_cfg()
@@ -70,13 +70,13 @@ def test_keys_are_sorted_by_file_name(package):
     assert list(cfg.MODEL.LOSSES)[-2:] == ["A", "B"] and cfg.MODEL.LOSSES.A == 1.0
 
 
-def test_key_declared_by_two_components_is_an_error(package):
+def test_config_key_declared_by_two_components_raises(package):
     (package / "modeling/losses/c.py").write_text('\nKEYS = (Key("MODEL.LOSSES.B", 1.0, "Weight."),)\n')
     with pytest.raises(ValueError, match=r"c\.py.*MODEL\.LOSSES\.B"):
         component_keys(package)
 
 
-def test_files_that_are_not_modules_are_skipped(package):
+def test_component_keys_skip_hidden_files_and_backup_copies(package):
     losses = package / "modeling/losses"
     for name in (".a.py", "._b.py", "a-copy.py", ".ipynb_checkpoints/a-checkpoint.py"):
         (losses / name).parent.mkdir(exist_ok=True)
@@ -85,7 +85,7 @@ def test_files_that_are_not_modules_are_skipped(package):
     assert list(component_keys(package)) == ["MODEL.LOSSES.A", "MODEL.LOSSES.B"]
 
 
-def test_key_with_non_literal_argument_is_an_error(tmp_path):
+def test_config_key_with_non_literal_argument_raises(tmp_path):
     file = tmp_path / "c.py"
     file.write_text('A = 1\nKEYS: tuple = (\n    Key("A.B", 1.0, "One."),\n\n    Key("A.C", 2.0, "Two."),\n)\n')
     assert [key.path for key in declared_keys(file)] == ["A.B", "A.C"]
@@ -102,7 +102,7 @@ def test_key_with_non_literal_argument_is_an_error(tmp_path):
         ("KEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\ndef add_config(cfg):\n    cfg.add_keys(KEYS)", True),
     ],
 )
-def test_plugin_declares_its_keys(tmp_path, text, declared):
+def test_load_plugin_declares_the_config_keys_of_the_plugin_file(tmp_path, text, declared):
     file = tmp_path / "plugin.py"
     file.write_text(f"from fastamp.config import Key\n{text}\n")
     cfg = get_cfg()
@@ -110,7 +110,7 @@ def test_plugin_declares_its_keys(tmp_path, text, declared):
     assert ("MINE" in cfg.MODEL) == declared
 
 
-def test_former_names_of_plugin_arguments_warn(tmp_path):
+def test_former_names_parts_and_load_parts_emit_deprecation_warnings(tmp_path):
     file = tmp_path / "plugin.py"
     file.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\n")
     with pytest.warns(DeprecationWarning, match="parts"):
@@ -119,6 +119,6 @@ def test_former_names_of_plugin_arguments_warn(tmp_path):
         assert fastamp.config.load_parts is load_plugin
 
 
-def test_missing_plugin_is_a_config_error(tmp_path):
+def test_missing_plugin_file_raises_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         read_config("", [], plugin=str(tmp_path / "nowhere.py"))

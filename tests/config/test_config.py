@@ -73,7 +73,7 @@ def test_amp_shorthand_sets_enabled_and_dtype(text, enabled, dtype, quote, from_
         assert bool(merged.SOLVER.AMP) is enabled
 
 
-def test_amp_shorthand_can_be_assigned_as_attribute(cfg):
+def test_assigning_amp_shorthand_sets_enabled_and_dtype(cfg):
     cfg.SOLVER.AMP = True
     assert cfg.SOLVER.AMP
     assert cfg.SOLVER.AMP.ENABLED is True
@@ -87,13 +87,13 @@ def test_amp_shorthand_can_be_assigned_as_attribute(cfg):
     assert "AMP_ENABLED" not in cfg.SOLVER
 
 
-def test_fastreid_key_amp_enabled_is_accepted(from_yaml):
+def test_fastreid_key_solver_amp_enabled_is_accepted(from_yaml):
     assert from_yaml("SOLVER: {AMP_ENABLED: True}").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP_ENABLED", "True").SOLVER.AMP.ENABLED is True
     assert from_list("SOLVER.AMP.ENABLED", "True").SOLVER.AMP.ENABLED is True
 
 
-def test_amp_off_keeps_dtype_of_base(tmp_path):
+def test_amp_off_keeps_dtype_from_the_base_file(tmp_path):
     (tmp_path / "base.yml").write_text("SOLVER: {AMP: fp16}")
     (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSOLVER: {AMP: off}")
     cfg = get_cfg()
@@ -108,7 +108,7 @@ def test_invalid_amp_dtype_suggests_nearest():
         from_list("SOLVER.AMP", "bf17")
 
 
-def test_section_with_enabled_key_accepts_bool(cfg, from_yaml):
+def test_bool_assigned_to_section_sets_its_enabled_key(cfg, from_yaml):
     assert from_yaml("TEST: {FLIP: True}").TEST.FLIP.ENABLED is True
     assert from_list("INPUT.REA", "on").INPUT.REA.ENABLED is True
     cfg.SOLVER.CLIP_GRADIENTS = True
@@ -117,7 +117,7 @@ def test_section_with_enabled_key_accepts_bool(cfg, from_yaml):
         cfg.SOLVER = True
 
 
-def test_section_truth_value_is_enabled_or_non_empty(cfg):
+def test_section_is_true_if_enabled_or_not_empty(cfg):
     assert cfg.SOLVER
     assert not cfg.SOLVER.OPT_ARGS
     assert not cfg.TEST.FLIP
@@ -181,7 +181,7 @@ def test_section_truth_value_is_enabled_or_non_empty(cfg):
     ],
 )
 @pytest.mark.parametrize("way", ["list", "attribute", "dict"])
-def test_values_are_converted_to_key_type_without_loss(key, value, expected, way, cfg):
+def test_values_are_converted_to_the_type_of_the_key(key, value, expected, way, cfg):
     section, _, name = key.rpartition(".")
     node = cfg
     for part in filter(None, section.split(".")):
@@ -198,13 +198,13 @@ def test_values_are_converted_to_key_type_without_loss(key, value, expected, way
         assert [type(element) for element in node[name]] == [type(element) for element in expected]
 
 
-def test_scientific_notation_in_yaml_becomes_float(from_yaml):
+def test_scientific_notation_without_dot_in_yaml_becomes_float(from_yaml):
     # YAML 1.1 reads 3e-4 (no dot) as a string.
     assert from_yaml("DATALOADER: {SET_WEIGHT: [3e-4, 1e-3]}").DATALOADER.SET_WEIGHT == (3e-4, 1e-3)
     assert from_yaml("SOLVER: {BASE_LR: 3e-4}").SOLVER.BASE_LR == 3e-4
 
 
-def test_tuple_text_in_yaml_is_parsed(from_yaml):
+def test_tuple_written_as_text_in_yaml_is_parsed(from_yaml):
     cfg = from_yaml('DATASETS:\n  NAMES: ("A", "B",)\n')
     assert cfg.DATASETS.NAMES == ("A", "B")
     assert from_yaml("MODEL:\n  BACKBONE:\n    STRIDE_SIZE: (12, 12)\n").MODEL.BACKBONE.STRIDE_SIZE == (12, 12)
@@ -257,7 +257,7 @@ def test_tuple_text_in_yaml_is_parsed(from_yaml):
         ("SOLVER", {None: 2}, "None (NoneType) in SOLVER"),
     ],
 )
-def test_invalid_value_names_source_key_and_value(key, value, shown, cfg):
+def test_invalid_config_value_error_names_source_key_and_value(key, value, shown, cfg):
     before = cfg.clone()
     with pytest.raises(ConfigError) as caught:
         cfg.merge_from_list(["SEED", 5, key, value])
@@ -266,7 +266,7 @@ def test_invalid_value_names_source_key_and_value(key, value, shown, cfg):
     assert cfg == before
 
 
-def test_invalid_value_in_a_file_names_the_file(from_yaml):
+def test_invalid_value_in_config_file_error_names_the_file(from_yaml):
     with pytest.raises(ConfigError, match=r"config\.yml: SOLVER.MAX_EPOCH: .*30.5 \(float\)"):
         from_yaml("SOLVER: {MAX_EPOCH: 30.5}")
     with pytest.raises(ConfigError, match=r"OUTPUT_DIR: .*\(date\)"):
@@ -297,13 +297,13 @@ def test_invalid_value_in_a_file_names_the_file(from_yaml):
         ("ZZZ", "config list"),
     ],
 )
-def test_unknown_key_suggests_nearest(key, suggested):
+def test_unknown_config_key_error_suggests_the_nearest_key(key, suggested):
     with pytest.raises(ConfigError) as caught:
         from_list(key, "1")
     assert f"{key!r}" in str(caught.value) and suggested in str(caught.value)
 
 
-def test_unknown_key_names_the_base_file(tmp_path):
+def test_unknown_key_in_base_file_error_names_the_base_file(tmp_path):
     (tmp_path / "base.yml").write_text("SOLVER: {BASE_LT: 0.1}")
     (tmp_path / "child.yml").write_text("_BASE_: base.yml\nSEED: 1")
     cfg = get_cfg()
@@ -315,12 +315,12 @@ def test_unknown_key_names_the_base_file(tmp_path):
     assert cfg == get_cfg()
 
 
-def test_unknown_section_suggests_nearest(from_yaml):
+def test_unknown_config_section_error_suggests_the_nearest_section(from_yaml):
     with pytest.raises(ConfigError, match=r"'SOVLER'.*'SOLVER'"):
         from_yaml("SOVLER: {BASE_LR: 0.1}")
 
 
-def test_unknown_attribute_suggests_nearest(cfg):
+def test_unknown_config_attribute_error_suggests_the_nearest_key(cfg):
     with pytest.raises(ConfigError, match=r"'SOLVER.BASE_LT'.*'SOLVER.BASE_LR'"):
         cfg.SOLVER.BASE_LT = 1
     with pytest.raises(ConfigError, match="'NEW'"):
@@ -332,7 +332,7 @@ def test_unknown_attribute_suggests_nearest(cfg):
 
 
 @pytest.mark.parametrize("opts", [["SEED"], ["SEED", "1", "SOLVER.BASE_LR"], ["SEED=1"], "SEED"])
-def test_command_line_with_unpaired_key_is_an_error(opts, cfg):
+def test_command_line_key_without_a_value_raises(opts, cfg):
     with pytest.raises(ConfigError, match="command line: .*SEED"):
         cfg.merge_from_list(opts)
 
@@ -347,7 +347,7 @@ def test_command_line_with_unpaired_key_is_an_error(opts, cfg):
         max_size=3,
     )
 )
-def test_arbitrary_text_raises_only_config_errors(pairs):
+def test_merge_from_list_raises_only_config_error_for_arbitrary_text(pairs):
     cfg = get_cfg()
     try:
         cfg.merge_from_list([text for pair in pairs for text in pair])
@@ -362,7 +362,7 @@ def test_arbitrary_text_raises_only_config_errors(pairs):
 # ---- SOLVER.OPT_ARGS, the free-form section
 
 
-def test_free_form_section_accepts_any_key_and_replaces_mapping(cfg, from_yaml):
+def test_free_form_section_accepts_any_key_and_mapping_replaces_it(cfg, from_yaml):
     in_file = from_yaml("SOLVER: {OPT_ARGS: {betas: [0.9, 0.98], eps: 1e-6, fused: null, amsgrad: True}}")
     assert in_file.SOLVER.OPT_ARGS == {"betas": (0.9, 0.98), "eps": 1e-6, "fused": None, "amsgrad": True}
     in_file.merge_from_list(["SOLVER.OPT_ARGS.eps", "1e-5", "SOLVER.OPT_ARGS.betas", "(0.8, 0.9)"])
@@ -384,7 +384,7 @@ def test_free_form_section_accepts_any_key_and_replaces_mapping(cfg, from_yaml):
 # ---- other merges, copies, dumps
 
 
-def test_merge_from_other_cfg_accepts_configs_and_dicts_only(cfg):
+def test_merge_from_other_cfg_accepts_only_configs_and_dicts(cfg):
     other = get_cfg()
     other.SOLVER.AMP = "bf16"
     other.SEED = 4
@@ -401,7 +401,7 @@ def test_merge_from_other_cfg_accepts_configs_and_dicts_only(cfg):
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c)), CfgNode.clone])
-def test_copies_keep_values_validation_and_frozen_state(copied, cfg):
+def test_copied_config_keeps_values_validation_and_frozen_state(copied, cfg):
     cfg.SOLVER.AMP = "bf16"
     cfg.freeze()
     result = copied(cfg)
@@ -423,7 +423,7 @@ def test_get_cfg_returns_a_new_config(cfg):
     assert "EXTRA" not in get_cfg()
 
 
-def test_dump_reproduces_the_config(cfg, tmp_path):
+def test_merging_dumped_config_reproduces_the_config(cfg, tmp_path):
     cfg.merge_from_list(
         [
             *("SOLVER.AMP", "fp16", "SOLVER.OPT_ARGS", "{eps: 1e-6, x: [1, a], y: None}", "OUTPUT_DIR", "ä: [#1]"),
@@ -462,7 +462,7 @@ def test_frozen_config_rejects_changes(cfg):
     assert cfg.SEED == 1
 
 
-def test_with_values_returns_a_frozen_copy(cfg):
+def test_with_values_returns_a_frozen_copy_and_keeps_the_original(cfg):
     cfg.freeze()
     other = cfg.with_values({"SOLVER.AMP": "fp16", "SOLVER.BASE_LR": "1e-3", "DATASETS.TESTS": ("a",)})
     assert other.is_frozen() and other.SOLVER.is_frozen()
@@ -473,7 +473,7 @@ def test_with_values_returns_a_frozen_copy(cfg):
         cfg.with_values({"SOLVER.BASE_LRR": 1})
 
 
-def test_assigning_a_reserved_attribute_is_an_error(cfg):
+def test_assigning_a_reserved_config_attribute_raises(cfg):
     with pytest.raises(ConfigError, match="_path"):
         cfg._path = "x"
 
@@ -481,7 +481,7 @@ def test_assigning_a_reserved_attribute_is_an_error(cfg):
 # ---- keys of projects
 
 
-def test_defined_keys_are_validated(cfg):
+def test_values_of_defined_project_keys_are_validated(cfg):
     cfg.define("TUNE.SEARCH.TRIALS", 8, "Trials.")
     cfg.define("TUNE.MODE", "max", "Direction of optimization.", choices=("min", "max"))
     cfg.define("TUNE.SPACE", {}, "Search space.")
@@ -501,20 +501,20 @@ def test_defined_keys_are_validated(cfg):
     ("path", "meaning"),
     [("SEED", "x"), ("SOLVER", "x"), ("SEED.X", "x"), ("A..B", "x"), ("", "x"), ("A", "")],
 )
-def test_define_rejects_existing_and_invalid_paths(path, meaning, cfg):
+def test_define_rejects_existing_keys_invalid_paths_and_empty_descriptions(path, meaning, cfg):
     with pytest.raises(ValueError, match="config key|section"):
         cfg.define(path, 1, meaning)
     assert cfg == get_cfg()
 
 
-def test_define_rejects_invalid_defaults(cfg):
+def test_define_rejects_default_of_wrong_type_or_outside_choices(cfg):
     with pytest.raises(ConfigError, match="A: .*object"):
         cfg.define("A", object(), "x")
     with pytest.raises(ConfigError, match="A: .*'b'"):
         cfg.define("A", "b", "x", choices=("c",))
 
 
-def test_nodes_added_by_assignment_declare_keys(cfg):
+def test_section_added_by_assignment_declares_its_attributes_as_keys(cfg):
     cfg.DISTILL = CfgNode()
     cfg.DISTILL.WEIGHT = 1
     cfg.DISTILL.TEACHER = CfgNode({"ENABLED": False, "FILES": ["a"]})
@@ -565,13 +565,13 @@ def test_standalone_node_adds_keys_by_assignment_but_not_by_merge():
     assert node.MIXED == ("c", 2)
 
 
-def test_constructor_copies_the_given_node(cfg):
+def test_cfgnode_constructor_copies_the_given_node(cfg):
     assert CfgNode(cfg) == cfg
     assert CfgNode(cfg.SOLVER) == cfg.SOLVER
     assert CfgNode(cfg.SOLVER.AMP) == cfg.SOLVER.AMP
 
 
-def test_load_cfg_executes_nothing(tmp_path):
+def test_load_cfg_rejects_python_files_and_tags_without_executing_them(tmp_path):
     assert CfgNode.load_cfg("A: 1") == {"A": 1}
     file = tmp_path / "config.py"
     file.write_text("raise SystemExit(9)")
@@ -582,6 +582,6 @@ def test_load_cfg_executes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("key", ["SEED", "SOLVER.BASE_LR"])
-def test_number_with_hundreds_of_digits_raises_config_error(key):
+def test_config_value_with_400_digits_raises_config_error(key):
     with pytest.raises(ConfigError, match=key):
         get_cfg().merge_from_list([key, "9" * 400])

@@ -1,4 +1,4 @@
-"""Default values, and the documentation of config keys."""
+"""Default values of all config keys, and their documentation in the terminal."""
 
 import json
 from pathlib import Path
@@ -16,12 +16,12 @@ VALUES = json.loads((Path(__file__).parents[1] / "reference" / "fastreid_config_
 
 
 def flat(cfg):
-    """Return path -> value, with tuples as lists."""
+    """Return a dict of config key -> value, with tuples converted to lists."""
     return {key.path: list(value) if isinstance(value, tuple) else value for key, value in cfg.keys_below()}
 
 
 def nested(values):
-    """Convert {"A.B": 1} to {"A": {"B": 1}}."""
+    """Convert a dict of dotted keys to nested dicts: ``{"A.B": 1}`` to ``{"A": {"B": 1}}``."""
     tree = {}
     for path, value in values.items():
         *sections, name = path.split(".")
@@ -32,7 +32,7 @@ def nested(values):
     return tree
 
 
-def test_defaults_equal_those_of_fastreid():
+def test_config_defaults_equal_fastreid_defaults():
     ours = flat(get_cfg())
     assert len(VALUES["defaults"]) == 131
     for path, value in VALUES["defaults"].items():
@@ -40,7 +40,7 @@ def test_defaults_equal_those_of_fastreid():
         assert type(ours[path]) is type(value), path
 
 
-def test_fastreid_recipes_merge_and_round_trip(tmp_path, subtests):
+def test_fastreid_recipes_merge_and_survive_a_dump(tmp_path, subtests):
     file = tmp_path / "recipe.yml"
     for recipe, changes in VALUES["resolved"].items():
         with subtests.test(recipe):
@@ -56,7 +56,7 @@ def test_fastreid_recipes_merge_and_round_trip(tmp_path, subtests):
             assert "!!" not in cfg.dump()
 
 
-def test_all_43_fastreid_recipes_are_compared():
+def test_reference_file_contains_all_43_fastreid_recipes():
     assert len(VALUES["resolved"]) == 43
 
 
@@ -66,7 +66,7 @@ def test_bagtricks_recipe_equals_fastreid_recipe():
     assert flat(cfg) == flat(get_cfg()) | VALUES["resolved"]["Market1501/bagtricks_R50.yml"]
 
 
-def test_every_key_has_a_description_and_a_convertible_default(subtests):
+def test_every_config_key_has_a_description_and_a_convertible_default(subtests):
     for key in KEYS.values():
         with subtests.test(key.path):
             assert key.meaning.endswith("."), "the description is a sentence"
@@ -77,7 +77,7 @@ def test_every_key_has_a_description_and_a_convertible_default(subtests):
                     assert key.element_type is not None, "an empty default needs of="
 
 
-def test_new_keys_have_expected_defaults():
+def test_config_keys_absent_from_fastreid_have_expected_defaults():
     cfg = get_cfg()
     amp = dict(cfg.SOLVER.AMP)
     assert amp == {
@@ -102,7 +102,7 @@ def test_new_keys_have_expected_defaults():
     assert (cfg.SOLVER.EPOCH_SCHEDULE, cfg.SOLVER.OPT_ARGS, cfg.SOLVER.TF32) == ("after_warmup", {}, False)
 
 
-def test_aliases_and_shorthands_refer_to_existing_keys():
+def test_renamed_keys_and_shorthands_refer_to_existing_keys():
     for old, new in RENAMED.items():
         assert any(f"{key}.".startswith(f"{new}.") for key in KEYS)
         assert not any(f"{key}.".startswith(f"{old}.") for key in KEYS)
@@ -114,14 +114,14 @@ def test_aliases_and_shorthands_refer_to_existing_keys():
 # ---- documentation
 
 
-def test_documentation_lists_every_key_within_100_columns():
+def test_describe_config_lists_every_key_within_100_columns():
     text = describe_config()
     for key in KEYS.values():
         assert f"\n{key.path}: " in f"\n{text}"
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_prefix_selects_a_section_or_key():
+def test_describe_config_with_prefix_describes_only_that_section_or_key():
     text = describe_config("solver.amp")
     assert "SOLVER.AMP.DTYPE: auto" in text
     assert "SOLVER.BASE_LR" not in text
@@ -130,12 +130,12 @@ def test_prefix_selects_a_section_or_key():
     assert describe_config("SOLVER.BASE_LR").count("\n") >= 1
 
 
-def test_unknown_prefix_suggests_nearest():
+def test_describe_config_with_unknown_prefix_suggests_the_nearest():
     with pytest.raises(ConfigError, match=r"'SOLVERS'.*'SOLVER"):
         describe_config("SOLVERS")
 
 
-def test_documentation_shows_changed_values_and_project_keys():
+def test_describe_config_shows_changed_values_and_project_keys():
     cfg = get_cfg()
     cfg.define("TUNE.TRIALS", 8, "Trials of the search.")
     cfg.SOLVER.BASE_LR = 0.1

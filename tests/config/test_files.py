@@ -1,4 +1,4 @@
-"""Config files: bases, cycles, and invalid files."""
+"""Config files: merging of base files, cyclic base files, and invalid files."""
 
 import re
 
@@ -28,7 +28,7 @@ def merge(path):
     return cfg
 
 
-def test_base_path_is_relative_to_its_file(write, tmp_path, monkeypatch):
+def test_base_path_is_relative_to_the_file_that_lists_it(write, tmp_path, monkeypatch):
     write("base/root.yml", "SEED: 1\nSOLVER: {BASE_LR: 0.1, MAX_EPOCH: 3}")
     write("base/middle.yml", "_BASE_: root.yml\nSOLVER: {BASE_LR: 0.2}")
     child = write("recipes/child.yml", "_BASE_: ../base/middle.yml\nLOG_PERIOD: 7")
@@ -39,7 +39,7 @@ def test_base_path_is_relative_to_its_file(write, tmp_path, monkeypatch):
     assert merge("child.yml").SOLVER.BASE_LR == 0.2
 
 
-def test_bases_merge_in_order_with_a_shared_base(write):
+def test_later_base_file_overrides_earlier_base_file(write):
     write("root.yml", "SEED: 1")
     write("a.yml", "_BASE_: root.yml\nLOG_PERIOD: 1\nSOLVER: {GAMMA: 0.5}")
     write("b.yml", "_BASE_: root.yml\nLOG_PERIOD: 2")
@@ -47,7 +47,7 @@ def test_bases_merge_in_order_with_a_shared_base(write):
     assert (cfg.SEED, cfg.LOG_PERIOD, cfg.SOLVER.GAMMA) == (1, 2, 0.5)
 
 
-def test_tilde_in_path_is_expanded(write, tmp_path, monkeypatch):
+def test_tilde_in_config_and_base_paths_is_expanded(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write("base.yml", "SEED: 6")
     write("deep/er/child.yml", "_BASE_: ~/base.yml")
@@ -67,7 +67,7 @@ def test_cyclic_base_error_shows_the_chain_of_files(write, length):
     assert " -> ".join(map(str, [*files, files[0]])) in str(caught.value)
 
 
-def test_base_cycle_through_a_symlink_is_an_error(write, tmp_path):
+def test_cyclic_base_through_a_symbolic_link_raises(write, tmp_path):
     file = write("a.yml", "_BASE_: link.yml")
     (tmp_path / "link.yml").symlink_to(file)
     with pytest.raises(ConfigError, match=r"a\.yml -> .*link\.yml"):
@@ -79,7 +79,7 @@ def test_empty_config_file_changes_nothing(write, content):
     assert merge(write("empty.yml", content)) == get_cfg()
 
 
-def test_byte_order_mark_and_windows_line_endings_are_accepted(write):
+def test_config_file_with_byte_order_mark_and_windows_line_endings_is_accepted(write):
     assert merge(write("bom.yml", b"\xef\xbb\xbfSEED: 3\r\nSOLVER:\r\n  AMP: on\r\n")).SEED == 3
 
 
@@ -123,7 +123,7 @@ def test_byte_order_mark_and_windows_line_endings_are_accepted(write):
         ("a.PYC", b"\x00", "Python file"),
     ],
 )
-def test_invalid_config_file_is_named_in_the_error(write, name, content, shown):
+def test_invalid_config_file_error_names_the_file(write, name, content, shown):
     file = write(name, content)
     cfg = get_cfg()
     with pytest.raises(ConfigError) as caught:
@@ -133,7 +133,7 @@ def test_invalid_config_file_is_named_in_the_error(write, name, content, shown):
     assert cfg == get_cfg()
 
 
-def test_missing_file_error_lists_config_files_in_its_folder(tmp_path, write):
+def test_missing_config_file_error_lists_config_files_in_the_folder(tmp_path, write):
     write("near.yml", "SEED: 1")
     with pytest.raises(ConfigError, match=r"gone\.yml: (.|\n)*near\.yml"):
         merge(tmp_path / "gone.yml")
@@ -171,6 +171,6 @@ def test_yaml_anchors_and_merge_keys_are_supported(write):
     assert cfg.TEST.ROC.ENABLED is True
 
 
-def test_read_layers_returns_path_and_mapping_of_each_file(write):
+def test_read_layers_returns_base_file_before_child_file(write):
     base, child = write("base.yml", "SEED: 1"), write("child.yml", "_BASE_: base.yml\nSEED: 2")
     assert read_layers(child) == [(str(base), {"SEED": 1}), (str(child), {"SEED": 2})]

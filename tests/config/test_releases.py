@@ -130,7 +130,11 @@ BACKBONES = {
 
 
 def expected(name):
-    """Return the expected differences from the current defaults, by method, backbone and dataset."""
+    """Return the expected differences of a translated file from the current defaults, as key -> value.
+
+    Args:
+        name: path of the file, e.g. ``"v0.1.1/configs/Market1501/sbs_R50-ibn.yml"``.
+    """
     release, _, *folder, file = name.removesuffix(".yml").split("/")
     method, part = file.split("_") if folder else ("Base", file.removeprefix("Base-"))
     if not folder:
@@ -169,7 +173,7 @@ def recipe(tmp_path):
 # ---- the files of the releases
 
 
-def test_old_config_files_translate_to_the_recipe_of_their_release(root, subtests):
+def test_fastreid_config_files_translate_to_the_recipe_of_their_release(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             cfg = load(root / name)
@@ -184,15 +188,15 @@ def test_all_25_config_files_per_release_are_tested():
 @pytest.mark.parametrize(
     "name", ["v0.1.1/configs/Market1501/sbs_R50-ibn.yml", "v1.0.0/configs/DukeMTMC/mgn_R50-ibn.yml"]
 )
-def test_loading_with_another_release_changes_the_recipe(root, name):
-    """Negative control for the comparison above."""
+def test_translating_with_the_wrong_release_changes_the_recipe(root, name):
+    """Negative control: the defaults of the two releases differ, so the recipe depends on the release."""
     right, other = load(root / name), {"v0.1.1": "v1.0.0", "v1.0.0": "v0.1.1"}[name.split("/")[0]]
     wrong = load(root / name, release=other)
     differ = {key for key, value in flat(wrong).items() if value != flat(right)[key]}
     assert {"SOLVER.LR_UPDATE", "MODEL.BACKBONE.STEM_POOL", "SOLVER.NESTEROV", "INPUT.CJ.PROB"} <= differ
 
 
-def test_every_renamed_key_in_a_file_is_logged(root, subtests):
+def test_translation_logs_every_renamed_key_in_a_config_file(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
             text = "\n".join(load(root / name).translation_notes())
@@ -203,7 +207,7 @@ def test_every_renamed_key_in_a_file_is_logged(root, subtests):
 
 
 def read_layers_of(path):
-    """Yield the name and the dotted settings of a file and of each base, without using fastamp."""
+    """Yield ``(file name, dict of dotted key -> value)`` for each base file and the file, without using fastamp."""
     mapping = yaml.safe_load(path.read_text())
     if base := mapping.pop("_BASE_", None):
         yield from read_layers_of((path.parent / base).resolve())
@@ -218,7 +222,7 @@ def read_layers_of(path):
     yield path.name, dict(leaves(mapping))
 
 
-def test_translations_of_file_values_and_release_defaults_are_logged(root, caplog):
+def test_translation_logs_source_of_values_and_release_defaults(root, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         load(root / "v0.1.1/configs/Base-AGW.yml")
     assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in caplog.messages
@@ -232,7 +236,7 @@ def test_translations_of_file_values_and_release_defaults_are_logged(root, caplo
     ("v1.0.0/configs/Base-bagtricks.yml", {0: 0.1, 99: 0.1, 100: 0.19, 1000: 1, 4999: 1, 5000: 0.1, 10000: 0.01}),
     ("v1.0.0/configs/Base-SBS.yml", {0: 0.1, 1000: 1, 2999: 1, 3000: 0.99727, 4400: 0.501, 4499: 0.501, 5999: 0.002}),
 ])  # fmt: skip
-def test_translated_schedule_matches_the_learning_rates_of_the_release(root, name, rates):
+def test_translated_schedule_matches_learning_rates_of_the_fastreid_release(root, name, rates):
     cfg = load(root / name)
     schedule = build_lr_schedule(cfg, 100)
     found = {
@@ -245,7 +249,7 @@ def test_translated_schedule_matches_the_learning_rates_of_the_release(root, nam
 # ---- single keys
 
 
-def test_unset_keys_get_the_defaults_of_the_release(recipe):
+def test_keys_missing_from_old_config_file_get_release_defaults(recipe):
     cfg = recipe({"SOLVER": {"MAX_ITER": 7, "DELAY_ITERS": 1}})
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WEIGHT_DECAY_BIAS) == (7, 10, 0.0)
     assert (cfg.DATALOADER.SAMPLER_TRAIN, cfg.TEST.EVAL_PERIOD) == ("BalancedIdentitySampler", 50)
@@ -257,8 +261,8 @@ def test_unset_keys_get_the_defaults_of_the_release(recipe):
 
 
 @pytest.mark.parametrize("release", RELEASE_DEFAULTS)
-def test_file_with_all_release_defaults_equals_empty_file(recipe, release):
-    """Runs of that release saved configs with every key."""
+def test_old_config_file_with_all_release_defaults_equals_empty_file(recipe, release):
+    """Old FastReID releases saved the config of a run with every key, not only with the changed keys."""
     whole = {
         key: list(value) if isinstance(value, tuple) else value for key, value in RELEASE_DEFAULTS[release].items()
     }
@@ -283,7 +287,7 @@ def test_old_pooling_layer_names_are_translated(recipe, release, old, new):
     ("amSoftmax", "CosSoftmax", 30, 0.5), ("cosSoftmax", "CosSoftmax", 30, 0.5),
 ])  # fmt: skip
 def test_old_classifier_names_are_translated(recipe, old, new, scale, margin):
-    """The old linear classifier ignored SCALE and MARGIN; the current one would multiply by SCALE."""
+    """The old linear classifier ignored SCALE and MARGIN; the current classifier multiplies the logits by SCALE."""
     heads = recipe({"MODEL.HEADS": {"CLS_LAYER": old, "SCALE": 30, "MARGIN": 0.5}}, "v0.1.1").MODEL.HEADS
     assert (new, scale, margin) == (heads.CLS_LAYER, heads.SCALE, heads.MARGIN)
 
@@ -314,7 +318,7 @@ def test_heads_from_v011_are_translated(recipe, heads, architecture, neck, embed
     (False, False, "TrainingSampler"),
 ])  # fmt: skip
 @pytest.mark.parametrize("release", ["v0.1.1", "v1.0.0"])
-def test_sampler_flags_are_translated_to_a_sampler_name(recipe, release, identities, naive, sampler):
+def test_old_sampler_flags_are_translated_to_a_sampler_name(recipe, release, identities, naive, sampler):
     cfg = recipe({"DATALOADER": {"PK_SAMPLER": identities, "NAIVE_WAY": naive}}, release)
     assert sampler == cfg.DATALOADER.SAMPLER_TRAIN
 
@@ -339,7 +343,7 @@ def test_renamed_input_test_solver_and_kd_keys_are_translated(recipe):
 
 
 def test_mgn_loss_scales_from_v011_are_converted(recipe):
-    """v0.1.1 applied the scales as given; the current model divides by the number of losses."""
+    """v0.1.1 summed the losses of all MGN heads; the current model averages them."""
     losses = {"NAME": BOTH_LOSSES, "CE": {"SCALE": 0.25}, "TRI": {"SCALE": 0.2}}
     mapping = {"MODEL": {"META_ARCHITECTURE": "MGN", "LOSSES": losses}}
     cfg = recipe(mapping, "v0.1.1")
@@ -360,12 +364,12 @@ def test_normalized_triplet_loss_from_v011_is_reported(recipe, release, euclidea
     assert cfg.MODEL.LOSSES.TRI.NORM_FEAT is normalize and named == (euclidean and normalize)
 
 
-def test_weight_decay_of_norm_layers_is_that_of_weights(recipe):
+def test_weight_decay_norm_from_v011_equals_weight_decay(recipe):
     solver = recipe({"SOLVER": {"MAX_ITER": 5, "WEIGHT_DECAY": 0.01}}).SOLVER
     assert (solver.WEIGHT_DECAY, solver.WEIGHT_DECAY_NORM, solver.WEIGHT_DECAY_BIAS) == (0.01, 0.01, 0.0)
 
 
-def test_swa_epochs_are_translated(recipe):
+def test_swa_epochs_from_v011_are_added_to_max_epoch(recipe):
     swa = {"ENABLED": True, "ITER": 15, "PERIOD": 3, "LR_SCHED": True}
     cfg = recipe({"SOLVER": {"MAX_ITER": 40, "SWA": swa}})
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.SWA.ENABLED) == (55, True)
@@ -376,7 +380,7 @@ def test_swa_epochs_are_translated(recipe):
     assert any("SOLVER.SWA.ITER 15: no effect" in line for line in cfg.translation_notes())
 
 
-def test_keys_without_counterpart_are_logged_as_warnings(recipe, caplog):
+def test_old_keys_without_counterpart_are_logged(recipe, caplog):
     backbone = {"NORM": "GhostBN", "NORM_SPLIT": 4}
     cfg = recipe({"MODEL": {"BACKBONE": backbone, "HEADS": {"NORM_SPLIT": 2}}, "SOLVER": {"MAX_ITERS": 7}})
     assert cfg.MODEL.BACKBONE.NORM == "GhostBN"
@@ -393,7 +397,7 @@ def test_values_valid_only_in_old_releases_are_translated(recipe):
     assert (cfg.TEST.EVAL_PERIOD, cfg.SOLVER.NESTEROV, cfg.MODEL.FREEZE_LAYERS) == (120, False, ())
 
 
-def test_value_of_wrong_type_error_names_file_and_old_key(recipe):
+def test_old_key_with_wrong_type_error_names_file_and_old_key(recipe):
     with pytest.raises(ConfigError, match=r"old.yml: SOLVER.MAX_ITER: .*'many'"):
         recipe({"SOLVER": {"MAX_ITER": "many"}})
 
@@ -401,7 +405,7 @@ def test_value_of_wrong_type_error_names_file_and_old_key(recipe):
 # ---- detection of the release
 
 
-def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recipe):
+def test_max_iter_and_warmup_iters_in_v100_files_are_read_as_epochs(recipe):
     """The vehicle configs in v1.0.0 still used key names from v0.1.1."""
     solver = {"FP16_ENABLED": True, "MAX_EPOCH": 120, "WARMUP_EPOCHS": 10, "NESTEROV": True}
     cfg = recipe({"SOLVER": solver | {"MAX_ITER": 60, "WARMUP_ITERS": 5, "STEPS": [30, 50]}})
@@ -410,15 +414,15 @@ def test_iteration_keys_with_epoch_values_in_v100_files_are_read_as_epochs(recip
     assert (cfg.SOLVER.MAX_EPOCH, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.WARMUP_ITERS) == (60, 5, 0)
 
 
-def test_warmup_longer_than_the_training_is_read_as_iterations(recipe):
-    """Releases after v1.0.0 used some of the old keys with the current schedule."""
+def test_warmup_longer_than_training_in_old_file_is_read_as_iterations(recipe):
+    """Releases after v1.0.0 counted WARMUP_ITERS in iterations, but still used some old keys."""
     cfg = recipe({"INPUT": {"DO_PAD": True}, "SOLVER": {"WARMUP_ITERS": 2000, "MAX_EPOCH": 60, "AMP": True}})
     assert (cfg.SOLVER.WARMUP_ITERS, cfg.SOLVER.WARMUP_EPOCHS, cfg.SOLVER.LR_UPDATE) == (2000, 0, "mixed")
     assert any("WARMUP_ITERS 2000" in line for line in cfg.translation_notes())
     assert any("SOLVER.AMP.ENABLED" in line and "current" in line for line in cfg.translation_notes())
 
 
-def test_file_valid_for_both_releases_is_read_as_the_later_one(recipe):
+def test_old_config_file_valid_for_two_releases_is_read_as_v100(recipe):
     cfg = recipe({"INPUT": {"DO_PAD": False}})
     note = cfg.translation_notes()[0]
     assert "v0.1.1 or v1.0.0" in note and "INPUT.DO_PAD" in note
@@ -436,13 +440,13 @@ def test_file_valid_for_both_releases_is_read_as_the_later_one(recipe):
     {"MODEL": {"HEADS": {"NAME": "LinearHead"}}},  # a custom head
     {"INPUT": {"PADDING": True}, "SOLVER": {"AMP_ENABLED": True, "SWA": {"ENABLED": True, "PERIOD": 2}}},
 ])  # fmt: skip
-def test_file_without_old_keys_is_not_translated(recipe, mapping):
+def test_config_file_without_old_keys_is_not_translated(recipe, mapping):
     cfg, same = recipe(mapping), get_cfg()
     same.merge_from_other_cfg(mapping)
     assert cfg == same and cfg.translation_notes() == []
 
 
-def test_project_key_with_an_old_name_is_not_translated(tmp_path):
+def test_project_key_named_like_an_old_key_is_not_translated(tmp_path):
     (tmp_path / "project.yml").write_text("MODEL: {HEADS: {IN_FEAT: 3}}\n")
     cfg = get_cfg()
     cfg.define("MODEL.HEADS.IN_FEAT", 1, "Width of a project's head.")
@@ -459,7 +463,7 @@ def test_current_keys_in_an_old_file_are_kept(recipe):
 
 
 @pytest.mark.parametrize("old, current", [("child", "base"), ("base", "child")])
-def test_mixing_old_and_current_files_is_an_error(tmp_path, old, current):
+def test_merging_old_and_current_config_files_raises(tmp_path, old, current):
     files = {old: {"SOLVER": {"MAX_ITER": 60}}, current: {"INPUT": {"FLIP": True}}}
     (tmp_path / "base.yml").write_text(yaml.safe_dump(files["base"]))
     (tmp_path / "child.yml").write_text(yaml.safe_dump({"_BASE_": "base.yml"} | files["child"]))
@@ -469,7 +473,7 @@ def test_mixing_old_and_current_files_is_an_error(tmp_path, old, current):
         assert text in str(caught.value)
 
 
-def test_missing_base_file_of_the_first_release_has_a_fix(tmp_path):
+def test_missing_v011_base_file_error_suggests_copying_it(tmp_path):
     (tmp_path / "sbs.yml").write_text("_BASE_: Base-Strongerbaseline.yml\n")
     with pytest.raises(ConfigError, match=r"Base-Strongerbaseline\.yml(.|\n)*fix: .*v0\.1\.1"):
         load(tmp_path / "sbs.yml")
@@ -485,18 +489,18 @@ def test_missing_base_file_of_the_first_release_has_a_fix(tmp_path):
     ("MODEL.BACKBONE.NORM_SPLIT", "2", "MODEL.BACKBONE.NORM_SPLIT"),
     ("DATALOADER.PK_SAMPLER", "True", "DATALOADER.SAMPLER_TRAIN"),
 ])  # fmt: skip
-def test_old_key_on_command_line_suggests_the_current_one(key, value, now):
+def test_old_key_on_command_line_error_suggests_the_current_key(key, value, now):
     with pytest.raises(ConfigError, match=now) as caught:
         get_cfg().merge_from_list([key, value])
     assert "CROP" not in str(caught.value)
 
 
-def test_explain_accepts_old_names_and_files(root):
+def test_explain_key_accepts_old_key_names_and_old_config_files(root):
     text = explain_key("INPUT.DO_PAD", config_file=str(root / "v0.1.1/configs/Base-AGW.yml"))
     assert text.startswith("INPUT.PADDING.ENABLED: False") and "Base-AGW.yml: True" in text
 
 
-def test_translated_config_round_trips(root, tmp_path):
+def test_translated_config_is_unchanged_after_saving_and_loading(root, tmp_path):
     cfg = load(root / "v0.1.1/configs/VeRi/sbs_R50-ibn.yml")
     (tmp_path / "new.yml").write_text(yaml.safe_dump(changed_values(cfg)))
     assert load(tmp_path / "new.yml") == cfg and not read_recipe(tmp_path / "new.yml").release
@@ -504,7 +508,7 @@ def test_translated_config_round_trips(root, tmp_path):
     assert load(tmp_path / "dump.yml") == cfg
 
 
-def test_release_tables_are_consistent():
+def test_release_tables_cover_every_key_of_old_releases():
     old = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
     for new in RENAMED.values():
         assert new in KEYS

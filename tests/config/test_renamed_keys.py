@@ -50,26 +50,26 @@ def values_of(cfg):
     return {old: values[current_path(old)] for old in FORMER}
 
 
-def test_every_renamed_key_is_tested():
+def test_former_names_of_all_renamed_keys_are_tested():
     former = {old for key in KEYS for old in former_paths(key)} - FASTREID_SPELLINGS.keys()
     assert former == FORMER.keys() and not former & KEYS.keys()
     assert all(any(f"{key}.".startswith(f"{new}.") for key in KEYS) for new in RENAMED.values())
 
 
-def test_command_line_accepts_former_names(cfg):
+def test_command_line_accepts_former_names_of_keys(cfg):
     cfg.merge_from_list([word for old, value in FORMER.items() for word in (old, str(value))])
     assert values_of(cfg) == FORMER
 
 
 @pytest.mark.parametrize("dotted", [True, False])
-def test_config_file_accepts_former_names(cfg, tmp_path, dotted):
+def test_config_file_accepts_former_names_of_keys(cfg, tmp_path, dotted):
     file = tmp_path / "old.yml"
     file.write_text(yaml.safe_dump(FORMER if dotted else nested(FORMER)))
     cfg.merge_from_file(str(file))
     assert values_of(cfg) == FORMER and cfg.translation_notes() == []
 
 
-def test_section_shorthand_accepts_former_names(cfg, tmp_path):
+def test_bool_for_former_section_name_sets_enabled_of_renamed_section(cfg, tmp_path):
     cfg.merge_from_list(["INPUT.GREY", "on"])
     assert cfg.INPUT.GRAYSCALE.ENABLED is True
     (tmp_path / "old.yml").write_text("INPUT: {LOCAL_GREY: True}\n")
@@ -77,19 +77,19 @@ def test_section_shorthand_accepts_former_names(cfg, tmp_path):
     assert cfg.INPUT.LOCAL_GRAYSCALE.ENABLED is True
 
 
-def test_merged_dicts_accept_former_names(cfg):
+def test_merge_from_other_cfg_and_with_values_accept_former_names(cfg):
     cfg.merge_from_other_cfg(nested(FORMER))
     assert values_of(cfg) == FORMER
     assert values_of(get_cfg().with_values(FORMER)) == FORMER
 
 
-def test_checkpoint_with_former_names_loads(cfg, tmp_path):
+def test_config_in_checkpoint_with_former_key_names_loads(cfg, tmp_path):
     write_checkpoint(tmp_path / "old.pth", {"model": {}, "config": yaml.safe_dump(nested(FORMER))})
     merge_from_checkpoint(cfg, tmp_path / "old.pth")
     assert values_of(cfg) == FORMER
 
 
-def test_attributes_read_and_write_former_names(cfg):
+def test_config_attributes_with_former_names_can_be_read_and_assigned(cfg):
     cfg.TEST.FLOORS = True
     cfg.INPUT.GREY = True
     cfg.INPUT.LOCAL_GREY.PROB = 0.75
@@ -107,18 +107,18 @@ def test_attributes_read_and_write_former_names(cfg):
         cfg["FLOORS"]
 
 
-def test_invalid_value_of_former_name_error_names_current_key(cfg):
+def test_invalid_value_for_former_key_name_error_states_current_key(cfg):
     with pytest.raises(ConfigError, match=r"TEST\.AP_METHOD: .*'trapezoids'(.|\n)*'trapezoid'"):
         cfg.merge_from_list(["TEST.AP", "trapezoids"])
 
 
-def test_project_may_declare_a_key_with_a_former_name(cfg):
+def test_project_key_named_like_a_former_key_is_independent(cfg):
     cfg.define("TEST.FLOORS", 3, "Number of storeys.")
     cfg.merge_from_list(["TEST.FLOORS", "5"])
     assert (cfg.TEST.FLOORS, cfg.TEST.BASELINES) == (5, False)
 
 
-def test_saved_config_with_former_names_shows_no_changes(cfg):
+def test_describe_changes_ignores_renaming_of_keys(cfg):
     before = yaml.safe_dump(nested(FORMER))
     cfg.merge_from_list([word for old, value in FORMER.items() for word in (old, str(value))])
     assert describe_changes(cfg, before, "x") == []
@@ -126,7 +126,7 @@ def test_saved_config_with_former_names_shows_no_changes(cfg):
     assert describe_changes(cfg, before, "x") == ["TEST.NUM_TRIALS: 3 -> 4"]
 
 
-def test_documentation_resolves_former_names():
+def test_explain_key_and_describe_config_accept_former_names():
     lines = explain_key("input.grey.prob").splitlines()
     assert lines[0] == "INPUT.GRAYSCALE.PROB: 0.1" and "    former name: INPUT.GREY.PROB" in lines
     assert "INPUT.GRAYSCALE.ENABLED: False" in describe_config("input.grey")

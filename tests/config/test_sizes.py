@@ -1,4 +1,4 @@
-"""Image sizes: accepted forms, and the input size of the model."""
+"""Image sizes: accepted forms of the config values, and the input size of the model."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def config(*opts):
 
 @pytest.mark.parametrize("key", ["INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST", "INPUT.CROP.SIZE"])
 @pytest.mark.parametrize("text", ["(64, 32, 3)", "()", "(0, 32)", "(0, 0)", "-1", "(9000,)", "(64, 9000)"])
-def test_invalid_size_lists_the_accepted_forms(key, text):
+def test_invalid_image_size_error_lists_the_accepted_forms(key, text):
     forms = "(height, width) or (side,)" if "CROP" in key else "(height, width), (shorter_side,) or (0,)"
     with pytest.raises(ConfigError) as raised:
         config(key, text)
@@ -22,12 +22,12 @@ def test_invalid_size_lists_the_accepted_forms(key, text):
 
 
 @pytest.mark.parametrize("text, size", [("(0,)", (0,)), ("[256,]", (256,)), ("256", (256,)), ("(64, 32)", (64, 32))])
-def test_accepted_size_forms_are_converted(text, size):
+def test_accepted_forms_of_image_sizes_are_converted_to_tuples(text, size):
     cfg = config("INPUT.SIZE_TRAIN", text, "INPUT.SIZE_TEST", text)
     assert cfg.INPUT.SIZE_TRAIN == cfg.INPUT.SIZE_TEST == size
 
 
-def test_crop_size_of_zero_is_an_error():
+def test_crop_size_zero_raises():
     with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE .*\(0,\)"):
         config("INPUT.CROP.SIZE", "(0,)")
 
@@ -44,7 +44,7 @@ def test_crop_size_of_zero_is_an_error():
         (("INPUT.SIZE_TRAIN", "(0,)", "INPUT.SIZE_TEST", "(64,)", "INPUT.CROP", "True"), (224, 224), (224, 224)),
     ],
 )
-def test_input_size_follows_crop_and_size_keys(opts, train, test):
+def test_input_size_depends_on_crop_size_and_padding_keys(opts, train, test):
     cfg = config(*opts)
     assert (input_size(cfg, is_train=True), input_size(cfg, is_train=False)) == (train, test)
     assert size_key(cfg, is_train=False) == ("INPUT.CROP.SIZE" if "INPUT.CROP" in opts else "INPUT.SIZE_TEST")

@@ -1,4 +1,4 @@
-"""Mixed precision: SOLVER.AMP."""
+"""Config keys of mixed precision: the section ``SOLVER.AMP``."""
 
 from fastamp.config.key import Key
 

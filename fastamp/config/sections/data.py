@@ -1,4 +1,4 @@
-"""Images and datasets: INPUT, DATASETS and DATALOADER."""
+"""Config keys of images and datasets: the sections ``INPUT``, ``DATASETS`` and ``DATALOADER``."""
 
 from fastamp.config.key import Key
 

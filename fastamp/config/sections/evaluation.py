@@ -1,4 +1,4 @@
-"""Evaluation: TEST."""
+"""Config keys of evaluation: the section ``TEST``."""
 
 from fastamp.config.key import Key
 
@@ -6,7 +6,7 @@ KEYS = (
     Key("TEST.EVAL_PERIOD", 20, "Evaluation interval, in epochs; the last epoch is always evaluated.", low=1),
     Key("TEST.IMS_PER_BATCH", 64, "Images per test batch, over all ranks.", low=1),
     Key("TEST.NUM_WORKERS", -1, "Worker processes per rank for test images; -1 means DATALOADER.NUM_WORKERS.", low=-1),
-    Key("TEST.METRIC", "cosine", "Distance that ranks the gallery.", choices=("cosine", "euclidean")),
+    Key("TEST.METRIC", "cosine", "Distance by which the gallery images are ranked.", choices=("cosine", "euclidean")),
     Key("TEST.FLIP.ENABLED", False, "Average the features of each image and its horizontal flip."),
     Key(
         "TEST.BASELINES",
@@ -14,7 +14,7 @@ KEYS = (
         "Also rank by raw pixels and by color histograms, and print both baselines next to the result.",
     ),
     "TEST.PROTOCOL",
-    Key("TEST.NUM_TRIALS", 10, "Number of random galleries under PROTOCOL cuhk03 and vehicleid.", low=1),
+    Key("TEST.NUM_TRIALS", 10, "Number of random galleries; only for TEST.PROTOCOL cuhk03 and vehicleid.", low=1),
     Key(
         "TEST.SEED",
         0,

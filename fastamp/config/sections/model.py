@@ -1,4 +1,4 @@
-"""Model: MODEL and KD."""
+"""Config keys of the model and of knowledge distillation: the sections ``MODEL`` and ``KD``."""
 
 from fastamp.config.key import Key
 
@@ -77,7 +77,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.WITH_IBN", False, "Instance norm on half of the channels in the first three stages (IBN-Net a)."
     ),
-    Key("MODEL.BACKBONE.WITH_SE", False, "Squeeze-and-excitation in every block."),
+    Key("MODEL.BACKBONE.WITH_SE", False, "Add squeeze-and-excitation to every residual block."),
     Key("MODEL.BACKBONE.WITH_NL", False, "Non-local attention blocks in stages 2 and 3."),
     Key(
         "MODEL.BACKBONE.PRETRAIN",
@@ -132,7 +132,7 @@ KEYS = (
     Key(
         "MODEL.HEADS.NUM_CLASSES",
         0,
-        "Number of classes (identities); 0 counts those of the training set.",
+        "Number of classes (identities); 0 means the number of identities in the training set.",
         low=0,
     ),
     Key(

@@ -1,4 +1,4 @@
-"""Run: top-level keys."""
+"""Config keys outside of any section, e.g. ``SEED`` and ``OUTPUT_DIR``."""
 
 from fastamp.config.key import Key
 

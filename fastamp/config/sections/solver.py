@@ -1,4 +1,4 @@
-"""Training: SOLVER, except for SOLVER.AMP."""
+"""Config keys of training: the section ``SOLVER``, except for ``SOLVER.AMP``."""
 
 from fastamp.config.key import Key
 
@@ -24,7 +24,7 @@ KEYS = (
         "Additional keyword arguments of the optimizer, e.g. {betas: [0.9, 0.98], eps: 1.0e-6}. A section replaces "
         "the section of a base file; SOLVER.OPT_ARGS.eps sets one argument.",
     ),
-    Key("SOLVER.BASE_LR", 3e-4, "Learning rate between warm-up and decay.", low=0),
+    Key("SOLVER.BASE_LR", 3e-4, "Base learning rate, which applies between warm-up and decay.", low=0),
     Key(
         "SOLVER.LR_SCALING",
         "none",
@@ -36,7 +36,7 @@ KEYS = (
     Key(
         "SOLVER.REFERENCE_BATCH",
         64,
-        "LR_SCALING: number of images per optimizer step for which BASE_LR is meant.",
+        "LR_SCALING: number of images per optimizer step for which BASE_LR was chosen.",
         low=1,
     ),
     Key("SOLVER.HEADS_LR_FACTOR", 1.0, "Learning-rate factor of the heads.", low=0),
