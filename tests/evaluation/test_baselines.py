@@ -19,7 +19,7 @@ def flat(red, green, blue, height=24, width=12):
 
 @pytest.mark.parametrize(("baseline", "size"), [(raw_pixels, 1536), (color_histogram, 864)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
-def test_baseline_features_do_not_depend_on_other_images(baseline, size, dtype):
+def test_baseline_features_are_independent_of_other_images_in_the_batch(baseline, size, dtype):
     images = noise().to(dtype)
     before = images.clone()
     features = baseline(images)
@@ -32,18 +32,18 @@ def test_baseline_features_do_not_depend_on_other_images(baseline, size, dtype):
 
 @pytest.mark.parametrize("baseline", [raw_pixels, color_histogram])
 @pytest.mark.parametrize("shape", [(3, 24, 12), (2, 2, 24, 12), (2, 5, 24, 12)])
-def test_baselines_reject_images_of_wrong_shape(baseline, shape):
+def test_baselines_raise_if_image_shape_is_wrong(baseline, shape):
     with pytest.raises(ValueError):
         baseline(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("baseline", [raw_pixels, color_histogram])
-def test_baselines_ignore_fourth_channel(baseline):
+def test_baseline_features_ignore_a_fourth_image_channel(baseline):
     images = noise()
     assert torch.equal(baseline(torch.cat((images, noise(seed=1)[:, :1]), dim=1)), baseline(images))
 
 
-def test_gray_image_equals_rgb_image_with_equal_channels():
+def test_baseline_features_of_gray_image_equal_those_of_gray_rgb_image():
     images = noise()[:, :1]
     assert torch.equal(color_histogram(images), color_histogram(images.expand(-1, 3, -1, -1)))
     features = raw_pixels(images)
@@ -68,7 +68,7 @@ def test_raw_pixels_of_constant_image_are_zero():
     assert torch.equal(raw_pixels(flat(9, 200, 31)), torch.zeros(1, 1536))
 
 
-def test_histogram_equals_naive_loop():
+def test_color_histogram_equals_naive_loop():
     image = noise(count=1, height=13, width=5)
     expected = torch.zeros(6, 12, 3, 4, dtype=torch.float64)
     for row in range(13):
@@ -81,14 +81,14 @@ def test_histogram_equals_naive_loop():
     torch.testing.assert_close(color_histogram(image), expected.float(), rtol=1e-4, atol=1e-5)
 
 
-def test_histograms_have_unit_norm_and_similarities_in_0_to_1():
+def test_color_histograms_have_unit_norm_and_similarities_in_0_to_1():
     features = color_histogram(noise(count=8))
     torch.testing.assert_close(features.norm(dim=1), torch.ones(8))
     similarity = features @ features.t()
     assert similarity.min() >= 0 and similarity.max() <= 1 + 1e-5
 
 
-def test_histogram_is_invariant_to_mirroring_and_scaling_but_not_to_swapped_stripes():
+def test_color_histogram_changes_if_stripes_are_swapped_but_not_if_mirrored():
     images = noise(count=1)
     mirrored = color_histogram(images.flip(3))
     torch.testing.assert_close(mirrored, color_histogram(images))
@@ -100,12 +100,12 @@ def test_histogram_is_invariant_to_mirroring_and_scaling_but_not_to_swapped_stri
     torch.testing.assert_close(similarity, torch.tensor([[1.0, 0.0]]))
 
 
-def test_histograms_of_black_gray_and_white_images_are_orthogonal():
+def test_color_histograms_of_black_gray_and_white_images_are_orthogonal():
     features = color_histogram(torch.cat((flat(0, 0, 0), flat(128, 128, 128), flat(255, 255, 255))))
     assert torch.isfinite(features).all()
     torch.testing.assert_close(features @ features.t(), torch.eye(3))
 
 
-def test_histogram_rejects_image_with_fewer_rows_than_stripes():
+def test_color_histogram_raises_if_image_has_fewer_rows_than_stripes():
     with pytest.raises(ValueError, match="6.*5"):
         color_histogram(noise(height=5))

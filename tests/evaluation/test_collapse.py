@@ -18,7 +18,7 @@ def evaluate(queries, gallery, ids, caplog, **options):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("kind", ["ones", "zeros", "nearly equal", "underflow", "constant of 1e3", "random below"])
-def test_collapsed_features_warn(kind, metric, caplog):
+def test_evaluation_warns_if_all_features_are_equal_up_to_rounding(kind, metric, caplog):
     queries, gallery, ids = random_set(0)
     change = {
         "ones": torch.ones_like,
@@ -38,7 +38,7 @@ def test_collapsed_features_warn(kind, metric, caplog):
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("scale", [1e-11, 1e-3, 1.0, 1e3, 1e15])
-def test_normal_features_do_not_warn_at_any_scale(metric, scale, caplog):
+def test_evaluation_does_not_warn_about_normal_features_at_any_scale(metric, scale, caplog):
     queries, gallery, ids = random_set(0)
     metrics, text = evaluate(scale * queries, scale * gallery, ids, caplog, metric=metric)
     assert "num_indistinct" not in metrics and text == ""
@@ -46,27 +46,27 @@ def test_normal_features_do_not_warn_at_any_scale(metric, scale, caplog):
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_similar_but_rankable_features_do_not_warn(metric, caplog):
+def test_evaluation_does_not_warn_about_similar_but_distinct_features(metric, caplog):
     """Features of an untrained model can have cosine similarities above 0.9999."""
     queries, gallery, ids = random_set(0)
     metrics, text = evaluate(1 + 5e-3 * queries, 1 + 5e-3 * gallery, ids, caplog, metric=metric)
     assert "num_indistinct" not in metrics and text == ""
 
 
-def test_float64_features_with_small_distances_do_not_warn(caplog):
+def test_evaluation_does_not_warn_about_small_distances_of_float64_features(caplog):
     queries, gallery, ids = random_set(0)
     metrics, text = evaluate(1 + 1e-6 * queries.double(), 1 + 1e-6 * gallery.double(), ids, caplog)
     assert "num_indistinct" not in metrics and text == ""
 
 
-def test_warns_if_some_features_are_identical_across_identities(caplog):
+def test_evaluation_warns_if_many_features_are_identical_across_identities(caplog):
     queries, gallery, ids = random_set(0)
     gallery[::4] = 0
     metrics, text = evaluate(queries, gallery, ids, caplog)
     assert metrics["num_indistinct"] == 30 and "30 of 150 features" in text
 
 
-def test_single_identity_and_few_copied_images_do_not_warn(caplog):
+def test_evaluation_does_not_warn_about_one_identity_or_few_copied_images(caplog):
     ids = Identities(*(torch.tensor(side) for side in ([1], [1], [0], [1])))
     assert evaluate(torch.ones(1, 4), torch.ones(1, 4), ids, caplog)[1] == ""  # only one identity
     ids = Identities(*(torch.tensor(side) for side in ([1], [1, 2], [0], [1, 1])))
@@ -107,7 +107,7 @@ def test_collapse_detection_is_independent_of_number_of_probed_features(metric, 
 
 
 @pytest.mark.parametrize("few", [1, 5, 1000])
-def test_features_that_differ_only_outside_probed_columns_are_distinct(few, monkeypatch):
+def test_features_that_differ_only_in_unprobed_columns_count_as_distinct(few, monkeypatch):
     monkeypatch.setattr(collapse, "_NUM_PROBED", few)
     queries, gallery, ids = random_set(0)
     width = gallery.shape[1]

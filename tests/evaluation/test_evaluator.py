@@ -54,7 +54,7 @@ def batches(n=6, size=4):
     ]  # fmt: skip
 
 
-def test_flip_test_averages_features_and_does_not_modify_batch():
+def test_flip_test_averages_features_without_modifying_the_batch():
     model, loader = Model(), batches()
     before = [batch["images"].clone() for batch in loader]
     plain = inference_on_dataset(model, loader, Keep())["features"]
@@ -66,7 +66,7 @@ def test_flip_test_averages_features_and_does_not_modify_batch():
     assert all(torch.equal(a, batch["images"]) for a, batch in zip(before, loader, strict=True))
 
 
-def test_evaluation_restores_modes_of_trained_and_frozen_modules():
+def test_evaluation_restores_training_and_evaluation_modes_of_modules():
     model = Model().train()
     model.bn.eval()
     inference_on_dataset(model, batches(), Keep())
@@ -82,7 +82,7 @@ def test_evaluation_uses_precision_policy_and_returns_float32_features():
     assert model.dtypes == {torch.bfloat16, torch.float32}
 
 
-def test_metrics_are_independent_of_batch_order():
+def test_evaluator_metrics_are_independent_of_batch_order():
     cfg = get_cfg()
     loader = batches(size=1)
     evaluator = ReidEvaluator(cfg, num_query=3)
@@ -94,13 +94,13 @@ def test_metrics_are_independent_of_batch_order():
     assert first["metric"] == (first["mAP"] + first["Rank-1"]) / 2
 
 
-def test_batches_without_indices_use_order_of_arrival():
+def test_evaluator_keeps_arrival_order_of_batches_without_indices():
     loader, evaluator, model = batches(size=2), ReidEvaluator(get_cfg(), num_query=3), Model()
     plain = [{key: value for key, value in batch.items() if key != "indices"} for batch in loader]
     assert inference_on_dataset(model, plain, evaluator) == inference_on_dataset(model, loader, evaluator)
 
 
-def test_queries_without_match_are_counted():
+def test_evaluator_counts_queries_without_match_and_raises_if_none_has_one():
     loader = batches(size=6)
     loader[0]["targets"][0] = 9
     assert inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))["num_query_without_match"] == 1
@@ -109,7 +109,7 @@ def test_queries_without_match_are_counted():
         inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))
 
 
-def test_evaluate_without_images_raises():
+def test_evaluator_raises_if_no_images_were_processed():
     with pytest.raises(DataError):
         ReidEvaluator(get_cfg(), 3).evaluate()
 
@@ -129,7 +129,7 @@ class OnlyInTraining(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_error_for_nonfinite_features_names_the_module(dtype):
+def test_evaluation_error_names_module_with_first_nonfinite_output(dtype):
     """The model is finite in training and overflows only in evaluation."""
 
     class Model(nn.Module):
@@ -186,7 +186,7 @@ def evaluator_with(features, cfg, folder=None):
     return evaluator
 
 
-def test_evaluate_raises_if_output_folder_cannot_be_created(tmp_path):
+def test_evaluator_raises_if_output_folder_cannot_be_created(tmp_path):
     (tmp_path / "taken").write_text("")
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True"])
@@ -194,7 +194,7 @@ def test_evaluate_raises_if_output_folder_cannot_be_created(tmp_path):
         evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
 
 
-def test_evaluator_orders_shuffled_batches_and_writes_requested_files(tmp_path):
+def test_evaluator_writes_only_requested_files_after_shuffled_batches(tmp_path):
     features = random_set(3)
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])
@@ -210,7 +210,7 @@ def test_evaluator_orders_shuffled_batches_and_writes_requested_files(tmp_path):
     assert not (tmp_path / "Other").exists()
 
 
-def test_ranking_uses_cpu_if_device_memory_is_insufficient(monkeypatch):
+def test_ranking_uses_the_cpu_if_device_memory_is_insufficient(monkeypatch):
     features = torch.zeros(1000, 2048)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
@@ -231,7 +231,7 @@ def evaluated_folder(made_once):
 
 
 @pytest.mark.parametrize("name", evaluate_ranks.CONFIGS)
-def test_distributed_evaluation_equals_single_process(evaluated_folder, name):
+def test_distributed_evaluation_metrics_equal_those_of_one_process(evaluated_folder, name):
     found = []
     for processes in (1, 2, 3):
         folder = evaluated_folder / str(processes) / name

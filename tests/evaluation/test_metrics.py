@@ -10,7 +10,7 @@ from fastamp.layers import pairwise_distance
 from fastamp.utils.errors import DataError
 
 
-def test_metrics_equal_naive_loop():
+def test_evaluation_metrics_equal_naive_loop():
     queries, gallery, ids = random_set(0)
     ids.query_pids[3] = 99
     metrics = compute_metrics(queries, gallery, ids, protocol("TEST.RANKS", "[3]")).metrics()
@@ -23,7 +23,7 @@ def test_metrics_equal_naive_loop():
     assert metrics["num_query_without_match"] == 30 - len(rows) >= 1
 
 
-def test_confidence_intervals_contain_mean_and_shrink_with_queries():
+def test_confidence_intervals_contain_mean_and_narrow_with_more_queries():
     widths = []
     for count in (50, 800):
         queries, gallery, ids = random_set(1, queries=count, gallery=300, noise=2.0)
@@ -41,7 +41,7 @@ def test_confidence_intervals_contain_mean_and_shrink_with_queries():
     assert "intervals" not in compute_metrics(queries, gallery, ids, protocol("TEST.BOOTSTRAP", "0")).metrics()
 
 
-def test_reranking_expansion_and_roc_are_independent_of_memory_budget():
+def test_metrics_with_reranking_expansion_and_roc_are_independent_of_memory_budget():
     queries, gallery, ids = random_set(2, queries=200, gallery=300)
     opts = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"]
     whole = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
@@ -66,7 +66,7 @@ def test_evaluation_raises_if_no_query_has_a_match(rule, message):
 
 
 @pytest.mark.parametrize("opts", [[], ["TEST.RERANK", "on"], ["TEST.AQE", "on"]])
-def test_autocast_gradients_and_float16_do_not_change_metrics(opts):
+def test_metrics_are_unchanged_inside_autocast_and_for_float16_features(opts):
     queries, gallery, ids = random_set(6)
     expected = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -78,7 +78,7 @@ def test_autocast_gradients_and_float16_do_not_change_metrics(opts):
 
 
 @pytest.mark.parametrize("opts", [["TEST.RERANK", "on"], ["TEST.AQE", "on"], []])
-def test_squared_distance_overflow_raises(opts):
+def test_evaluation_raises_if_squared_feature_distances_overflow(opts):
     queries, gallery, ids = random_set(7)
     limit = 1e50 if opts else 1e160
     with pytest.raises(DataError, match="overflow"):

@@ -14,7 +14,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def exact(queries, gallery, k):
-    """Sort by float64 distance, with ties in gallery order."""
+    """Find the k nearest gallery features by float64 distance, with ties in gallery order."""
     x, y = queries.double().numpy(), gallery.double().numpy()
     distances = np.square(x[:, None] - y[None]).sum(-1)
     order = np.argsort(distances, axis=1, kind="stable")
@@ -24,7 +24,7 @@ def exact(queries, gallery, k):
 @pytest.mark.parametrize("backend", ["auto", "torch", "faiss"])
 @pytest.mark.parametrize("budget", [256, 0.01])
 @pytest.mark.parametrize("k", [1, 7, 500])
-def test_neighbors_equal_float64_search(backend, budget, k):
+def test_nearest_neighbors_equal_those_of_float64_search(backend, budget, k):
     queries, gallery, _ = random_set(0, queries=80, gallery=300)
     found = nearest_neighbors(queries, gallery, k, backend=backend, memory_budget_mb=budget)
     indices, farthest = exact(queries, gallery, k)
@@ -37,7 +37,7 @@ def test_neighbors_equal_float64_search(backend, budget, k):
     st.integers(0, 2**32 - 1), st.integers(2, 60), st.integers(1, 30), st.booleans(), st.sampled_from([0, 1e-7, 1e-3])
 )
 @example(2**32 - 1, 23, 18, True, 1e-7)
-def test_backends_order_ties_identically(seed, size, k, grid, shift):
+def test_torch_and_faiss_order_tied_neighbors_identically(seed, size, k, grid, shift):
     """Ties are exact copies of features, and copies that differ by less than float32 rounding."""
     random = np.random.default_rng(seed)
     features = random.integers(-1, 2, (size, 6)) if grid else random.standard_normal((size, 6))
@@ -58,7 +58,7 @@ def test_backends_order_ties_identically(seed, size, k, grid, shift):
 
 
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
-def test_large_feature_does_not_increase_tolerance(backend, monkeypatch):
+def test_one_large_feature_causes_few_float64_distance_computations(backend, monkeypatch):
     """The tolerance determines how many distances are computed again in float64."""
     exactly = neighbors._exact_distances
     settled = []
@@ -70,7 +70,7 @@ def test_large_feature_does_not_increase_tolerance(backend, monkeypatch):
     assert sum(settled) < 100
 
 
-def test_neighbors_of_identical_features_are_in_gallery_order(monkeypatch):
+def test_nearest_neighbors_of_identical_features_are_in_gallery_order(monkeypatch):
     features = torch.ones(200, 8)
     for backend, most in (("torch", 1024), ("faiss", 1024), ("torch", 50)):
         monkeypatch.setattr(neighbors, "_MAX_EXACT", most)
@@ -79,7 +79,7 @@ def test_neighbors_of_identical_features_are_in_gallery_order(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pair_distances_equal_squared_differences(dtype):
+def test_pair_distances_equal_sums_of_squared_differences(dtype):
     x, y, _ = random_set(1, queries=40, gallery=50)
     random = torch.Generator().manual_seed(0)
     rows, columns = torch.randint(40, (700,), generator=random), torch.randint(50, (700,), generator=random)

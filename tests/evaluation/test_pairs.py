@@ -21,7 +21,7 @@ def small_set():
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("cross_camera", [True, False])
-def test_scores_of_small_set_include_all_pairs(metric, cross_camera):
+def test_pair_scores_of_a_small_set_include_all_pairs(metric, cross_camera):
     queries, gallery, ids = small_set()
     genuine, impostor = [], []
     for q, g in itertools.product(range(4), range(60)):
@@ -49,7 +49,7 @@ def test_scores_of_small_set_include_all_pairs(metric, cross_camera):
     assert found.percentile_of(low) == (0, 0) and found.percentile_of(high) == (1, 1)
 
 
-def test_sampled_pairs_of_large_set_depend_on_seed(monkeypatch):
+def test_sampled_pairs_of_a_large_set_depend_only_on_the_seed(monkeypatch):
     monkeypatch.setattr(pairs, "_QUERIES", 50)
     monkeypatch.setattr(pairs, "_GALLERY", 400)
     monkeypatch.setattr(pairs, "_MATCHES", 6)
@@ -65,7 +65,7 @@ def test_sampled_pairs_of_large_set_depend_on_seed(monkeypatch):
     assert not torch.equal(found.genuine, other.genuine)
 
 
-def test_image_is_not_paired_with_itself():
+def test_sampled_pairs_exclude_pairs_of_an_image_with_itself():
     pids = torch.tensor([1, 1, 2])
     ids = Identities(pids, pids, torch.zeros(3), torch.zeros(3))
     features = torch.eye(3)

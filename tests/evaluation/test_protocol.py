@@ -17,7 +17,7 @@ from fastamp.layers.distance import METRICS, pairwise_distance
 from fastamp.utils.errors import ConfigError, NoMatchError
 
 
-def test_ranking_is_unchanged_if_matches_are_split_into_spans(monkeypatch):
+def test_ranking_is_unchanged_if_queries_are_split_into_spans(monkeypatch):
     distances, ids = random_distances(4, 40, 100, 50, pids=3)
     whole = rank_distances(distances, ids)
     monkeypatch.setattr(module, "_MAX_PAIRS", 60)
@@ -26,7 +26,7 @@ def test_ranking_is_unchanged_if_matches_are_split_into_spans(monkeypatch):
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
-def test_ranker_without_junk_includes_images_from_same_camera():
+def test_ranker_without_junk_rule_ranks_images_from_the_same_camera():
     distances, ids = random_distances(0, 5, 60, 20)
     ranker = Ranker(ids, junk=None)
     ranker.add(0, distances.clone())
@@ -38,14 +38,14 @@ def test_ranker_without_junk_includes_images_from_same_camera():
 
 @pytest.fixture
 def other_cameras(monkeypatch):
-    """Custom rule: all images from the query's camera are junk, whatever their identity."""
+    """Custom rule: all images from the query's camera are junk, regardless of their identity."""
     rule = RankingRule(text="only other cameras", junk=Junk(same_camera, same_identity_only=False))
     monkeypatch.setitem(RULES, "other_cameras", rule)
     return rule
 
 
 @pytest.mark.parametrize("most", [2**19, 50])
-def test_custom_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, monkeypatch, most):
+def test_custom_protocol_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, monkeypatch, most):
     monkeypatch.setattr(module, "_MAX_PAIRS", most)
     queries, gallery, ids = random_set(3, queries=90, cameras=4)
     rule = Protocol(rule="other_cameras", false_accept_rates=(0.1,), resamples=0)
@@ -88,7 +88,7 @@ def test_custom_rule_applies_to_ranking_roc_pairs_and_examples(other_cameras, mo
         np.testing.assert_allclose(quantiles[[0, -1]], [1 - each.max(), 1 - each.min()], atol=1e-6)
 
 
-def test_custom_rule_without_matches_does_not_suggest_missing_camera_labels(monkeypatch):
+def test_error_of_custom_rule_without_matches_does_not_mention_cameras(monkeypatch):
     all_junk = Junk(lambda matches, queries, gallery: np.full(np.broadcast(queries, gallery).shape, True))
     monkeypatch.setitem(RULES, "all_junk", RankingRule(text="all images are junk", junk=all_junk))
     with pytest.raises(NoMatchError, match="TEST.PROTOCOL.*all_junk") as error:
@@ -96,7 +96,7 @@ def test_custom_rule_without_matches_does_not_suggest_missing_camera_labels(monk
     assert "camera" not in str(error.value)
 
 
-def test_junk_pairs_are_unchanged_if_split_into_spans(other_cameras, monkeypatch):
+def test_junk_pairs_are_unchanged_if_queries_are_split_into_spans(other_cameras, monkeypatch):
     _, ids = random_distances(4, 40, 100, 50, pids=60)
     matches = Matches(ids, junk=other_cameras.junk)
     whole = matches.pairs(0, 40)
@@ -110,7 +110,7 @@ def test_junk_pairs_are_unchanged_if_split_into_spans(other_cameras, monkeypatch
     assert len(list(Matches(ids, junk=SAME_CAMERA).spans(0, 40))) == 1
 
 
-def test_identity_minus_one_is_excluded_under_trapezoid_ap():
+def test_trapezoidal_ap_excludes_images_of_identity_minus_one():
     distances, ids = random_distances(1, 5, 60, 20)
     ids.gallery_pids[:20], ids.query_pids[:2] = -1, -1
     result = rank_distances(distances, ids, trapezoid=True)
@@ -137,14 +137,14 @@ def test_protocol_description_lists_options_in_one_line(opts, words):
 
 
 @pytest.mark.parametrize("key", ["RERANK", "AQE", "ROC"])
-def test_random_gallery_rejects_reranking_expansion_roc_and_trapezoid_ap(key):
+def test_vehicleid_protocol_rejects_reranking_expansion_roc_and_trapezoidal_ap(key):
     with pytest.raises(ConfigError, match=rf"TEST.{key}.ENABLED.*vehicleid"):
         protocol("TEST.PROTOCOL", "vehicleid", f"TEST.{key}", "on")
     with pytest.raises(ConfigError, match="TEST.AP_METHOD.*vehicleid"):
         protocol("TEST.PROTOCOL", "vehicleid", "TEST.AP_METHOD", "trapezoid")
 
 
-def test_choices_of_config_keys_match_implementations():
+def test_choices_of_test_config_keys_match_the_implementations():
     choices = {
         "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,

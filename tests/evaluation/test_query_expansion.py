@@ -15,7 +15,7 @@ NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "g7_ties"])  # depends on the sort
 @pytest.mark.parametrize("times, k, alpha", [(1, 5, 3), (2, 10, 3), (1, 10, 0)])
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
-def test_expansion_equals_fastreid(name, times, k, alpha, backend):
+def test_query_expansion_equals_fastreid(name, times, k, alpha, backend):
     data, queries, gallery, _ = load(name)
     options = QueryExpansion(k=k, alpha=alpha, times=times)
     found = expand(queries, gallery, options, backend=backend, memory_budget_mb=0.01)
@@ -34,7 +34,7 @@ def naive(features, pool, k, alpha, *, own):
 
 
 @pytest.mark.parametrize("alpha", [0.5, 2.5, 3.0, -1.5])
-def test_expansion_of_query_or_gallery_equals_naive_loop(alpha):
+def test_expansion_of_only_queries_or_gallery_equals_naive_loop(alpha):
     queries, gallery, _ = random_set(0)
     new_queries, same = expand(queries, gallery, QueryExpansion(alpha=alpha, target="query"))
     assert torch.equal(same, gallery)
@@ -52,7 +52,7 @@ def test_expanded_query_is_independent_of_other_queries():
     torch.testing.assert_close(together[3:4], single)
 
 
-def test_expansion_is_finite_for_negative_similarities_and_k_above_set_size():
+def test_query_expansion_is_finite_for_negative_similarities_and_large_k():
     features = torch.tensor([[1.0, 0.0], [-1.0, 0.1], [0.0, -1.0]])
     for alpha in (0, 0.5, 1, 2.5, -2):
         for target in ("both", "query", "gallery"):
@@ -73,14 +73,14 @@ def test_query_expansion_rejects_invalid_options_and_overflowing_weights():
         assert result.ap.max() <= 1 and result.inp.max() <= 1
 
 
-def test_expansion_with_k_1_does_not_change_features():
+def test_query_expansion_with_k_1_does_not_change_features():
     queries, gallery, _ = random_set(4)
     for target in ("both", "query", "gallery"):
         found = expand(queries, gallery, QueryExpansion(k=1, target=target))
         torch.testing.assert_close(found, (queries, gallery))
 
 
-def test_expansion_increases_map_on_clustered_features():
+def test_query_expansion_increases_map_on_clustered_features():
     queries, gallery, ids = random_set(2, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     for target in ("both", "query", "gallery"):

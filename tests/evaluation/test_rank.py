@@ -39,7 +39,7 @@ CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine")
 
 
 @pytest.mark.parametrize("name, metric", CASES)
-def test_ranking_equals_fastreid_on_its_distances(name, metric):
+def test_ranking_of_fastreid_distances_equals_fastreid(name, metric):
     data, _, _, ids = load(name)
     result = rank_distances(torch.from_numpy(data[f"fr_dist_{metric}"]), ids)
     check(result, name, metric)
@@ -47,7 +47,7 @@ def test_ranking_equals_fastreid_on_its_distances(name, metric):
 
 @pytest.mark.parametrize("name, metric", CASES)
 @pytest.mark.parametrize("memory_budget_mb", [1e-9, 0.01, 1000])
-def test_ranking_in_blocks_equals_fastreid(name, metric, memory_budget_mb):
+def test_ranking_of_features_in_blocks_equals_fastreid(name, metric, memory_budget_mb):
     data, qf, gf, ids = load(name)
     distances = pairwise_distance(qf, gf, metric)
     distances = distances.square() if metric == "euclidean" else distances  # FastReID ranks by the square
@@ -65,7 +65,7 @@ def test_ranking_without_valid_queries_has_zero_ap_and_no_first_match():
 
 
 @pytest.mark.parametrize("name, metric", [case for case in CASES if case[0][:2] in ("g1", "g4", "g7")])
-def test_ap_equals_fastreid_and_trapezoid_ap_equals_market1501_code(name, metric):
+def test_ap_equals_fastreid_and_trapezoidal_ap_equals_market1501_code(name, metric):
     data, _, _, ids = load(name)
     distances = torch.from_numpy(data[f"fr_dist_{metric}"])
     result = rank_distances(distances, ids)
@@ -107,7 +107,7 @@ def test_ranking_of_large_gallery_equals_naive_loop(seed, num_gallery, levels, p
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300), st.sampled_from([2, 10**6]))
-def test_ranks_on_device_equal_ranks_on_cpu(seed, num_gallery, levels):
+def test_ranks_from_tensor_operations_equal_ranks_from_cpu_code(seed, num_gallery, levels):
     distances, ids = random_distances(seed, 5, num_gallery, levels)
     pairs = Matches(ids, junk=SAME_CAMERA).pairs(0, 5)
     distances[pairs.junk_rows, pairs.junk_columns] = torch.nan
@@ -117,14 +117,14 @@ def test_ranks_on_device_equal_ranks_on_cpu(seed, num_gallery, levels):
     )
 
 
-def test_infinite_distances_rank_last():
+def test_gallery_images_at_infinite_distance_rank_last():
     ids = Identities(*(torch.tensor(side) for side in ([1], [1, 2, 1, 1, 3], [0], [1, 1, 0, 1, 1])))
     distances = torch.tensor([[torch.inf, torch.inf, torch.inf, 0.5, 1.0]])  # the third is junk
     for ours, expected in zip(rows_of(rank_distances(distances, ids)), naive(distances.tolist(), ids), strict=True):
         assert ours == pytest.approx(expected, abs=1e-12)
 
 
-def test_wrong_shape_and_nan_distances_raise():
+def test_ranking_raises_for_distances_with_wrong_shape_or_nan():
     distances, ids = random_distances(2, 5, 60, 20)
     with pytest.raises(DataError, match=r"\(5, 60\).*\(5, 59\)"):
         rank_distances(distances[:, 1:], ids)
@@ -140,7 +140,7 @@ def test_ranking_accepts_integer_and_half_precision_distances(dtype):
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_distance_blocks_equal_full_distance_matrix(metric, dtype):
+def test_blocks_of_feature_distances_equal_the_full_distance_matrix(metric, dtype):
     queries, gallery, _ = random_set(0, queries=150, gallery=99)
     queries, gallery = queries.to(dtype), (3 * gallery).to(dtype)
     expected = pairwise_distance(queries, gallery, metric)

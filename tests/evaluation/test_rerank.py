@@ -82,7 +82,7 @@ def test_reranking_equals_naive_loop(seed, variant, k1, k2, lambda_value):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-def test_reranking_increases_map_equally_for_both_backends():
+def test_reranking_increases_map_equally_with_torch_and_faiss():
     queries, gallery, ids = random_set(0, queries=60, gallery=400, pids=20, noise=1.0)
     plain = compute_metrics(queries, gallery, ids).ranking.mean_ap
     ranked = [
@@ -93,7 +93,7 @@ def test_reranking_increases_map_equally_for_both_backends():
     assert torch.equal(ranked[0].ap, ranked[1].ap)
 
 
-def test_reranking_is_finite_with_more_copies_than_neighbors():
+def test_reranking_is_finite_if_copies_outnumber_neighbors():
     """With many copies, an image may not be among its own k nearest neighbors."""
     features = torch.zeros(60, 4)
     features[30:] = torch.tensor([1.0, 2.0, 3.0, 4.0])
@@ -103,7 +103,7 @@ def test_reranking_is_finite_with_more_copies_than_neighbors():
         assert found[:15, :15].max() < found[:15, 15:].min()
 
 
-def test_euclidean_reranking_is_invariant_to_offset_of_features():
+def test_euclidean_reranking_is_invariant_to_an_offset_of_all_features():
     queries, gallery, _ = random_set(3)
     expected = final(queries, gallery, metric="euclidean")
     for backend in ("torch", "faiss"):
@@ -124,7 +124,7 @@ def test_invalid_reranking_options_raise():
         final(queries, gallery, metric="cosin")
 
 
-def test_reranking_does_not_modify_features_and_accepts_float16():
+def test_reranking_accepts_float16_and_does_not_modify_features():
     queries, gallery, _ = random_set(2)
     before = queries.clone(), gallery.clone()
     final(queries, gallery)

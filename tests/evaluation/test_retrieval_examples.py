@@ -55,7 +55,7 @@ def test_rank_lists_contain_nearest_images_without_junk():
         np.testing.assert_allclose(one.distances, distances[one.query][one.gallery], atol=1e-6)
 
 
-def test_best_and_worst_lists_cover_many_identities():
+def test_best_and_worst_rank_lists_cover_many_identities():
     result, *_, ids = evaluate(dataclasses.replace(ALL, lists=8))
     lists, ap = result.examples.lists, result.ranking.ap
     best, worst = ([one.query for one in lists[kind]] for kind in ("best", "worst"))
@@ -65,13 +65,13 @@ def test_best_and_worst_lists_cover_many_identities():
     assert ap[best[0]] == ap.max() and ap[worst[0]] == ap[result.ranking.valid].min()
 
 
-def test_best_and_worst_lists_are_disjoint_with_few_queries():
+def test_best_and_worst_rank_lists_are_disjoint_with_few_queries():
     queries, gallery, ids = random_set(3, queries=3)
     examples = compute_metrics(queries, gallery, ids, report_options=ALL).examples
     assert [len(examples.lists[kind]) for kind in ("best", "worst", "random")] == [2, 1, 3]
 
 
-def test_roc_curve_of_examples_equals_roc_curve_of_metrics():
+def test_roc_curve_of_retrieval_examples_equals_roc_curve_of_metrics():
     plain, *_ = evaluate()
     asked, *_ = evaluate(false_accept_rates=(0.1,))
     assert plain.roc is None and not plain.examples.roc_uses_all_pairs and asked.examples.roc is asked.roc
@@ -79,7 +79,7 @@ def test_roc_curve_of_examples_equals_roc_curve_of_metrics():
     assert plain.metrics().keys() < asked.metrics().keys()
 
 
-def test_examples_of_large_set_use_sampled_queries():
+def test_retrieval_examples_of_a_large_set_use_sampled_queries():
     result, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2))
     examples = result.examples
     assert (examples.sampled, examples.queries) == (40, 90)

@@ -26,7 +26,7 @@ NAMES = [name for name in VALUES if VALUES[name].get("pairs", {}).get("pos") and
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_roc_equals_scikit_learn(name):
+def test_roc_curve_equals_scikit_learn(name):
     _, queries, gallery, ids = load(name)
     curve = roc_of(queries, gallery, ids)
     pairs = VALUES[name]["pairs"]
@@ -38,7 +38,7 @@ def test_roc_equals_scikit_learn(name):
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
 @pytest.mark.parametrize("budget", [256, 0.01])
-def test_roc_equals_fractions_of_counted_pairs(metric, budget):
+def test_roc_curve_equals_fractions_of_counted_pairs(metric, budget):
     queries, gallery, ids = random_set(0)
     curve = roc_of(queries, gallery, ids, metric=metric, memory_budget_mb=budget)
     distances = pairwise_distance(queries, gallery, metric)
@@ -73,7 +73,7 @@ def test_single_large_feature_does_not_reduce_roc_resolution():
     assert expected[2] > 0.1
 
 
-def test_roc_is_valid_for_zero_and_tiny_features():
+def test_roc_curve_is_valid_for_zero_and_tiny_features():
     queries, gallery, ids = random_set(6)
     expected = roc_of(queries, gallery, ids, metric="euclidean")
     tiny = roc_of(queries * 1e-12, gallery * 1e-12, ids, metric="euclidean")
@@ -81,7 +81,7 @@ def test_roc_is_valid_for_zero_and_tiny_features():
     assert roc_of(queries * 0, gallery * 0, ids, metric="euclidean").tar_at(0.5) == 0.0
 
 
-def test_roc_is_valid_with_reranking_and_without_cameras():
+def test_roc_curve_is_valid_with_reranking_and_without_cameras():
     from fastamp.evaluation.rerank import ReRanking
 
     queries, gallery, ids = random_set(2)
@@ -92,7 +92,7 @@ def test_roc_is_valid_with_reranking_and_without_cameras():
     assert roc_of(queries, gallery, ids, rule="no_camera").num_genuine > curve.num_genuine
 
 
-def test_write_roc_writes_npz_and_png(tmp_path):
+def test_roc_curve_is_written_to_npz_and_png_files(tmp_path):
     queries, gallery, ids = random_set(3)
     curve = roc_of(queries, gallery, ids)
     paths = write_roc(curve, RATES, tmp_path / "new")
@@ -108,12 +108,12 @@ def test_roc_plot_is_skipped_without_matplotlib(tmp_path, monkeypatch, caplog):
     assert [path.name for path in paths] == ["roc.npz"] and 'pip install "fastamp[vis]"' in caplog.text
 
 
-def test_roc_with_random_gallery_raises():
+def test_protocol_with_roc_and_random_gallery_raises():
     with pytest.raises(ConfigError, match="TEST.ROC.ENABLED"):
         Protocol(rule="vehicleid", false_accept_rates=RATES)
 
 
-def test_roc_is_none_without_impostor_pairs(caplog):
+def test_roc_curve_is_none_without_impostor_pairs(caplog):
     queries, gallery, ids = random_set(4, pids=1)
     ids.gallery_pids.fill_(1)
     result = compute_metrics(queries, gallery, ids, Protocol(false_accept_rates=RATES))

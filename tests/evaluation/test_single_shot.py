@@ -43,7 +43,7 @@ def test_cuhk03_cmc_equals_expectation_over_trials():
         assert result.hits(1)[q].item() == pytest.approx(first, abs=0.04)
 
 
-def test_cuhk03_ap_and_inp_are_computed_over_full_gallery():
+def test_cuhk03_ap_and_inp_are_computed_over_the_full_gallery():
     features = random_set(4)
     single, whole = evaluate(features, rule="cuhk03").ranking, evaluate(features).ranking
     assert torch.equal(single.ap, whole.ap) and torch.equal(single.inp, whole.inp)
@@ -59,7 +59,7 @@ def test_cuhk03_equals_market1501_with_one_gallery_image_per_identity():
     assert single.cmc(3) == whole.cmc(3)
 
 
-def test_vehicleid_equals_naive_loop_over_trials():
+def test_vehicleid_metrics_equal_naive_loop_over_trials():
     queries, gallery, ids = random_set(6, queries=20, gallery=30)
     images = torch.cat((queries, gallery))
     pids = torch.cat((ids.query_pids, ids.gallery_pids)).tolist()
