@@ -15,18 +15,19 @@ _FIRST_IDENTITY = 11001
 
 @DATASET_REGISTRY.register()
 class AirportALERT(ImageDataset):
-    r"""Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification: features, metrics, and
-    datasets" (IEEE TPAMI).
+    r"""Airport dataset (Karanam et al. 2019, "A systematic evaluation and benchmark for person re-identification:
+    features, metrics, and datasets", IEEE TPAMI).
 
     Training images only. Each line of ``filepath.txt`` is ``camera\pid\file``. Images with a person ID below 11001 are
     excluded, as in FastReID.
 
     Args:
-        root: data root; the list and the camera folders are in ``root/AirportALERT``.
+        root (str or Path): data root; ``filepath.txt`` and the camera folders are in ``root/AirportALERT``. Default
+            "datasets".
 
     Raises:
-        DataError: if the list is missing (raised at construction); if a line is invalid or the first image is missing
-            (raised at first use).
+        DataError: if ``filepath.txt`` is missing (raised at construction); if a line is invalid or the first image in
+            the list is missing (raised at first use).
     """
 
     dataset_name = "airportalert"

@@ -28,12 +28,12 @@ Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
 class ImageDataset:
     """Training, query and gallery images of a dataset.
 
-    A subclass registers with ``DATASET_REGISTRY``, sets ``dataset_name``, and is built as ``cls(root=...)`` with the
-    data root.
+    To add a dataset, register a subclass in ``DATASET_REGISTRY`` and set ``dataset_name``. The constructor of the
+    subclass is called with the data root: ``cls(root=...)``.
 
     Args:
-        train, query, gallery: list of (path, pid, camid[, viewid[, box]]), ``PackedItems``, or a function that returns
-            one of these and is called when the split is first accessed.
+        train, query, gallery: images of the split: list of (path, pid, camid[, viewid[, box]]), ``PackedItems``, or a
+            function that returns one of these and is called when the split is first accessed.
 
     Attributes:
         dataset_name (str): prefix of training identities and cameras.
@@ -50,17 +50,25 @@ class ImageDataset:
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "ImageDataset":
-        """Build from the config; override this in a subclass whose constructor takes settings."""
+        """Build the dataset from the config. Override this if the constructor has arguments besides ``root``.
+
+        Args:
+            cfg (CfgNode): config.
+            root (str): data root.
+        """
         return cls(root=root)
 
     @property
     def name(self) -> str:
-        """``dataset_name``, or the lowercase class name if it is empty."""
+        """``dataset_name``, or the lowercase class name if ``dataset_name`` is empty."""
         return self.dataset_name or type(self).__name__.lower()
 
     @property
     def family(self) -> str:
-        """``identities_of``, or ``name`` if it is empty; equal for datasets with the same images and identities."""
+        """``identities_of``, or ``name`` if ``identities_of`` is empty.
+
+        Datasets with the same images and identities have the same family.
+        """
         return self.identities_of or self.name
 
     @property
@@ -88,13 +96,13 @@ class ImageDataset:
         return self._split("gallery")
 
     def origin(self, path: str) -> str:
-        """Return the annotation file and line number of an image, for error messages; "" if unknown."""
+        """Return the annotation file and line number that list the image at ``path``, for messages; "" if unknown."""
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
         """Check that files or folders exist.
 
-        For dataset classes written for FastReID; new classes should call ``check_tree`` instead.
+        Dataset classes written for FastReID call this method; new classes should call ``check_tree`` instead.
 
         Raises:
             DataError: if a file or folder is missing.
@@ -129,20 +137,20 @@ def as_number(text: str) -> int | str:
 
 
 def number_cameras(cameras: Iterable[int | str]) -> dict[int | str, int]:
-    """Map cameras to numbers from 0: first integers in ascending order, then names in alphabetical order."""
+    """Number distinct cameras from 0: integers in ascending order, then names in alphabetical order."""
     order = sorted(set(cameras), key=lambda camera: (isinstance(camera, str), camera))
     return {camera: number for number, camera in enumerate(order)}
 
 
 def count_items(items: Sequence[ImageItem]) -> tuple[int, int, int]:
-    """Count images, identities and cameras."""
+    """Return the number of images, of distinct identities, and of distinct cameras."""
     if isinstance(items, PackedItems):
         return len(items), len(items.pids.unique()[0]), len(items.camids.unique()[0])
     return len(items), len({item.pid for item in items}), len({item.camid for item in items})
 
 
 def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) -> None:
-    """Log the numbers of images, identities and cameras of each split."""
+    """Log the numbers of images, identities and cameras in each split."""
     rows = [[split, *count_items(items)] for split, items in splits.items()]
     table = tabulate(rows, headers=["split", "images", "identities", "cameras"], tablefmt="github")
     logger.info("%s:\n%s", dataset.title, table)

@@ -29,7 +29,7 @@ KEYS = (
     Key(
         "DATASETS.CUHK03.SPLIT",
         0,
-        "CUHK03: index of the classic split; the new protocol has only split 0.",
+        "CUHK03: index of the split: 0..19 for the classic protocol, 0 for the new protocol.",
         low=0,
         high=19,
     ),
@@ -38,7 +38,8 @@ KEYS = (
 
 @DATASET_REGISTRY.register()
 class CUHK03(ImageDataset):
-    """Li et al. 2014, "DeepReID: deep filter pairing neural network for person re-identification" (CVPR).
+    """CUHK03 dataset (Li et al. 2014, "DeepReID: deep filter pairing neural network for person re-identification",
+    CVPR).
 
     The classic protocol has 20 random splits with 100 test identities each; all test images are used as queries and as
     gallery. The new protocol (Zhong et al. 2017, "Re-ranking person re-identification with k-reciprocal encoding",
@@ -53,7 +54,7 @@ class CUHK03(ImageDataset):
             ``cuhk03_new_protocol_config_{detected,labeled}.mat`` are in ``root/cuhk03``. Default "datasets".
         cuhk03_labeled (bool): use manually labeled boxes instead of detected ones. Default False.
         cuhk03_classic_split (bool): use the classic protocol instead of the new one. Default False.
-        split_id (int): index of the split; the new protocol has only split 0. Default 0.
+        split_id (int): index of the split: 0..19 for the classic protocol, 0 for the new protocol. Default 0.
 
     Raises:
         ConfigError: if the split does not exist, or h5py is not installed.
@@ -84,7 +85,8 @@ class CUHK03(ImageDataset):
         if not 0 <= split_id < len(splits):
             raise ConfigError(
                 f"DATASETS.CUHK03.SPLIT must be in 0..{len(splits) - 1} for the {self._protocol} protocol, "
-                f"got {split_id}"
+                f"got {split_id}.\n"
+                f"  fix: set DATASETS.CUHK03.SPLIT 0{'' if self._protocol == 'classic' else ', or CLASSIC True'}"
             )
         logger.info("CUHK03: %s images, split %d of the %s protocol", self._kind, split_id, self._protocol)
         try:
@@ -97,7 +99,7 @@ class CUHK03(ImageDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "CUHK03":
-        """Build from DATASETS.CUHK03."""
+        """Build the dataset from the config section ``DATASETS.CUHK03``."""
         settings = cfg.DATASETS.CUHK03
         return cls(
             root=root,

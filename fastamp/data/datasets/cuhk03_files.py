@@ -21,13 +21,13 @@ Split = dict[str, list[tuple[str, int, int]]]
 
 
 def write_images(mat_file: Path, kind: str, folder: Path) -> None:
-    """Extract the images of ``cuhk-03.mat`` to ``{campair}_{pid}_{view}_{img}.png``; all numbers start at 1.
+    """Extract the images in ``cuhk-03.mat`` to files ``{campair}_{pid}_{view}_{img}.png``; all numbers start at 1.
 
     Args:
-        mat_file (Path): HDF5 file. Its entry named by ``kind`` contains five camera pairs. Each pair is a (people, 10)
-            cell array: columns 0 to 4 are from one camera, columns 5 to 9 from the other camera. A cell is a (H, W, 3)
-            uint8 image or empty.
-        kind (str): ``detected`` or ``labeled``.
+        mat_file (Path): HDF5 file. The entry ``detected`` or ``labeled`` contains five camera pairs. Each pair is a
+            (people, 10) cell array: columns 0 to 4 are from one camera, columns 5 to 9 from the other camera. A cell is
+            a (H, W, 3) uint8 image or empty.
+        kind (str): entry to extract: ``detected`` or ``labeled``.
         folder (Path): folder to write to.
 
     Raises:
@@ -57,16 +57,18 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
 
 
 def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
-    """Read the 20 random splits of ``cuhk-03.mat``, which list the test identities; all others are for training.
+    """Read the 20 random splits in ``cuhk-03.mat``.
+
+    The file lists the test identities of each split; all other identities are used for training.
 
     Args:
-        mat_file (Path): HDF5 file. ``testsets`` contains an array of (camera pair, person) for each split, numbered
-            from 1.
-        names (Sequence[str]): names of all images.
+        mat_file (Path): HDF5 file. ``testsets`` contains, for each split, an array of the (camera pair, person) of the
+            test identities; both are numbered from 1.
+        names (Sequence[str]): file names of all images.
 
     Returns:
-        list[Split]: (name, identity, camera) of each image, with identities numbered from 1 and cameras from 0. Query
-            and gallery are equal.
+        list[Split]: for each split, the (name, identity, camera) of each image. Identities are numbered from 1, cameras
+            from 0. The query and gallery images are the same.
 
     Raises:
         ConfigError: if h5py is not installed.
@@ -87,15 +89,15 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
 
 
 def new_split(config_file: Path, names: Sequence[str]) -> Split:
-    """Read the split of a ``cuhk03_new_protocol_config_*.mat``.
+    """Read the split in ``cuhk03_new_protocol_config_{detected,labeled}.mat``.
 
     Args:
-        config_file (Path): MATLAB 5 file. ``filelist`` contains file names and ``labels`` their identities.
+        config_file (Path): MATLAB 5 file. ``filelist`` contains the file names, ``labels`` the identities.
             ``train_idx``, ``query_idx`` and ``gallery_idx`` contain indices into ``filelist``, starting at 1.
-        names (Sequence[str]): names of all images.
+        names (Sequence[str]): file names of all extracted images.
 
     Returns:
-        Split: (name, identity, camera) of each image, with cameras numbered from 0.
+        Split: (name, identity, camera) of each image. Cameras are numbered from 0.
 
     Raises:
         DataError: if the file is corrupt, or lists an image that does not exist.
@@ -114,13 +116,13 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     if missing:
         raise DataError(
             f"CUHK03: {config_file.absolute()} lists {len(missing)} images that are not in "
-            f"cuhk-03.mat, e.g. {min(missing)}"
+            f"cuhk-03.mat, e.g. {min(missing)}\n  fix: download both files again"
         )
     return split
 
 
 def _number_people(people: Sequence[Sequence[str]]) -> list[tuple[str, int, int]]:
-    """Return (name, identity, camera) of each image, with identities numbered from 1."""
+    """Number the people from 1 and return the (name, identity, camera) of each image."""
     return [(name, pid, _parse_name(name)[2] - 1) for pid, names in enumerate(people, start=1) for name in names]
 
 
@@ -134,7 +136,7 @@ def _parse_name(name: str) -> tuple[int, ...]:
 
 @contextmanager
 def _open_mat(mat_file: Path) -> Iterator[Any]:
-    """Open a MATLAB 7.3 file."""
+    """Return a context manager that opens a MATLAB 7.3 file, which is in HDF5 format."""
     try:
         import h5py
     except ImportError as error:
@@ -154,5 +156,6 @@ def _data_errors(file: Path) -> Iterator[None]:
         yield
     except Exception as error:  # readers of .mat files raise many exception types
         raise DataError(
-            f"CUHK03: cannot read {file.absolute()} (corrupt, or not the expected file): {error}"
+            f"CUHK03: cannot read {file.absolute()} (corrupt, or not the expected file): {error}\n"
+            "  fix: download the file again"
         ) from error

@@ -57,13 +57,15 @@ _SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", 
 
 
 class CsvDataset(ImageDataset):
-    """Images listed in a CSV file, ``csv:/data/custom.csv`` in DATASETS.NAMES or DATASETS.TESTS.
+    """Dataset whose images are listed in a CSV file.
 
-    The first line names the columns: ``path`` (relative to the CSV file, or absolute) and ``pid``, and optionally
-    ``camid``, ``split`` (train, query or gallery; default train) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the image
-    within the file, in pixels; x1 and y1 are exclusive). Identities and cameras can be any text; images of identity -1
-    are excluded. Without ``camid``, gallery images from the query's camera are not excluded. Columns are separated by
-    commas, semicolons or tabs.
+    In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``csv:`` plus the path, e.g. ``csv:/data/custom.csv``.
+
+    The first line of the file names the columns: ``path`` (relative to the folder of the CSV file, or absolute) and
+    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery; default train) and ``x0``, ``y0``, ``x1``,
+    ``y1`` (box of the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and cameras
+    can be any text; images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are
+    not excluded. Columns are separated by commas, semicolons or tabs.
 
     Args:
         path (str or Path): CSV file.
@@ -79,7 +81,7 @@ class CsvDataset(ImageDataset):
         if table.excluded:
             logger.info("%s: excluded %d images of identity %s", file, table.excluded, _EXCLUDED_ID)
         if not len(table.lines):
-            raise DataError(f"{file}: no images; expected one image per line below the header")
+            raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
         if table.camids is None:
             logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
             camids = Column(table.lines)
@@ -108,7 +110,7 @@ class CsvDataset(ImageDataset):
         super().__init__(*splits)
 
     def origin(self, path: str) -> str:
-        """Return the CSV file and the number of the first line that lists the image."""
+        """Return the CSV file and the number of the first line that lists the image at ``path``; "" if none does."""
         for split, lines in self._lines.items():
             index = getattr(self, split).find(path)
             if index is not None:
@@ -117,25 +119,28 @@ class CsvDataset(ImageDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "CsvDataset":
-        """Build from the path."""
+        """Build the dataset from the path of the CSV file; ``cfg`` is not used."""
         return cls(path)
 
     def identity(self, pid: int | str) -> str:
-        """Return an identity as written in the file."""
+        """Return the identity as written in the CSV file."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
 
 class FolderDataset(ImageDataset):
-    """Folder with one subfolder of images per identity, ``folder:/data/custom`` in DATASETS.NAMES or DATASETS.TESTS.
+    """Dataset in a folder that contains one subfolder of images per identity.
 
-    Random identities are used for testing, all others for training. For each test identity, the first image from each
-    camera is a query, and all other images are in the gallery; see ``hold_out``.
+    In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``folder:`` plus the path, e.g. ``folder:/data/custom``.
+
+    Randomly selected identities are used for testing, all other identities for training. ``hold_out`` describes which
+    test images are queries and which are in the gallery.
 
     Args:
-        path (str or Path): folder.
-        camera (str): regular expression searched in each file name; its first group is the camera. If empty, there are
-            no cameras, and no gallery image is excluded for being from the query's camera. Default "".
-        test_fraction (float): fraction of identities used for testing, in (0, 1). Default 0.5.
+        path (str or Path): folder of the dataset.
+        camera (str): regular expression searched in each file name; its first group is the camera. If empty, images
+            have no camera, and no gallery image is excluded for being from the query's camera. Default "".
+        test_fraction (float): fraction of identities used for testing. 0 uses all identities for training, 1 uses all
+            identities for testing. Default 0.5.
         seed (int): seed of the random choice of identities. Default 0.
 
     Raises:
@@ -149,7 +154,9 @@ class FolderDataset(ImageDataset):
         folder = _resolve_path(self.dataset_name, path)
         pattern = _compile_camera_pattern(camera)
         if not folder.is_dir():
-            raise DataError(f"{self.dataset_name}: {folder.absolute()} is not a folder")
+            raise DataError(
+                f"{self.dataset_name}: {folder.absolute()} is a file; expected a folder.\n  fix: correct the path"
+            )
         identities = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in ".@")
         parts = [entry.name for entry in identities if entry.name.lower() in _SPLIT_FOLDERS]
         if parts:
@@ -162,7 +169,7 @@ class FolderDataset(ImageDataset):
         if not files:
             raise DataError(
                 f"{self.dataset_name}: no images in {folder.absolute()}; expected one folder per identity, with files "
-                f"that end in {', '.join(_SUFFIXES)}"
+                f"that end in {', '.join(_SUFFIXES)}.\n  fix: correct the path, or add images"
             )
         items = []
         for number, (identity, file) in enumerate(files):
@@ -188,20 +195,20 @@ class FolderDataset(ImageDataset):
         super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
-        """Return the folder name of an identity."""
+        """Return the name of the subfolder that contains the images of the identity."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
-        """Build from DATASETS.FOLDER."""
+        """Build the dataset from its path and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
         return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
 
 
 def _resolve_path(name: str, path: str | Path) -> Path:
-    """Resolve a path: as given, or relative to the data root."""
+    """Return the first path that exists: ``path`` itself, or ``path`` relative to the data root."""
     if not str(path):
-        raise DataError(f"{name!r}: empty path; expected a path such as {name}/data/custom")
+        raise DataError(f"{name!r}: empty path; expected a name such as {name}/data/custom.\n  fix: add the path")
     candidates = [expand(path), data_root() / path]
     for candidate in candidates:
         if candidate.exists():
@@ -211,14 +218,17 @@ def _resolve_path(name: str, path: str | Path) -> Path:
 
 
 def image_files(folder: Path) -> list[str]:
-    """List the image files in a folder and its subfolders, sorted, without hidden files."""
+    """Return the sorted paths of the image files in a folder and its subfolders.
+
+    Hidden files and subfolders, and subfolders without read permission, are skipped.
+    """
     found: list[str] = []
     _add_images(_path_prefix(folder), found)
     return found
 
 
 def _add_images(prefix: str, found: list[str]) -> None:
-    """Append the image files below ``prefix``, which ends with a slash or is empty."""
+    """Append the paths of the image files in the folder ``prefix``, which ends with a slash or is empty."""
     try:
         with os.scandir(prefix or ".") as entries:
             entries = sorted(entries, key=lambda entry: entry.name)
@@ -234,13 +244,13 @@ def _add_images(prefix: str, found: list[str]) -> None:
 
 
 def _path_prefix(folder: Path) -> str:
-    """Return the path of a folder as a prefix of file paths."""
+    """Return the path of a folder with a final slash; "" for the current folder."""
     return str(folder / "x")[:-1]
 
 
 @dataclass(frozen=True)
 class _CategoricalText:
-    """Categorical strings: ``values[code]`` for each of ``codes``, (N,) int64."""
+    """Sequence of N strings with few distinct values: string i is ``values[codes[i]]``; ``codes`` is (N,) int64."""
 
     values: list[str]
     codes: np.ndarray
@@ -248,15 +258,16 @@ class _CategoricalText:
 
 @dataclass(frozen=True)
 class _Table:
-    """The N images of a CSV file.
+    """Labels and paths of the N images that a CSV file lists.
 
     Attributes:
         lines: (N,) int64 line numbers.
-        paths: see ``PathBuilder.build``.
-        pids, camids: as written in the file; None if there is no such column.
+        paths: return value of ``PathBuilder.build``.
+        pids: identities as written in the file.
+        camids: cameras as written in the file; None if there is no column ``camid``.
         splits: (N,) int8 indices into ``SPLITS``.
-        boxes: (N, 4) int64; None if there are no such columns.
-        excluded: number of images with identity ``_EXCLUDED_ID``, which are not in the table.
+        boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
+        excluded: number of images with identity ``_EXCLUDED_ID``, which the table does not contain.
     """
 
     lines: np.ndarray
@@ -279,7 +290,10 @@ def _read_table(file: Path) -> _Table:
         with file.open(encoding="utf-8-sig", newline="") as stream:
             header = stream.readline(_MAX_HEADER + 1)
             if len(header) > _MAX_HEADER:
-                raise DataError(f"{file}: the first line must be a header of at most {_MAX_HEADER} characters")
+                raise DataError(
+                    f"{file}: the first line must be a header of at most {_MAX_HEADER} characters.\n"
+                    "  fix: check that the file is a CSV file, and add a header such as path,pid,camid,split"
+                )
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
@@ -288,7 +302,7 @@ def _read_table(file: Path) -> _Table:
             return _read_lines(file, reader, names)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
-            f"{file}: cannot read the CSV file as UTF-8: {error}.\n  fix: save it as a CSV file in UTF-8"
+            f"{file}: cannot read the CSV file: {error}.\n  fix: save the table as a readable CSV file in UTF-8"
         ) from error
 
 
@@ -401,7 +415,7 @@ def _truncate(text: str) -> str:
 
 
 def _number_names(names: set[str], *, start: int) -> dict[str, int]:
-    """Number names: integers in ascending order, then text in alphabetical order."""
+    """Number the names from ``start``: integers in ascending order, then text in alphabetical order."""
     order = sorted(names, key=lambda name: (0, int(name), "") if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
 
@@ -425,7 +439,8 @@ def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
         raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} is not a regular expression: {error}") from error
     if not pattern.groups:
         raise ConfigError(
-            f"DATASETS.FOLDER.CAMERA {camera!r} has no group; expected the camera in its first group, e.g. c(\\d+)"
+            f"DATASETS.FOLDER.CAMERA {camera!r} has no group; expected the camera in its first group.\n"
+            "  fix: put parentheses around the camera, e.g. c(\\d+)"
         )
     return pattern
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 @DATASET_REGISTRY.register()
 class Demo(MarketStyleDataset):
-    """Generated pedestrians in the layout of Market-1501, written on first use.
+    """Small dataset of generated pedestrian images in the layout of Market-1501, written when the class is first used.
 
     Args:
         root (str or Path): data root; the images are in ``root/fastamp-demo-v<version>``. Default "datasets".

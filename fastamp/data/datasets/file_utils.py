@@ -1,4 +1,4 @@
-"""File utilities for datasets: check and list folders, and read list files."""
+"""File utilities for datasets: checks of folders, lists of their files, and readers of list files."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,12 +28,12 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
         name (str): name of the dataset in the config.
         root (str or Path): data root.
         needed (Iterable[Path]): files and folders that must exist.
-        tree (str): expected files below the root, for the message.
+        tree (str): expected files in the data root, for the message; may have several lines.
         folder (str): folder of the dataset in the root; if it is missing, folders with similar names are suggested.
             Default "".
 
     Raises:
-        DataError: if a file or folder is missing. The message states the expected and the existing files, and a fix.
+        DataError: if a file or folder is missing. The message lists the expected and the existing files, and a fix.
     """
     needed, root = list(needed), Path(root)
     missing = [path for path in needed if not path.exists()]
@@ -57,14 +57,22 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
 
 
 def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
-    """List the files in ``folder`` that have a suffix (case-insensitive), sorted, without hidden files.
+    """Return the sorted files in ``folder`` that have the suffix and are not hidden.
+
+    Args:
+        name (str): name of the dataset, for the message.
+        folder (Path): folder to list.
+        suffix (str): suffix in lowercase, e.g. ".jpg"; matched case-insensitively.
 
     Raises:
         DataError: if there are no such files, or the folder cannot be read.
     """
     files = [entry for entry in list_entries(name, folder) if is_image(entry, suffix)]
     if not files:
-        raise DataError(f"{name}: no *{suffix} file in {folder.absolute()}\n  found: {describe_folder(folder)}")
+        raise DataError(
+            f"{name}: no *{suffix} file in {folder.absolute()}\n  found: {describe_folder(folder)}\n"
+            "  fix:   add the images of the dataset to this folder"
+        )
     return files
 
 
@@ -81,12 +89,12 @@ def read_lines(name: str, file: Path) -> list[str]:
         raise DataError(f"{name}: cannot read {file.absolute()}: {error.strerror}") from error
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
-        raise DataError(f"{name}: {file.absolute()} is empty")
+        raise DataError(f"{name}: {file.absolute()} is empty.\n  fix: restore this file of the dataset")
     return lines
 
 
 def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
-    """Read a list file with lines ``name number``; the name can contain spaces.
+    """Read a list file whose lines contain a name and a number, separated by a space; names can contain spaces.
 
     Raises:
         DataError: if a line is invalid, or the file is empty or cannot be read.
@@ -108,12 +116,19 @@ def check_first_image(name: str, file: Path, items: Sequence[ImageItem]) -> list
     """
     first = Path(items[0].path)
     if not first.is_file():
-        raise DataError(f"{name}: image not found: {first.absolute()}, the first image listed in {file.absolute()}")
+        raise DataError(
+            f"{name}: image not found: {first.absolute()}, the first image listed in {file.absolute()}.\n"
+            "  fix: restore the images of the dataset"
+        )
     return list(items)
 
 
 def list_entries(name: str, folder: Path) -> list[Path]:
-    """List the entries of a folder, sorted, without hidden entries."""
+    """Return the sorted entries of a folder that are not hidden.
+
+    Raises:
+        DataError: if the folder cannot be read.
+    """
     try:
         return sorted((entry for entry in folder.iterdir() if entry.name[0] != "."), key=lambda entry: entry.name)
     except OSError as error:
@@ -121,12 +136,12 @@ def list_entries(name: str, folder: Path) -> list[Path]:
 
 
 def is_image(file: Path, suffix: str) -> bool:
-    """Return True if a file has the suffix and is not hidden."""
+    """Return True if the file is not hidden and has the suffix, given in lowercase and matched case-insensitively."""
     return file.name.lower().endswith(suffix) and not file.name.startswith(".")
 
 
 def describe_folder(folder: Path) -> str:
-    """Describe the contents of a folder, or of its nearest existing parent, in one line."""
+    """Describe the contents of a folder in one line. If the folder is missing, describe its nearest existing parent."""
     if not folder.is_dir():
         nearest = next(parent for parent in folder.absolute().parents if parent.is_dir())
         return f"no folder {folder.absolute()}; {nearest} contains {describe_folder(nearest)}"

@@ -1,4 +1,4 @@
-"""Base classes of datasets that encode identity and camera in file and folder names."""
+"""Base classes of datasets whose file and folder names contain the identity and the camera."""
 
 import logging
 import re
@@ -27,15 +27,15 @@ _Found = tuple[Path, int | str, int | str]
 
 
 class FilenameDataset(ImageDataset):
-    """Dataset that encodes identity and camera in file and folder names.
+    """Base class of datasets whose file and folder names contain the identity and the camera.
 
-    Subclasses set these class attributes.
+    Subclasses set the attributes below as class attributes.
 
     Attributes:
         folder (str): folder of the dataset in the data root.
-        tree (str): expected files below ``folder``, for messages.
+        tree (str): expected files in ``folder``, for messages.
         train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
-            is the folder itself. A split without folders is empty.
+            is ``folder`` itself. A split without folders is empty.
         needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
         layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last expression is
             searched in the file name. The preceding expressions must match the full names of the folders on the path
@@ -71,7 +71,7 @@ class FilenameDataset(ImageDataset):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "left_out" in vars(cls):
-            warnings.warn(f"{cls.__name__}.left_out is now excluded_ids", DeprecationWarning, stacklevel=2)
+            warnings.warn(f"{cls.__name__}.left_out is deprecated: use excluded_ids", DeprecationWarning, stacklevel=2)
             cls.excluded_ids = cls.left_out
 
     def __init__(self, root: str | Path = "datasets") -> None:
@@ -84,11 +84,11 @@ class FilenameDataset(ImageDataset):
         super().__init__(*(partial(self._load, split) for split in self._folders))
 
     def _find_dataset_dir(self, root: Path) -> Path:
-        """Return the dataset's folder."""
+        """Return the folder of the dataset; subclasses may override this if the data root can have several layouts."""
         return root / self.folder
 
     def _load(self, split: str) -> list[ImageItem]:
-        """Load the images of a split."""
+        """Return the images of a split with numbered cameras."""
         found = self._find_images(split)
         if self.first_camera is None:
             items = [ImageItem(str(file), pid, self._camera_numbers[camera]) for file, pid, camera in found]
@@ -98,11 +98,11 @@ class FilenameDataset(ImageDataset):
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
-        """Mapping from camera to its number, shared by all splits."""
+        """Camera in a file or folder name -> camera number; the same for all splits."""
         return number_cameras(camera for split in self._folders for _, _, camera in self._find_images(split))
 
     def _find_images(self, split: str) -> list[_Found]:
-        """Return ``(file, identity, camera)`` for each image of a split, as encoded in file and folder names."""
+        """Return ``(file, identity, camera)`` for each image of a split, as given in file and folder names."""
         if split not in self._found:
             folders = [self.dataset_dir / folder for folder in self._folders[split]]
             self._found[split] = self._search(folders) if folders else []
@@ -131,7 +131,10 @@ class FilenameDataset(ImageDataset):
         if not found:
             nothing = f"only images of excluded identities ({', '.join(map(str, self.excluded_ids))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
-            raise DataError(f"{name}: no image with a valid name in {where}: expected {expected}, got {first}")
+            raise DataError(
+                f"{name}: no image with a valid name in {where}: expected {expected}, got {first}.\n"
+                "  fix: restore the original files of the dataset"
+            )
         if unmatched:
             logger.warning(
                 "%s: skipped %d files with unexpected names, such as %s; expected %s",
@@ -150,10 +153,11 @@ class FilenameDataset(ImageDataset):
 
 
 class MarketStyleDataset(FilenameDataset):
-    """Dataset in the layout of Market-1501: three folders, file names such as ``0002_c1s1_000451_03.jpg``.
+    """Base class of datasets in the layout of Market-1501.
 
-    File names begin with identity and camera. Images of identity -1 are dropped at loading; images of identity 0 are
-    distractors and stay in the gallery.
+    The folders are ``bounding_box_train``, ``query`` and ``bounding_box_test``. File names begin with the identity and
+    the camera: ``0002_c1s1_000451_03.jpg``. Images of identity -1 are excluded. Images of identity 0 are distractors in
+    the gallery.
 
     Args:
         root (str or Path): data root. Default "datasets".

@@ -18,12 +18,12 @@ class ImageItem(NamedTuple):
 
     Attributes:
         path (str): image file.
-        pid (int or str): identity. Training identities are strings with the dataset's name as prefix ("market1501_2"),
-            unique across datasets; query and gallery identities are integers.
+        pid (int or str): identity. Training identities are strings that begin with the name of the dataset, e.g.
+            "market1501_2", and are therefore unique across datasets. Query and gallery identities are integers.
         camid (int or str): camera.
         viewid (int): viewpoint. Default 0.
-        box (tuple, optional): (left, top, right, bottom) of the image within the file, in pixels; right and bottom are
-            exclusive. Default: the whole file.
+        box (tuple, optional): (left, top, right, bottom) of the region of the image file to use, in pixels; right and
+            bottom are exclusive. None (default) uses the whole image.
     """
 
     path: str
@@ -49,7 +49,7 @@ class PackedText(Sequence[str]):
 
     @classmethod
     def pack(cls, texts: Iterable[str]) -> "PackedText":
-        """Pack strings."""
+        """Build a ``PackedText`` from strings."""
         builder = TextBuilder()
         for text in texts:
             builder.append(text)
@@ -62,18 +62,18 @@ class PackedText(Sequence[str]):
         return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*_CODEC)
 
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
-        """Yield the encoded strings of the given rows; see ``encode``."""
+        """Yield the strings in the given rows as bytes, in the encoding of ``encode``."""
         data = memoryview(self._data)
         spans = zip(self._starts[rows].tolist(), self._ends[rows].tolist(), strict=True)
         return (data[start:end].tobytes() for start, end in spans)
 
     def take(self, rows: np.ndarray | slice) -> "PackedText":
-        """Select rows without copying the bytes."""
+        """Return a ``PackedText`` with the given rows, without copying the strings."""
         return PackedText(self._data, self._starts[rows], self._ends[rows])
 
     @staticmethod
     def concat(parts: Sequence["PackedText"]) -> "PackedText":
-        """Concatenate parts; if all parts share one byte array, that array is not copied."""
+        """Concatenate ``parts``. If all parts share one byte array, the array is not copied."""
         if all(part._data is parts[0]._data for part in parts):
             shifts, data = [0] * len(parts), parts[0]._data
         else:
@@ -103,11 +103,11 @@ class TextBuilder:
 
 
 class Column:
-    """One value per image: int64 values, or indices into a table of distinct values.
+    """N values, one per image, stored as int64 values or as indices into a table of distinct values.
 
     Args:
         codes (np.ndarray): (N,) int64 values, or indices into ``table``.
-        table (Sequence, optional): distinct values. Default: the codes are the values.
+        table (Sequence, optional): distinct values. None (default) means that ``codes`` are the values.
     """
 
     def __init__(self, codes: np.ndarray, table: Sequence[Any] | None = None) -> None:
@@ -115,7 +115,7 @@ class Column:
 
     @classmethod
     def pack(cls, values: Iterable[Any]) -> "Column":
-        """Pack values: integers, strings, or other hashable values."""
+        """Build a column from values: integers, strings or other hashable values."""
         values = list(values)
         if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64))
@@ -125,7 +125,7 @@ class Column:
 
     @classmethod
     def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
-        """Build the column of ``values[code]`` for each of ``codes``; ``values`` can contain duplicates."""
+        """Build a column whose row i contains ``values[codes[i]]``; ``values`` may contain duplicates."""
         if all(_is_int64(value) for value in values):
             return cls(np.array(values, dtype=np.int64)[codes])
         numbers: dict[Any, int] = {}
@@ -146,16 +146,16 @@ class Column:
         return code if self.table is None else self.table[code]
 
     def take(self, rows: np.ndarray | slice) -> "Column":
-        """Select rows."""
+        """Return a column with the given rows."""
         return Column(self.codes[rows], self.table)
 
     def unique(self) -> tuple[list[Any], np.ndarray]:
-        """Return the distinct values, and (N,) int64 indices into them."""
+        """Return the list of distinct values and, for each row, the index of its value in this list: (N,) int64."""
         found, inverse = np.unique(self.codes, return_inverse=True)
         return [code if self.table is None else self.table[code] for code in found.tolist()], inverse.reshape(-1)
 
     def map(self, function: Callable[[Any], Any]) -> "Column":
-        """Apply a function to all values; it is called once per distinct value."""
+        """Return a column of ``function(value)`` for all values; ``function`` is called once per distinct value."""
         values, inverse = self.unique()
         return Column.of(inverse, [function(value) for value in values])
 
@@ -176,9 +176,9 @@ def _is_int64(value: Any) -> bool:
 
 
 class PackedItems(Sequence[ImageItem]):
-    """List of ``ImageItem`` stored in arrays, which workers read without copying memory; see ``PackedText``.
+    """List of ``ImageItem``, stored in arrays that worker processes read without copying memory; see ``PackedText``.
 
-    A path is stored as folder and file name, because many images share a folder.
+    The folder and the file name of a path are stored separately, because many images are in the same folder.
 
     Args:
         folders (PackedText): distinct folders, each up to and including the last slash.
@@ -186,7 +186,7 @@ class PackedItems(Sequence[ImageItem]):
         names (PackedText): N file names.
         pids, camids (Column): N identities and cameras.
         viewids (np.ndarray, optional): (N,) int64 views. Default: zeros.
-        boxes (np.ndarray, optional): (N, 4) int64 boxes, see ``ImageItem``. Default: whole files.
+        boxes (np.ndarray, optional): (N, 4) int64 boxes, see ``ImageItem``. None (default) uses whole images.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PackedItems(Sequence[ImageItem]):
 
     @classmethod
     def of(cls, items: Iterable[tuple]) -> "PackedItems":
-        """Pack tuples (path, pid, camid[, viewid[, box]]); packed items are returned unchanged."""
+        """Pack tuples (path, pid, camid[, viewid[, box]]); return ``items`` itself if it is already packed."""
         if isinstance(items, PackedItems):
             return items
         items = [ImageItem(*item) for item in items]
@@ -250,11 +250,11 @@ class PackedItems(Sequence[ImageItem]):
         return PackedItems.concat([PackedItems.of(other), self])
 
     def path(self, index: int) -> str:
-        """Return the path of an image."""
+        """Return the path of image ``index`` without building its ``ImageItem``."""
         return self.folders[self.folder_of[index]] + self.names[index]
 
     def take(self, rows: np.ndarray | slice) -> "PackedItems":
-        """Select rows."""
+        """Return the images in the given rows."""
         return PackedItems(
             self.folders,
             self.folder_of[rows],
@@ -278,18 +278,18 @@ class PackedItems(Sequence[ImageItem]):
         )
 
     def rows_in(self, folders: Collection[str]) -> np.ndarray:
-        """Return the rows of the images in ``folders``, ascending; folders are as returned by ``split_path``."""
+        """Return the ascending row numbers of the images in ``folders``, which end with a slash or are empty."""
         chosen = [number for number, folder in enumerate(self.folders) if folder in folders]
         return np.flatnonzero(np.isin(self.folder_of, chosen))
 
     def find(self, path: str) -> int | None:
-        """Return the first row with a path, or None if there is none."""
+        """Return the number of the first row that contains ``path``, or None if no row does."""
         folder, name = split_path(path)
         return next((row for row in self.rows_in({folder}).tolist() if self.names[row] == name), None)
 
     @staticmethod
     def concat(parts: Sequence["PackedItems"]) -> "PackedItems":
-        """Concatenate one or more parts."""
+        """Concatenate ``parts``, at least one."""
         parts = [part for part in parts if len(part)] or [parts[0]]
         if len(parts) == 1:
             return parts[0]
@@ -331,11 +331,11 @@ class PathBuilder:
 
 
 def encode(text: str) -> bytes:
-    """Encode a string as in ``PackedText``."""
+    """Encode a string to the bytes that ``PackedText`` stores."""
     return text.encode(*_CODEC)
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """Split a path after its last slash."""
+    """Return ``(folder, name)``; the folder ends with the last slash in the path, or is empty if there is none."""
     folder, slash, name = path.rpartition("/")
     return folder + slash, name

@@ -22,17 +22,17 @@ _DISTRACTOR = 0
 
 @DATASET_REGISTRY.register()
 class Market1501(MarketStyleDataset):
-    """Zheng et al. 2015, "Scalable person re-identification: a benchmark" (ICCV).
+    """Market-1501 dataset (Zheng et al. 2015, "Scalable person re-identification: a benchmark", ICCV).
 
     6 cameras. 12,936 training, 3,368 query and 15,913 gallery images; 751 training and 750 test identities. File names
-    begin with identity and camera: ``0002_c1s1_000451_03.jpg``. Images of identity -1 are dropped at loading; images of
-    identity 0 are distractors and stay in the gallery.
+    begin with the identity and the camera: ``0002_c1s1_000451_03.jpg``. Images of identity -1 are excluded. Images of
+    identity 0 are distractors in the gallery.
 
     Args:
-        root (str or Path): data root; the three folders are in ``root/Market-1501-v15.09.15`` or in ``root``. Default
-            "datasets".
-        market1501_500k (bool): add the 500k distractors to the gallery, as images from one additional camera. They are
-            in a folder ``images`` next to the three folders or next to the parent of the three folders. Default False.
+        root (str or Path): data root; ``bounding_box_train``, ``query`` and ``bounding_box_test`` are in
+            ``root/Market-1501-v15.09.15`` or in ``root``. Default "datasets".
+        market1501_500k (bool): add the 500k distractors to the gallery, as images from one additional camera. Their
+            folder, ``images``, is next to ``query`` or one level above. Default False.
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
@@ -53,7 +53,7 @@ class Market1501(MarketStyleDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "Market1501":
-        """Build from DATASETS.MARKET1501_500K."""
+        """Build the dataset from the config key ``DATASETS.MARKET1501_500K``."""
         return cls(root=root, market1501_500k=True) if cfg.DATASETS.MARKET1501_500K else cls(root=root)
 
     def _find_dataset_dir(self, root: Path) -> Path:

@@ -31,17 +31,18 @@ VERSIONS = {"V1": ("MSMT17_V1", "train", "test"), "V2": ("MSMT17_V2", "mask_trai
 
 @DATASET_REGISTRY.register()
 class MSMT17(ImageDataset):
-    """Wei et al. 2018, "Person transfer GAN to bridge domain gap for person re-identification" (CVPR).
+    """MSMT17 dataset (Wei et al. 2018, "Person transfer GAN to bridge domain gap for person re-identification", CVPR).
 
     15 cameras. Each line of ``list_{train,val,query,gallery}.txt`` is ``path pid``. The third underscore-separated
-    field of a file name is the camera: ``0000/0000_000_01_0303morning_0015_0.jpg``. Identities of query and gallery are
-    offset by the number of training identities.
+    field of a file name is the camera, e.g. 01 in ``0000/0000_000_01_0303morning_0015_0.jpg``. The number of training
+    identities is added to the identities of query and gallery images.
 
     Args:
         root (str or Path): data root; the lists are in ``root/MSMT17_V1`` next to ``train`` and ``test``, or in
             ``root/MSMT17_V2`` next to ``mask_train_v2`` and ``mask_test_v2``, where faces are masked. Default
             "datasets".
-        version (str): ``V1``, ``V2``, or ``auto``: V1 if both exist, as in FastReID. Default "auto".
+        version (str): ``V1``, ``V2``, or ``auto``, which selects the existing version and prefers V1, as FastReID does.
+            Default "auto".
         validation (bool): also train on ``list_val.txt``, which contains more images of the training identities.
             TransReID always trains on these images; FastReID does so only with DATASETS.COMBINEALL. Default False.
 
@@ -76,7 +77,7 @@ class MSMT17(ImageDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "MSMT17":
-        """Build from DATASETS.MSMT17 and DATASETS.COMBINEALL."""
+        """Build the dataset from the config section ``DATASETS.MSMT17`` and the key ``DATASETS.COMBINEALL``."""
         settings = cfg.DATASETS.MSMT17
         return cls(root=root, version=settings.VERSION, validation=settings.VALIDATION or cfg.DATASETS.COMBINEALL)
 
@@ -84,7 +85,7 @@ class MSMT17(ImageDataset):
         return len({pid for _, pid in read_pairs("MSMT17", self.dataset_dir / "list_train.txt")})
 
     def _read(self, part: str, folder: str, offset: int = 0) -> list[ImageItem]:
-        """Read the images listed in ``list_<part>.txt``, which are in ``folder``; cameras are numbered from 0."""
+        """Return the images in ``folder`` that ``list_<part>.txt`` lists, with ``offset`` added to the identities."""
         file = self.dataset_dir / f"list_{part}.txt"
         items = []
         for path, pid in read_pairs("MSMT17", file):

@@ -15,11 +15,11 @@ _MIN_SIMILARITY = 0.6
 def path_hint(
     root: Path, folder: str, needed: Sequence[Path], names: Iterable[str], other_folders: Container[str]
 ) -> str:
-    """Search for a misplaced or renamed dataset; return its location and a fix as text, or "" if not found.
+    """Search for a misplaced or renamed dataset and describe where it is and how to fix this; "" if it is not found.
 
     Args:
         root (Path): data root.
-        folder (str): expected folder of the dataset in the root.
+        folder (str): expected folder of the dataset in the data root.
         needed (Sequence[Path]): files and folders that must exist in ``folder``.
         names (Iterable[str]): other common names for the folder.
         other_folders (Container[str]): folders of other datasets, which are not suggested.
@@ -62,7 +62,7 @@ def path_hint(
 
 
 def _best_similarity(name: str, choices: Iterable[str]) -> float:
-    """Compute the similarity of a name to the most similar choice, in 0..1; 1 if one contains the other."""
+    """Compute the similarity of ``name`` to the most similar choice, in 0..1; 1 if one name contains the other."""
     return max(_similarity(_normalize_name(name), _normalize_name(choice)) for choice in choices)
 
 
@@ -77,7 +77,7 @@ def _normalize_name(name: str) -> str:
 
 
 def _subfolders(path: Path) -> list[Path]:
-    """List the folders in a path, sorted; empty if it cannot be read."""
+    """Return the sorted subfolders of ``path`` that are not hidden; an empty list if it cannot be read."""
     try:
         return sorted(entry for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     except OSError:

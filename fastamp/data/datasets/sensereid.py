@@ -11,15 +11,16 @@ logger = logging.getLogger(__name__)
 
 @DATASET_REGISTRY.register()
 class SenseReID(FilenameDataset):
-    """Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature decomposition and
-    fusion" (CVPR).
+    """SenseReID dataset (Zhao et al. 2017, "Spindle Net: person re-identification with human body region guided feature
+    decomposition and fusion", CVPR).
 
-    A test set: queries are in ``test_probe`` (or ``test_prob``, as in FastReID), the gallery is in ``test_gallery``. As
-    in FastReID, the images of both folders are also the training images; a model trained on them cannot be tested on
-    SenseReID. ``00012_0.jpg`` is identity 12 of camera 0.
+    The dataset is a test set. Query images are in ``test_probe`` (or ``test_prob``, as in FastReID), gallery images in
+    ``test_gallery``. As in FastReID, the images in both folders are also the training images; a model trained on them
+    cannot be tested on SenseReID. File names contain the identity and the camera: ``00012_0.jpg`` shows identity 12
+    from camera 0.
 
     Args:
-        root (str or Path): data root; the two folders are in ``root/SenseReID``. Default "datasets".
+        root (str or Path): data root, which contains the folder ``SenseReID``. Default "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
@@ -42,5 +43,5 @@ class SenseReID(FilenameDataset):
     def _load(self, split: str) -> list[ImageItem]:
         if split != "train":
             return super()._load(split)
-        logger.warning("SenseReID: training on the query and gallery images; results on SenseReID are not valid")
+        logger.warning("SenseReID: training on its query and gallery images: test results on SenseReID are not valid")
         return self._add_name_prefix([*self.query, *self.gallery])

@@ -1,4 +1,4 @@
-"""VehicleID dataset and its three smaller test sets."""
+"""VehicleID dataset, with its small, medium and large test sets."""
 
 import logging
 from collections import defaultdict
@@ -28,16 +28,17 @@ KEYS = (
 
 @DATASET_REGISTRY.register()
 class VehicleID(ImageDataset):
-    """Liu et al. 2016, "Deep relative distance learning: tell the difference between similar vehicles" (CVPR).
+    """VehicleID dataset (Liu et al. 2016, "Deep relative distance learning: tell the difference between similar
+    vehicles", CVPR).
 
-    Each line of a list is ``imgid vid``. The gallery is one random image of each test identity; all other test images
-    are queries. Cameras are unknown: each image gets a unique camera number, so that no gallery image is excluded for
-    being from the query's camera. If TEST.PROTOCOL is ``vehicleid``, evaluation draws ten random galleries from the
-    union of query and gallery.
+    Each line of a list file is ``imgid vid``, the numbers of an image and of its vehicle. The gallery consists of one
+    random image of each test identity; all other test images are queries. Cameras are unknown: each image has a unique
+    camera number, so that no gallery image is excluded for being from the query's camera. If TEST.PROTOCOL is
+    ``vehicleid``, the evaluation draws ten random galleries from the union of query and gallery.
 
     Args:
         root (str or Path): data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
-        seed (int): seed of the gallery, 0..2**32-1. Default 0.
+        seed (int): seed of the random gallery, 0..2**32-1. Default 0.
 
     Raises:
         DataError: if a list or the folder is missing (raised at construction); if a line is invalid or the first image
@@ -64,12 +65,12 @@ class VehicleID(ImageDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VehicleID":
-        """Build from DATASETS.VEHICLEID."""
+        """Build the dataset from the config section ``DATASETS.VEHICLEID``."""
         return cls(root=root, seed=cfg.DATASETS.VEHICLEID.SEED)
 
     @cached_property
     def _drawn(self) -> tuple[list[ImageItem], list[ImageItem]]:
-        """``(query, gallery)``: one random image of each identity is in the gallery."""
+        """Test images as ``(query, gallery)``. The gallery contains one random image of each identity."""
         # RandomState gives the same numbers in every NumPy version.
         generator = np.random.RandomState(self._seed)
         images: dict[int, list[ImageItem]] = defaultdict(list)
@@ -86,7 +87,7 @@ class VehicleID(ImageDataset):
         return query, gallery
 
     def _read(self, file: Path) -> list[ImageItem]:
-        """Read the images of a list, sorted by name."""
+        """Return the images that ``file`` lists, sorted by name."""
         name, pairs = type(self).__name__, read_pairs(type(self).__name__, file)
         wrong = next((image for image, _ in pairs if not image.isdecimal()), None)
         if wrong is not None:

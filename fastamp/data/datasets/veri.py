@@ -29,21 +29,21 @@ _VIEW = re.compile(r"(.*/)?(?P<name>[^/]+\.jpg) (.* )?(?P<view>\d+)", re.IGNOREC
 
 @DATASET_REGISTRY.register()
 class VeRi(FilenameDataset):
-    """Liu et al. 2016, "A deep learning-based approach to progressive vehicle re-identification for urban
-    surveillance" (ECCV).
+    """VeRi-776 dataset (Liu et al. 2016, "A deep learning-based approach to progressive vehicle re-identification for
+    urban surveillance", ECCV).
 
-    776 vehicles from 20 cameras. File names begin with identity and camera: ``0002_c002_00030600_0.jpg``.
+    776 vehicles, 20 cameras. File names begin with the identity and the camera: ``0002_c002_00030600_0.jpg``.
 
     Args:
-        root (str or Path): data root; the three folders are in ``root/veri``. Default "datasets".
+        root (str or Path): data root, which contains the folder ``veri``. Default "datasets".
         views (bool): read the view of each image, 0 to 7, from the keypoint files of Wang et al. 2017, "Orientation
             invariant feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV),
-            ``root/veri/keypoint_{train,test}.txt``. Lines begin with an image path and end with the view. Images that
-            are in neither file are excluded, as in TransReID. If False, all images have view 0. Default False.
+            ``root/veri/keypoint_{train,test}.txt``. Each line begins with an image path and ends with the view. Images
+            that neither file lists are excluded, as in TransReID. If False, all images have view 0. Default False.
 
     Raises:
-        DataError: if a folder or list is missing (raised at construction), or contains no image with a matching name
-            (raised at first use).
+        DataError: if a folder or keypoint file is missing (raised at construction); if a folder contains no image with
+            a matching name or no image with a view, or a line of a keypoint file is invalid (raised at first use).
     """
 
     dataset_name = "veri"
@@ -63,11 +63,11 @@ class VeRi(FilenameDataset):
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VeRi":
-        """Build from DATASETS.VERI."""
+        """Build the dataset from the config section ``DATASETS.VERI``."""
         return cls(root=root, views=cfg.DATASETS.VERI.VIEWS)
 
     def _load(self, split: str) -> list[ImageItem]:
-        """Load the images of a split, with their views if requested."""
+        """Return the images of a split, with their views if ``views`` is True."""
         items = super()._load(split)
         if not self._has_views:
             return items
@@ -91,7 +91,7 @@ class VeRi(FilenameDataset):
 
     @cached_property
     def _views(self) -> dict[str, int]:
-        """Mapping from file name to view number."""
+        """File name -> view number, read from both keypoint files."""
         views = {}
         for file in (self.dataset_dir / name for name in VIEW_LISTS):
             for line in read_lines("VeRi", file):

@@ -1,4 +1,4 @@
-"""VERI-Wild dataset and its three test sets."""
+"""VERI-Wild dataset, with its small, medium and large test sets."""
 
 from functools import cached_property
 from pathlib import Path
@@ -10,10 +10,11 @@ from fastamp.utils.errors import DataError
 
 @DATASET_REGISTRY.register()
 class VeRiWild(ImageDataset):
-    """Lou et al. 2019, "VERI-Wild: a large dataset and a new method for vehicle re-identification in the wild" (CVPR).
+    """VERI-Wild dataset (Lou et al. 2019, "VERI-Wild: a large dataset and a new method for vehicle re-identification in
+    the wild", CVPR).
 
-    Each line of a list is ``vid/imgid``, with or without a file suffix. Each line of ``vehicle_info.txt`` is
-    ``vid/imgid;camera;...``. Cameras are renumbered from 0 in ascending order.
+    Each line of a list file is ``vid/imgid``, the numbers of a vehicle and of its image, with or without a file suffix.
+    Each line of ``vehicle_info.txt`` is ``vid/imgid;camera;...``. Cameras are renumbered from 0 in ascending order.
 
     Args:
         root (str or Path): data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``. Default
@@ -44,7 +45,7 @@ class VeRiWild(ImageDataset):
 
     @cached_property
     def _cameras(self) -> dict[str, int]:
-        """Mapping from ``vid/imgid`` to camera number."""
+        """``vid/imgid`` -> camera number."""
         rows = [line.split(";") for line in read_lines(type(self).__name__, self._info)]
         # The first line may be a header.
         cameras = {_image(row[0]): as_number(row[1].strip()) for row in rows if len(row) > 1 and "/" in row[0]}
@@ -53,7 +54,7 @@ class VeRiWild(ImageDataset):
         return {image: numbers[camera] for image, camera in cameras.items()}
 
     def _read(self, file: Path) -> list[ImageItem]:
-        """Read the images of a list."""
+        """Return the images that ``file`` lists."""
         name, items = type(self).__name__, []
         for line in read_lines(name, file):
             image = _image(line)
@@ -67,7 +68,7 @@ class VeRiWild(ImageDataset):
 
 
 def _image(name: str) -> str:
-    """Return ``vid/imgid`` without a file suffix."""
+    """Return ``name``, e.g. ``vid/imgid.jpg``, without whitespace at its ends and without a file suffix."""
     return name.strip().rsplit(".", 1)[0]
 
 

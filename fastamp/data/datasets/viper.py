@@ -28,16 +28,17 @@ SPLITS = 10
 
 @DATASET_REGISTRY.register()
 class VIPeR(FilenameDataset):
-    """Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking" (PETS).
+    """VIPeR dataset (Gray et al. 2007, "Evaluating appearance models for recognition, reacquisition, and tracking",
+    PETS).
 
-    632 identities with one image from each of two cameras. The protocol averages the results of ten random splits of
-    the identities into halves: one half is used for training; in the other half, images from ``cam_a`` are queries and
-    images from ``cam_b`` are the gallery. FastReID trains on all identities. Query and gallery identities are the
-    numbers in the file names plus one, because 0 denotes a distractor.
+    632 identities with one image from each of two cameras. The identities are split at random into two halves: one is
+    used for training, the other for testing, with ``cam_a`` as query and ``cam_b`` as gallery. The protocol averages
+    the results of ten random splits. FastReID instead trains on all identities. Query and gallery identities are the
+    numbers in the file names plus one, because identity 0 denotes distractors.
 
     Args:
-        root (str or Path): data root; the two folders are in ``root/VIPeR``. Default "datasets".
-        split (int): index of the split, 0..9, which is also the random seed. Default 0.
+        root (str or Path): data root; ``cam_a`` and ``cam_b`` are in ``root/VIPeR``. Default "datasets".
+        split (int): index of the random split, 0..9, used as its seed. Default 0.
 
     Raises:
         ConfigError: if the split does not exist.
@@ -55,14 +56,16 @@ class VIPeR(FilenameDataset):
 
     def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:
         if not 0 <= split < SPLITS:
-            raise ConfigError(f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}")
+            raise ConfigError(
+                f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}.\n  fix: set DATASETS.VIPER.SPLIT 0"
+            )
         super().__init__(root)
         self._number = split
         logger.info("VIPeR: random split %d of %d", split, SPLITS)
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "VIPeR":
-        """Build from DATASETS.VIPER."""
+        """Build the dataset from the config section ``DATASETS.VIPER``."""
         return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT)
 
     def _load(self, split: str) -> list[ImageItem]:

@@ -93,7 +93,7 @@ def test_invalid_csv_error_names_line_or_column(tmp_path, header, rows, message)
 
 def test_binary_csv_file_raises(tmp_path):
     (tmp_path / "picture.csv").write_bytes(b"\xff\xd8\xff\x00")
-    with pytest.raises(DataError, match="picture.csv: .*UTF-8"):
+    with pytest.raises(DataError, match="picture.csv: .*utf-8"):
         build_dataset(f"csv:{tmp_path / 'picture.csv'}")
 
 
@@ -210,7 +210,7 @@ def test_hidden_and_split_folders_are_not_identities(tmp_path):
     with pytest.raises(DataError, match="(?s)got train.*folder:.*parts/train"):
         build_dataset(f"folder:{tmp_path / 'parts'}")
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file is not a folder"):
+    with pytest.raises(DataError, match="file is a file"):
         build_dataset(f"folder:{tmp_path / 'file'}")
 
 
