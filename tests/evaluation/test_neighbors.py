@@ -14,7 +14,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def exact(queries, gallery, k):
-    """Find the k nearest gallery features by float64 distance, with ties in gallery order."""
+    """Return the k nearest gallery indices by float64 distance, and the largest squared distances."""
     x, y = queries.double().numpy(), gallery.double().numpy()
     distances = np.square(x[:, None] - y[None]).sum(-1)
     order = np.argsort(distances, axis=1, kind="stable")

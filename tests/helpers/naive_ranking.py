@@ -20,7 +20,7 @@ def load(name):
 
 
 def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, noise=1.0):
-    """Create clustered features, including distractors (identity 0), and the identities."""
+    """Create query and gallery features in one cluster per identity, and the identities; identity 0 is a distractor."""
     random = np.random.default_rng(seed)
     centers = random.standard_normal((pids + 1, width))
     sides = [random.integers(low, pids + 1, n) for low, n in ((1, queries), (0, gallery))]
@@ -35,8 +35,8 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
 def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):
     """Yield for each query the ranks (from 1) of its matches in a stable sort without junk.
 
-    Junk images are images from the query's camera: those of the same identity, or all with
-    ``same_identity_only=False``.
+    Junk are the gallery images from the query's camera: those of the query's identity, or all of them if
+    ``same_identity_only`` is False. Without ``cross_camera``, there is no junk.
     """
     for q in range(len(distances)):
         order = sorted(range(len(distances[q])), key=lambda g: (distances[q][g], g))
@@ -57,7 +57,7 @@ def naive(distances, ids, **rule):
 
 
 def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pids=4):
-    """Draw distances; few levels give ties, few identities give many matches, identity 0 is a distractor."""
+    """Draw distances with ties (if ``levels`` is small), and identities; identity 0 is a distractor."""
     rng = np.random.default_rng(seed)
     distances = torch.from_numpy(rng.integers(0, levels, (num_query, num_gallery)).astype(dtype))
     ids = Identities(
@@ -70,7 +70,7 @@ def random_distances(seed, num_query, num_gallery, levels, dtype=np.float32, pid
 
 
 def rows_of(result):
-    """Return (AP, INP, first match, valid) of each query."""
+    """Return (AP, INP, 0-based rank of the first match, valid) for each query."""
     columns = (result.ap, result.inp, result.first_match[:, 0], result.valid)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 

@@ -37,7 +37,7 @@ def without_pairs(checkpoint, path):
     return path
 
 
-def test_compare_uses_pairs_of_checkpoint(predictor, run_folder, two):
+def test_compare_uses_reference_pairs_stored_in_the_checkpoint(predictor, run_folder, two):
     comparison = predictor.compare(*two)
     a, b = predictor.features(list(two))
     assert comparison.score == pytest.approx(torch.cosine_similarity(a, b, dim=0).item(), abs=1e-5)
@@ -52,7 +52,7 @@ def test_compare_uses_pairs_of_checkpoint(predictor, run_folder, two):
     assert torch.equal(final["genuine"], comparison.pairs.genuine)
 
 
-def test_pair_scores_of_extraction_equal_those_of_evaluation(predictor, checkpoint, two, tmp_path):
+def test_pair_scores_from_extraction_equal_those_from_evaluation(predictor, checkpoint, two, tmp_path):
     extraction, _ = extract(predictor, "Demo", tmp_path / "demo.npz")
     own, found = (
         PairScores(**predictor.extra["pairs"]["Demo"]),
@@ -75,7 +75,7 @@ def test_pair_scores_of_extraction_equal_those_of_evaluation(predictor, checkpoi
         assert sample_pair_scores(train, cross_camera=False).num_genuine == 16 * 6 * 5
 
 
-def test_compare_raises_for_invalid_references(predictor, checkpoint, two, tmp_path):
+def test_compare_raises_if_reference_extraction_is_unusable(predictor, checkpoint, two, tmp_path):
     (tmp_path / "images").mkdir()
     image = tmp_path / "images" / "a.jpg"
     shutil.copy(two[0], image)
@@ -111,7 +111,7 @@ def test_only_checkpoints_written_after_evaluation_contain_pairs(demo, tmp_path)
     DefaultTrainer(trainer.cfg).resume_or_load(resume=True)
 
 
-def test_compare_command_prints_json_and_text(checkpoint, two, capsys):
+def test_compare_command_prints_text_or_json(checkpoint, two, capsys):
     assert run_command(command, checkpoint, *two, "--device", "cpu", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert 0 <= found["impostor_share"] <= 1 and found["source"] == "Demo"

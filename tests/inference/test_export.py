@@ -53,7 +53,7 @@ def predictor(checkpoint):
 
 @BACKBONE_REGISTRY.register()
 def build_asking_backbone(cfg):
-    """Backbone with data-dependent control flow."""
+    """Build a backbone with data-dependent control flow, which cannot be traced."""
 
     class Asking(nn.Conv2d):
         def forward(self, x):
@@ -98,7 +98,7 @@ def loaded(path):
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
-def test_exported_model_and_code_in_guide_reproduce_features(
+def test_inference_code_in_export_guide_reproduces_predictor_features(
     demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch
 ):
     path = tmp_path / f"model{suffix}"
@@ -162,7 +162,7 @@ def test_fp16_export_with_external_normalization_returns_unit_features(demo, che
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
-def test_exported_model_uses_camera_embeddings(tmp_path, monkeypatch):
+def test_exported_model_uses_camera_embeddings_of_its_camids_input(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
     opts = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
@@ -195,7 +195,7 @@ def distorted(monkeypatch, change):
     monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))
 
 
-def test_failed_parity_check_raises_and_keeps_existing_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "out" / "model.pt2"
     path.parent.mkdir()
     path.write_text("the last one")
@@ -212,7 +212,7 @@ def test_failed_parity_check_raises_and_keeps_existing_file(demo, checkpoint, tm
     assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
 
 
-def test_map_decrease_above_tolerance_raises(demo, checkpoint, tmp_path, monkeypatch, capsys):
+def test_export_fails_if_map_decreases_by_more_than_tolerance(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
     monkeypatch.setitem(exporting.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
@@ -223,13 +223,15 @@ def test_map_decrease_above_tolerance_raises(demo, checkpoint, tmp_path, monkeyp
     assert run(checkpoint, path, "--tolerance", str(float(lost) + 0.1), "--device", "cpu") == 0 and path.exists()
 
 
-def test_export_skips_unknown_test_set_of_config(checkpoint, tmp_path, caplog):
+def test_export_skips_map_comparison_if_configured_test_set_is_unknown(checkpoint, tmp_path, caplog):
     opts = ["DATASETS.TESTS", "('validation part of X',)"]
     report = export(fastamp.Predictor(checkpoint, device="cpu", opts=opts), tmp_path / "model.pt2")
     assert report.map_difference is None and "--data NAME" in caplog.text
 
 
-def test_parity_check_uses_random_images_if_test_set_is_missing(checkpoint, tmp_path, monkeypatch, predictor, caplog):
+def test_export_compares_only_random_images_if_test_set_is_missing(
+    checkpoint, tmp_path, monkeypatch, predictor, caplog
+):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     monkeypatch.setattr(exporting, "RankedImages", missing)
     report = export(predictor, tmp_path / "model.pt2")
@@ -269,7 +271,7 @@ def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monke
     assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 
-def test_export_of_untraceable_model_raises(tmp_path, capfd):
+def test_export_raises_if_model_cannot_be_traced(tmp_path, capfd):
     with pytest.raises(ExportError, match="GuardOnDataDependent"):
         export(
             untrained(tmp_path / "asking.pth", "MODEL.BACKBONE.NAME", "build_asking_backbone"), tmp_path / "model.pt2"
@@ -278,7 +280,7 @@ def test_export_of_untraceable_model_raises(tmp_path, capfd):
 
 
 @needs_onnx
-def test_export_of_model_above_onnx_size_limit_raises(predictor, tmp_path, monkeypatch):
+def test_onnx_export_raises_if_model_exceeds_the_size_limit(predictor, tmp_path, monkeypatch):
     monkeypatch.setattr(export_formats, "_PROTOBUF_LIMIT", 1000)
     with pytest.raises(ExportError, match="2 GiB"):
         export(predictor, tmp_path / "model.onnx", data="")

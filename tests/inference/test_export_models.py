@@ -38,7 +38,7 @@ def every_export():
 
 
 @pytest.mark.parametrize("model, suffix, precision", [*every_export()])
-def test_exported_model_equals_pytorch_model(model, suffix, precision, tmp_path, caplog):
+def test_exported_features_equal_pytorch_features_for_every_model_type(model, suffix, precision, tmp_path, caplog):
     if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         pytest.skip("ONNX export needs PyTorch 2.7")
     backbone, opts = MODELS[model]

@@ -29,7 +29,7 @@ def predictor(demo, checkpoint):
 
 @pytest.fixture
 def images(demo, tmp_path):
-    """Folder with 11 images in nested folders, and with files that are not images."""
+    """Folder with 11 images in subfolders, and with files that are not images."""
     folder = tmp_path / "images"
     for number, item in enumerate(build_dataset("Demo").gallery[:11]):
         place = folder / "abc"[number % 3] / str(number)
@@ -40,7 +40,7 @@ def images(demo, tmp_path):
     return folder
 
 
-def test_metrics_from_extraction_equal_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
+def test_extraction_has_features_and_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
     found, left_out = extract(predictor, "Demo", tmp_path / "demo.npz")
     dataset, rows = build_dataset("Demo"), []
     for split in ("query", "gallery", "train"):
@@ -65,7 +65,7 @@ def test_metrics_from_extraction_equal_metrics_of_evaluation(predictor, run_fold
     assert judged["mAP"] == pytest.approx(evaluated["Demo/mAP"], abs=1e-3)
 
 
-def test_extraction_of_folder_includes_nested_images(predictor, images, tmp_path):
+def test_extraction_of_a_folder_includes_images_in_subfolders(predictor, images, tmp_path):
     found, _ = extract(predictor, images, tmp_path / "out.npz")
     paths = sorted(images.rglob("?/*.jpg")) + sorted(images.rglob("??/*.jpg"))
     assert sorted(found.paths.tolist()) == sorted(map(str, paths)) and len(paths) == 11
@@ -75,7 +75,7 @@ def test_extraction_of_folder_includes_nested_images(predictor, images, tmp_path
     assert np.array_equal(found.features, expected.numpy())
 
 
-def test_extraction_of_csv_file_stores_names_and_boxes(predictor, images, tmp_path):
+def test_extraction_of_a_csv_file_stores_identity_names_and_boxes(predictor, images, tmp_path):
     first, second = sorted(images.rglob("[0-9].jpg"))[:2]
     listed = tmp_path / "mine.csv"
     listed.write_text(f"path,pid,camid,x0,y0,x1,y1\n{first},ann,1,0,0,9,20\n{second},bob,2,4,4,9,30\n")
@@ -99,7 +99,9 @@ def killed_after(number, monkeypatch):
     monkeypatch.setattr(module, "_PART_SECONDS", -1.0)
 
 
-def test_resume_after_kill_is_bit_identical(predictor, images, tmp_path, monkeypatch, caplog):
+def test_resumed_extraction_is_bit_identical_to_uninterrupted_extraction(
+    predictor, images, tmp_path, monkeypatch, caplog
+):
     caplog.set_level("INFO", "fastamp")
     extract(predictor, images, tmp_path / "whole.npz")
     out, parts = tmp_path / "out.npz", tmp_path / "out.npz.parts"
@@ -193,7 +195,7 @@ def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_pat
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
 
-def test_concurrent_extraction_to_same_file_raises(predictor, images, tmp_path, monkeypatch):
+def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_path, monkeypatch):
     """The second extraction raises while the first is running, and resumes from its parts after it was killed."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
     out, fork = tmp_path / "out.npz", multiprocessing.get_context("fork")
@@ -223,7 +225,7 @@ def test_concurrent_extraction_to_same_file_raises(predictor, images, tmp_path, 
     assert len(extract(predictor, images, out)[0].paths) == 11 and len(computed) == 1
 
 
-def test_unreadable_image_raises_or_is_skipped(predictor, images, tmp_path, capsys, checkpoint):
+def test_extraction_raises_on_or_skips_unreadable_images(predictor, images, tmp_path, capsys, checkpoint):
     bad = images / "a" / "zz.jpg"
     bad.write_text("not an image")
     with pytest.raises(DataError, match=r"zz\.jpg(.|\n)*--skip-corrupt"):
@@ -242,7 +244,7 @@ def test_unreadable_image_raises_or_is_skipped(predictor, images, tmp_path, caps
     assert not (tmp_path / "none.npz.parts").exists()
 
 
-def test_extraction_rejects_invalid_sources_and_outputs(predictor, images, tmp_path):
+def test_extraction_raises_if_source_or_output_is_invalid(predictor, images, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
     for source, out, error in (
@@ -270,7 +272,7 @@ def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images
 
 
 @pytest.mark.parametrize("size", [0, 10, 2000, -3])
-def test_truncated_or_incomplete_extraction_raises(predictor, images, tmp_path, size):
+def test_reading_a_truncated_or_incomplete_extraction_raises(predictor, images, tmp_path, size):
     extract(predictor, images, tmp_path / "out.npz")
     content = (tmp_path / "out.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(content[:size])

@@ -70,7 +70,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_or_unsupported_archives_raise(tmp_path, capsys, name):
+def test_reading_damaged_or_unsupported_extraction_archives_raises(tmp_path, capsys, name):
     path = tmp_path / "bad.npz"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(DataError, match=r"bad\.npz(.|\n)*fastamp extract"):
@@ -80,7 +80,7 @@ def test_damaged_or_unsupported_archives_raise(tmp_path, capsys, name):
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_compressed_archives_load_and_damaged_ones_raise(tmp_path, method):
+def test_compressed_extractions_load_unless_they_are_damaged(tmp_path, method):
     path = tmp_path / "packed.npz"
     with zipfile.ZipFile(FILES / "gallery.npz") as source, zipfile.ZipFile(path, "w", method) as archive:
         for name in source.namelist():
@@ -97,7 +97,7 @@ def test_compressed_archives_load_and_damaged_ones_raise(tmp_path, method):
     assert refused > 20
 
 
-def test_archive_with_flipped_bit_raises_only_data_error(tmp_path):
+def test_extraction_with_a_flipped_bit_raises_no_error_but_data_error(tmp_path):
     path, refused = tmp_path / "flipped.npz", 0
     for place in range(0, len(GALLERY), 11):
         path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
@@ -111,7 +111,7 @@ def test_archive_with_flipped_bit_raises_only_data_error(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("width", [7, 9, 10**18])
-def test_array_whose_shape_does_not_match_its_bytes_raises(tmp_path, width, compressed):
+def test_array_with_header_shape_unequal_to_its_bytes_raises(tmp_path, width, compressed):
     """A memory map with a larger shape would extend into the next array."""
     header = {"descr": "<f4", "fortran_order": False, "shape": (5, width)}
     stream = io.BytesIO()
@@ -127,12 +127,12 @@ def test_array_whose_shape_does_not_match_its_bytes_raises(tmp_path, width, comp
 
 
 @pytest.mark.parametrize("error", [AttributeError, NameError, AssertionError])
-def test_programming_errors_are_not_reported_as_damaged_files(error):
+def test_programming_errors_while_reading_are_not_reported_as_damaged_files(error):
     with pytest.raises(error), features_file.open_arrays(FILES / "gallery.npz", "extraction", fix="none"):
         raise error
 
 
-def test_archive_larger_than_memory_raises(tmp_path, monkeypatch):
+def test_extraction_larger_than_memory_raises(tmp_path, monkeypatch):
     path = tmp_path / "bomb.npz"
     np.savez_compressed(path, **arrays_of(FILES / "gallery.npz") | {"features": np.zeros((30, 10_000), np.float32)})
     assert read_extraction(path).features.shape == (30, 10_000)
@@ -164,7 +164,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_columns_of_wrong_shape_or_dtype_raise(tmp_path, name):
+def test_extraction_columns_of_wrong_shape_or_dtype_raise(tmp_path, name):
     changes, message = WRONG[name]
     path = write(tmp_path / "wrong.npz", arrays_of(FILES / "gallery.npz") | changes)
     with pytest.raises(DataError, match=rf"wrong\.npz.*({message})"):
@@ -184,8 +184,8 @@ def rebuilt(path, index, **changes):
     return path
 
 
-def test_index_with_matching_metadata_loads(tmp_path):
-    """Negative control for test_index_with_mismatching_metadata_raises."""
+def test_index_file_with_matching_metadata_loads(tmp_path):
+    """Negative control for test_index_file_with_mismatching_metadata_raises."""
     for kind in KINDS:
         assert len(load_index(rebuilt(tmp_path / "a.index", FILES / f"{kind}.index", kind=np.array(kind)))) == 30
 
@@ -210,13 +210,13 @@ def test_index_with_matching_metadata_loads(tmp_path):
         ("flat", {"config_hash": np.zeros(3)}, "config_hash"),
     ],
 )
-def test_index_with_mismatching_metadata_raises(tmp_path, kind, changes, message):
+def test_index_file_with_mismatching_metadata_raises(tmp_path, kind, changes, message):
     path = rebuilt(tmp_path / "mixed.index", FILES / f"{kind}.index", **changes)
     with pytest.raises(DataError, match=rf"mixed\.index(.|\n)*{message}"):
         load_index(path)
 
 
-def test_unsupported_kind_of_faiss_index_raises(tmp_path):
+def test_index_file_with_unsupported_kind_of_faiss_index_raises(tmp_path):
     """The file has valid metadata, but a faiss index of an unsupported kind."""
     path = tmp_path / "pq.index"
     index = faiss.IndexScalarQuantizer(16, faiss.ScalarQuantizer.QT_8bit, faiss.METRIC_INNER_PRODUCT)

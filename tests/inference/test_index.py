@@ -42,7 +42,7 @@ def clustered(path, metric, count=1500, width=24):
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-def test_every_kind_finds_nearest_neighbors(tmp_path, metric):
+def test_every_kind_of_index_finds_nearest_neighbors(tmp_path, metric):
     extraction, queries = clustered(tmp_path / "a.npz", metric)
     features, sought = torch.tensor(extraction.features).double(), torch.tensor(queries).double()
     if metric == "cosine":
@@ -65,7 +65,7 @@ def test_every_kind_finds_nearest_neighbors(tmp_path, metric):
         assert index.search(queries[:1], 5000).rows.shape == (1, 1500)
 
 
-def test_search_with_lower_effort_has_lower_recall(tmp_path):
+def test_ivf_index_search_with_lower_effort_has_lower_recall(tmp_path):
     extraction, queries = clustered(tmp_path / "a.npz", "cosine")
     index = build_index(extraction, tmp_path / "ivf.index", kind="ivf")
     exact = index.search(queries, 10, exact=True).rows
@@ -98,7 +98,7 @@ def test_predictor_search_returns_matching_gallery_images(predictor, gallery, tm
     assert open_gallery(gallery.path, kind="hnsw").kind == "hnsw"
 
 
-def test_search_in_index_of_different_model_raises(predictor, gallery, checkpoint, tmp_path):
+def test_search_in_an_index_from_a_different_model_raises(predictor, gallery, checkpoint, tmp_path):
     other = Predictor(checkpoint, device="cpu", opts=["INPUT.SIZE_TEST", "(32, 32)"])
     index = open_gallery(gallery.path)
     for each in (gallery.path, index.path, index):
@@ -106,7 +106,7 @@ def test_search_in_index_of_different_model_raises(predictor, gallery, checkpoin
             other.search(np.zeros((8, 8, 3), np.uint8), each)
 
 
-def test_damaged_index_raises(gallery, tmp_path):
+def test_loading_a_damaged_index_raises(gallery, tmp_path):
     for kind in KINDS:
         path = tmp_path / f"{kind}.index"
         build_index(gallery, path, kind=kind)
@@ -146,7 +146,7 @@ def test_failed_index_write_leaves_no_file(gallery, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["gallery.npz"]
 
 
-def test_invalid_search_arguments_raise(gallery, tmp_path):
+def test_invalid_arguments_for_index_search_and_build_raise(gallery, tmp_path):
     index = build_index(gallery, tmp_path / "a.index")
     for k, effort in ((0, None), (1, 0)):
         with pytest.raises(ConfigError, match="at least 1"):
@@ -158,7 +158,7 @@ def test_invalid_search_arguments_raise(gallery, tmp_path):
         build_index(gallery, tmp_path / "b.index", kind="tree")
 
 
-def test_search_command_prints_json_and_text(gallery, checkpoint, tmp_path, capsys):
+def test_search_command_prints_text_or_json(gallery, checkpoint, tmp_path, capsys):
     query = build_dataset("Demo").query[0].path
     arguments = (checkpoint, query, "--gallery", gallery.path, "-k", 2, "--device", "cpu", "--opts", "SEED", 3)
     assert run_command(command, *arguments, "--index", tmp_path / "b.index", "--json") == 0

@@ -42,7 +42,7 @@ def by_hand(path):
     return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
 
 
-def test_predictor_extraction_and_export_use_center_crops_of_model_trained_on_crops(demo, cropped_run, tmp_path):
+def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped_run, tmp_path):
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu", opts=["TEST.IMS_PER_BATCH", "8"])
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
     batch = next(iter(loader))
@@ -64,7 +64,7 @@ def test_predictor_extraction_and_export_use_center_crops_of_model_trained_on_cr
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_of_model_trained_on_crops_uses_center_crops(demo, cropped_run):
+def test_evaluation_after_training_on_crops_reproduces_training_metrics(demo, cropped_run):
     line = json.loads((cropped_run / "metrics.json").read_text().splitlines()[-1])
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu")
     results = DefaultTrainer.test(predictor.cfg, predictor.model)
@@ -89,7 +89,7 @@ METADATA = [
 
 
 @pytest.mark.parametrize("opts, expected", list(zip(VARIANTS, METADATA, strict=True)))
-def test_code_in_guide_reproduces_preprocessing_from_export_metadata(
+def test_preprocessing_code_in_export_guide_needs_only_export_metadata(
     demo, checkpoint, tmp_path, monkeypatch, opts, expected
 ):
     """The code uses only the metadata, and must return the same pixels as the predictor for images of any size."""
@@ -117,7 +117,7 @@ def test_code_in_guide_reproduces_preprocessing_from_export_metadata(
         assert difference.max() <= 2 and difference.mean() < 0.1
 
 
-def test_config_hash_depends_on_crop_and_test_interpolation(checkpoint):
+def test_predictor_config_hash_depends_on_crop_and_test_interpolation(checkpoint):
     def digest(*opts):
         return fastamp.Predictor(checkpoint, device="cpu", opts=opts).config_hash
 
@@ -129,7 +129,7 @@ def test_config_hash_depends_on_crop_and_test_interpolation(checkpoint):
     assert digest("INPUT.INTERPOLATION", "bilinear", "INPUT.INTERPOLATION_TEST", "bicubic") == plain
 
 
-def test_images_of_different_sizes_raise_unless_batch_size_is_one(demo, checkpoint, tmp_path):
+def test_images_of_different_resized_sizes_raise_unless_batch_size_is_one(demo, checkpoint, tmp_path):
     opts = ["INPUT.SIZE_TEST", "(24,)", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     images = [np.zeros((50, 25, 3), np.uint8), np.zeros((40, 30, 3), np.uint8)]

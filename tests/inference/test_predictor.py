@@ -26,7 +26,7 @@ def evaluated(predictor):
 
 
 @pytest.mark.parametrize("options", [("SOLVER.AMP", "bf16"), ("TEST.FLIP", "True", "SOLVER.EMA", "True"), ()])
-def test_predictor_features_equal_those_of_evaluation(demo, tmp_path, options):
+def test_predictor_features_equal_features_in_evaluation(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
     predictor = fastamp.Predictor(tmp_path / "model_best.pth", device="cpu")
     assert predictor.policy.enabled == ("SOLVER.AMP" in options)
@@ -37,7 +37,7 @@ def test_predictor_features_equal_those_of_evaluation(demo, tmp_path, options):
     assert torch.equal(images, batch["images"])
 
 
-def test_features_are_equal_for_paths_arrays_and_tensors(demo, checkpoint):
+def test_predictor_features_are_equal_for_paths_arrays_and_tensors(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     _, batch = evaluated(predictor)
     path = batch["img_paths"][0]
@@ -67,12 +67,12 @@ def test_features_are_equal_for_paths_arrays_and_tensors(demo, checkpoint):
         ("nowhere.jpg", "nowhere.jpg"),
     ],
 )
-def test_features_reject_invalid_images(checkpoint, image, message):
+def test_predictor_features_raise_for_invalid_images(checkpoint, image, message):
     with pytest.raises(DataError, match=message):
         fastamp.Predictor(checkpoint, device="cpu").features(image)
 
 
-def test_config_hash_depends_on_weights_and_feature_keys(checkpoint, run_folder, demo, tmp_path):
+def test_predictor_config_hash_depends_on_weights_and_feature_keys(checkpoint, run_folder, demo, tmp_path):
     one = fastamp.Predictor(checkpoint, device="cpu")
     again = fastamp.Predictor(run_folder / "model_final.pth", device="cpu", opts=["TEST.RANKS", "(1, 2)"])
     assert one.config_hash == again.config_hash and len(one.config_hash) == 16
@@ -83,7 +83,7 @@ def test_config_hash_depends_on_weights_and_feature_keys(checkpoint, run_folder,
     assert len({one.config_hash, other_size.config_hash, again.config_hash}) == 3
 
 
-def test_checkpoint_without_config_raises(checkpoint, tmp_path):
+def test_predictor_raises_if_checkpoint_has_no_valid_config(checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
     with pytest.raises(WeightsError, match="config"):
@@ -108,14 +108,14 @@ def test_predictor_raises_if_features_are_not_finite(checkpoint, tmp_path):
         fastamp.Predictor(tmp_path / "nan.pth", device="cpu").features(np.zeros((8, 8, 3), np.uint8))
 
 
-def test_predictor_loads_same_weights_as_trainer(demo, checkpoint):
+def test_predictor_and_trainer_load_the_same_weights(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     model, _ = DefaultTrainer.load_model(predictor.cfg)
     own = predictor.model.state_dict()
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-def test_classifier_size_is_read_from_checkpoint(demo, tmp_path):
+def test_number_of_classes_is_read_from_the_checkpoint(demo, tmp_path):
     options = ("MODEL.HEADS.NAME", "ClasHead")
     tiny.train(tmp_path, *options)
     best = tmp_path / "model_best.pth"
@@ -127,7 +127,7 @@ def test_classifier_size_is_read_from_checkpoint(demo, tmp_path):
     assert features.shape[1] == 16 and torch.equal(predictor.features(batch["img_paths"]), features)
 
 
-def test_pil_image_is_rotated_by_exif_orientation(checkpoint, tmp_path):
+def test_predictor_rotates_pil_images_by_their_exif_orientation(checkpoint, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     pixels = np.random.default_rng(0).integers(0, 256, (40, 24, 3), dtype=np.uint8)
     exif = PIL.Image.Exif()
@@ -140,14 +140,14 @@ def test_pil_image_is_rotated_by_exif_orientation(checkpoint, tmp_path):
     assert torch.equal(found[:1], predictor.features(np.ascontiguousarray(np.rot90(pixels, -1))))
 
 
-def test_undecodable_pil_image_raises(checkpoint, tmp_path):
+def test_predictor_raises_if_a_pil_image_cannot_be_decoded(checkpoint, tmp_path):
     PIL.Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(tmp_path / "a.png")
     (tmp_path / "a.png").write_bytes((tmp_path / "a.png").read_bytes()[:3000])
     with PIL.Image.open(tmp_path / "a.png") as opened, pytest.raises(DataError, match=r"a\.png"):
         fastamp.Predictor(checkpoint, device="cpu").features([opened])
 
 
-def test_bgr_arrays_give_same_features_as_file(demo, checkpoint):
+def test_bgr_arrays_have_the_same_features_as_their_image_file(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     _, batch = evaluated(predictor)
     path = batch["img_paths"][0]
@@ -168,7 +168,7 @@ def test_bgr_arrays_give_same_features_as_file(demo, checkpoint):
         predictor.features(bgr, color="brg")
 
 
-def test_read_only_array_does_not_warn(checkpoint):
+def test_predictor_does_not_warn_about_read_only_arrays(checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     array = np.asarray(PIL.Image.new("RGB", (16, 32), (50, 100, 150)))
     assert not array.flags.writeable
@@ -183,7 +183,7 @@ def test_read_only_array_does_not_warn(checkpoint):
     assert torch.equal(found, predictor.features(array.copy()))
 
 
-def test_features_of_boxes_equal_features_of_crops(checkpoint, monkeypatch):
+def test_features_of_boxes_in_a_frame_equal_features_of_crops(checkpoint, monkeypatch):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.IMS_PER_BATCH", "4"])
     frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)
     boxes = np.array([[0, 0, 30, 60], [100, 20, 160, 120], [5.4, 5.6, 40.4, 80.6], [-20, -9, 30, 200], [1, 2, 33, 66]])
@@ -219,12 +219,12 @@ def test_features_of_boxes_equal_features_of_crops(checkpoint, monkeypatch):
         (torch.zeros(8, 8, dtype=torch.uint8), [], r"uint8 \(8, 8\)"),
     ],
 )
-def test_features_reject_invalid_boxes(checkpoint, images, boxes, message):
+def test_predictor_features_raise_for_invalid_boxes(checkpoint, images, boxes, message):
     with pytest.raises(DataError, match=message):
         fastamp.Predictor(checkpoint, device="cpu").features(images, boxes=boxes)
 
 
-def test_only_boxes_of_frame_are_converted_to_model_input(checkpoint, monkeypatch):
+def test_predictor_converts_only_the_boxes_of_a_frame_to_model_input(checkpoint, monkeypatch):
     """Conversion of the entire frame would be slow, because it has many more pixels than its boxes."""
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     sizes, with_channels = [], module.with_channels
@@ -235,7 +235,7 @@ def test_only_boxes_of_frame_are_converted_to_model_input(checkpoint, monkeypatc
     assert sorted(map(tuple, sizes)) == [(20, 10), (60, 30)]
 
 
-def test_boxes_without_pixels_have_nan_features_and_warn(checkpoint, caplog):
+def test_boxes_without_pixels_have_nan_features_and_log_a_warning(checkpoint, caplog):
     """Boxes outside the frame do not affect the features of other boxes."""
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     frame = np.random.default_rng(0).integers(0, 256, (120, 160, 3), dtype=np.uint8)

@@ -25,18 +25,18 @@ IMAGES = torch.arange(2 * 3 * 64 * 32).reshape(2, 3, 64, 32).remainder(251).to(t
 QUERIES = np.stack([np.linspace(-1, 1, tiny.WIDTH), np.linspace(1, -1, tiny.WIDTH)]).astype(np.float32)
 
 
-def test_features_of_earlier_checkpoint_are_unchanged():
+def test_features_from_checkpoint_of_an_earlier_version_are_unchanged():
     features = Predictor(FILES / "model_final.pth", device="cpu").features(list(IMAGES))
     torch.testing.assert_close(features, torch.tensor(EXPECTED["features"]), rtol=1e-3, atol=1e-4)
 
 
-def test_earlier_checkpoint_has_entries_for_resume():
+def test_checkpoint_of_an_earlier_version_contains_entries_for_resume():
     content = read_checkpoint(FILES / "model_final.pth")
     assert {"model", "optimizer", "trainer", "random", "config"} <= content.keys()
     assert content["trainer"]["iteration"] > 0
 
 
-def test_earlier_extraction_loads():
+def test_extraction_by_an_earlier_version_loads_unchanged():
     extraction = read_extraction(FILES / "gallery.npz")
     np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
     assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
@@ -44,7 +44,7 @@ def test_earlier_extraction_loads():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_search_results_of_earlier_index_are_unchanged(kind):
+def test_search_results_from_index_of_an_earlier_version_are_unchanged(kind):
     index = load_index(FILES / f"{kind}.index")
     found = index.search(QUERIES, 3)
     assert (index.kind, len(index), index.width) == (kind, 30, tiny.WIDTH)
@@ -52,7 +52,7 @@ def test_search_results_of_earlier_index_are_unchanged(kind):
     np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=1e-5)
 
 
-def test_earlier_index_is_used_without_rebuilding(tmp_path):
+def test_index_of_an_earlier_version_is_used_without_rebuilding(tmp_path):
     """The hashes in the gallery and the index match the model, so neither file is computed again."""
     shutil.copy(FILES / "gallery.npz", tmp_path / "gallery.npz")
     shutil.copy(FILES / "flat.index", tmp_path / "gallery.index")
@@ -72,7 +72,7 @@ def test_earlier_index_is_used_without_rebuilding(tmp_path):
         {"pairs": {"Demo": {"metric": 1}}},
     ],
 )
-def test_checkpoint_with_malformed_entries_raises(tmp_path, changes):
+def test_predictor_raises_if_checkpoint_entries_are_malformed(tmp_path, changes):
     torch.save(read_checkpoint(FILES / "model_final.pth") | changes, tmp_path / "changed.pth")
     with pytest.raises(WeightsError, match=rf"changed\.pth(.|\n)*{next(iter(changes))}"):
         Predictor(tmp_path / "changed.pth", device="cpu")
