@@ -97,7 +97,9 @@ def _conversion_method(module: nn.Module) -> Callable[[State, list[str]], State]
         if "convert_state_dict" in vars(cls):
             return module.convert_state_dict
         if "adopt_state" in vars(cls):
-            warnings.warn(f"{cls.__name__}.adopt_state is now convert_state_dict", DeprecationWarning, stacklevel=3)
+            warnings.warn(
+                f"{cls.__name__}.adopt_state is deprecated; use convert_state_dict", DeprecationWarning, stacklevel=3
+            )
             return module.adopt_state
     return None
 

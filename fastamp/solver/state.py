@@ -56,9 +56,7 @@ class OptimizerState:
         """
         name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
-            raise ValueError(
-                f"the state was saved with SOLVER.OPT {state['name']}, but the current optimizer is {name}"
-            )
+            raise ValueError(f"the state was saved with {state['name']}, but SOLVER.OPT is {name}")
         saved = self._saved_by_group(state["param_groups"])
         changed, groups, values = {}, [], {}
         for parameters, now in zip(saved, own, strict=True):

@@ -17,7 +17,7 @@ _ABANDONED_SECONDS = 120
 
 
 def temporary_path(folder: Path) -> Path:
-    """Return a unique hidden path next to ``folder`` for building its content. The path is not created."""
+    """Return a unique hidden path next to ``folder``, in which to build its content. The path is not created."""
     return folder.with_name(f"{_prefix(folder)}{_machine()}-{os.getpid()}-{uuid.uuid4().hex}")
 
 

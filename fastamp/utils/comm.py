@@ -52,7 +52,7 @@ def is_main_process() -> bool:
 
 @contextmanager
 def as_single_process() -> Iterator[None]:
-    """Act as a single process inside the context, e.g. for code that runs on one rank or after others have ended."""
+    """Act as a single process inside the context, e.g. on one rank only, or after the other ranks have ended."""
     global _as_single_process
     before, _as_single_process = _as_single_process, True
     try:
@@ -114,11 +114,11 @@ def any_across_ranks(flag: bool) -> bool:
 
 
 class RankMaxima:
-    """Maxima over all ranks of numbers that are reduced together with the verdict of a step.
+    """Compute maxima of numbers over all ranks, in the same all-reduce as the verdict of a step.
 
-    A separate all-reduce of each number would block the host in every step. The numbers of a step are read on each rank
-    when its verdict is computed; see ``OptimizationStep.check_finite``. In a single process, or if no verdict was
-    computed, ``get`` reads the number when it is called, and with several processes runs an all-reduce.
+    A separate all-reduce of each number would block the host in every step. Each rank reads its numbers when the
+    verdict is computed; see ``OptimizationStep.check_finite``. If no verdict was computed in this iteration, ``get``
+    reads the number itself, and with several processes also reduces it.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class RankMaxima:
 
         Args:
             key: key for ``get``.
-            number: returns the number of this rank, at least 0 and exactly representable in float32.
+            number: function that returns the number of this rank: at least 0, and exactly representable in float32.
         """
         self._numbers[key] = number
 
@@ -250,7 +250,7 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
 
 
 def select_message(text: str, order: float = 0) -> str:
-    """Select a message as in ``select_text``. With several processes, the message starts with the rank it is from."""
+    """Select a message as in ``select_text``; with several processes, prefix it with the rank that it is from."""
     rank, chosen = select_text(text, order)
     return f"on rank {rank}: {chosen}" if chosen and get_world_size() > 1 else chosen
 

@@ -32,7 +32,7 @@ class MetricStore:
             self._counts[name] = self._counts.get(name, 0) + 1
 
     def latest(self, **values: float | int | None) -> None:
-        """Record metrics of which only the most recent value is kept until ``flush``."""
+        """Store the most recent values of metrics; ``flush`` returns only the last value of each."""
         self._latest |= values
 
     def flush(self) -> dict[str, float]:

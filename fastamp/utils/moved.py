@@ -107,7 +107,7 @@ class _MovedFinder(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         new = new_module_name(spec.name)
         assert new is not None
-        warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{spec.name} is deprecated; use {new}", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
         spec.loader_state = module.__spec__
         return module
@@ -139,7 +139,7 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
     def getattr_(name: str) -> Any:
         if name not in new:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        warnings.warn(f"{module}.{name} is now {new[name]}", DeprecationWarning, stacklevel=2)
+        warnings.warn(f"{module}.{name} is deprecated; use {new[name]}", DeprecationWarning, stacklevel=2)
         where, _, attribute = new[name].rpartition(".")
         return getattr(importlib.import_module(where), attribute)
 
@@ -147,9 +147,9 @@ def moved_names(module: str, new: dict[str, str]) -> Callable[[str], Any]:
 
 
 def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable[[Decorated], Decorated]:
-    """Accept old names of keyword arguments, with a DeprecationWarning. The next release will remove the old names.
+    """Create a decorator that accepts old names of keyword arguments, with a DeprecationWarning.
 
-    Decorator for functions, methods and classes, including dataclasses.
+    It decorates functions, methods and classes, including dataclasses. The next release will remove the old names.
 
     Args:
         new: old name -> new name, or old name -> ``(new name, function that converts the old value)``.
@@ -171,7 +171,7 @@ def renamed_arguments(**new: str | tuple[str, Callable[[Any], Any]]) -> Callable
                 name, convert = (new[old], None) if isinstance(new[old], str) else new[old]
                 if name in kwargs:
                     raise TypeError(f"{title}() got both {name!r} and its old name {old!r}")
-                text = f"argument {old!r} of {title}() is now {name!r}"
+                text = f"argument {old!r} of {title}() is deprecated; use {name!r}"
                 warnings.warn(text, DeprecationWarning, stacklevel=2)
                 value = kwargs.pop(old)
                 kwargs[name] = convert(value) if convert else value
@@ -192,7 +192,7 @@ def renamed_attribute(old: str, new: str) -> Any:
 
     def warn(owner: object) -> None:
         name = type(owner).__name__
-        warnings.warn(f"{name}.{old} is now {name}.{new}", DeprecationWarning, stacklevel=3)
+        warnings.warn(f"{name}.{old} is deprecated; use {name}.{new}", DeprecationWarning, stacklevel=3)
 
     def read(self: object) -> Any:
         warn(self)

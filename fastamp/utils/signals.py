@@ -1,4 +1,4 @@
-"""All signal handlers are set here. A process stopped by a signal exits with code 128 + the signal number."""
+"""Set and restore signal handlers. A process stopped by a signal exits with code 128 + the signal number."""
 
 import signal
 import threading

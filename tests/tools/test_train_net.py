@@ -88,7 +88,7 @@ def test_run_writes_files_and_evaluation_reproduces_metrics(demo, tmp_path, capf
     capfd.readouterr()
     arguments = ["--eval-only", *options, "MODEL.WEIGHTS", output / "model_final.pth", "SOLVER.AMP", "off"]
     assert run(capfd, *arguments)[0] == 0
-    assert "trained in bfloat16, but the precision is now float32" in (output / "log.txt").read_text()
+    assert "trained in bfloat16, but this process computes in float32" in (output / "log.txt").read_text()
 
     # and whatever the evaluation can do, it does from here too
     extras = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on", "TEST.PER_QUERY", "True", "TEST.FLIP", "on"]

@@ -1,4 +1,4 @@
-"""Metrics: means between writes, a single device-to-host copy per flush, JSON lines."""
+"""Training metrics: means between flushes, one device-to-host copy per flush, and JSON lines."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 from fastamp.utils.events import JSONWriter, MetricStore
 
 
-def test_flush_returns_means_and_latest_values():
+def test_metric_store_flush_returns_means_and_latest_values():
     store = MetricStore()
     store.average(loss=torch.tensor(1.0), time=2.0)
     store.average(loss=torch.tensor(4.0), time=4.0)
@@ -43,7 +43,7 @@ def test_non_finite_metrics_are_written_as_null(tmp_path):
     assert rows(tmp_path / "metrics.json") == [{"iteration": 1, "loss": None, "scale": None, "lr": 0.5}]
 
 
-def test_metrics_of_a_resumed_run_contain_each_iteration_once(tmp_path):
+def test_metrics_file_of_a_resumed_run_contains_each_iteration_once(tmp_path):
     path = tmp_path / "metrics.json"
     writer = JSONWriter(path)
     for iteration in range(5):
@@ -57,7 +57,7 @@ def test_metrics_of_a_resumed_run_contain_each_iteration_once(tmp_path):
     assert [(r["iteration"], r["x"]) for r in rows(path)] == [(0, 0), (1, 1), (2, 2), (3, 30)]
 
 
-def test_new_run_overwrites_existing_metrics(tmp_path):
+def test_new_run_overwrites_an_existing_metrics_file(tmp_path):
     path = tmp_path / "metrics.json"
     path.write_text('{"iteration": 0}\n')
     JSONWriter(path).close()

@@ -21,7 +21,7 @@ def no_waiting(monkeypatch):
 
 
 def hold(folder, pipe):
-    """Lock a folder, and start a child process that outlives this one."""
+    """Lock a folder, start a child process that outlives this process, and wait to be killed."""
     lock_folder(folder, "OUTPUT_DIR")
     child = FORK.Process(target=signal.pause)
     child.start()
@@ -31,7 +31,7 @@ def hold(folder, pipe):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A locked folder and the process that locked it."""
+    """Yield a locked folder, and the process that holds the lock."""
     folder = tmp_path / "out"
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=hold, args=(folder, sender))
@@ -43,7 +43,7 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
-def test_locking_a_locked_folder_raises_and_names_the_holder(holder):
+def test_locking_a_locked_folder_raises_and_names_the_locking_process(holder):
     folder, process = holder
     assert f"process {process.pid} on " in describe_lock_holder(folder)
     with pytest.raises(ConfigError, match=rf"(?s)OUTPUT_DIR .*out .*process {process.pid} on .*since 20.*fix: "):
@@ -53,8 +53,8 @@ def test_locking_a_locked_folder_raises_and_names_the_holder(holder):
         lock_folder(folder, "OUTPUT_DIR")
 
 
-def test_killed_process_releases_the_lock(holder):
-    """This holds even if a child, e.g. a data loading worker, is alive and has inherited the open lock file."""
+def test_killing_a_process_releases_its_folder_lock(holder):
+    """The lock is released even if a child process, e.g. a data loading worker, still has the lock file open."""
     folder, process = holder
     process.kill()
     process.join()
@@ -73,7 +73,7 @@ def try_to_lock(folder, pipe):
         pipe.send("refused")
 
 
-def test_lock_is_reentrant_and_not_inherited(tmp_path):
+def test_folder_lock_is_reentrant_but_not_inherited_by_child_processes(tmp_path):
     lock_folder(tmp_path, "OUTPUT_DIR")
     lock_folder(tmp_path / ".", "OUTPUT_DIR")
     assert describe_lock_holder(tmp_path) == ""
@@ -87,7 +87,7 @@ def test_lock_is_reentrant_and_not_inherited(tmp_path):
     unlock_folder(tmp_path)
 
 
-def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch, caplog):
+def test_locking_on_a_file_system_without_locks_logs_a_warning(tmp_path, monkeypatch, caplog):
     def unsupported(file, operation):
         raise OSError(errno.ENOLCK, "No locks available")
 
@@ -96,7 +96,7 @@ def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch, caplo
     assert "OUTPUT_DIR" in caplog.text and "No locks available" in caplog.text
 
 
-def test_lock_file_that_is_a_symbolic_link_raises(tmp_path):
+def test_locking_raises_if_the_lock_file_is_a_symbolic_link(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / LOCK_FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(WriteError, match=LOCK_FILE):
@@ -105,7 +105,7 @@ def test_lock_file_that_is_a_symbolic_link_raises(tmp_path):
 
 
 def test_locking_raises_if_the_lock_file_cannot_be_created(tmp_path, monkeypatch):
-    """This happens in /proc, where creating a file raises FileNotFoundError. The call must not wait forever."""
+    """In /proc, creating a file raises FileNotFoundError; ``lock_folder`` must raise instead of waiting forever."""
 
     def open_(*args):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory")
@@ -116,7 +116,7 @@ def test_locking_raises_if_the_lock_file_cannot_be_created(tmp_path, monkeypatch
 
 
 def contend(folder, pipe, rounds):
-    """Lock and unlock a folder repeatedly; send how often another process had the lock at the same time."""
+    """Lock and unlock a folder ``rounds`` times; send the number of times that another process also had the lock."""
     overlaps = 0
     for _ in range(rounds):
         while True:
@@ -134,7 +134,7 @@ def contend(folder, pipe, rounds):
     pipe.send(overlaps)
 
 
-def test_contending_processes_never_overlap(tmp_path):
+def test_only_one_of_four_contending_processes_holds_the_lock(tmp_path):
     pipes = []
     for _ in range(4):
         receiver, sender = FORK.Pipe(duplex=False)

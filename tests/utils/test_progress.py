@@ -1,4 +1,4 @@
-"""Progress bars on terminals and in files."""
+"""Progress bars are drawn on terminals, but not written to files."""
 
 import io
 import logging
@@ -51,7 +51,7 @@ def test_progress_bar_is_not_written_to_a_file():
     assert stream.getvalue() == ""
 
 
-def test_progress_bar_excludes_steps_before_a_resume_from_the_speed():
+def test_progress_bar_ignores_steps_before_a_resume_in_the_remaining_time():
     bar = ProgressBar(100, "training", done=90, stream=io.StringIO())
     assert bar.seconds_left() == float("inf")
 

@@ -25,14 +25,14 @@ def test_registered_components_are_found_and_built_by_name():
     assert list(registry) == ["B", "build_a"] and "B" in registry and "C" not in registry
 
 
-def test_registering_a_duplicate_name_raises():
+def test_registering_a_component_name_twice_raises():
     registry = Registry("MODEL.THING")
     registry.register("a")(int)
     with pytest.raises(KeyError, match=r"MODEL.THING: 'a'"):
         registry.register("a")(str)
 
 
-def test_unknown_component_lists_choices_and_suggests_the_nearest():
+def test_unknown_component_error_lists_choices_and_suggests_the_nearest():
     registry = Registry("MODEL.THING")
     registry.register("TripletLoss")(int)
     registry.register("Focal")(int)

@@ -8,7 +8,7 @@ import pytest
 from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
 
-def test_former_signal_handlers_are_restored():
+def test_previous_signal_handlers_are_restored_after_the_context():
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     received = []
     with pytest.raises(ValueError), handling(lambda number, frame: received.append(number)):

@@ -1,4 +1,4 @@
-"""Comparison of the structure of saved states."""
+"""Comparison of the structure of a saved state with the state of the current run."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STATE = {
 }
 
 
-def test_states_with_equal_structure_match():
+def test_structure_mismatch_is_empty_for_states_with_equal_structure():
     same = {**STATE, "iteration": 10**9, "best": 0.5, "rate": 7, "others": [], "state": {0: {"mean": torch.ones(2, 3)}}}
     assert [structure_mismatch(STATE, state) for state in (STATE, same, {})] == ["", "", ""]
 
@@ -42,6 +42,6 @@ def test_states_with_equal_structure_match():
         ("state", {0: {"mean": torch.zeros(2, 3, device="meta")}}, "state.0.mean: expected a tensor"),
     ],
 )
-def test_structure_mismatch_states_key_and_expected_type(key, value, expected):
+def test_structure_mismatch_names_the_key_and_the_expected_type(key, value, expected):
     with pytest.raises(AssertionError, match=expected):
         assert structure_mismatch(STATE, STATE | {key: value}) == "", structure_mismatch(STATE, STATE | {key: value})
