@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Check the mixed precision of a model on its own data; alias of `fastamp doctor`."""
+"""Check whether a model trains and evaluates correctly in mixed precision; alias of `fastamp doctor`."""
 
 import sys
 

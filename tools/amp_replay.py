@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Replay a failed training step: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
+"""Replay a failed training step from a crash dump: amp_replay.py OUTPUT_DIR/amp_crash [KEY VALUE ...].
 
-KEY VALUE pairs change the config, to try a fix. The exit code is 0 if all values are finite, 1 if any value is
-non-finite, and 2 if the file or an option is invalid.
+KEY VALUE pairs override the config in the crash dump, e.g. to test a fix on the failed step. The exit code is 0 if the
+losses, gradients and evaluation features of the replay are finite, 1 if a value is not finite, and 2 if the crash dump
+or an option is invalid.
 """
 
 import argparse

@@ -35,7 +35,7 @@ WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QU
 
 
 def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
-    """Read the arrays of a file by name.
+    """Read the query and gallery arrays of an npz file: name -> array.
 
     Args:
         path: npz file.
@@ -69,7 +69,7 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     split, arrays = file["split"], {}
     if split.ndim != 1 or split.dtype.kind != "U":
         raise DataError(
-            f"split: expected an array of text of shape (N,), query or gallery; got {split.dtype} of shape "
+            f"split: expected an array of shape (N,) with the texts query and gallery; got {split.dtype} of shape "
             f"{split.shape}"
         )
     for column in COLUMNS:
@@ -185,7 +185,10 @@ def check(args: argparse.Namespace, cfg: CfgNode) -> None:
     if args.per_query is not None:
         path = Path(args.per_query)
         if path.is_dir() or not path.parent.is_dir():
-            raise ConfigError(f"--per-query: expected a file in an existing folder, got {args.per_query!r}")
+            raise ConfigError(
+                f"--per-query: expected a file in an existing folder, got {args.per_query!r}.\n"
+                "  fix: create the folder, or choose another file"
+            )
     if cfg.TEST.ROC.ENABLED:
         with writing(cfg.OUTPUT_DIR):
             Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
@@ -205,7 +208,9 @@ def cli(argv: list[str] | None = None) -> int:
 
     def run() -> None:
         if len(args.opts) % 2:
-            raise ConfigError(f"expected pairs of KEY VALUE, got {' '.join(args.opts)}")
+            raise ConfigError(
+                f"expected KEY VALUE pairs, got {' '.join(args.opts)}.\n  fix: add the missing key or value"
+            )
         cfg = read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts])
         check(args, cfg)
         evaluate(args, cfg)

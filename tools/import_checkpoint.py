@@ -1,14 +1,15 @@
 #!/usr/bin/env python
-"""Convert weights of FastReID, torchreid or TransReID to a fastamp checkpoint: import_checkpoint.py IN OUT.
+"""Convert a weights file of FastReID, torchreid or TransReID to a fastamp checkpoint: import_checkpoint.py IN OUT.
 
---config-file and KEY VALUE pairs define the model. Without a file, the model is inferred from the names and shapes in
-IN; KEY VALUE pairs set options that cannot be inferred. The tool prints matched, renamed, dropped and missing tensors.
-With MODEL.BACKBONE.DEPLOY True, a RepVGG is written in its inference form. The exit code is 2 if the weights do not
-match the model.
+--config-file defines the model. Without --config-file, the model is inferred from the parameter names and shapes in IN.
+KEY VALUE pairs override the config, e.g. to set keys that cannot be inferred. The tool prints which tensors were
+matched, renamed, dropped and missing. With MODEL.BACKBONE.DEPLOY True, RepVGG weights are written in deploy form. The
+exit code is 2 if the weights do not match the model.
 
-Files of DINO, MoCo, Lightning and others contain several models, or a backbone below a prefix: --prefix
-teacher.backbone. selects the tensors below that prefix, also in nested dicts. Without --prefix, the tool lists the
-prefixes of all backbones that it finds.
+Weights files from self-supervised training or PyTorch Lightning often contain several models, or a backbone whose
+parameter names have a prefix. --prefix selects the tensors with this prefix, e.g. --prefix teacher.backbone. for DINO;
+nested dicts are searched as well. If the weights do not match without --prefix, the error message lists the prefixes of
+all backbones found in IN.
 """
 
 import argparse
@@ -45,7 +46,7 @@ def import_checkpoint(
         config_file: config of the model; empty to infer it.
         opts: KEY VALUE pairs.
         plugin: Python file with custom components; empty for none.
-        prefix: only use tensors with this prefix, see ``tensors_by_path``; empty for all tensors. Default empty.
+        prefix: prefix of the tensors to use, see ``tensors_by_path``; empty for all tensors. Default empty.
 
     Raises:
         ConfigError: if ``target`` is ``source`` or cannot be written, or the config is invalid.
@@ -53,7 +54,7 @@ def import_checkpoint(
     """
     out = expand(target)
     if out.suffix != ".pth":
-        raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}")
+        raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}.\n  fix: add .pth to OUT")
     if real_path(out) == real_path(expand(source)):
         raise ConfigError(f"OUT is the same file as IN: {target}.\n  fix: choose another file for OUT")
     read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
@@ -85,13 +86,13 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
         raise WeightsError(
             f"--prefix {prefix!r}: {source} has no tensors with this prefix.{hint}\n"
             f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}\n"
-            "  fix: choose the prefix of tensors in the file"
+            "  fix: set --prefix to a prefix in the file"
         )
     return state
 
 
 def prefix_hint(content: Any, defaults: CfgNode) -> str:
-    """Return a message that lists the prefixes of backbones in a file; empty if no prefix is needed or found."""
+    """Return a fix that lists the prefixes of the backbones in a file; empty if no prefix is required or found."""
     with contextlib.suppress(WeightsError):
         if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
             return ""  # already searched without --prefix
@@ -99,7 +100,7 @@ def prefix_hint(content: Any, defaults: CfgNode) -> str:
     if not found:
         return ""
     lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
-    text = "  fix: this file has a backbone below a prefix; add one of:\n" + "\n".join(lines[:8])
+    text = "  fix: select a backbone in this file by its prefix; add one of:\n" + "\n".join(lines[:8])
     if any("CLIP" in name for name in found.values()):
         text += "\n  note: the layers of CLIP's vision transformers differ from build_vit_backbone; use a timm backbone"
     return text
@@ -116,7 +117,7 @@ def write_model(
             *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
         )
         print(
-            "keys that cannot be inferred, and have default values unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
+            "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
             "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
             "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
@@ -143,7 +144,7 @@ def write_model(
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(
-            f"{source}: non-finite values{examples(bad)} in {len(bad)} of the tensors; nothing was written.\n"
+            f"{source}: non-finite values{examples(bad)} in {len(bad)} tensors; nothing was written.\n"
             "  fix: use a checkpoint from before the training diverged"
         )
     with writing(out):

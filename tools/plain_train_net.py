@@ -38,7 +38,10 @@ class Progress(dict):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
-            raise ValueError(f"expected {before} iterations per epoch, got {now}: SOLVER.IMS_PER_BATCH or data differ")
+            raise ValueError(
+                f"expected {before} iterations per epoch, got {now}: SOLVER.IMS_PER_BATCH or the training data have "
+                "changed"
+            )
         self.update(state)
 
 

@@ -199,7 +199,7 @@ def soak(args: argparse.Namespace, consoles: Path) -> bool:
     words = ["--config-file", args.config_file, *args.opts]
     cfg = read_config(args.config_file, args.opts)
     if args.kills < 3:
-        raise ConfigError(f"--kills must be at least 3, got {args.kills}")
+        raise ConfigError(f"--kills must be at least 3, got {args.kills}.\n  fix: set --kills to 3 or more")
     folder = Path(cfg.OUTPUT_DIR).absolute()
     if folder.exists() and any(folder.iterdir()):
         raise ConfigError(f"OUTPUT_DIR {folder} is not empty.\n  fix: choose a new folder")

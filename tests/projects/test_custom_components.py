@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "projects/CustomComponents"
 
 
-def test_example_has_at_most_45_lines():
+def test_custom_components_example_has_at_most_45_lines():
     lines = (FOLDER / "train_net.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) <= 45
 
@@ -24,7 +24,7 @@ def run(root, output, *argv):
     return preloaded.run(FOLDER / "train_net.py", *words, FASTAMP_DATASETS=str(root))
 
 
-def test_training_with_custom_components_resumes(demo_root, tmp_path):
+def test_custom_components_example_trains_and_resumes(demo_root, tmp_path):
     process = run(demo_root, tmp_path)
     assert process.returncode == 0, process.stderr
     assert "loss_norm" in process.stdout and "epoch 0: 6 optimizer steps taken" in process.stdout
@@ -36,6 +36,6 @@ def test_training_with_custom_components_resumes(demo_root, tmp_path):
     assert run(demo_root, tmp_path, "--resume").returncode == 0
 
 
-def test_eval_only_without_weights_is_an_error(demo_root, tmp_path):
+def test_custom_components_example_with_eval_only_requires_model_weights(demo_root, tmp_path):
     process = run(demo_root, tmp_path, "--eval-only")
     assert process.returncode == 2 and "MODEL.WEIGHTS" in process.stderr

@@ -29,7 +29,7 @@ MARGIN = Parameter("MODEL.LOSSES.TRI.MARGIN", "uniform", (0.0, 0.5))
         ([Parameter("SOLVER.IMS_PER_BATCH", "choice", (8, 46))], [], 18),
     ],
 )
-def test_grace_epochs_cover_warmup_and_freezing_of_every_sample(parameters, options, epochs):
+def test_fasttune_grace_epochs_cover_warmup_and_freezing_of_every_sample(parameters, options, epochs):
     cfg = get_cfg()
     base = ["SOLVER.IMS_PER_BATCH", 10, "SOLVER.WARMUP_ITERS", 35, "DATALOADER.NUM_INSTANCE", 4]
     cfg.merge_from_list([*base, *options])

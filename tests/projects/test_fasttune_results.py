@@ -47,7 +47,7 @@ def draw(random):
     }
 
 
-def test_importance_is_the_fraction_of_explained_variance():
+def test_key_importance_is_the_fraction_of_score_variance_it_explains():
     random = np.random.default_rng(0)
     outcomes = []
     for number in range(60):
@@ -61,13 +61,13 @@ def test_importance_is_the_fraction_of_explained_variance():
     assert importances(outcomes[:5], SPACE) == {}
 
 
-def test_importance_is_zero_for_equal_scores_and_values():
+def test_key_importance_is_zero_if_all_scores_and_values_are_equal():
     values = {"SOLVER.BASE_LR": 1e-3, "SOLVER.OPT": "Adam", "MODEL.LOSSES.TRI.MARGIN": 0.3}
     assert set(importances([outcome(str(n), values, [(4, 7.0)]) for n in range(8)], SPACE).values()) == {0.0}
 
 
 def population():
-    """Return four trials of three epochs. Scores grow with the epoch, and depend on the learning rate within one."""
+    """Return outcomes of four PBT trials; scores increase with the epoch and decrease with the learning rate."""
     random = np.random.default_rng(1)
     made = []
     for number in range(4):
@@ -78,12 +78,12 @@ def population():
     return sorted(made, key=lambda each: -each.score)
 
 
-def test_pbt_importance_ranks_scores_within_an_epoch():
+def test_key_importance_in_pbt_ranks_scores_within_an_epoch():
     found = importances(population(), SPACE)
     assert next(iter(found)) == "SOLVER.BASE_LR" and found["SOLVER.BASE_LR"] > 0.3
 
 
-def test_figure_draws_lineage_of_trials(tmp_path):
+def test_search_figure_shows_lineage_of_pbt_trials(tmp_path):
     figure = pytest.importorskip("matplotlib.figure").Figure()
     plot = figure.subplots()
     outcomes = population()
@@ -107,7 +107,7 @@ def config(output, *opts):
 
 
 @pytest.mark.parametrize("options", [(), ("SOLVER.OPT", "SGD"), ("SOLVER.EMA.ENABLED", "True")])
-def test_estimated_size_matches_checkpoint_files(demo, tmp_path, options):
+def test_estimated_checkpoint_size_matches_saved_checkpoint(demo, tmp_path, options):
     cfg = config(tmp_path, *options)
     trainer = DefaultTrainer(cfg)
     for parameter in trainer.model.parameters():
@@ -126,7 +126,7 @@ def test_estimated_size_matches_checkpoint_files(demo, tmp_path, options):
     assert checkpoint == pytest.approx(sum(map(size, parts)), rel=0.15)  # buffers have no optimizer state
 
 
-def test_full_disk_is_an_error_before_the_search(demo, tmp_path, monkeypatch):
+def test_check_disk_raises_if_free_space_is_too_small(demo, tmp_path, monkeypatch):
     usage = disk.shutil.disk_usage(tmp_path)
     search = Search(title="search", folder=tmp_path / "search", cfg=config(tmp_path), space=SPACE, trials=4)
     check_disk(search, 16, concurrent=2)

@@ -97,7 +97,7 @@ def trials(output):
         ("--srch-algo", "bohb"),
     ],
 )
-def test_search_completes_with_each_algorithm_and_scheduler(demo, tmp_path, capfd, flags):
+def test_fasttune_search_completes_with_each_algorithm_and_scheduler(demo, tmp_path, capfd, flags):
     if "bohb" in flags:
         pytest.importorskip("hpbandster", reason="the extra bohb is not installed")
     data, name = own_images(tmp_path)
@@ -158,7 +158,7 @@ def test_failed_trials_do_not_affect_other_trials(demo, tmp_path, capfd):
     assert rows[-1]["Demo/mAP"] > 0
 
 
-def test_exit_code_is_1_if_all_trials_fail(demo, tmp_path, capfd):
+def test_fasttune_exits_with_1_if_all_trials_fail(demo, tmp_path, capfd):
     space = "SOLVER.BASE_LR: {choice: [1e+30]}"
     code, output, _ = run(
         tmp_path, capfd, "--srch-algo", "random", "--num-trials", "2", space=space, opts=["SOLVER.WARMUP_ITERS", "0"]
@@ -167,7 +167,7 @@ def test_exit_code_is_1_if_all_trials_fail(demo, tmp_path, capfd):
 
 
 # The command of the README with smaller numbers.
-def test_pbt_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
+def test_pbt_search_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
     space = """
     lr: {loguniform: [1e-5, 1e-1]}
     wd: {loguniform: [1e-6, 1e-1]}
@@ -204,7 +204,7 @@ def test_pbt_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capfd):
     assert kept["search"] == kept["refine"] == 1 and kept["default"] == 2
 
 
-def test_pbt_ends_when_all_trials_fail(demo, tmp_path):
+def test_pbt_search_ends_when_all_trials_fail(demo, tmp_path):
     space = "SOLVER.BASE_LR: {choice: [1e+30]}"
     flags = ["--pbt", "--num-trials", "3"]
     words = arguments(tmp_path, *flags, space=space, opts=["SOLVER.WARMUP_ITERS", "0"])
@@ -214,7 +214,7 @@ def test_pbt_ends_when_all_trials_fail(demo, tmp_path):
     assert [bool(row["failure"]) for row in trials(tmp_path / "search")] == [True] * 3
 
 
-def test_pbt_does_not_wait_for_ended_trials(demo, tmp_path):
+def test_pbt_search_does_not_wait_for_ended_trials(demo, tmp_path):
     """The population is perturbed without the ended trial, immediately if all other trials are waiting for it."""
     tune = pytest.importorskip("ray.tune")
     from autotuner.algorithms import ray_space, scheduler
@@ -260,7 +260,7 @@ def test_pbt_does_not_wait_for_ended_trials(demo, tmp_path):
     assert list(tmp_path.glob("ray/search/pbt_policy_*.txt")), "no trial continued from another"
 
 
-def test_refine_stage_narrows_space_and_winner_is_compared_with_recipe(demo, tmp_path, capfd):
+def test_fasttune_refines_around_winner_and_compares_winner_with_recipe(demo, tmp_path, capfd):
     flags = ["--num-trials", "2", "--then-refine", "1", "--train-best", "--seeds", "2"]
     code, output, captured = run(tmp_path, capfd, *flags, opts=["SEED", "5"])
     assert code == 0, captured.err
@@ -341,7 +341,7 @@ def test_outcomes_use_the_new_path_after_the_search_folder_was_moved(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])
-def test_interrupted_search_keeps_results_and_resumes(demo, tmp_path, how):
+def test_killed_or_terminated_search_keeps_results_and_resumes(demo, tmp_path, how):
     options = ["SOLVER.MAX_EPOCH", "6", "SOLVER.STEPS", "(5,)", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
     flags = ["--srch-algo", "optuna", "--seed", "1", "--max-concurrent", "2"]
     words = [sys.executable, str(TUNE_NET), *arguments(tmp_path, *flags, opts=options)]
@@ -404,7 +404,7 @@ def reports(file):
     return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
 
 
-def test_search_continues_after_cluster_loses_a_node(demo, tmp_path):
+def test_fasttune_search_continues_after_ray_cluster_loses_a_node(demo, tmp_path):
     ray = pytest.importorskip("ray")
     ray.shutdown()  # otherwise the Ray instance of this process would be found
     flags = ["--address", "auto", "--num-trials", "2", "--srch-algo", "random", "--scheduler", "none"]
@@ -455,7 +455,7 @@ def test_search_continues_after_cluster_loses_a_node(demo, tmp_path):
         assert epochs == sorted(epochs) and len(epochs) - len(set(epochs)) <= 1, "epochs were trained again"
 
 
-def test_validation_fraction_that_leaves_no_identities_is_an_error(demo, tmp_path, capfd):
+def test_fasttune_exits_with_2_if_validation_fraction_leaves_no_training_identities(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["TUNE.VAL_FRACTION", "0.99"])
     assert code == 2 and "TUNE.VAL_FRACTION is 0.99" in captured.err
     assert not (output / "search").exists()
@@ -474,12 +474,12 @@ def test_validation_fraction_that_leaves_no_identities_is_an_error(demo, tmp_pat
         (("--cpus-per-trial", "1000"), "lr: {uniform: [0.1, 1.0]}", "--cpus-per-trial"),
     ],
 )
-def test_invalid_settings_are_errors_before_any_trial(demo, tmp_path, capfd, flags, space, message):
+def test_fasttune_with_invalid_settings_exits_with_2_before_any_trial(demo, tmp_path, capfd, flags, space, message):
     code, output, captured = run(tmp_path, capfd, *flags, space=space)
     assert code == 2 and message in captured.err and "Traceback" not in captured.err
     assert not list(output.glob("search/trial_*"))
 
 
-def test_unknown_test_set_is_an_error_before_any_trial(demo, tmp_path, capfd):
+def test_fasttune_with_unknown_test_set_exits_with_2_before_any_trial(demo, tmp_path, capfd):
     code, output, captured = run(tmp_path, capfd, opts=["DATASETS.TESTS", "Dmeo"])
     assert code == 2 and "'Demo'" in captured.err and not (output / "search").exists()

@@ -11,7 +11,7 @@ from fastamp.utils.errors import ConfigError
 
 
 def draw(parameter, random):
-    """Draw a sample like a search algorithm, with choices and steps by index."""
+    """Draw a random value of ``parameter`` as a search algorithm does: choices and steps are drawn by index."""
     low, high = parameter.values[0], parameter.values[-1]
     if parameter.kind == "choice":
         return parameter.decode(random.integers(len(parameter.values)))
@@ -44,7 +44,7 @@ def space_of(tmp_path, text, cfg=None):
         ("quniform", (4, 16, 4), 4, 16, True),
     ],
 )
-def test_samples_cover_the_range(kind, values, low, high, is_integer):
+def test_decoded_samples_cover_the_range_of_a_parameter(kind, values, low, high, is_integer):
     parameter = Parameter("SOLVER.BASE_LR", kind, values)
     random = np.random.default_rng(0)
     drawn = [draw(parameter, random) for _ in range(2000)]
@@ -58,7 +58,7 @@ def test_samples_cover_the_range(kind, values, low, high, is_integer):
     assert not is_integer or all(float(value).is_integer() for value in drawn)
 
 
-def test_file_with_all_kinds_and_short_key_names_is_read(tmp_path):
+def test_read_space_supports_all_distributions_and_fastreid_key_names(tmp_path):
     space = space_of(
         tmp_path,
         """
@@ -99,7 +99,7 @@ def test_file_with_all_kinds_and_short_key_names_is_read(tmp_path):
         ({"SOLVER.BASE_LR": np.float64(0.1)}, None),
     ],
 )
-def test_batch_size_is_a_multiple_of_images_per_identity(tmp_path, values, batch):
+def test_search_space_rounds_batch_size_to_multiple_of_images_per_identity(tmp_path, values, batch):
     space = space_of(tmp_path, "lr: {uniform: [0.1, 0.2]}")
     changed = space.overrides(get_cfg(), values)
     assert changed.get("SOLVER.IMS_PER_BATCH") == batch and IDENTITIES not in changed
@@ -135,17 +135,17 @@ def test_batch_size_is_a_multiple_of_images_per_identity(tmp_path, values, batch
         ("[1, 2]", "space.yml"),
     ],
 )
-def test_invalid_space_is_an_error(tmp_path, text, message):
+def test_read_space_raises_for_invalid_search_space(tmp_path, text, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         space_of(tmp_path, text)
 
 
-def test_missing_space_file_is_named_in_the_error(tmp_path):
+def test_read_space_error_names_missing_file(tmp_path):
     with pytest.raises(ConfigError, match="--space.*none.yml"):
         read_space(tmp_path / "none.yml", get_cfg())
 
 
-def test_narrowed_space_is_around_the_best_sample(tmp_path):
+def test_narrowed_search_space_surrounds_values_of_best_trial(tmp_path):
     space = Space(
         [
             Parameter("SOLVER.BASE_LR", "loguniform", (1e-6, 1e-3)),
@@ -181,7 +181,7 @@ def test_narrowed_space_is_around_the_best_sample(tmp_path):
         ("configs/Demo/sbs_R50.yml", "sbs"),
     ],
 )
-def test_default_space_is_found_by_recipe_name(config_file, name):
+def test_default_search_space_is_found_by_recipe_name(config_file, name):
     cfg = get_cfg()
     cfg.merge_from_file(config_file)
     path = default_space(config_file)
@@ -189,7 +189,7 @@ def test_default_space_is_found_by_recipe_name(config_file, name):
     read_space(path, cfg)
 
 
-def test_config_without_a_default_space_lists_the_spaces():
+def test_error_for_recipe_without_default_search_space_lists_all_spaces():
     with pytest.raises(ConfigError, match="(?s)mine.yml.*--space FILE.*bagtricks.yml"):
         default_space("mine.yml")
 
@@ -197,7 +197,7 @@ def test_config_without_a_default_space_lists_the_spaces():
 @pytest.mark.parametrize(
     "period, epochs, grace", [(1, 4, 0), (1, 4, 3), (2, 9, 3), (10, 120, 10), (20, 60, 11), (5, 7, 99)]
 )
-def test_rounds_count_evaluations_after_warmup(period, epochs, grace):
+def test_eval_rounds_count_only_evaluations_after_grace_epochs(period, epochs, grace):
     rounds = EvalRounds(period, epochs, grace)
     evaluations = sorted({*range(period, epochs + 1, period), epochs})
     counting = [epoch for epoch in evaluations if epoch >= min(grace, epochs) or epoch == epochs]
@@ -207,7 +207,7 @@ def test_rounds_count_evaluations_after_warmup(period, epochs, grace):
     assert rounds.total == len(counting) >= 1
 
 
-def test_recipe_sample_is_none_outside_the_choices(tmp_path):
+def test_sample_of_recipe_is_none_if_a_value_is_not_a_choice(tmp_path):
     cfg = get_cfg()
     options = ["SOLVER.BASE_LR", 2e-3, "SOLVER.WARMUP_ITERS", 70, "SOLVER.IMS_PER_BATCH", 48, "SOLVER.AMP", "bf16"]
     cfg.merge_from_list(options)
@@ -242,12 +242,12 @@ def test_recipe_sample_is_none_outside_the_choices(tmp_path):
         ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "SOLVER.BASE_LR"),
     ],
 )
-def test_invalid_space_distributions_are_errors(tmp_path, text, message):
+def test_read_space_raises_for_unsupported_key_or_distribution(tmp_path, text, message):
     with pytest.raises(ConfigError, match=message):
         space_of(tmp_path, text)
 
 
-def test_numeric_text_in_choices_becomes_numbers(tmp_path):
+def test_read_space_converts_numeric_text_in_choices_to_numbers(tmp_path):
     space = space_of(
         tmp_path,
         "{SOLVER.WARMUP_ITERS: {choice: [1e1, '20']}, lr: {choice: [1e-3, 2e-3]}, IDENTITIES: {choice: ['4']}}",
@@ -255,7 +255,7 @@ def test_numeric_text_in_choices_becomes_numbers(tmp_path):
     assert [parameter.values for parameter in space.parameters.values()] == [(10, 20), (1e-3, 2e-3), (4,)]
 
 
-def test_binary_space_file_is_named_in_the_error(tmp_path):
+def test_read_space_error_names_binary_file(tmp_path):
     (tmp_path / "space.yml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="space.yml"):
         read_space(tmp_path / "space.yml", get_cfg())

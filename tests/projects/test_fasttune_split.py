@@ -6,7 +6,7 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 
 
-def test_loaders_accept_the_registered_split_names(demo):
+def test_data_loaders_accept_dataset_names_of_registered_validation_split(demo):
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "8", "DATALOADER.NUM_WORKERS", "0", "MODEL.DEVICE", "cpu"])
     cfg.DATASETS.NAMES = ("Demo",)

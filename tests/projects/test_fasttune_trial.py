@@ -24,7 +24,7 @@ class Reports(list):
         self.append((metrics, checkpoint.read_bytes()))
 
 
-def test_each_evaluation_is_reported_once(demo, tmp_path):
+def test_trial_reports_each_evaluation_once(demo, tmp_path):
     reports = Reports()
     cfg = config(tmp_path / "one")
     names = register_split(cfg, 0.25, 0)
@@ -37,7 +37,7 @@ def test_each_evaluation_is_reported_once(demo, tmp_path):
         assert metrics["skipped_steps"] == 0
 
 
-def test_trial_resumes_from_checkpoint_with_new_learning_rate(demo, tmp_path):
+def test_trial_resumes_from_checkpoint_with_learning_rate_of_new_config(demo, tmp_path):
     full, rest = Reports(), Reports()
     run_trial(config(tmp_path / "full"), full)
     path = tmp_path / "middle.pth"
@@ -50,14 +50,14 @@ def test_trial_resumes_from_checkpoint_with_new_learning_rate(demo, tmp_path):
     assert 0 < rows[-2]["lr"] <= 1e-5
 
 
-def test_precision_failure_is_returned_as_one_line(demo, tmp_path):
+def test_trial_returns_first_line_of_error_if_training_diverges(demo, tmp_path):
     reports = Reports()
     cfg = config(tmp_path / "bad", "SOLVER.BASE_LR", "1e30", "SOLVER.AMP", "off", "SOLVER.WARMUP_ITERS", "0")
     failure = run_trial(cfg, reports)
     assert failure and "\n" not in failure and len(reports) == 0
 
 
-def test_best_score_is_reset_if_values_change(demo, tmp_path):
+def test_trial_with_other_values_resets_best_score_of_checkpoint(demo, tmp_path):
     full, rest = Reports(), Reports()
     run_trial(config(tmp_path / "full"), full)
     middle = torch.load(io.BytesIO(full[0][1]), weights_only=True)

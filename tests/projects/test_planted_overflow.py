@@ -22,7 +22,7 @@ def command(tool):
     return shlex.split(line)[2:]
 
 
-def test_doctor_suggests_float32_for_the_planted_layer(demo, tmp_path, capfd, monkeypatch):
+def test_doctor_suggests_float32_for_layer_with_planted_overflow(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert amp_doctor.cli([*command("amp_doctor"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 1
     out = capfd.readouterr().out
@@ -31,14 +31,14 @@ def test_doctor_suggests_float32_for_the_planted_layer(demo, tmp_path, capfd, mo
     assert suggestion["SOLVER"]["AMP"]["FORCE_FP32"] == ["backbone.4"]
 
 
-def test_doctor_passes_without_the_overflow(demo, tmp_path, capfd, monkeypatch):
+def test_doctor_reports_no_problem_without_planted_overflow(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     arguments = [*command("amp_doctor"), "OUTPUT_DIR", str(tmp_path), *SMALL, "MODEL.BACKBONE.PLANTED", "1"]
     assert amp_doctor.cli(arguments) == 0
     assert "SOLVER.AMP (float16)" in capfd.readouterr().out
 
 
-def test_training_stops_and_replay_loads_the_plugin(demo, tmp_path, capfd, monkeypatch):
+def test_planted_overflow_stops_training_and_replay_reproduces_it(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert train_net.cli([*command("train_net"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 2
     assert "forward overflow in backbone.4 (Times)" in capfd.readouterr().err

@@ -19,7 +19,7 @@ from fastamp.modeling import BACKBONE_REGISTRY
 
 @BACKBONE_REGISTRY.register()
 def build_doctors_backbone(cfg):
-    """Build the tiny backbone and multiply its second convolution by SIE_COE."""
+    """Build the tiny backbone; multiply the weight of the second convolution by ``MODEL.BACKBONE.SIE_COE``."""
     net = tiny.build_tiny_backbone(cfg)
     with torch.no_grad():
         net[4].weight.mul_(cfg.MODEL.BACKBONE.SIE_COE)
@@ -31,7 +31,7 @@ def options(output, factor, *opts):
     return tiny.tiny_options(output, *backbone, "SOLVER.MAX_EPOCH", "2", *opts)
 
 
-def test_healthy_config_exits_with_0_and_writes_report(demo, tmp_path, capfd):
+def test_doctor_exits_with_0_and_writes_report_for_healthy_config(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
     out = capfd.readouterr().out
     assert "SOLVER.AMP (bfloat16)" in out
@@ -43,7 +43,7 @@ def test_healthy_config_exits_with_0_and_writes_report(demo, tmp_path, capfd):
     assert report["untrained"] and report["machine"]["versions"]["torch"] == torch.__version__
 
 
-def test_planted_overflow_is_found_and_suggested_fix_trains(demo, tmp_path, capfd):
+def test_doctor_finds_float16_overflow_and_suggests_config_that_trains(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1e6", "SOLVER.AMP", "fp16")) == 1
     out = capfd.readouterr().out
     assert "forward overflow in backbone.4 (Conv2d)" in out and "FORCE_FP32" in out
@@ -62,12 +62,12 @@ def test_planted_overflow_is_found_and_suggested_fix_trains(demo, tmp_path, capf
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path / "bf16", "1e6", "SOLVER.AMP", "bf16")]) == 0
 
 
-def test_amp_off_is_checked_as_if_enabled(demo, tmp_path, capfd):
+def test_doctor_checks_config_with_amp_off_as_if_enabled(demo, tmp_path, capfd):
     assert amp_doctor.cli(["--dtypes", "bfloat16", *options(tmp_path, "1", "SOLVER.AMP", "off")]) == 0
     assert "SOLVER.AMP True (" in capfd.readouterr().out
 
 
-def test_doctor_evaluates_the_given_weights(demo, tmp_path, capfd):
+def test_doctor_evaluates_weights_given_by_model_weights(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "1", "SOLVER.AMP", "off")) == 0
     weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
     arguments = ["--dtypes", "bf16", *options(tmp_path / "doctor", "1", "SOLVER.AMP", "off", *weights)]
@@ -81,12 +81,12 @@ def test_doctor_evaluates_the_given_weights(demo, tmp_path, capfd):
     assert not report["untrained"]
 
 
-def test_dtype_of_the_config_is_always_checked(demo, tmp_path, capfd):
+def test_doctor_checks_configured_dtype_even_if_dtypes_flag_omits_it(demo, tmp_path, capfd):
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1e6", "SOLVER.AMP", "fp16")]) == 1
     assert list(json.loads((tmp_path / FOLDER / "report.json").read_text())["verdicts"]) == ["float16", "bfloat16"]
 
 
-def test_amp_without_low_precision_operations_fails(demo, tmp_path, capfd):
+def test_doctor_exits_with_1_if_no_operation_ran_in_low_precision(demo, tmp_path, capfd):
     forced = ("SOLVER.AMP", "bf16", "SOLVER.AMP.FORCE_FP32", "['Baseline']")
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", *forced)]) == 1
     assert "ran no operation in bfloat16" in capfd.readouterr().out
@@ -103,7 +103,7 @@ def build_rare_backbone(cfg):
     return nn.Sequential(*list(tiny.build_tiny_backbone(cfg))[:5], Rare(), *list(tiny.build_tiny_backbone(cfg))[5:])
 
 
-def test_overflow_after_the_first_batch_is_found(demo, tmp_path, capfd):
+def test_doctor_finds_overflow_that_occurs_after_first_test_batch(demo, tmp_path, capfd):
     opts = ("MODEL.BACKBONE.NAME", "build_rare_backbone", "SOLVER.AMP", "fp16", "TEST.IMS_PER_BATCH", "30")
     assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 1
     report = json.loads((tmp_path / FOLDER / "report.json").read_text())
@@ -113,7 +113,7 @@ def test_overflow_after_the_first_batch_is_found(demo, tmp_path, capfd):
     assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 0
 
 
-def test_max_images_limits_the_test_set(demo, tmp_path):
+def test_max_images_limits_number_of_images_evaluated_by_doctor(demo, tmp_path):
     cfg = get_cfg()
     cfg.merge_from_list(options(tmp_path, "1"))
     found = diagnose(cfg, dtypes=[torch.bfloat16], max_images=15)
@@ -122,7 +122,7 @@ def test_max_images_limits_the_test_set(demo, tmp_path):
 
 @BACKBONE_REGISTRY.register()
 def build_broken_backbone(cfg):
-    """Build a backbone that divides by zero."""
+    """Build a backbone whose output is divided by zero."""
 
     class Broken(nn.Module):
         def forward(self, x):
@@ -131,20 +131,20 @@ def build_broken_backbone(cfg):
     return nn.Sequential(*tiny.build_tiny_backbone(cfg), Broken())
 
 
-def test_model_non_finite_in_float32_is_reported(demo, tmp_path, capfd):
+def test_doctor_reports_model_that_is_non_finite_in_float32(demo, tmp_path, capfd):
     assert amp_doctor.cli(tiny.tiny_options(tmp_path, "MODEL.BACKBONE.NAME", "build_broken_backbone")) == 1
     out = capfd.readouterr().out
     assert "fails in float32" in out and "backbone.7 (Broken)" in out
     assert json.loads((tmp_path / FOLDER / "report.json").read_text())["problem"]
 
 
-def test_layer_figure_is_written(demo, tmp_path, capfd):
+def test_doctor_writes_figure_of_layers(demo, tmp_path, capfd):
     pytest.importorskip("matplotlib")
     assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
     assert (tmp_path / FOLDER / "layers.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_missing_matplotlib_skips_the_figure_with_a_warning(demo, tmp_path, capfd, monkeypatch):
+def test_doctor_without_matplotlib_logs_a_warning_and_skips_figure(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert amp_doctor.cli(["--dtypes", "bf16", *options(tmp_path, "1", "SOLVER.AMP", "bf16")]) == 0
     log = (tmp_path / "log.txt").read_text()
@@ -166,7 +166,7 @@ def build_my_backbone(cfg):
 """
 
 
-def test_plugin_registers_custom_components(demo, tmp_path, capfd):
+def test_doctor_loads_backbone_and_config_keys_from_plugin(demo, tmp_path, capfd):
     (tmp_path / "plugin.py").write_text(PARTS)
     opts = ("MODEL.BACKBONE.NAME", "build_my_backbone", "MODEL.BACKBONE.MINE", "2", "SOLVER.AMP", "bf16")
     arguments = ["--dtypes", "bf16", "--plugin", str(tmp_path / "plugin.py")]
@@ -175,7 +175,7 @@ def test_plugin_registers_custom_components(demo, tmp_path, capfd):
     assert "none.py" in capfd.readouterr().err
 
 
-def test_invalid_input_exits_with_2(demo, tmp_path, capfd):
+def test_doctor_exits_with_2_for_invalid_weights_config_or_flags(demo, tmp_path, capfd):
     for opts, words in (
         (["MODEL.WEIGHTS", "missing.pth"], "missing.pth"),
         (["SOLVER.AMP", "fp17"], "fp17"),
@@ -190,24 +190,24 @@ def test_invalid_input_exits_with_2(demo, tmp_path, capfd):
         assert stop.value.code == 2
 
 
-def test_env_option_checks_the_machine(capfd):
+def test_doctor_with_env_flag_checks_machine(capfd):
     assert amp_doctor.cli(["--env"]) == 0
     out = capfd.readouterr().out
     assert "ten steps in bfloat16" in out and "no problems found" in out
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_env_option_reports_missing_cuda(capfd):
+def test_doctor_with_env_flag_reports_missing_cuda(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "cuda"]) == 1
     assert "problem: PyTorch cannot use a GPU" in capfd.readouterr().out
 
 
-def test_env_option_with_unknown_device_exits_with_2(capfd):
+def test_doctor_with_env_flag_exits_with_2_for_unknown_device(capfd):
     assert amp_doctor.cli(["--env", "MODEL.DEVICE", "nonsense"]) == 2
     assert "MODEL.DEVICE: unknown device 'nonsense'" in capfd.readouterr().err
 
 
-def test_env_option_with_config_file_checks_machine_and_model(demo, tmp_path, capfd):
+def test_doctor_with_env_flag_and_config_file_checks_machine_and_model(demo, tmp_path, capfd):
     config = tmp_path / "c.yml"
     config.write_text("SOLVER: {AMP: bf16}\n")
     arguments = ["--env", "--dtypes", "bf16", "--config-file", str(config), *options(tmp_path, "1")]

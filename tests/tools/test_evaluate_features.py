@@ -51,7 +51,7 @@ def run(capsys, *argv):
         (("TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss", "TEST.RERANK.VARIANT", "torchreid"), "tr_rerank"),
     ],
 )
-def test_json_output_matches_reference_metrics(capsys, features, opts, key):
+def test_evaluate_features_prints_reference_metrics_as_json(capsys, features, opts, key):
     code, out, err = run(capsys, features, "--json", *opts)
     assert code == 0 and err == ""
     found, expected = json.loads(out), VALUES["g1_small_junk"][key]
@@ -62,7 +62,7 @@ def test_json_output_matches_reference_metrics(capsys, features, opts, key):
     assert found["num_valid_queries"] == 40
 
 
-def test_options_are_accepted_in_any_order_and_per_query_file_is_written(capsys, features, tmp_path):
+def test_evaluate_features_writes_per_query_file_with_flags_after_key_value_pairs(capsys, features, tmp_path):
     out = tmp_path / "each.results"
     code, text, _ = run(capsys, features, "TEST.METRIC", "euclidean", "--per-query", str(out), "--json")
     assert code == 0 and json.loads(text)["num_valid_queries"] == 40
@@ -72,13 +72,13 @@ def test_options_are_accepted_in_any_order_and_per_query_file_is_written(capsys,
     assert saved["valid"].all() and saved["valid"].shape == (40,)
 
 
-def test_trapezoidal_ap_excludes_identity_minus_1(capsys, features):
+def test_trapezoidal_ap_of_saved_features_excludes_identity_minus_1(capsys, features):
     _, out, _ = run(capsys, features, "--json", "TEST.METRIC", "euclidean", "TEST.AP_METHOD", "trapezoid")
     expected = VALUES["g1_small_junk"]["trapezoid_mAP_euclidean(pid -1 also removed)"]
     assert json.loads(out)["mAP"] == pytest.approx(100 * expected, abs=1e-6)
 
 
-def test_table_shows_protocol_and_roc_curve_is_written(capsys, features, tmp_path):
+def test_evaluate_features_prints_table_with_protocol_and_writes_roc_curve(capsys, features, tmp_path):
     code, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.RANKS", "20", "OUTPUT_DIR", str(tmp_path / "out"))
     assert code == 0
     for text in ("Market-1501", "no re-ranking", "saved as float32", "| features", "Rank-20", "TAR@FAR=0.01"):
@@ -90,7 +90,7 @@ def test_table_shows_protocol_and_roc_curve_is_written(capsys, features, tmp_pat
     )
 
 
-def test_float16_features_and_text_columns_are_accepted(capsys, tmp_path):
+def test_evaluate_features_accepts_float16_features_and_text_identities(capsys, tmp_path):
     data = np.load(REFERENCE / "g1_small_junk.npz")
     half = {f"{side}_features": data[short].astype(np.float16) for side, short in (("query", "qf"), ("gallery", "gf"))}
     _, expected, _ = run(
@@ -104,7 +104,7 @@ def test_float16_features_and_text_columns_are_accepted(capsys, tmp_path):
     assert json.loads(found) == json.loads(expected)
 
 
-def test_cameras_are_optional_for_protocol_no_camera(capsys, tmp_path):
+def test_evaluate_features_needs_no_cameras_for_no_camera_and_vehicleid_protocols(capsys, tmp_path):
     path = save(tmp_path / "features.npz", query_camids=None, gallery_camids=None)
     assert run(capsys, path, "--json", "TEST.PROTOCOL", "no_camera")[0] == 0
     code, out, _ = run(capsys, path, "--json", "TEST.PROTOCOL", "vehicleid")
@@ -134,7 +134,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_invalid_files_are_errors(capsys, tmp_path, name):
+def test_evaluate_features_exits_with_2_for_invalid_arrays(capsys, tmp_path, name):
     changes, message = BAD[name]
     code, out, err = run(capsys, save(tmp_path / "bad.npz", **changes), "--json")
     assert code == 2 and out == "" and "Traceback" not in err
@@ -158,12 +158,12 @@ def test_invalid_files_are_errors(capsys, tmp_path, name):
         (["TEST.MEMORY_BUDGET_MB", "0"], "TEST.MEMORY_BUDGET_MB"),
     ],
 )
-def test_invalid_options_are_errors(capsys, features, opts, message):
+def test_evaluate_features_exits_with_2_for_invalid_options(capsys, features, opts, message):
     code, out, err = run(capsys, features, *opts)
     assert code == 2 and out == "" and message in err
 
 
-def test_invalid_paths_are_errors(capsys, tmp_path):
+def test_evaluate_features_exits_with_2_for_missing_or_damaged_files(capsys, tmp_path):
     (tmp_path / "text.npz").write_text("no archive")
     np.savez_compressed(tmp_path / "broken.npz", query_features=np.random.default_rng(0).standard_normal(2000))
     content = bytearray((tmp_path / "broken.npz").read_bytes())
@@ -187,7 +187,7 @@ def test_invalid_paths_are_errors(capsys, tmp_path):
 
 
 def write(path, features, *, names=str):
-    """Write (query features, gallery features, ids); ``names`` converts the identities."""
+    """Write ``features``, (query features, gallery features, ids), to an npz file; ``names`` converts each identity."""
     queries, gallery, ids = features
     columns = {"features": (queries.numpy(), gallery.numpy())}
     columns["pids"] = [np.array([names(pid) for pid in side.tolist()]) for side in (ids.query_pids, ids.gallery_pids)]
@@ -197,7 +197,7 @@ def write(path, features, *, names=str):
     return str(path)
 
 
-def test_metrics_equal_those_of_the_evaluator(capsys, tmp_path):
+def test_evaluate_features_computes_same_map_as_reid_evaluator(capsys, tmp_path):
     features = random_set(0)
     queries, gallery, ids = features
     evaluator = ReidEvaluator(get_cfg(), len(queries))
@@ -212,7 +212,7 @@ def test_metrics_equal_those_of_the_evaluator(capsys, tmp_path):
         assert json.loads(out)["mAP"] == expected["mAP"]
 
 
-def test_identity_minus_one_as_text_is_excluded(capsys, tmp_path):
+def test_evaluate_features_excludes_identity_minus_1_stored_as_text(capsys, tmp_path):
     features = random_set(1)
     features[2].gallery_pids[:20] = -1
     features[2].query_pids[:2] = -1  # these queries have no match
@@ -223,7 +223,7 @@ def test_identity_minus_one_as_text_is_excluded(capsys, tmp_path):
     assert found[0] == found[1] and found[0]["num_valid_queries"] == 28 and found[0]["mAP"] < 100
 
 
-def test_float64_features_are_ranked_in_float64(capsys, tmp_path):
+def test_evaluate_features_ranks_float64_features_in_float64(capsys, tmp_path):
     """The features differ by less than float32 resolution."""
     queries = np.ones((2, 4))
     gallery = np.ones((4, 4)) + 1e-12 * np.arange(4)[:, None] * np.array([1.0, -1, 0, 0])
@@ -236,6 +236,6 @@ def test_float64_features_are_ranked_in_float64(capsys, tmp_path):
     assert "euclidean distance in float32" in out
 
 
-def test_false_accept_rate_below_resolution_warns(capsys, features, tmp_path):
+def test_evaluate_features_warns_if_false_accept_rate_is_below_resolution(capsys, features, tmp_path):
     _, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.ROC.FAR", "[1e-7, 0.1]", "OUTPUT_DIR", str(tmp_path))
     assert "TEST.ROC.FAR" in out and "7706" in out

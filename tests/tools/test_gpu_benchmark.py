@@ -1,4 +1,4 @@
-"""The GPU benchmark at toy sizes on a CPU: figures, targets and resumption."""
+"""GPU benchmark with toy sizes on a CPU: measured values, targets and continuation of an earlier run."""
 
 import importlib.util
 import json
@@ -39,12 +39,12 @@ def run(gpu, output, part, match, *opts):
         ("rank", "market1501 re-ranking", "ratio"),
     ],
 )
-def test_each_measurement_runs_on_a_cpu(gpu, part, match, figure, tmp_path):
+def test_gpu_benchmark_measurements_run_on_cpu_with_toy_sizes(gpu, part, match, figure, tmp_path):
     results = run(gpu, tmp_path / "gpu.json", part, match)
     assert all(figures[figure] is not None for name, figures in results[part].items() if "read" not in name)
 
 
-def test_second_run_continues_after_the_last_measurement(gpu, tmp_path, monkeypatch):
+def test_second_gpu_benchmark_run_continues_after_last_finished_measurement(gpu, tmp_path, monkeypatch):
     calls = []
     planned = {"a": lambda setup: calls.append("a") or {"images/s": 2.0}, "b": lambda setup: calls.append("b") or 1 / 0}
     monkeypatch.setattr(gpu, "measurements", lambda part: planned)
@@ -55,7 +55,7 @@ def test_second_run_continues_after_the_last_measurement(gpu, tmp_path, monkeypa
     assert calls == ["a", "b", "b"]
 
 
-def test_targets_are_compared_with_the_figures(gpu):
+def test_gpu_benchmark_table_compares_measured_values_with_targets(gpu):
     results = {
         "train": {
             "R50 batch 256 float32": {"images/s": 1000.0},
@@ -78,5 +78,5 @@ def test_targets_are_compared_with_the_figures(gpu):
     }
 
 
-def test_targets_name_existing_measurements(gpu):
+def test_gpu_benchmark_targets_name_existing_measurements(gpu):
     assert all(target.name in gpu.measurements(target.part) for target in gpu.TARGETS)

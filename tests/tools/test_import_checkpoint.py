@@ -68,7 +68,7 @@ AGES = {
 
 
 @pytest.mark.parametrize("age", AGES)
-def test_weights_from_all_fastreid_versions_give_equal_features(tmp_path, capsys, age):
+def test_import_of_weights_from_each_fastreid_version_preserves_features(tmp_path, capsys, age):
     original = model(*RESNET18)
     state = renamed(original.state_dict(), AGES[age])
     if age != "2021-03":
@@ -88,14 +88,14 @@ def test_weights_from_all_fastreid_versions_give_equal_features(tmp_path, capsys
     assert "NUM_CLASSES: 5" in extra["config"]
 
 
-def test_file_with_more_tensors_than_any_backbone_is_an_error(tmp_path, capsys, monkeypatch):
+def test_import_rejects_file_with_more_tensors_than_any_backbone(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
     assert run(tmp_path, model(*RESNET18).state_dict() | extra) == 2
     assert "6100" in capsys.readouterr().err
 
 
-def test_circular_links_are_errors(tmp_path, capsys):
+def test_import_rejects_circular_link_as_source_but_replaces_it_as_target(tmp_path, capsys):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
         (tmp_path / name).symlink_to(target)
     assert import_checkpoint.cli([str(tmp_path / "a.pth"), str(tmp_path / "out.pth")]) == 2
@@ -155,7 +155,7 @@ def foreign_file(kind, backbone):
 
 
 @pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "Lightning", "CLIP"])
-def test_prefix_of_a_backbone_is_suggested_and_accepted(tmp_path, capsys, resnet18, kind):
+def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_path, capsys, resnet18, kind):
     content, prefixes = foreign_file(kind, resnet18)
     assert run(tmp_path, content) == 2
     err = capsys.readouterr().err
@@ -166,26 +166,26 @@ def test_prefix_of_a_backbone_is_suggested_and_accepted(tmp_path, capsys, resnet
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
 
-def test_no_prefix_is_suggested_for_a_regular_file(tmp_path, capsys):
+def test_import_suggests_no_prefix_for_file_with_fastamp_names(tmp_path, capsys):
     state = model(*RESNET18).state_dict()
     assert run(tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn") == 2
     assert "--prefix" not in capsys.readouterr().err
 
 
-def test_unknown_prefix_lists_prefixes(tmp_path, capsys, resnet18):
+def test_import_error_for_unknown_prefix_lists_prefixes_in_file(tmp_path, capsys, resnet18):
     content, _ = foreign_file("DINO", resnet18)
     assert run(tmp_path, content, "--prefix", "teacher.backbon") == 2
     err = capsys.readouterr().err
     assert "Did you mean 'teacher.backbone.'?" in err and "found: student, teacher" in err
 
 
-def test_clip_weights_suggest_prefix_of_image_encoder(tmp_path, capsys):
+def test_import_of_clip_weights_suggests_prefix_of_image_encoder(tmp_path, capsys):
     state = {"visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(3, 1), "logit_scale": torch.zeros(())}
     assert run(tmp_path, state) == 2
     assert "--prefix visual.   (CLIP's image encoder)" in (err := capsys.readouterr().err) and "timm" in err
 
 
-def test_dino_weights_suggest_and_accept_teacher_prefix(tmp_path, capsys):
+def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path, capsys):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
     cfg.merge_from_list(["MODEL.BACKBONE.FEAT_DIM", "384", "INPUT.SIZE_TEST", "(224, 224)"])
@@ -197,13 +197,13 @@ def test_dino_weights_suggest_and_accept_teacher_prefix(tmp_path, capsys):
     assert "100% of the backbone's" in capsys.readouterr().out
 
 
-def test_different_pixel_normalization_is_reported(tmp_path, capsys):
+def test_import_reports_different_pixel_normalization(tmp_path, capsys):
     state = model(*RESNET18).state_dict() | {"pixel_mean": torch.full((1, 3, 1, 1), 127.5)}
     assert run(tmp_path, state) == 0
     assert "note: the weights were trained with MODEL.PIXEL_MEAN [127.5, 127.5, 127.5]" in capsys.readouterr().out
 
 
-def test_reduction_head_is_an_error(tmp_path, capsys):
+def test_import_rejects_fastreid_reduction_head(tmp_path, capsys):
     state = model(*RESNET18, "MODEL.HEADS.EMBEDDING_DIM", "8").state_dict()
     state |= {f"heads.bnneck.{name}": torch.ones(8) for name in ("weight", "bias", "running_mean", "running_var")}
     assert run(tmp_path, state) == 2
@@ -211,7 +211,7 @@ def test_reduction_head_is_an_error(tmp_path, capsys):
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_torchreid_osnet_with_fc_layer_gives_equal_features(tmp_path, capsys):
+def test_import_of_torchreid_osnet_with_fc_layer_preserves_features(tmp_path, capsys):
     opts = (*OSNET, "MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "16")
     original = model(*opts)
     state = renamed(original.state_dict(), AGES["v1.0.0"])
@@ -238,7 +238,7 @@ def test_torchreid_osnet_with_fc_layer_gives_equal_features(tmp_path, capsys):
     assert "bicubic" in capsys.readouterr().out
 
 
-def test_repvgg_converted_to_inference_form_gives_equal_features(tmp_path):
+def test_import_of_repvgg_in_deploy_form_preserves_features(tmp_path):
     original = model(*REPVGG)
     assert run(tmp_path, original.state_dict(), "MODEL.BACKBONE.DEPLOY", "True") == 0
     deployed = model(*REPVGG, "MODEL.BACKBONE.DEPLOY", "True", seed=1)
@@ -247,7 +247,7 @@ def test_repvgg_converted_to_inference_form_gives_equal_features(tmp_path):
     torch.testing.assert_close(features(deployed), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-def test_matching_fraction_below_minimum_is_an_error(tmp_path, capsys):
+def test_import_rejects_weights_with_matching_fraction_below_minimum(tmp_path, capsys):
     (tmp_path / "recipe.yml").write_text("MODEL: {BACKBONE: {DEPTH: 18x, FEAT_DIM: 512}, HEADS: {WITH_BNNECK: True}}")
     state = {name: value for name, value in model(*RESNET18).state_dict().items() if "layer4" not in name}
     recipe = ("--config-file", str(tmp_path / "recipe.yml"))
@@ -257,13 +257,13 @@ def test_matching_fraction_below_minimum_is_an_error(tmp_path, capsys):
     assert torch.load(tmp_path / "out.pth", weights_only=True)["model"]["heads.weight"].shape == (5, 512)
 
 
-def test_student_recipe_does_not_need_teachers(tmp_path):
+def test_import_with_distiller_config_does_not_need_teacher_files(tmp_path):
     kd = ("MODEL.META_ARCHITECTURE", "Distiller", "KD.MODEL_CONFIG", "gone.yml", "KD.MODEL_WEIGHTS", "gone.pth")
     assert run(tmp_path, model(*RESNET18).state_dict(), *kd) == 0
     assert "META_ARCHITECTURE: Baseline" in torch.load(tmp_path / "out.pth", weights_only=True)["config"]
 
 
-def test_invalid_arguments_are_errors(tmp_path, capsys):
+def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys):
     torch.save({"a": torch.ones(3)}, tmp_path / "in.pth")
     for arguments, message in (
         (("in.pth", "in.pth"), "in.pth"),
@@ -275,7 +275,7 @@ def test_invalid_arguments_are_errors(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
-def test_non_finite_weights_are_not_written(tmp_path, capsys):
+def test_import_rejects_non_finite_weights_and_writes_no_file(tmp_path, capsys):
     state = model(*RESNET18).state_dict()
     state["backbone.conv1.weight"][0] = float("nan")
     assert run(tmp_path, state) == 2
@@ -283,14 +283,14 @@ def test_non_finite_weights_are_not_written(tmp_path, capsys):
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_torchvision_classifier_is_not_mistaken_for_fc_head(tmp_path, capsys):
+def test_import_does_not_mistake_torchvision_classifier_for_fc_head(tmp_path, capsys):
     state = torchvision.models.resnet18().state_dict()
     assert run(tmp_path, state) == 0
     report = capsys.readouterr().out
     assert "missing  0 (0%)" in report and "STEM_POOL padded" in report and "FCHead" not in report
 
 
-def test_key_without_value_is_an_error_before_reading_weights(tmp_path, capsys):
+def test_import_rejects_key_without_value(tmp_path, capsys):
     assert run(tmp_path, {}, "MODEL.DEVICE") == 2
     assert "got ['MODEL.DEVICE']" in capsys.readouterr().err
 
@@ -310,7 +310,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-def test_config_is_inferred_from_weights_of_other_projects(name):
+def test_infer_config_finds_keys_of_fastreid_and_transreid_weights(name):
     models = {}
     for file in ("fastreid_models.json.gz", "transreid_models.json.gz"):
         models |= json.loads(gzip.decompress((REFERENCE / file).read_bytes()))
@@ -320,11 +320,11 @@ def test_config_is_inferred_from_weights_of_other_projects(name):
     assert keys["MODEL.HEADS.NUM_CLASSES"] == "751"
 
 
-def test_unknown_model_is_an_error(tmp_path):
+def test_infer_config_raises_for_weights_of_unknown_model(tmp_path):
     with pytest.raises(WeightsError, match="x.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
 
 
-def test_scalar_classifier_does_not_set_num_classes():
+def test_infer_config_ignores_scalar_classifier_weight():
     state = model(*RESNET18).state_dict() | {"heads.weight": torch.tensor(1.0)}
     assert "MODEL.HEADS.NUM_CLASSES" not in infer_config(state, "x.pth")

@@ -29,7 +29,7 @@ def train(name, output, *opts):
     return results(output)
 
 
-def test_csv_gives_the_same_result_as_the_dataset(pictures, tmp_path, monkeypatch, capsys):
+def test_training_on_csv_dataset_gives_same_metrics_as_market1501(pictures, tmp_path, monkeypatch, capsys):
     lines = ["path,pid,camid,split"]
     for folder, split in (("bounding_box_train", "train"), ("query", "query"), ("bounding_box_test", "gallery")):
         for file in sorted((pictures / folder).glob("*.jpg")):
@@ -48,7 +48,7 @@ def test_csv_gives_the_same_result_as_the_dataset(pictures, tmp_path, monkeypatc
     assert mine[f"{name}/mAP"] == market["Market1501/mAP"] and mine[f"{name}/Rank-1"] == market["Market1501/Rank-1"]
 
 
-def test_training_on_a_folder_dataset(pictures, tmp_path, monkeypatch):
+def test_training_on_folder_dataset_gives_nonzero_map(pictures, tmp_path, monkeypatch):
     for file in sorted(pictures.rglob("bounding_box_train/*.jpg")):
         person = tmp_path / "people" / f"person {file.name[:4]}"
         person.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ def test_training_on_a_folder_dataset(pictures, tmp_path, monkeypatch):
     assert found[f"{name}/mAP"] > 0
 
 
-def test_resume_with_other_labels_is_an_error(pictures, tmp_path, monkeypatch, capfd):
+def test_resume_fails_if_labels_in_csv_dataset_have_changed(pictures, tmp_path, monkeypatch, capfd):
     files = sorted(pictures.rglob("bounding_box_train/*.jpg"))
     rows = [f"{file},{file.name[:4]},train" for file in files]
     rows += [f"{file},{file.name[:4]},query" for file in sorted(pictures.rglob("query/*.jpg"))]

@@ -24,12 +24,12 @@ def run(*argv):
     return code, results
 
 
-def test_script_has_at_most_130_lines():
+def test_plain_train_net_has_at_most_130_lines():
     assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 130
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_final_weights_equal_those_of_train_net(demo, tmp_path, precision):
+def test_final_weights_of_plain_train_net_equal_those_of_train_net(demo, tmp_path, precision):
     options = ("SOLVER.AMP", precision, "SOLVER.CLIP_GRADIENTS", "True", "SOLVER.MAX_EPOCH", "2")
     assert train_net.cli(tiny.tiny_options(tmp_path / "hooks", *options)) == 0
     code, (results,) = run(*tiny.tiny_options(tmp_path / "plain", *options))
@@ -38,7 +38,7 @@ def test_final_weights_equal_those_of_train_net(demo, tmp_path, precision):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_resumed_weights_equal_uninterrupted_training(demo, tmp_path):
+def test_resumed_plain_train_net_weights_equal_uninterrupted_training(demo, tmp_path):
     options = ("SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "2", "SOLVER.SCHED", "ConstantLR")
     run(*tiny.tiny_options(tmp_path / "straight", *options))
     run(*tiny.tiny_options(tmp_path / "resumed", *options, "SOLVER.MAX_EPOCH", "1"))
@@ -51,7 +51,7 @@ def test_resumed_weights_equal_uninterrupted_training(demo, tmp_path):
     assert run("--eval-only", *tiny.tiny_options(tmp_path / "eval", *options, *weights))[0] == 0
 
 
-def test_resume_of_finished_training_evaluates_and_new_batch_size_is_an_error(demo, tmp_path, capfd):
+def test_resume_of_finished_plain_training_evaluates_and_rejects_new_batch_size(demo, tmp_path, capfd):
     options = ("SOLVER.MAX_EPOCH", "1")
     run(*tiny.tiny_options(tmp_path, *options))
     code, (results,) = run("--resume", *tiny.tiny_options(tmp_path, *options))
@@ -63,7 +63,7 @@ def test_resume_of_finished_training_evaluates_and_new_batch_size_is_an_error(de
 
 
 @pytest.mark.parametrize("name", plain_train_net.UNSUPPORTED)
-def test_unsupported_keys_are_errors(demo, tmp_path, capfd, name):
+def test_plain_train_net_rejects_unsupported_config_keys(demo, tmp_path, capfd, name):
     values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
     values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}
     values |= {f"SOLVER.CHECKPOINT_{unit}": "3" for unit in ("ITERS", "MINUTES", "KEEP")}
@@ -74,7 +74,7 @@ def test_unsupported_keys_are_errors(demo, tmp_path, capfd, name):
     assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
-def test_script_with_missing_config_exits_with_2():
+def test_plain_train_net_exits_with_2_if_config_file_is_missing():
     process = subprocess.run(
         [sys.executable, "tools/plain_train_net.py", "--config-file", "nowhere.yml"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""tools/benchmark/scaling.py: ring all-reduce formula and its bounds."""
+"""tools/benchmark/scaling.py: time of a ring all-reduce, scaling efficiency and predicted speeds."""
 
 import importlib.util
 from pathlib import Path
@@ -19,10 +19,10 @@ def test_ring_all_reduce_time_matches_formula():
     assert scaling.all_reduce_seconds(2 * scaling.BUCKET, 2, links) > 2 * 2 * 0.25  # latency per bucket
 
 
-def test_overlap_hides_communication_during_backward():
+def test_scaling_efficiency_with_overlap_hides_communication_in_backward_pass():
     assert scaling.efficiencies(0.3, 0.1) == pytest.approx((0.75, 1.0))
     assert scaling.efficiencies(0.3, 0.3) == pytest.approx((0.5, 0.75))
 
 
-def test_prediction_has_two_rows_per_interconnect():
+def test_scaling_prediction_has_two_rows_per_interconnect():
     assert scaling.prediction(0.1, 10**8, 64).count("\n") == 1 + 2 * len(scaling.LINKS)

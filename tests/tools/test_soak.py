@@ -26,19 +26,19 @@ def make_run(folder, **changes):
         ({"random": (1, (2.0, "y"))}, ".random.1.1"),
     ],
 )
-def test_different_checkpoint_values_are_found(tmp_path, changes, path):
+def test_soak_finds_values_that_differ_between_checkpoints(tmp_path, changes, path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other", **changes)
     assert soak.differences(one, other) == ([path] if path else [])
 
 
-def test_duplicate_metrics_line_is_found(tmp_path):
+def test_soak_finds_duplicate_line_in_metrics_json(tmp_path):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     with (other / "metrics.json").open("a") as file:
         file.write('{"iteration": 2}\n')
     assert soak.differences(one, other) == ["iterations in metrics.json"]
 
 
-def test_truncated_checkpoint_is_not_loadable(tmp_path):
+def test_soak_detects_that_truncated_checkpoint_is_not_loadable(tmp_path):
     run = soak.Run(tmp_path / "none", [], tmp_path / "console")
     assert not run.is_loadable() and run.newest_time() == 0
     run = soak.Run(make_run(tmp_path / "run"), [], tmp_path / "console")
@@ -47,7 +47,7 @@ def test_truncated_checkpoint_is_not_loadable(tmp_path):
     assert not run.is_loadable()
 
 
-def test_invalid_input_is_an_error(tmp_path, capsys):
+def test_soak_exits_with_2_for_invalid_kills_or_output_dir(tmp_path, capsys):
     config = ["--config-file", "configs/Demo/quickstart.yml"]
     assert soak.cli([*config, "--kills", "2"]) == 2
     assert "--kills" in capsys.readouterr().err

@@ -18,14 +18,14 @@ KEPT = {"config.yaml": "a config", "metrics.json": '{"iteration": 3}\n', "model_
 
 
 def run(capfd, *argv):
-    """Return the exit code and stderr."""
+    """Run train_net.py in this process; return the exit code and stderr."""
     code = train_net.cli([str(arg) for arg in argv])
     return code, capfd.readouterr().err
 
 
 @pytest.fixture
 def assert_input_error(demo, tmp_path, capfd):
-    """Function that checks that invalid input gives exit code 2 and one message, and overwrites no file."""
+    """Function that checks that invalid input causes exit code 2 and one error message, and changes no output file."""
 
     def check(*opts, argv=(), message):
         output = tmp_path / "output"
@@ -43,7 +43,7 @@ def assert_input_error(demo, tmp_path, capfd):
     return check
 
 
-def test_run_writes_files_and_evaluation_reproduces_metrics(demo, tmp_path, capfd):
+def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, capfd):
     output = tmp_path / "run"
     config = tmp_path / "base.yml"
     config.write_text("SOLVER: {AMP: bf16}\n")
@@ -113,7 +113,7 @@ def last_map(output):
     return [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]
 
 
-def test_grayscale_training_only_needs_input_channels_1(demo, tmp_path, capfd):
+def test_grayscale_training_needs_no_key_except_input_channels(demo, tmp_path, capfd):
     output = tmp_path / "run"
     jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.BASELINES", "True", "SOLVER.AMP", "bf16")
     gray = tiny.tiny_options(output, "INPUT.CHANNELS", "1", "SOLVER.MAX_EPOCH", "1", *jitter)
@@ -133,7 +133,7 @@ def test_grayscale_training_only_needs_input_channels_1(demo, tmp_path, capfd):
     assert code == 2 and "do not match the model" in stderr and "INPUT.CHANNELS" in stderr
 
 
-def test_fourth_image_channel_reaches_the_model(demo_root, tmp_path, monkeypatch, capfd):
+def test_model_uses_fourth_image_channel(demo_root, tmp_path, monkeypatch, capfd):
     """The fourth channel of RGBA images encodes the identity; without it the mAP drops."""
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
@@ -157,14 +157,14 @@ def test_fourth_image_channel_reaches_the_model(demo_root, tmp_path, monkeypatch
     assert results["mAP"] < last_map(output) - 20
 
 
-def test_flip_test_uses_the_mirror_image(demo, tmp_path, capfd):
+def test_evaluation_log_states_flip_test_and_baselines(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.BASELINES", "True")
     assert run(capfd, *options)[0] == 0
     log = (tmp_path / "log.txt").read_text()
     assert "flip test" in log and "baseline: raw pixels" in log and "baseline: color histogram" in log
 
 
-def test_missing_and_empty_datasets_are_errors(assert_input_error, tmp_path, monkeypatch):
+def test_train_net_exits_with_2_if_dataset_is_missing_or_empty(assert_input_error, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     market = ("DATASETS.NAMES", "Market1501", "DATASETS.TESTS", "Market1501")
     assert_input_error(*market, message=["Market-1501-v15.09.15", "bounding_box_train", "FASTAMP_DATASETS"])
@@ -174,7 +174,7 @@ def test_missing_and_empty_datasets_are_errors(assert_input_error, tmp_path, mon
 
 
 @pytest.mark.parametrize("workers", ["0", "1"])
-def test_corrupt_image_is_named_in_the_error(demo_root, tmp_path, monkeypatch, capfd, workers):
+def test_train_net_error_names_corrupt_image(demo_root, tmp_path, monkeypatch, capfd, workers):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     image = sorted(root.rglob("bounding_box_train/*.jpg"))[5]
@@ -185,7 +185,7 @@ def test_corrupt_image_is_named_in_the_error(demo_root, tmp_path, monkeypatch, c
     assert str(image) in stderr and "Traceback" not in stderr
 
 
-def test_invalid_weights_are_errors(assert_input_error, tmp_path):
+def test_train_net_exits_with_2_if_weights_are_missing_or_invalid(assert_input_error, tmp_path):
     evaluate = {"argv": ["--eval-only"]}
     assert_input_error(**evaluate, message=["--eval-only", "MODEL.WEIGHTS"])
     assert_input_error("MODEL.WEIGHTS", tmp_path / "nowhere.pth", **evaluate, message="nowhere.pth")
@@ -262,27 +262,27 @@ def test_invalid_weights_are_errors(assert_input_error, tmp_path):
         ("OUTPUT_DIR", "/dev/null/x", ["OUTPUT_DIR", "/dev/null/x"]),
     ],
 )
-def test_invalid_values_are_errors(assert_input_error, key, value, parts):
+def test_train_net_exits_with_2_for_invalid_config_values(assert_input_error, key, value, parts):
     assert_input_error(key, value, message=parts)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
-def test_missing_cuda_is_an_error(assert_input_error):
+def test_train_net_exits_with_2_if_configured_cuda_is_unavailable(assert_input_error):
     assert_input_error("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
 
 
-def test_batch_of_one_image_is_an_error(assert_input_error):
+def test_train_net_exits_with_2_for_batch_of_one_image(assert_input_error):
     options = ("DATALOADER.SAMPLER_TRAIN", "TrainingSampler")
     assert_input_error("SOLVER.IMS_PER_BATCH", "1", *options, message=["SOLVER.IMS_PER_BATCH is 1", "WITH_BNNECK"])
 
 
-def test_precise_bn_with_missing_dataset_is_an_error(assert_input_error):
+def test_train_net_exits_with_2_if_precise_bn_dataset_is_missing(assert_input_error):
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET")
     assert_input_error(*options, "Nope", message=["TEST.PRECISE_BN.DATASET 'Nope'", "unknown name"])
     assert_input_error(*options, "Market1501", message="TEST.PRECISE_BN.DATASET 'Market1501'")
 
 
-def test_invalid_config_files_are_errors(assert_input_error, tmp_path):
+def test_train_net_exits_with_2_for_invalid_config_files(assert_input_error, tmp_path):
     python = tmp_path / "config.py"
     python.write_text("raise SystemExit(99)")
     assert_input_error(argv=["--config-file", python], message="config.py")
@@ -293,15 +293,15 @@ def test_invalid_config_files_are_errors(assert_input_error, tmp_path):
 
 
 @pytest.mark.parametrize("flags", [("--num-gpus", "0"), ("--num-machines", "2", "--machine-rank", "2")])
-def test_invalid_numbers_of_processes_are_errors(assert_input_error, flags):
+def test_train_net_exits_with_2_for_invalid_process_counts(assert_input_error, flags):
     assert_input_error(argv=flags, message=["--num-gpus", "--machine-rank"])
 
 
-def test_several_machines_without_dist_url_is_an_error(assert_input_error):
+def test_train_net_exits_with_2_for_several_machines_without_dist_url(assert_input_error):
     assert_input_error(argv=["--num-machines", "2"], message="--dist-url")
 
 
-def test_resume_of_another_model_is_an_error(demo, tmp_path, capfd):
+def test_resume_with_another_model_exits_with_2_and_keeps_checkpoint(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     before = (tmp_path / "model_final.pth").read_bytes()
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "8"))
@@ -309,7 +309,7 @@ def test_resume_of_another_model_is_an_error(demo, tmp_path, capfd):
     assert (tmp_path / "model_final.pth").read_bytes() == before
 
 
-def test_flag_after_key_value_pairs_is_an_error(demo, tmp_path, capfd):
+def test_train_net_exits_with_2_for_flag_after_key_value_pairs(demo, tmp_path, capfd):
     code, stderr = run(capfd, *tiny.tiny_options(tmp_path), "--resume")
     assert code == 2 and "--resume" in stderr
 
@@ -322,7 +322,7 @@ def test_flag_after_key_value_pairs_is_an_error(demo, tmp_path, capfd):
         (("SOLVER.OPT_ARGS.amsgrad", "True"), "amsgrad False -> True"),
     ],
 )
-def test_resume_with_another_recipe_is_an_error(demo, tmp_path, capfd, options, message):
+def test_resume_with_another_optimizer_or_batch_size_exits_with_2(demo, tmp_path, capfd, options, message):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     config = (tmp_path / "config.yaml").read_text()
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *options))
@@ -330,7 +330,7 @@ def test_resume_with_another_recipe_is_an_error(demo, tmp_path, capfd, options, 
     assert (tmp_path / "config.yaml").read_text() == config
 
 
-def test_resume_with_different_weight_average_is_an_error(demo, tmp_path, capfd):
+def test_resume_with_another_weight_average_exits_with_2(demo, tmp_path, capfd):
     ema = ("SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path, *ema))
@@ -356,13 +356,13 @@ def test_resume_applies_and_logs_changed_learning_rate(demo, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("content", [b"", b"model_0009.pth", b"\xff\x00\xfe"])
-def test_invalid_last_checkpoint_file_is_an_error(demo, tmp_path, capfd, content):
+def test_resume_exits_with_2_if_last_checkpoint_file_is_invalid(demo, tmp_path, capfd, content):
     (tmp_path / "last_checkpoint").write_bytes(content)
     code, stderr = run(capfd, "--resume", *tiny.tiny_options(tmp_path))
     assert code == 2 and "last_checkpoint names" in stderr
 
 
-def test_resume_repeats_a_failed_evaluation(demo_root, tmp_path, monkeypatch, capfd):
+def test_resume_repeats_evaluation_that_failed_after_last_epoch(demo_root, tmp_path, monkeypatch, capfd):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
     monkeypatch.setenv("FASTAMP_DATASETS", str(root))
@@ -396,7 +396,7 @@ def test_list_config_prints_keys_with_descriptions(capsys):
     assert "SOLVER" in capsys.readouterr().err
 
 
-def test_missing_config_file_exits_with_2_without_traceback():
+def test_train_net_exits_with_2_without_traceback_if_config_file_is_missing():
     process = subprocess.run(
         [sys.executable, "tools/train_net.py", "--config-file", "nowhere.yml"], capture_output=True, text=True, cwd=ROOT
     )
@@ -405,7 +405,7 @@ def test_missing_config_file_exits_with_2_without_traceback():
     assert "Traceback" not in process.stderr
 
 
-def test_invalid_checkpoint_entries_are_errors(demo, tmp_path, capfd):
+def test_train_net_exits_with_2_for_invalid_checkpoint_entries(demo, tmp_path, capfd):
     """Entries other than the weights are also validated; in an untrusted file they may have any type."""
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *options)[0] == 0

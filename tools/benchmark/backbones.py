@@ -3,8 +3,8 @@
 
 Each row measures forward passes in evaluation mode on a batch of 256x128 images, without the head; last stride and
 stem pooling are those of the reference. The two networks run in turns, so that drift of the machine's speed does not
-bias the comparison, and the fastest round of each is used. Multiply-adds of convolutions and matrix products are
-counted, for one image.
+bias the comparison, and the fastest round of each is used. Multiply-adds are those of the convolutions and matrix
+products in a forward pass of one image.
 """
 
 import argparse

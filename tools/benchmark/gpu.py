@@ -1,10 +1,10 @@
 #!/usr/bin/env python
-"""Measure training, inference and ranking on a GPU, and run the CUDA tests: one command per part.
+"""Measure training, inference and ranking on a GPU, and run the CUDA tests; ``--part`` selects a subset.
 
-Each part is sized for 8 minutes on one H200 with 16 cores. Results are written to one JSON file after each measurement;
+Each part takes about 8 minutes on one H200 with 16 cores. Results are written to one JSON file after each measurement;
 a second run continues after the last finished measurement. Training steps of fastamp and of a bare PyTorch loop with
-the same model alternate in blocks, so that both run at the same clock rate. ``--toy`` runs everything at tiny sizes on
-any device.
+the same model alternate in blocks, so that both run at the same clock rate. ``--toy`` runs all measurements with tiny
+networks and images on any device.
 """
 
 import argparse
@@ -271,7 +271,7 @@ def train_step(network: str, batch: int, precision: str, *opts: str) -> Callable
 
 
 def device_read(network: str) -> Callable[[Setup], Figures]:
-    """Build the measurement of the time that the only device read per step takes."""
+    """Build a measurement of how much the only device read per step increases the step time."""
 
     def measure(setup: Setup) -> Figures:
         cfg = setup.config(network, setup.batch_size(64), "bf16")
@@ -286,7 +286,7 @@ def device_read(network: str) -> Callable[[Setup], Figures]:
 
 @contextmanager
 def demo_files(setup: Setup) -> Iterator[None]:
-    """Generate JPEG files of the network's size as the demo dataset."""
+    """Generate the Demo dataset as JPEG files with the network's image size."""
     identities = 16 if setup.toy else 256
     size = (64, 32) if setup.toy else (256, 128)
     before = os.environ.get("FASTAMP_DATASETS")
@@ -311,7 +311,7 @@ def demo_files(setup: Setup) -> Iterator[None]:
 
 
 def train_from_files(setup: Setup) -> Figures:
-    """Compare a training step with the input pipeline to the same step on a batch in memory."""
+    """Compare training steps that read JPEG files with training steps on a batch in memory."""
     workers = "2" if setup.toy else str(max(1, (os.cpu_count() or 2) - 2))
     opts = ("DATASETS.NAMES", "('Demo',)", "DATALOADER.NUM_WORKERS", workers, "INPUT.FLIP.ENABLED", "True")
     cfg = setup.config("R50", setup.batch_size(256), "bf16", *opts)
@@ -328,7 +328,7 @@ def train_from_files(setup: Setup) -> Figures:
 
 
 def extraction(network: str, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the comparison of feature extraction with that in float32 without compilation, on a batch in memory."""
+    """Build the comparison of feature extraction from a batch in memory with extraction in uncompiled float32."""
 
     def measure(setup: Setup) -> Figures:
         batch = setup.batch_size(256)
@@ -414,7 +414,7 @@ def run_tests(setup: Setup) -> Figures:
 
 
 def measurements(part: str) -> dict[str, Callable[[Setup], Figures]]:
-    """Return the measurements of a part, keyed by name."""
+    """Return the measurements of a part: name -> function that runs the measurement."""
     if part == "tests":
         return {"CUDA tests": run_tests}
     if part == "train":

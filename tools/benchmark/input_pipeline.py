@@ -3,8 +3,8 @@
 
 All variants decode JPEG files of generated pedestrians and build batches of 64 images at 256x128: bicubic resize, flip,
 padding, crop and random erasing. The reference uses PIL, torchvision.transforms (v1) and torch.stack. The variants run
-in turns, so that drift of the machine's speed does not bias the comparison. With a CUDA device, the fraction of a
-training step (ResNet-50, bf16, batch size 128) that waits for data is measured as well.
+in turns, so that drift of the machine's speed does not bias the comparison. With a CUDA device, the benchmark also
+measures the fraction of a training step (ResNet-50, bf16, batch size 128) spent waiting for data.
 """
 
 import argparse

@@ -145,7 +145,7 @@ def memory_mb(field: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"cannot measure memory: expected {field} in /proc/self/status")
+    raise RuntimeError(f"cannot measure memory: /proc/self/status has no {field}.\n  fix: run on Linux")
 
 
 def measure(variant: str, path: Path, runs: int) -> dict[str, float]:
@@ -181,7 +181,7 @@ def measured(variant: str, folder: str, runs: int) -> dict[str, float]:
 
 
 def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs: int) -> str:
-    """Run the variants in turns; return a table with ratios to the first one."""
+    """Run the variants in turns; return a table with the run time of each relative to the first variant."""
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in variants}
     with TemporaryDirectory() as folder:
         generate(size, Path(folder))
@@ -210,7 +210,7 @@ def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs:
 
 
 def growth(runs: int) -> str:
-    """Return a table of three sizes; each size doubles the queries and gallery images of the previous one."""
+    """Return a table for three test sets, each with twice the queries and gallery images of the previous one."""
     rows = []
     with TemporaryDirectory() as folder:
         for factor in (1, 2, 4):

@@ -102,7 +102,7 @@ def predict(cfg: CfgNode, step: float, size: int, origin: str) -> None:
         f"computed, not measured: {batch} images and {step:g} s per step on each GPU ({origin}), gradients "
         f"{size / 2**20:.1f} MiB;\nrings with {100 * REACHED:.0f} % of the nominal bandwidth, 8 GPUs per machine, "
         "buckets of 25 MiB; ranges are from no overlap\nwith the backward pass (two thirds of a step) to full "
-        "overlap; the input pipeline is not a bottleneck"
+        "overlap; the input pipeline is assumed not to be a bottleneck"
     )
     print(prediction(step, size, batch))
 

@@ -46,7 +46,7 @@ class Images:
         self.shifts = self.varied(CAMERAS, CAMERA_SHIFT)
 
     def varied(self, count: int, length: float) -> np.ndarray:
-        """Return ``count`` random vectors of the given length in the space of the components."""
+        """Return ``count`` random linear combinations of the components, scaled to L2 norm ``length``."""
         vectors = self.random.standard_normal((count, INNER_WIDTH), dtype=np.float32) @ self.components
         return vectors * (length / np.linalg.norm(vectors, axis=1, keepdims=True))
 
@@ -59,7 +59,7 @@ class Images:
 
 
 def generate(folder: Path, identities: int, images: int, width: int, queries: int) -> None:
-    """Write an extraction and query features."""
+    """Write the gallery as an extraction, gallery.npz, and the query features, queries.npy, to ``folder``."""
     count, source = identities * images, Images(identities, width)
     pids = source.random.permutation(np.repeat(np.arange(identities), images))
 
@@ -80,7 +80,7 @@ def anonymous_mb() -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError("cannot measure memory: expected RssAnon in /proc/self/status")
+    raise RuntimeError("cannot measure memory: /proc/self/status has no RssAnon.\n  fix: run on Linux")
 
 
 def build(folder: Path, kind: str) -> dict[str, float]:

@@ -74,7 +74,7 @@ def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
 
 
 class PlainModel(nn.Module):
-    """ResNet-50 of torchvision with last stride 1, BNNeck and classifier, as in a plain script."""
+    """torchvision's ResNet-50 with last stride 1, BNNeck and classifier, as in a plain script."""
 
     def __init__(self) -> None:
         super().__init__()
