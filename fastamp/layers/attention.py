@@ -56,5 +56,5 @@ class NonLocal(nn.Module):
 
     @force_fp32
     def _attend(self, theta: torch.Tensor, phi: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Compute theta_i * mean_j(phi_j * g_j) of (B, 1, H, W) inputs; project it to (B, C, H, W) and normalize it."""
+        """Compute theta_i * mean_j(phi_j * g_j) from (B, 1, H, W) inputs, project it to C channels and normalize it."""
         return self.W(theta * (phi * g).mean((2, 3), keepdim=True))

@@ -1,4 +1,4 @@
-"""Distances between features, computed in float32 or float64. All other modules use the functions of this module."""
+"""Distances between features, computed in float32 or float64. No other module computes distances itself."""
 
 from collections.abc import Iterator
 
@@ -20,7 +20,7 @@ _PAIRS_PER_CHUNK = 256
 
 
 def check_metric(metric: str) -> str:
-    """Return ``metric`` if ``METRICS`` contains it; raise an error otherwise.
+    """Return ``metric`` unchanged after checking that ``METRICS`` contains it.
 
     Raises:
         ConfigError: if the metric is unknown.

@@ -28,7 +28,9 @@ def group_norm(channels: int) -> nn.GroupNorm:
         ConfigError: if ``channels`` is not divisible by 32.
     """
     if channels % _GROUPS:
-        raise ConfigError(f"norm GN requires a number of channels divisible by {_GROUPS}, got {channels}")
+        raise ConfigError(
+            f"norm GN requires a number of channels divisible by {_GROUPS}, got {channels}.\n  fix: use norm BN instead"
+        )
     return nn.GroupNorm(_GROUPS, channels)
 
 

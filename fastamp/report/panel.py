@@ -78,7 +78,7 @@ class Panel:
 
 
 def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
-    """Reduce a line to about ``most`` points: first, minimum, maximum and last point of each segment."""
+    """Reduce a line to about ``most`` points: keep the first, minimum, maximum and last point of each segment."""
     if len(line.x) <= most:
         return line
     kept: set[int] = set()

@@ -22,7 +22,7 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 
 
 def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
-    """Prepare the template values of a test set's section; ``count`` is the number of test sets in the report."""
+    """Prepare the values for the section of one test set; ``count`` is the number of test sets in the report."""
     metrics, result = each.metrics, each.result
     section = {
         "name": each.name,

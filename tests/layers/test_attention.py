@@ -1,4 +1,4 @@
-"""Attention layers against the formulas of the papers."""
+"""Attention layers compared with the formulas in the papers."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from fastamp.layers import NonLocal, SELayer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_squeeze_and_excitation_matches_its_formula(dtype):
+def test_squeeze_and_excitation_matches_the_formula_in_the_paper(dtype):
     layer = SELayer(32, reduction=8).to(dtype)
     x = torch.randn(2, 32, 4, 3, dtype=dtype)
     hidden = (x.mean((2, 3)) @ layer.fc[0].weight.t()).relu()
@@ -17,7 +17,7 @@ def test_squeeze_and_excitation_matches_its_formula(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [(4, 3), (1, 1)])
-def test_non_local_matches_the_full_similarity_matrix(dtype, size):
+def test_non_local_block_matches_computation_with_full_similarity_matrix(dtype, size):
     layer = NonLocal(8, "BN").to(dtype).eval()
     torch.nn.init.normal_(layer.W[1].weight)
     x = torch.randn(2, 8, *size, dtype=dtype)
@@ -28,12 +28,12 @@ def test_non_local_matches_the_full_similarity_matrix(dtype, size):
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_non_local_starts_as_the_identity():
+def test_non_local_block_is_the_identity_at_initialization():
     x = torch.randn(2, 8, 4, 3)
     assert torch.equal(NonLocal(8, "BN")(x), x)
 
 
-def test_non_local_products_do_not_overflow_float16():
+def test_non_local_block_does_not_overflow_under_float16_autocast():
     layer = NonLocal(2, "BN").eval()
     for conv in (layer.theta, layer.phi, layer.g):
         torch.nn.init.constant_(conv.weight, 1.0)

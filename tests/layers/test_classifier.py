@@ -1,4 +1,4 @@
-"""Margin softmax layers: naive loops, cosines of 1 and -1, float32 under autocast."""
+"""Margin softmax layers compared with naive loops, at cosines of 1 and -1, and under autocast."""
 
 import math
 
@@ -12,7 +12,7 @@ MARGIN_LAYERS = ["ArcSoftmax", "CosSoftmax", "CircleSoftmax"]
 
 
 def naive(name, cosine, right):
-    """Compute one logit by the formula of the paper."""
+    """Compute one logit with the formula in the paper."""
     if name == "ArcSoftmax":
         return SCALE * math.cos(math.acos(cosine) + (MARGIN if right else 0))
     if name == "CosSoftmax":
@@ -65,7 +65,7 @@ def test_classifier_logits_are_float32_under_autocast(name, dtype):
     assert torch.equal(low, expected)
 
 
-def test_circle_softmax_weights_are_detached():
+def test_no_gradient_flows_through_circle_softmax_factors():
     cosines = torch.tensor([[0.2]], requires_grad=True)
     circle = layer("CircleSoftmax")
     for out, expected in ((circle.right(cosines), 1 + MARGIN - 0.2), (circle.wrong(cosines), 0.2 + MARGIN)):

@@ -1,4 +1,4 @@
-"""Distances against naive loops, and in low precision."""
+"""Distances compared with naive loops, and distances between low-precision features."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_pairwise_distance_matches_a_naive_loop(dtype, metric):
 
 
 def test_distances_of_float16_features_are_computed_in_float32():
-    """Negative control: the squares overflow in float16."""
+    """As a negative control, the squared features overflow in float16."""
     x = torch.randn(3, 2048, generator=torch.Generator().manual_seed(0)).mul(6).half()
     assert torch.isinf(x.pow(2).sum(1)).any()
     with torch.autocast("cpu", dtype=torch.float16):
@@ -39,6 +39,6 @@ def test_distance_gradient_is_finite_at_zero_distance():
     assert torch.isfinite(x.grad).all()
 
 
-def test_unknown_metric_suggests_the_nearest_name():
+def test_unknown_distance_metric_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="TEST.METRIC.*'euclid'.*'euclidean'"):
         pairwise_distance(torch.ones(1, 1), torch.ones(1, 1), "euclid")

@@ -1,4 +1,4 @@
-"""Normalization layers by config name, and IBN."""
+"""Normalization layers built by their config names, and IBN."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def test_build_norm_sets_weight_to_one_and_bias_to_zero(name, kind):
     assert norm.weight.requires_grad and not norm.bias.requires_grad
 
 
-def test_unknown_norm_suggests_the_nearest_name():
+def test_unknown_norm_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="Did you mean 'SyncBN'"):
         build_norm("synBN", 64)
 
 
 @pytest.mark.parametrize("norm", ["BN", "syncBN", "GN"])
-def test_every_norm_trains_in_a_single_process(norm):
+def test_trainable_normalization_layers_train_in_a_single_process(norm):
     layer, x = build_norm(norm, 32), torch.randn(4, 32, 3, 2)
     out = layer(x)
     if norm != "GN":
@@ -36,7 +36,7 @@ def test_every_norm_trains_in_a_single_process(norm):
 
 @pytest.mark.parametrize("channels", [64, 5])
 @pytest.mark.parametrize("training", [True, False])
-def test_ibn_normalizes_half_by_image_and_half_by_batch(channels, training):
+def test_ibn_applies_instance_norm_to_half_of_the_channels(channels, training):
     layer = IBN("BN", channels).train(training)
     x = 3 * torch.randn(4, channels, 5, 3) + 1
     out, half = layer(x), channels // 2

@@ -1,4 +1,4 @@
-"""Pooling layers against naive formulas, and float32 under autocast."""
+"""Pooling layers compared with naive formulas, and float32 pooling under autocast."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ NAIVE = {
 
 @pytest.mark.parametrize("name", NAIVE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pooling_matches_its_formula(name, dtype):
+def test_pooling_layers_match_naive_formulas(name, dtype):
     x = torch.rand(2, 5, 4, 3, dtype=dtype)
     out = POOL_LAYER_REGISTRY.get(name)()(x)
     assert out.shape == (2, 5, 1, 1)

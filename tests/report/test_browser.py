@@ -51,7 +51,7 @@ def test_report_fits_the_screen_and_makes_no_external_requests(tmp_path):
         assert browser.complaints == []
 
 
-def test_browser_checks_detect_planted_violations(tmp_path):
+def test_browser_checks_detect_deliberate_violations(tmp_path):
     page = tmp_path / "page.html"
     page.write_text(
         "<!doctype html><meta name=viewport content='width=device-width'><p style='width:2000px'>wide</p>"

@@ -96,7 +96,7 @@ def test_report_contains_metrics_charts_config_and_images(run, elements):
     [{"rule": "vehicleid", "num_trials": 2}, {"metric": "euclidean"}, {"re_ranking": ReRanking(k1=4, k2=2)},
      {"rule": "cuhk03", "false_accept_rates": (0.1,)}],
 )  # fmt: skip
-def test_report_sections_depend_on_the_protocol(tmp_path, protocol):
+def test_sections_of_the_report_depend_on_the_protocol(tmp_path, protocol):
     text = Elements(page(hostile_run(tmp_path, sets=1, **protocol))).text
     assert ("Verification (ROC)" in text) == ("rule" not in protocol or protocol["rule"] != "vehicleid")
     assert ("TAR" in text or "true accept rate" in text) or protocol.get("rule") == "vehicleid"
@@ -115,7 +115,7 @@ def test_report_renders_without_history_details_and_images(run):
     assert "1.0 %" in text and "Training" not in text
 
 
-def test_failed_report_write_leaves_no_partial_file(run, tmp_path):
+def test_failed_write_of_the_report_leaves_no_partial_file(run, tmp_path):
     run = dataclasses.replace(run, sets=[])
     (tmp_path / "report.html").mkdir()
     (tmp_path / "report.html" / "in_the_way").touch()
@@ -126,7 +126,7 @@ def test_failed_report_write_leaves_no_partial_file(run, tmp_path):
         write_report(run, tmp_path / "report.html" / "in_the_way")
 
 
-def test_template_escapes_values_once_but_not_markup():
+def test_report_template_escapes_values_once_and_keeps_markup():
     template = templates().from_string(
         "{% macro p(text) %}<p title='{{ text }}'>{{ text }}</p>{% endmacro %}{{ p(x) }}"
     )

@@ -1,4 +1,4 @@
-"""Charts as data: ticks, thinning, ranges; training history."""
+"""Chart data: ticks, reduction of the number of points, axis ranges; and the training history."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from fastamp.utils.errors import DataError
 
 
 @given(low=st.floats(-1e9, 1e9), relative_width=st.floats(1e-5, 1e5))
-def test_ticks_are_within_the_axis_range(low, relative_width):
+def test_chart_ticks_are_within_the_axis_range(low, relative_width):
     width = relative_width * max(abs(low), 1e-6)
     high = low + width
     marks = ticks(low, high)
@@ -33,11 +33,11 @@ def test_ticks_of_a_logarithmic_axis_are_powers_of_ten():
     "value, text",
     [(0, "0"), (0.25, "0.25"), (1e-4, "1e-4"), (1.25e-3, "1.25e-3"), (65536, "65.54k"), (2e6, "2e6"), (20, "20")],
 )
-def test_tick_labels_are_short(value, text):
+def test_tick_labels_of_large_and_small_numbers_are_short(value, text):
     assert tick_text(value) == text
 
 
-def test_downsampled_line_keeps_extrema_and_endpoints():
+def test_thinned_line_keeps_extrema_and_endpoints():
     y = np.random.default_rng(0).random(100_000)
     y[77_777], y[3], y[50_000] = 9.0, math.nan, -5.0
     line = thinned(Line("", np.arange(100_000.0), y))
@@ -47,14 +47,14 @@ def test_downsampled_line_keeps_extrema_and_endpoints():
 
 @pytest.mark.parametrize("y", [[1.0], [0.0, 0.0], [math.nan, 3.0, math.nan], [1e300, 1.0], [5.0, 5.0, 5.0]])
 @pytest.mark.parametrize("log", [False, True])
-def test_svg_of_non_finite_points_contains_no_nan_or_inf(y, log):
+def test_chart_svg_contains_no_nan_or_inf_for_non_finite_points(y, log):
     panel = Panel("t", "x", "y", [Line("a", np.arange(len(y)) + 1.0, np.array(y))], y_log=log)
     text = templates().get_template("macros.html").module.chart(draw(panel))
     assert "nan" not in text and "inf" not in text
     assert ("No data" in text) == (log and not any(value > 0 for value in y))
 
 
-def test_history_skips_incomplete_lines_and_non_numbers(tmp_path):
+def test_read_history_skips_incomplete_lines_and_non_numbers(tmp_path):
     path = tmp_path / "metrics.json"
     rows = [{"iteration": 5, "a": 2, "b": None}, {"iteration": 1, "a": 1.5, "flag": True, "text": "x"}, [1], {"a": 3}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"iteration": 9, "a"')

@@ -1,4 +1,4 @@
-"""Similarity maps: known decompositions of the similarity, and each kind of backbone."""
+"""Similarity maps: models whose exact map is known, and each kind of backbone."""
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ def pair(height=64, width=32):
     return {"images": torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)}
 
 
-def test_similarity_map_is_the_contribution_of_each_position():
-    """With average pooling of a linear map, the similarity is a sum over positions."""
+def test_similarity_map_of_linear_model_equals_contribution_of_each_position():
+    """With a linear backbone and average pooling, the similarity is a sum of one contribution per position."""
     model, batch = Model(nn.Conv2d(3, 8, 8, stride=8)).eval(), pair()
     found = similarity_map(model, batch)
     maps = model.backbone(batch["images"].float() / 255).detach()
@@ -39,7 +39,7 @@ def test_similarity_map_is_the_contribution_of_each_position():
 
 
 def test_similarity_map_highlights_the_common_pattern():
-    """Two black images with the same mark at different positions."""
+    """The two images are black, except for the same mark at different positions."""
     batch = {"images": torch.zeros(2, 3, 64, 32)}
     batch["images"][0, :, 8:16, 8:16] = batch["images"][1, :, 40:48, 16:24] = 255
     found = similarity_map(Model(nn.Conv2d(3, 8, 8, stride=8, bias=False)).eval(), batch)
