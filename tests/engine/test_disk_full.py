@@ -41,8 +41,8 @@ class FillDisk(HookBase):
 
 
 @pytest.mark.parametrize("evaluated", [True, False])
-def test_write_error_names_a_valid_best_model(demo, tmp_path, capsys, evaluated):
-    """With and without a checkpoint to resume from."""
+def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, capsys, evaluated):
+    """If no evaluation was run, the file ``model_best.pth`` of an earlier run is not named."""
     options = ["TEST.EVAL_PERIOD", "1" if evaluated else "4", "SOLVER.CHECKPOINT_PERIOD", "2"]
     if not evaluated:
         (tmp_path / "model_best.pth").write_bytes(b"of an earlier run")
@@ -59,7 +59,7 @@ def test_write_error_names_a_valid_best_model(demo, tmp_path, capsys, evaluated)
     assert ("has been saved" in stderr) == (not evaluated)
 
 
-def test_failed_checkpoint_keeps_the_previous_one(demo, tmp_path, capsys):
+def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, capsys):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
 
     def train():
@@ -104,7 +104,7 @@ def test_failed_metrics_write_leaves_no_partial_line(tmp_path):
         writer.close()
 
 
-def test_failed_log_write_has_no_traceback(tmp_path, capsys):
+def test_failed_log_write_prints_one_line_without_traceback(tmp_path, capsys):
     logger = logging.getLogger("fastamp.test")
     setup_logger(tmp_path)
     logger.info("first")
@@ -134,7 +134,7 @@ def test_too_many_open_files_exits_with_2(capsys):
     assert stderr.startswith("error: too many open files: cannot open metrics.json") and "ulimit -n" in stderr
 
 
-def test_unrelated_os_errors_are_raised():
+def test_os_error_without_user_cause_is_reraised():
     def fail():
         raise OSError(errno.EBADF, "Bad file descriptor")
 

@@ -1,4 +1,4 @@
-"""Two gloo processes: resume, errors and signals."""
+"""Training with two gloo processes: resume, errors and signals."""
 
 import os
 import signal
@@ -24,12 +24,12 @@ FLOAT32 = (*tiny.PLAIN, "SOLVER.AMP", "off", "SOLVER.MAX_EPOCH", "1", "SOLVER.BA
 
 
 def run(root, output, processes, *words, flags=()):
-    """Run ``ranks.py`` and return the completed process."""
+    """Run ``ranks.py`` with the given number of processes and return the completed process."""
     return preloaded.run(HELPERS / "ranks.py", *flags, output, processes, *words, FASTAMP_DATASETS=str(root))
 
 
 def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
-    """With batch norm, rank-dependent dropout, triplet loss, mixed precision and a weight average."""
+    """The run uses batch norm, dropout that differs between ranks, triplet loss, bfloat16 and a weight average."""
     options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
     assert run(demo_root, tmp_path / "straight", 2, *options).returncode == 0
     stopped = run(demo_root, tmp_path / "resumed", 2, *options, flags=("--fault", "signal on rank 1"))
@@ -49,8 +49,8 @@ def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
 
 
 @pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
-def test_resume_with_a_different_number_of_processes(demo_root, demo, tmp_path, before, now):
-    """All processes fall back to the checkpoint before the damaged one; steps are the same for any number."""
+def test_resume_with_different_process_count_matches_uninterrupted_run(demo_root, demo, tmp_path, before, now):
+    """All processes skip the damaged checkpoint and resume from the previous checkpoint."""
     options, stop = (*FLOAT32, "SOLVER.CHECKPOINT_ITERS", "2"), f"signal on rank {before - 1}"
     ranks.main(str(tmp_path / "straight"), False, "", FLOAT32)
     if before == 1:
@@ -96,7 +96,7 @@ def test_error_ends_all_processes_and_is_printed_once(demo_root, tmp_path, fault
     assert "Traceback" not in process.stderr
 
 
-def test_signal_to_the_parent_process_saves_and_stops(demo_root, tmp_path):
+def test_signal_to_parent_process_saves_checkpoint_and_stops_all_ranks(demo_root, tmp_path):
     command = [sys.executable, str(HELPERS / "ranks.py"), "--spawn", str(tmp_path), "2", *FLOAT32]
     command += ["SOLVER.MAX_EPOCH", "10000"]
     env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
@@ -116,7 +116,7 @@ def _raise_bug():
     raise AssertionError("a bug")
 
 
-def test_bug_in_one_process_exits_with_1(capfd):
+def test_unexpected_exception_in_launched_processes_exits_with_1(capfd):
     with pytest.raises(SystemExit) as stop:
         launch(_raise_bug, 2)
     assert stop.value.code == 1 and "AssertionError: a bug" in capfd.readouterr().err
@@ -139,8 +139,8 @@ def test_collectives_are_no_ops_in_a_single_process():
         launch(print, 0)
 
 
-def test_failure_on_one_rank_is_reported_once_and_dumped_by_both_ranks(demo_root, tmp_path):
-    """The images of rank 1 are infinite: all ranks skip, and the cause is located on rank 1."""
+def test_nonfinite_batch_on_one_rank_makes_every_rank_write_crash_dump(demo_root, tmp_path):
+    """The images of rank 1 are infinite. All ranks skip the steps, and the error names rank 1."""
     limits = ("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "1", "SOLVER.MAX_EPOCH", "2")
     flags = ("--fault", "infinite images on rank 1")
     process = run(demo_root, tmp_path, 2, *limits, "SOLVER.AMP", "bf16", flags=flags)

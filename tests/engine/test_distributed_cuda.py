@@ -24,7 +24,7 @@ def environment(root=""):
     return os.environ | {"PYTHONPATH": path, "FASTAMP_DATASETS": str(root)}
 
 
-def test_one_and_two_ranks_match_a_single_process(tmp_path):
+def test_cuda_training_with_one_or_two_ranks_matches_single_process(tmp_path):
     command = [sys.executable, device_ranks.__file__, str(tmp_path), "cuda", "syncBN"]
     subprocess.run(command, check=True, env=environment(), timeout=300)
     single, one, two = (torch.load(tmp_path / f"{count}.pth", weights_only=True) for count in (0, 1, 2))
@@ -37,7 +37,7 @@ def test_one_and_two_ranks_match_a_single_process(tmp_path):
     assert not torch.equal(single[0]["backbone.bn1.running_mean"], single[-1]["backbone.bn1.running_mean"])
 
 
-def test_sync_bn_keeps_the_state_dict_names(tmp_path):
+def test_model_with_sync_bn_keeps_its_state_dict_keys(tmp_path):
     options = ("MODEL.HEADS.NUM_CLASSES", "4", "MODEL.BACKBONE.NAME", "build_resnet_backbone")
     options += ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.BACKBONE.PRETRAIN", "False")
     norms = (("MODEL.BACKBONE.NORM", name, "MODEL.HEADS.NORM", name) for name in ("BN", "syncBN"))

@@ -36,8 +36,8 @@ def run_all(*commands):
     return [run.returncode for run in runs], stderr
 
 
-def test_killed_process_ends_the_other_machine():
-    """Children of the killed process, e.g. data loader workers, keep its sockets open."""
+def test_killed_process_ends_processes_on_another_machine():
+    """Children of the killed process, e.g. data loader workers, do not keep its connections open."""
     url = f"tcp://127.0.0.1:{free_port()}"
     runs = [preloaded.start(SCRIPT, "killed", "1", "1", "2", machine, url) for machine in "01"]
     done = [run.finish() for run in runs]
@@ -47,8 +47,8 @@ def test_killed_process_ends_the_other_machine():
     assert not any("Traceback" in each or "peer" in each for each in stderr), stderr
 
 
-def test_bug_under_torchrun_ends_a_blocked_rank_of_the_other_machine():
-    """The rendezvous store stays available for an agent that polls its ranks every two seconds."""
+def test_exception_under_torchrun_ends_blocked_rank_on_another_machine():
+    """The rendezvous store is available until the other agent, which polls its ranks every two seconds, has exited."""
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
@@ -62,7 +62,7 @@ def test_bug_under_torchrun_ends_a_blocked_rank_of_the_other_machine():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_count_store_connections_excludes_agent_and_ranks(monkeypatch):
+def test_store_connection_count_excludes_own_agent_and_ranks(monkeypatch):
     code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
     with socket.create_server(("127.0.0.1", 0)) as store, socket.create_server(("127.0.0.1", 0)) as ranks:
         port = store.getsockname()[1]
@@ -88,7 +88,7 @@ def test_count_store_connections_excludes_agent_and_ranks(monkeypatch):
 
 
 def test_ranks_exit_after_their_agent_is_killed(tmp_path):
-    """The ranks on both machines exit, not only those of the killed agent."""
+    """The ranks on the other machine exit as well."""
     endpoint = f"127.0.0.1:{free_port()}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, SCRIPT, str(tmp_path / "pid"), "1", "1"]
@@ -129,7 +129,7 @@ def _send_pid_and_sleep(started):
     time.sleep(60)
 
 
-def test_worker_exits_with_its_parent(tmp_path):
+def test_launched_rank_exits_after_its_parent_is_killed(tmp_path):
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
     starter = fork.Process(target=_start_worker_and_sleep, args=(tmp_path / "meeting", sender))
@@ -143,7 +143,7 @@ def test_worker_exits_with_its_parent(tmp_path):
         receiver.recv()
 
 
-def test_select_causes_drops_duplicates_and_consequences():
+def test_reported_failures_exclude_duplicates_and_consequences():
     bug, again = Outcome(1, "bug", rank=2), Outcome(1, "bug", rank=0)
     peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
     wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
@@ -161,7 +161,7 @@ def test_select_causes_drops_duplicates_and_consequences():
         (BrokenPipeError("Broken pipe"), False),  # closed stdout
     ],
 )
-def test_is_consequence_recognizes_lost_connections(error, expected):
+def test_only_lost_connection_errors_are_consequences(error, expected):
     assert is_consequence(error) == expected
     wrapped = ValueError("the model fails")
     wrapped.__cause__ = error

@@ -50,7 +50,7 @@ def parameters(model):
 
 
 @pytest.mark.parametrize("clip", ["value", "norm", "global_norm", None])
-def test_accumulation_of_four_equals_the_full_batch(tmp_path, clip):
+def test_accumulating_four_micro_batches_equals_one_full_batch(tmp_path, clip):
     options = () if clip is None else ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip)
     options += ("SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "0.001")
     quarters = batches(4, 4)
@@ -206,7 +206,7 @@ def test_ema_starts_from_loaded_weights(demo, tmp_path):
         assert torch.equal(trainer.average.tensors()[name], weights[name]), name
 
 
-def test_ema_is_not_evaluated_with_evaluate_false(demo, tmp_path):
+def test_ema_weights_are_not_evaluated_if_ema_evaluate_is_false(demo, tmp_path):
     options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0.01")
     plain = run(tiny.tiny_config(tmp_path / "plain", *options))[1]
     options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.EVALUATE", "False")
@@ -229,7 +229,7 @@ def test_ema_excludes_skipped_steps(demo, tmp_path):
     assert trainer.trainer.steps_taken == 5 and trainer.average.updates == 5
 
 
-def test_swa_is_the_mean_of_the_last_epochs_with_new_bn_statistics(demo, tmp_path):
+def test_swa_averages_last_epochs_and_reestimates_bn_statistics(demo, tmp_path):
     record = Record()
     options = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "1", "SOLVER.MAX_EPOCH", "4")
     trainer, results = run(tiny.tiny_config(tmp_path, *options), record)
@@ -250,7 +250,7 @@ def test_swa_is_the_mean_of_the_last_epochs_with_new_bn_statistics(demo, tmp_pat
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *options)) == results
 
 
-def test_ema_and_swa_together_exit_with_2(demo, tmp_path, capfd):
+def test_enabling_ema_and_swa_exits_with_2(demo, tmp_path, capfd):
     import train_net
 
     options = tiny.tiny_options(tmp_path, "SOLVER.EMA.ENABLED", "True", "SOLVER.SWA.ENABLED", "True")
@@ -300,7 +300,7 @@ def test_precise_bn_runs_before_each_evaluation(demo, tmp_path, caplog):
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights)) == results
 
 
-def test_precise_bn_applies_to_loaded_weights(demo, tmp_path):
+def test_precise_bn_applies_when_evaluating_a_weights_file(demo, tmp_path):
     run(tiny.tiny_config(tmp_path / "run", "SOLVER.MAX_EPOCH", "1"))
     weights = ("MODEL.WEIGHTS", str(tmp_path / "run/model_final.pth"), "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0")
     precise = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "2")
@@ -315,7 +315,7 @@ def test_incomplete_freeze_options_warn(demo, tmp_path, caplog, option):
     assert "MODEL.FREEZE_LAYERS" in caplog.text and "SOLVER.FREEZE_ITERS" in caplog.text
 
 
-def test_throughput_counts_all_images_of_a_step(demo, tmp_path):
+def test_throughput_counts_images_of_all_accumulated_batches(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "SOLVER.ACCUM_STEPS", "4", "SOLVER.MAX_EPOCH", "1", "LOG_PERIOD", "1")
     trainer, _ = run(cfg)
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]

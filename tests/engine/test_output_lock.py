@@ -81,7 +81,7 @@ def test_failed_training_run_releases_its_lock(demo, tmp_path, monkeypatch):
     assert not (tmp_path / lock.LOCK_FILE).exists()
 
 
-def test_rank_0_holds_the_lock(running, demo_root):
+def test_multi_process_run_locks_output_dir_on_rank_0(running, demo_root):
     folder, process = running
     words, root = (HELPERS / "ranks.py", folder, "2", "SOLVER.AMP", "off"), {"FASTAMP_DATASETS": str(demo_root)}
     run = preloaded.run(*words, **root)

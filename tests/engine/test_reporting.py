@@ -41,7 +41,7 @@ def test_training_and_evaluation_write_reports(demo, tmp_path, capfd):
     assert str(strange) in text and ">Losses<" not in text
 
 
-def test_failed_report_keeps_the_results(demo, tmp_path, caplog):
+def test_failed_report_write_keeps_training_and_evaluation_results(demo, tmp_path, caplog):
     for name in ("report.html", "report_eval.html"):
         (tmp_path / name / "in_the_way").mkdir(parents=True)
     cfg = tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")
@@ -56,5 +56,5 @@ def test_failed_report_keeps_the_results(demo, tmp_path, caplog):
     assert "evaluation results in percent" in caplog.text
 
 
-def test_no_report_by_default(run_folder):
+def test_training_writes_no_report_by_default(run_folder):
     assert not (run_folder / "report.html").exists()

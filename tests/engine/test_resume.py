@@ -1,4 +1,4 @@
-"""Resumed runs are bit-identical to uninterrupted ones."""
+"""Resumed runs are bit-identical to uninterrupted runs."""
 
 import importlib.util
 import json
@@ -40,11 +40,11 @@ def iterations(output_dir):
 
 
 class Killed(Exception):
-    """Raised to simulate a kill: nothing is saved afterwards."""
+    """Raised to simulate a killed process: no checkpoint is saved after it."""
 
 
 class Kill(HookBase):
-    """Simulate a kill in the middle of an epoch."""
+    """Raise ``Killed`` in the middle of an epoch."""
 
     def __init__(self, at):
         self.at = at
@@ -142,7 +142,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def test_every_option_is_in_exactly_one_pair():
+def test_option_pairs_contain_every_option_once():
     assert sorted(name for pair in PAIRS for name in pair) == sorted(OPTIONS)
 
 
@@ -182,8 +182,8 @@ MUCH = (
 
 
 @pytest.mark.parametrize("precision", ["off", "fp16"])
-def test_resume_after_a_kill_within_an_epoch(demo, tmp_path, precision):
-    """Iterations between the checkpoint and the kill are repeated, with all states restored."""
+def test_resume_after_simulated_kill_within_an_epoch_is_bit_identical(demo, tmp_path, precision):
+    """The iterations between the checkpoint and the kill are repeated with the same results."""
     options = ("SOLVER.AMP", precision, "SOLVER.MAX_EPOCH", "2", *MUCH)
     run(tiny.tiny_config(tmp_path / "straight", *options))
     cfg = tiny.tiny_config(
@@ -203,8 +203,8 @@ def test_resume_after_a_kill_within_an_epoch(demo, tmp_path, precision):
     assert first["trainer"]["step"] == second["trainer"]["step"]  # includes the loss scale
 
 
-def test_resume_falls_back_to_an_older_checkpoint(demo, tmp_path, caplog, uninterrupted_run):
-    """The newest checkpoint is truncated and the second corrupted; the run resumes from the third."""
+def test_resume_skips_damaged_checkpoints_and_uses_an_older_one(demo, tmp_path, caplog, uninterrupted_run):
+    """The newest checkpoint is truncated, the second newest is corrupt, and the run resumes from the third newest."""
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_ITERS", "2")
     with pytest.raises(Killed):
@@ -226,8 +226,8 @@ def test_resume_falls_back_to_an_older_checkpoint(demo, tmp_path, caplog, uninte
     assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
-def test_resume_without_the_random_state_differs(demo, tmp_path, uninterrupted_run):
-    """Negative control: without the random state, the dropout masks differ."""
+def test_resume_with_changed_random_state_gives_different_weights(demo, tmp_path, uninterrupted_run):
+    """Negative control: the dropout masks depend on the random state in the checkpoint."""
     cfg = tiny.tiny_config(tmp_path / "resumed", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=7))
@@ -240,7 +240,7 @@ def test_resume_without_the_random_state_differs(demo, tmp_path, uninterrupted_r
         assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
-def test_resume_keeps_the_best_metric(demo, tmp_path):
+def test_resume_keeps_the_best_score_and_best_model(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
         run(cfg, Interrupt(at=7))
@@ -259,7 +259,7 @@ def test_resume_without_a_checkpoint_starts_from_the_beginning(demo, tmp_path):
     assert trainer.trainer.start_iter == 0 and results["mAP"] > 0
 
 
-def test_resuming_a_complete_run_changes_nothing(demo, tmp_path):
+def test_resuming_a_complete_run_keeps_the_final_weights(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1")
     run(cfg)
     before = tiny.weights(tmp_path / "model_final.pth")
@@ -297,7 +297,7 @@ def killable(output_dir, moment, root):
 
 @pytest.fixture(scope="module")
 def uninterrupted_process(demo_root, made_once):
-    """Folder of an uninterrupted run in a new process, with a different hash seed than the killed run."""
+    """Folder of an uninterrupted run in a new process, whose hash seed differs from that of the killed run."""
     with made_once("uninterrupted_process") as (folder, missing):
         if missing:
             env = os.environ | {"FASTAMP_DATASETS": str(demo_root), "OMP_NUM_THREADS": "1"}
@@ -308,7 +308,7 @@ def uninterrupted_process(demo_root, made_once):
 
 
 @pytest.mark.parametrize("moment", ["step", "save", "evaluation"])
-def test_resume_after_a_kill_is_bit_identical(demo_root, tmp_path, uninterrupted_process, moment):
+def test_resume_in_new_process_after_sigkill_is_bit_identical(demo_root, tmp_path, uninterrupted_process, moment):
     killed = killable(tmp_path, moment, demo_root)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not (tmp_path / "model_final.pth").exists()

@@ -61,7 +61,7 @@ def evaluations(folder):
 
 
 @pytest.mark.parametrize("way, count", [("gathered", 24), ("soft", 6)])
-def test_two_processes_match_one_process(folders, way, count):
+def test_training_with_two_processes_matches_one_process(folders, way, count):
     one, two = (folder / way for folder in folders)
     assert len(steps(one)) == count
     assert_same_steps(one, two)
@@ -71,15 +71,15 @@ def test_two_processes_match_one_process(folders, way, count):
     assert names[1] - names[0] == {"log.txt.rank1"} and not names[0] - names[1]
 
 
-def test_steps_differ_without_gathering(folders):
-    """Negative control: mining within the images of each rank changes the loss."""
+def test_steps_differ_without_gathering_features_across_ranks(folders):
+    """Negative control: if each rank mines triplets only among its own images, the loss changes."""
     one, local = steps(folders[0] / "gathered"), steps(folders[1] / "local")
     difference = max((one[5][name] - value).abs().max().item() for name, value in local[5].items())
     assert difference > 1e-4
 
 
 @pytest.mark.parametrize("name", same_result.LOSSES)
-def test_gradients_of_every_loss_match_one_process(folders, name):
+def test_gradients_of_every_loss_with_two_processes_match_one_process(folders, name):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True) for folder in folders)
     expected, found, local = one["gathered"][name], two["gathered"][name], two["local"][name]
     assert expected.keys() == found.keys() and all(value.abs().max() > 0 for value in expected.values())
@@ -92,15 +92,15 @@ def test_gradients_of_every_loss_match_one_process(folders, name):
     assert same == (name in ("FocalLoss", "CenterLoss", "adaptive smoothing"))
 
 
-def test_gradients_of_mgn_match_one_process(folders):
+def test_mgn_gradients_with_two_processes_match_one_process(folders):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True)["MGN"] for folder in folders)
     assert one.keys() == two.keys() and len(one) > 100
     for name, value in one.items():
         torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_moco_queue_matches_one_process(folders):
-    """Without interaction between images, two processes match one. The third step is skipped."""
+def test_moco_queue_with_two_processes_matches_one_process(folders):
+    """The model has no interaction between images of a batch. The third step is skipped."""
     paths = (folders[0] / "moco/rank0.pth", folders[1] / "moco/rank0.pth", folders[1] / "moco/rank1.pth")
     one, *two = (torch.load(path, weights_only=True) for path in paths)
     assert len(one) == 5 and [step["memory.queue_ptr"].item() for step in one] == [0, 8, 16, 16, 4]
@@ -127,21 +127,21 @@ def test_preflight_has_no_side_effects_with_two_ranks(folders):
     assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
 
-def test_parameters_without_gradient_raise(folders):
+def test_parameters_without_gradient_raise_with_two_ranks(folders):
     for rank in (0, 1):
         message = (folders[1] / f"unreached/error{rank}.txt").read_text()
         assert "2 trainable parameters have no gradient, e.g. heads.weight" in message
 
 
-def test_preflight_reports_a_failure_on_one_rank(folders):
+def test_all_ranks_report_a_preflight_failure_on_one_rank(folders):
     messages = [(folders[1] / f"broken/error{rank}.txt").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1] and "fails on the first training batch in float32" in messages[0]
     assert "pre-flight: on rank 1: " in messages[0] and "batch not finite" in messages[0]
     assert "amp_crash/iteration_0_rank_1.pth" in messages[0]
 
 
-def test_open_training_loop_matches_the_trainer_with_two_ranks(folders):
-    """With MoCo: DDP does not synchronize the key encoder."""
+def test_plain_training_loop_with_two_ranks_matches_the_trainer(folders):
+    """The model is MoCo, whose key encoder is not synchronized by DDP."""
     first, second = (
         torch.load(folders[1] / name / "model_final.pth", weights_only=True) for name in ("hooks", "open_loop")
     )

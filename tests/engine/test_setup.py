@@ -1,4 +1,4 @@
-"""DETERMINISTIC sets CUBLAS_WORKSPACE_CONFIG before the first matrix product of the process."""
+"""The config key DETERMINISTIC sets CUBLAS_WORKSPACE_CONFIG before the first matrix product in the process."""
 
 import json
 import os
@@ -63,7 +63,11 @@ for number, case in enumerate(json.loads(sys.argv[1])):
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Run all cases: (what runs first, the variable, DETERMINISTIC) -> the variable afterwards, or the error."""
+    """Run each case in a new process and return the results.
+
+    A case is (first command, value of CUBLAS_WORKSPACE_CONFIG, value of DETERMINISTIC). The result is the value of
+    CUBLAS_WORKSPACE_CONFIG at the end, or the error.
+    """
     folder = tmp_path_factory.mktemp("cublas")
     cases = [
         *[(first, value, "True") for first in ("setup", "doctor") for value in (None, "", ":4096:8", ":16:8", "8")],
@@ -81,25 +85,25 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.parametrize("first", ["setup", "doctor"])
-def test_cublas_workspace_is_set_before_the_first_matrix_product(first, results):
+def test_deterministic_sets_cublas_workspace_config_before_first_matrix_product(first, results):
     assert results[first, None, "True"] == results[first, "", "True"] == ":4096:8"
     for kept in (":4096:8", ":16:8"):
         assert results[first, kept, "True"] == kept
 
 
 @pytest.mark.parametrize("first, value", [("setup", "8"), ("doctor", "8"), ("setup", ":4096:2:16:8")])
-def test_invalid_cublas_workspace_is_a_config_error(first, value, results):
+def test_invalid_cublas_workspace_config_raises_config_error(first, value, results):
     error = results[first, value, "True"]
     assert error.startswith("ConfigError")
     assert all(word in error for word in (NAME, repr(value), "DETERMINISTIC", "fix:"))
 
 
-def test_cublas_workspace_is_not_changed_if_deterministic_is_false(results):
+def test_cublas_workspace_config_is_unchanged_if_deterministic_is_false(results):
     assert results["doctor", None, "False"] is None
     assert results["setup", ":4096:2:16:8", "False"] == ":4096:2:16:8"
 
 
-def test_matrix_product_before_the_setup_is_refused_and_explained(results):
+def test_matrix_product_before_deterministic_setup_raises_explained_error(results):
     assert "uses CuBLAS" in results["product", None, "True"]
     error = RuntimeError(
         "Deterministic behavior was enabled with either `torch.use_deterministic_algorithms(True)` or "

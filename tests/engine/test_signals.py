@@ -63,7 +63,7 @@ def test_signal_to_one_rank_stops_all_ranks_in_the_same_iteration(tmp_path, proc
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_stop_signal_and_checkpoint_minutes_need_no_collective_per_step(tmp_path, processes):
-    """The only all-reduce of a step, besides those of DDP, is that of the verdict."""
+    """The all-reduce of the verdict is the only collective in a step, except for those of DDP."""
     for rank in run_ranks(tmp_path, processes, "never"):
         assert rank["stopped"] is None
         assert rank["saved"] == ["model_iter_0000004", "model_iter_0000007", "model_final"]
@@ -73,14 +73,14 @@ def test_stop_signal_and_checkpoint_minutes_need_no_collective_per_step(tmp_path
         assert epochs[0][-1] == ["all_reduce", "all_reduce"]  # after the evaluation: minutes and signal
 
 
-def test_step_without_verdict_reduces_the_stop_signal_by_itself(tmp_path):
+def test_custom_step_without_verdict_all_reduces_the_stop_signal(tmp_path):
     for rank in run_ranks(tmp_path, 2, "no verdict"):
         assert rank["collectives"][0] == ["all_reduce", "all_reduce"]  # signal and minutes
 
 
 @pytest.mark.parametrize("before", [None, signal.SIGUSR1])
-def test_training_saves_and_stops_when_its_agent_exits(monkeypatch, before):
-    """A run that is already stopping receives no second signal."""
+def test_training_is_signaled_once_to_stop_after_its_agent_exits(monkeypatch, before):
+    """If the run has already received a stop signal, no further signal is sent."""
     ended, signals, slept = [], [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append((pid, number)))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -93,7 +93,7 @@ def test_training_saves_and_stops_when_its_agent_exits(monkeypatch, before):
     assert slept == [torchrun._STOP_SECONDS] and ended == [1]
 
 
-def test_other_commands_exit_immediately_when_their_agent_exits(monkeypatch):
+def test_process_without_training_exits_immediately_after_its_agent(monkeypatch):
     ended, signals = [], []
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -113,7 +113,7 @@ def resume(monkeypatch, argv, module=None, **environment):
     return resume_command()
 
 
-def test_resume_command_repeats_the_original_command(monkeypatch, tmp_path):
+def test_resume_command_adds_resume_flag_to_original_command(monkeypatch, tmp_path):
     train, of_two = ["tools/train_net.py", "--num-gpus", "2", "OUTPUT_DIR", "a b"], "--num-gpus 2 OUTPUT_DIR 'a b'"
     assert resume(monkeypatch, train) == f"python tools/train_net.py --resume {of_two}"
     assert resume(monkeypatch, ["t.py", "--resume", "X", "1"]) == "python t.py --resume X 1"

@@ -1,4 +1,4 @@
-"""Training loop: hooks, overfitting one batch, updates of all parameters, skipped steps."""
+"""Training loop: hooks, overfitting of one batch, updates of all parameters, skipped steps."""
 
 import itertools
 import time
@@ -36,7 +36,7 @@ class Counting(TrainerBase):
         pass
 
 
-def test_hook_methods_are_called_in_order():
+def test_hook_methods_are_called_in_documented_order():
     trainer, recorder = Counting(), Recorder()
     trainer.register_hooks([recorder])
     trainer.train(start_iter=0, max_epoch=2, iters_per_epoch=2)
@@ -74,7 +74,7 @@ def test_hooks_of_the_same_class_have_separate_states():
 
 
 class RecordCalls(HookBase):
-    """Record the names of the called methods and the error."""
+    """Hook that records the names of its called methods and the error passed to ``on_step_error``."""
 
     def __init__(self):
         self.calls, self.error = [], None
@@ -98,7 +98,7 @@ class RecordCalls(HookBase):
 
 
 @pytest.mark.parametrize("method", ["begin", "backward", "finish"])
-def test_overriding_an_unused_step_method_raises(method):
+def test_overriding_a_step_method_that_training_bypasses_raises(method):
     trainer = explosive_trainer([{"number": 0}])
     kind = type("MyStep", (OptimizationStep,), {method: lambda self, *args: None})
     trainer.step = kind(trainer.model, trainer.optimizers)
@@ -106,7 +106,7 @@ def test_overriding_an_unused_step_method_raises(method):
         trainer.train(0, 1, 1)
 
 
-def test_clipping_rule_can_be_assigned():
+def test_clipping_rule_can_be_replaced_after_construction():
     trainer, norms = explosive_trainer([{"number": 0}]), []
     trainer.step.clip = lambda tensors, total_norm: norms.append(total_norm) or total_norm
     trainer.train(0, 1, 1)
@@ -125,7 +125,7 @@ def test_hooks_registered_during_training_are_called():
     assert moments.calls == ["before_step", "before_forward 2", "after_backward", "after_step"]
 
 
-def test_hooks_are_called_for_each_batch_within_a_step():
+def test_before_forward_is_called_for_each_accumulated_batch():
     moments = RecordCalls()
     trainer = explosive_trainer([{"number": 0}, {"number": 1}], accum_steps=2)
     trainer.register_hooks([moments])
@@ -154,8 +154,8 @@ def test_error_raised_by_a_hook_replaces_the_step_error():
         trainer.train(0, 1, 1)
 
 
-def test_internal_hooks_are_not_in_the_state():
-    """They are independent of the registered hooks, and checkpoints of earlier versions lack their states."""
+def test_trainer_state_dict_excludes_internal_hooks():
+    """Checkpoints from earlier versions do not contain the state of internal hooks either."""
     trainer = explosive_trainer([{"number": 0}])
     assert trainer.state_dict()["hooks"] == {}
     trainer.register_hooks([RecordCalls(), RecordCalls()])
@@ -188,7 +188,7 @@ class OutOfMemory(HookBase):
 
 
 @pytest.mark.parametrize("loop", ["train", "run_step"])
-def test_all_hooks_get_an_error_once_and_the_first_replacement_is_raised(loop):
+def test_each_hook_receives_a_step_error_once_and_first_replacement_wins(loop):
     class Count(HookBase):
         errors = ()
 
@@ -235,7 +235,7 @@ def test_overridden_run_step_raises_after_too_many_skips():
     assert trainer.iter == 3
 
 
-def test_precision_diagnostics_and_on_failure_can_be_assigned():
+def test_precision_diagnostics_and_on_failure_can_be_replaced_after_construction():
     trainer = bad_trainer()
     assert trainer.on_failure == "error"
     checked = []
@@ -256,7 +256,7 @@ def test_precision_diagnostics_and_on_failure_can_be_assigned():
 
 
 def test_only_batches_of_the_current_step_are_recorded():
-    """This also holds for a constant ``iter`` and for a second call of ``train``."""
+    """``run_step`` does not advance ``iter``, and ``train`` is called twice."""
     diagnostics = PrecisionDiagnostics(trace_nonfinite=True)
     model = Explosive(bad=set())
     optimizers = [torch.optim.SGD(model.parameters(), 0.1)]
@@ -276,7 +276,7 @@ def test_only_batches_of_the_current_step_are_recorded():
         assert len(diagnostics._micro_batches) == 2
 
 
-def test_recorded_batch_is_the_model_input():
+def test_recorded_batch_includes_changes_by_before_forward_hooks():
     class Replace(HookBase):
         def before_forward(self, batch):
             batch["number"] = 7
@@ -315,7 +315,7 @@ def make(tmp_path, precision, *opts):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_overfits_one_batch_and_updates_every_parameter(tmp_path, precision):
+def test_training_overfits_one_batch_and_updates_every_parameter(tmp_path, precision):
     trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01")
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train(0, 1, 1)
@@ -347,7 +347,7 @@ def test_amp_training_matches_float32(tmp_path):
 
 
 class Explosive(nn.Module):
-    """Model with a NaN loss on chosen calls."""
+    """Model whose loss is NaN in the calls whose numbers, from 0, are in ``bad``."""
 
     def __init__(self, bad):
         super().__init__()
@@ -382,7 +382,7 @@ def test_skipped_steps_are_excluded_from_metrics_and_warmup(tmp_path):
     assert metrics["grad_norm"] == metrics["grad_norm"] and metrics["loss"] == metrics["loss"]  # no NaN
 
 
-def test_amp_without_effect_raises(tmp_path):
+def test_amp_that_has_no_effect_on_the_model_raises(tmp_path):
     model = Explosive(bad=set())
     policy = PrecisionPolicy("cpu", torch.bfloat16, "test")
     trainer = SimpleTrainer(model, itertools.repeat({}), [torch.optim.SGD(model.parameters(), 0.1)], policy=policy)
@@ -403,7 +403,7 @@ def test_lr_schedule_uses_the_learning_rate_of_a_custom_optimizer(tmp_path):
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_overfits_one_batch_on_cuda(tmp_path, precision):
+def test_training_overfits_one_batch_on_cuda(tmp_path, precision):
     trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01", "MODEL.DEVICE", "cuda")
     trainer.train(0, 80, 1)
     trainer.metrics.flush()

@@ -1,4 +1,4 @@
-"""Monitored values of a run: skipped steps, zero gradients, largest activation."""
+"""Monitored values in training: fractions of skipped steps and zero gradients, clipping, largest activation."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def scalars(output):
 
 
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-def test_run_writes_monitored_values_to_metrics_and_log(demo, tmp_path, precision):
+def test_training_writes_monitored_values_to_metrics_and_log(demo, tmp_path, precision):
     opts = (
         "SOLVER.AMP",
         precision,
@@ -66,7 +66,7 @@ def test_run_writes_monitored_values_to_metrics_and_log(demo, tmp_path, precisio
 
 
 class Controlled(nn.Module):
-    """Model with one parameter and a loss that depends on factors in the batch."""
+    """Model whose gradient is equal to the ``factors`` in the batch."""
 
     def __init__(self):
         super().__init__()
@@ -96,8 +96,8 @@ def test_zero_gradients_are_reported_only_for_a_tiny_gradient_norm():
     assert "zero_gradients" not in train([{"factors": torch.tensor([1.0, 0.0, 0.0, 0.0])}])
 
 
-def test_gradients_underflowing_in_float16_are_reported():
-    """Negative control: the same model with loss scaling."""
+def test_zero_gradients_reveal_float16_underflow_without_loss_scaling():
+    """With loss scaling, few gradients of the same model are zero."""
 
     def share(scale):
         torch.manual_seed(0)
@@ -111,7 +111,7 @@ def test_gradients_underflowing_in_float16_are_reported():
     assert share(1.0) > 0.5 > 0.2 > share(65536.0)
 
 
-def test_console_line_shows_monitored_values():
+def test_console_line_contains_monitored_values():
     metrics = {
         "epoch": 0, "total_loss": 1.0, "loss_scale": 8.0, "skipped_total": 3, "skipped_in_a_row": 1, "lr": 0.1,
         "images_per_second": 1.0, "data_time": 0.0, "peak_memory_mb": 1.0, "eta_seconds": 1.0, "zero_gradients": 0.97,
@@ -122,7 +122,7 @@ def test_console_line_shows_monitored_values():
     assert "skipped 3 (1 in a row)" in line
 
 
-def test_activations_are_monitored_once_per_period():
+def test_activations_are_monitored_once_per_log_period():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
     monitor = ActivationMonitor(model, period=3)
     hooked = []
@@ -145,7 +145,7 @@ def test_activations_are_monitored_once_per_period():
     assert not model[0]._forward_hooks
 
 
-def test_clip_coefficient_is_the_ratio_of_gradient_norms():
+def test_clip_coefficient_is_clip_value_divided_by_gradient_norm():
     model = Controlled()
     clip = lambda gradients, norm: clip_gradients(gradients, norm, clip_type="global_norm", clip_value=1.0)  # noqa: E731
     step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), 0.1)], clip=clip)

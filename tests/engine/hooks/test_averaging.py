@@ -40,7 +40,7 @@ def test_ema_warmup_matches_a_naive_loop_with_timm_decay():
         torch.testing.assert_close(average[name].double(), value, rtol=1e-6, atol=1e-7)
 
 
-def test_ema_of_a_short_run_does_not_keep_the_initial_weights():
+def test_warmup_removes_initial_weights_from_ema_of_a_short_run():
     def kept(average, initial, steps):
         moved = steps[-1]["head.weight"] - initial["head.weight"]
         return ((steps[-1]["head.weight"] - average["head.weight"]).norm() / moved.norm()).item()
@@ -50,7 +50,7 @@ def test_ema_of_a_short_run_does_not_keep_the_initial_weights():
 
 
 @pytest.mark.parametrize("state, expected", [({}, False), ({"warmup": False}, False), ({"warmup": True}, True)])
-def test_resume_keeps_the_warmup_setting_of_the_run(state, expected, caplog):
+def test_resume_keeps_the_ema_warmup_setting_of_the_checkpoint(state, expected, caplog):
     hook = EMA(WeightAverage(make_net(), "ema"), 0.9, warmup=not expected)
     hook.load_state_dict(state)
     assert hook.warmup is expected and "SOLVER.EMA.WARMUP" in caplog.text
@@ -59,5 +59,5 @@ def test_resume_keeps_the_warmup_setting_of_the_run(state, expected, caplog):
     assert again.warmup is expected
 
 
-def test_warmup_is_on_by_default():
+def test_ema_warmup_is_enabled_by_default():
     assert get_cfg().SOLVER.EMA.WARMUP is True

@@ -21,7 +21,7 @@ class Killed(Exception):
 
 
 class KillAfter(HookBase):
-    """End training after all other hooks of an iteration, like a kill."""
+    """Raise ``Killed`` after the given number of iterations, when all other hooks have been called."""
 
     saves = True
 
@@ -34,7 +34,7 @@ class KillAfter(HookBase):
 
 
 class CountSteps(HookBase):
-    """Custom hook with a state."""
+    """Custom hook whose state is the number of completed iterations."""
 
     count = 0
 
@@ -107,9 +107,9 @@ def test_checkpoints_are_saved_every_n_minutes(tmp_path):
 
 
 @pytest.mark.parametrize("minutes", [0.0, 5.0])
-def test_ranks_exchange_a_number_only_with_a_period_in_minutes(tmp_path, minutes):
+def test_checkpoint_period_in_minutes_adds_one_number_to_the_verdict_reduction(tmp_path, minutes):
     class SaveLater(HookBase):
-        """Store the maximum over all ranks as the verdict of a step does."""
+        """Store the reduced maxima before the step, as the verdict does in real training."""
 
         def before_step(self):
             self.trainer.rank_maxima.discard = lambda: None
@@ -136,7 +136,7 @@ def test_keep_limit_deletes_only_older_periodic_checkpoints(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_keep_counts_checkpoints_saved_before_a_resume(tmp_path, keep):
+def test_keep_limit_counts_checkpoints_saved_before_a_resume(tmp_path, keep):
     with pytest.raises(Killed):
         train(tmp_path, KillAfter(7), iterations=1, period=9, keep=0)
     assert len(names(tmp_path)) == 7
@@ -155,7 +155,7 @@ def test_old_checkpoint_is_deleted_after_the_new_one_is_tagged(tmp_path, monkeyp
     assert seen == [([], "model_0000.pth"), (["model_0000"], "model_0001.pth")]
 
 
-def test_loaded_state_cannot_delete_other_files(tmp_path):
+def test_hook_state_from_checkpoint_cannot_delete_unrelated_files(tmp_path):
     (tmp_path / "run").mkdir()
     for path in ("precious.pth", "run/model_best.pth"):
         (tmp_path / path).write_text("precious")

@@ -39,7 +39,7 @@ def test_best_metric_name_selects_metric_and_datasets(name, value, text):
 @pytest.mark.parametrize(
     "name, suggestion", [("map", "mAP"), ("A/rank-1", "A/Rank-1"), ("TAR@FAR=0.01", ""), ("A", ""), ("", "")]
 )
-def test_unknown_best_metric_suggests_nearest(name, suggestion):
+def test_unknown_best_metric_error_suggests_most_similar_metric(name, suggestion):
     with pytest.raises(ConfigError, match="SOLVER.BEST_METRIC") as error:
         BestMetric.by_name(name, REPORTED)
     assert f"Did you mean {suggestion!r}?" in str(error.value) if suggestion else True
@@ -56,7 +56,7 @@ def test_undeclared_metric_missing_from_results_raises():
 
 
 def hook_for(folder, metric, scores):
-    """Build a hook whose evaluations return ``scores`` as mAP, with epochs of two iterations."""
+    """Build an ``EvalHook`` whose evaluations return ``scores`` as mAP, for a trainer with two iterations per epoch."""
 
     class Counting(TrainerBase):
         def run_step(self):
@@ -84,13 +84,13 @@ def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
     assert "30.00 (mAP on A)" in caplog.text and "20.00" not in caplog.text
 
 
-def test_nan_score_is_never_the_best(tmp_path):
+def test_nan_score_never_replaces_the_best_model(tmp_path):
     hook = hook_for(tmp_path, "mAP", [float("nan"), 10.0, float("nan"), 20.0, float("nan")])
     hook.trainer.train(0, 5, 2)
     assert best_in(tmp_path) == {"metric": "mAP on A", "value": 20.0, "iteration": 8}
 
 
-def test_best_value_is_stored_as_a_float(tmp_path):
+def test_tensor_score_is_stored_as_a_python_float(tmp_path):
     hook = hook_for(tmp_path, "mAP", [torch.tensor(30.0)])
     hook.trainer.train(0, 1, 2)
     hook.load_state_dict(hook.state_dict())
@@ -111,7 +111,7 @@ def test_resume_keeps_the_best_score_unless_the_metric_changes(tmp_path, caplog)
     assert best_in(tmp_path) == {"metric": "mINP on A", "value": 5.0, "iteration": 2}
 
 
-def test_declared_metric_names_match_the_results(demo, tmp_path):
+def test_metric_names_of_evaluator_match_its_results(demo, tmp_path):
     options = ("TEST.ROC.ENABLED", "True", "TEST.ROC.FAR", "[1e-1, 0.05]", "TEST.RANKS", "[3]", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options, "SOLVER.BEST_METRIC", "Demo/TAR@FAR=0.05"))
     num_query = trainer.test_loaders["Demo"][1]
@@ -132,8 +132,8 @@ def test_unknown_best_metric_exits_with_2_before_training(demo, tmp_path, capfd)
     assert {path.name for path in tmp_path.iterdir()} == {"log.txt"}
 
 
-def test_failed_evaluation_saves_unaveraged_weights(demo, tmp_path):
-    """The model holds the average during the failed evaluation; the checkpoint has the current weights."""
+def test_failed_evaluation_of_ema_saves_the_unaveraged_weights(demo, tmp_path):
+    """During the failed evaluation, the model contains the averaged weights."""
     options = ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
     name = "backbone.0.weight"
