@@ -32,7 +32,7 @@ def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple
 
 
 class _Figure:
-    """One person on a canvas: holds the projection and paints from far to near.
+    """Painter of one person: projects body points to pixels, and paints body parts from far to near.
 
     Body axes, in body heights: x to the side, y up from the ground, z forward. In camera coordinates, ``x cos(yaw) + z
     sin(yaw)`` points right and ``z cos(yaw) - x sin(yaw)`` points towards the camera.

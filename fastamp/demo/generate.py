@@ -130,7 +130,7 @@ def generate_demo(
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return True if ``folder`` has a manifest of this version and the number of images stated in the manifest."""
+    """Return True if ``folder`` contains a manifest of this version and as many images as the manifest states."""
     folder = Path(folder)
     manifest = _read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
@@ -310,8 +310,7 @@ def _check_folder(folder: Path, settings: dict) -> None:
         return
     if not folder.is_dir() or (not (folder / MANIFEST).is_file() and any(folder.iterdir())):
         raise DataError(
-            f"{folder} exists and is not a demo dataset ({MANIFEST} not found).\n"
-            "  fix: move it, or choose another folder"
+            f"{folder} exists and is not a demo dataset ({MANIFEST} not found).\n  fix: choose another folder"
         )
     manifest = _read_manifest(folder) or {}
     different = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
@@ -319,7 +318,7 @@ def _check_folder(folder: Path, settings: dict) -> None:
         differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in different)
         raise DataError(
             f"{folder} contains a demo dataset with different settings: {differences}.\n"
-            "  fix: delete it, or choose another folder"
+            "  fix: delete this folder, or choose another folder"
         )
 
 

@@ -46,7 +46,7 @@ def contact_sheet(
                 by_person[match[1]][int(match[2])].append(picture)
     rows = [_interleave_cameras(by_person[pid])[:columns] for pid in sorted(by_person)[:identities]]
     if not rows:
-        raise ValueError(f"{folder} has no image of a person in split {split!r}")
+        raise ValueError(f"the split {split!r} of {folder} contains no image of a person")
 
     with Image.open(rows[0][0]) as first:
         width, height = first.width * scale, first.height * scale

@@ -1,4 +1,4 @@
-"""Attributes of the demo images, and digests of the generated files."""
+"""Attributes of the demo images, and SHA-256 digests of the generated files."""
 
 import csv
 import hashlib
@@ -48,7 +48,7 @@ def small(tmp_path_factory):
 
 @same_versions
 @pytest.mark.parametrize("size", ["small", pytest.param("default", marks=pytest.mark.slow)])
-def test_images_and_manifest_are_bit_identical(size, small, tmp_path):
+def test_demo_images_and_manifest_match_the_recorded_digest(size, small, tmp_path):
     folder = small
     if size == "default":
         folder = tmp_path / "set"
@@ -61,11 +61,11 @@ def test_images_and_manifest_are_bit_identical(size, small, tmp_path):
 
 
 @same_versions
-def test_attributes_are_bit_identical(small):
+def test_demo_attributes_csv_matches_the_recorded_digest(small):
     assert hashlib.sha256((small / "attributes.csv").read_bytes()).hexdigest() == ATTRIBUTES
 
 
-def test_attributes_have_one_row_per_image(small):
+def test_image_attributes_returns_one_row_per_demo_image(small):
     rows = image_attributes(small)
     assert sorted(row.path for row in rows) == sorted(
         path.relative_to(small).as_posix() for path in small.rglob("*.jpg")
@@ -80,7 +80,7 @@ def test_attributes_have_one_row_per_image(small):
     assert len({row.person for row in rows}) == 4
 
 
-def test_attribute_values_match_declared_types_and_choices(small):
+def test_demo_attribute_values_match_declared_types_and_choices(small):
     types = get_type_hints(ImageAttributes)
     texts = {name for name, kind in types.items() if str in (kind, *get_args(kind))}
     assert set(VALUES) == texts - {"path"}
@@ -96,7 +96,7 @@ def test_attribute_values_match_declared_types_and_choices(small):
         assert is_empty or (row["pattern_color"] is None) == (row["upper_pattern"] == "plain")
 
 
-def test_person_attributes_are_constant_per_identity(small):
+def test_person_attributes_are_equal_in_all_images_of_an_identity(small):
     names = describe_person(draw_appearance(np.random.default_rng(0)))
     looks = {}
     for row in image_attributes(small):
@@ -105,14 +105,14 @@ def test_person_attributes_are_constant_per_identity(small):
     assert len(looks) == 10 and all(len(seen) == 1 for seen in looks.values())
 
 
-def test_every_attribute_value_occurs():
+def test_every_person_attribute_value_occurs_among_1000_random_people():
     rng = np.random.default_rng(0)
     people = [describe_person(draw_appearance(rng)) for _ in range(1000)]
     for name in set(people[0]) & set(VALUES):
         assert {person[name] for person in people} - {None} == set(VALUES[name]), name
 
 
-def test_view_matches_quadrant_of_yaw(small):
+def test_view_attribute_matches_the_quadrant_of_yaw(small):
     middle = {"front": 0, "right": 90, "back": 180, "left": -90}
     for row in image_attributes(small):
         if row.yaw is not None:
@@ -130,7 +130,7 @@ def test_attributes_csv_equals_image_attributes(small):
         assert list(line.values()) == ["" if value is None else str(value) for value in values]
 
 
-def test_dataset_without_attributes_file_is_complete(small, tmp_path):
+def test_demo_dataset_without_attributes_csv_is_complete(small, tmp_path):
     folder = tmp_path / "set"
     generate_demo(folder, **SMALL)
     (folder / "attributes.csv").unlink()
@@ -141,14 +141,14 @@ def test_dataset_without_attributes_file_is_complete(small, tmp_path):
     assert (folder / "attributes.csv").read_bytes() == (small / "attributes.csv").read_bytes()
 
 
-def test_attributes_of_folder_without_demo_dataset_raise(tmp_path):
+def test_image_attributes_raises_if_folder_is_not_a_demo_dataset(tmp_path):
     for function in (image_attributes, write_attributes):
         with pytest.raises(DataError, match="not a demo dataset"):
             function(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_attributes_csv_is_readable_as_csv_dataset(small):
+def test_demo_attributes_csv_can_be_loaded_as_csv_dataset(small):
     demo, listed = Demo(small.parent), CsvDataset(small / "attributes.csv")
     for split in ("train", "query", "gallery"):
         images, rows = getattr(demo, split), getattr(listed, split)

@@ -62,7 +62,7 @@ def build_folders(folder):
 
 
 def pictures(folder, split):
-    """List (pid, camera) of every image of a split."""
+    """Return a list of (pid, camera), one entry for each image in a split."""
     found = []
     for path in (folder / split).iterdir():
         match = NAME.fullmatch(path.name)
@@ -71,8 +71,8 @@ def pictures(folder, split):
     return found
 
 
-def test_abandoned_builds_are_removed_on_next_use(small, tmp_path):
-    """They are removed even if the dataset exists; builds by running processes of this machine are kept."""
+def test_loading_the_demo_dataset_removes_abandoned_build_folders(small, tmp_path):
+    """Loading an existing dataset removes the build folders of ended processes, but not those of running processes."""
     root = tmp_path / "root"
     folder = root / Demo.folder
     shutil.copytree(small, folder)
@@ -98,17 +98,17 @@ def test_abandoned_builds_are_removed_on_next_use(small, tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 3, None])
-def test_same_arguments_give_identical_files(small, tmp_path, workers):
+def test_generate_demo_with_same_arguments_writes_identical_files(small, tmp_path, workers):
     generate_demo(tmp_path / "again", **SMALL, workers=workers)
     assert digest(tmp_path / "again") == digest(small)
 
 
-def test_different_seed_gives_different_images(small, tmp_path):
+def test_generate_demo_with_another_seed_writes_different_images(small, tmp_path):
     generate_demo(tmp_path / "other", **SMALL, seed=1)
     assert not set(digest(tmp_path / "other").values()) & set(digest(small).values())
 
 
-def test_files_match_requested_counts_size_and_manifest(small):
+def test_demo_files_match_requested_counts_and_image_size(small):
     counts = {split: len(pictures(small, split)) for split in ("bounding_box_train", "query", "bounding_box_test")}
     assert counts == {"bounding_box_train": 36, "query": 8, "bounding_box_test": 16 + 10 + 1}
     manifest = json.loads((small / "demo.json").read_text(encoding="utf-8"))
@@ -119,7 +119,7 @@ def test_files_match_requested_counts_size_and_manifest(small):
             assert (image.size, image.mode, image.format) == ((32, 64), "RGB", "JPEG")
 
 
-def test_train_and_test_identities_are_disjoint(small):
+def test_demo_train_and_test_identities_are_disjoint(small):
     train = {pid for pid, _ in pictures(small, "bounding_box_train")}
     query = {pid for pid, _ in pictures(small, "query")}
     gallery = {pid for pid, _ in pictures(small, "bounding_box_test")}
@@ -129,7 +129,7 @@ def test_train_and_test_identities_are_disjoint(small):
 
 
 @pytest.mark.parametrize(("images_per_identity", "cameras"), [(4, 2), (4, 6), (5, 3), (7, 3), (13, 6)])
-def test_every_query_has_a_match_from_another_camera(tmp_path, images_per_identity, cameras):
+def test_every_demo_query_has_a_match_from_another_camera(tmp_path, images_per_identity, cameras):
     sizes = {**SMALL, "train_identities": 1, "distractors": 0, "image_size": (32, 16)}
     sizes.update(images_per_identity=images_per_identity, cameras=cameras)
     generate_demo(tmp_path / "set", **sizes)
@@ -141,19 +141,19 @@ def test_every_query_has_a_match_from_another_camera(tmp_path, images_per_identi
     assert all(cameras_of[pid] - {camera} for pid, camera in queries)
 
 
-def test_complete_dataset_is_not_modified(small):
+def test_generate_demo_does_not_modify_a_complete_dataset(small):
     before = {path: path.stat().st_mtime_ns for path in small.rglob("*")}
     generate_demo(small, **SMALL, progress=lambda done, total: pytest.fail("images were drawn again"))
     assert {path: path.stat().st_mtime_ns for path in small.rglob("*")} == before
 
 
-def test_progress_counts_every_image(tmp_path):
+def test_generate_demo_calls_progress_for_every_image(tmp_path):
     calls = []
     generate_demo(tmp_path / "set", **SMALL, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(done, 71) for done in range(1, 72)]
 
 
-def test_interrupted_generation_leaves_no_files(tmp_path):
+def test_interrupted_demo_generation_leaves_no_files(tmp_path):
     def interrupt(done, total):
         raise KeyboardInterrupt
 
@@ -162,7 +162,7 @@ def test_interrupted_generation_leaves_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_killed_run_leaves_no_folder_and_next_run_succeeds(small, tmp_path):
+def test_killed_demo_generation_leaves_no_folder_and_next_one_succeeds(small, tmp_path):
     folder = tmp_path / "set"
     script = (
         "from fastamp.demo import generate_demo\n"
@@ -181,7 +181,7 @@ def test_killed_run_leaves_no_folder_and_next_run_succeeds(small, tmp_path):
     assert build_folders(folder) == []
 
 
-def test_slower_process_keeps_dataset_of_faster_process(small, tmp_path):
+def test_demo_generation_keeps_a_dataset_completed_in_the_meantime(small, tmp_path):
     folder = tmp_path / "set"
 
     def overtake(done, total):
@@ -196,7 +196,7 @@ def test_slower_process_keeps_dataset_of_faster_process(small, tmp_path):
     assert build_folders(folder) == []
 
 
-def test_concurrent_runs_give_one_complete_dataset(small, tmp_path):
+def test_concurrent_demo_generations_produce_one_complete_dataset(small, tmp_path):
     folder, errors = tmp_path / "set", []
     start = threading.Barrier(2)
 
@@ -218,7 +218,7 @@ def test_concurrent_runs_give_one_complete_dataset(small, tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["missing picture", "missing split", "broken manifest", "older version"])
-def test_corrupt_dataset_is_generated_again(small, tmp_path, damage):
+def test_corrupt_or_outdated_demo_dataset_is_generated_again(small, tmp_path, damage):
     folder = tmp_path / "set"
     shutil.copytree(small, folder)
     assert is_complete(folder)
@@ -239,13 +239,13 @@ def test_corrupt_dataset_is_generated_again(small, tmp_path, damage):
     assert list(tmp_path.iterdir()) == [folder]
 
 
-def test_empty_folder_is_filled(tmp_path):
+def test_generate_demo_fills_an_empty_folder(tmp_path):
     (tmp_path / "set").mkdir()
     generate_demo(tmp_path / "set", **SMALL)
     assert is_complete(tmp_path / "set")
 
 
-def test_folder_with_other_files_is_not_overwritten(small, tmp_path):
+def test_generate_demo_does_not_overwrite_a_folder_with_other_files(small, tmp_path):
     (tmp_path / "photos").mkdir()
     (tmp_path / "photos" / "mine.jpg").write_bytes(b"mine")
     (tmp_path / "file").write_bytes(b"mine")
@@ -270,13 +270,13 @@ def test_folder_with_other_files_is_not_overwritten(small, tmp_path):
         {"workers": 0},
     ],
 )
-def test_arguments_out_of_range_raise(tmp_path, wrong):
+def test_generate_demo_raises_if_an_argument_is_out_of_range(tmp_path, wrong):
     with pytest.raises(ValueError, match="must be at least"):
         generate_demo(tmp_path / "set", **{**SMALL, **wrong})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lookalikes_are_adjacent_and_mostly_equal():
+def test_lookalikes_are_adjacent_and_differ_in_at_most_three_details():
     people = draw_people(np.random.default_rng(0), 40, 2, 0.5)
     assert len(set(people)) == 40
     shared = [sum(a == b for a, b in zip(vars(one).values(), vars(other).values(), strict=True))
@@ -285,7 +285,7 @@ def test_lookalikes_are_adjacent_and_mostly_equal():
     assert max(shared[10:]) < len(vars(people[0])) - 4
 
 
-def test_every_appearance_can_be_drawn():
+def test_every_pattern_bag_hairstyle_and_garment_can_be_drawn():
     rng = np.random.default_rng(0)
     person = draw_appearance(rng)
     seen = defaultdict(set)
@@ -303,13 +303,13 @@ def test_every_appearance_can_be_drawn():
         assert np.asarray(image).std() > 5
 
 
-def test_additional_cameras_and_empty_boxes_can_be_drawn():
+def test_empty_boxes_of_cameras_beyond_the_sixth_can_be_drawn():
     rng = np.random.default_rng(0)
     for camera in range(6, 9):
         assert draw_picture(rng, None, camera, 1, seed=0, image_size=(64, 32)).size == (32, 64)
 
 
-def test_contact_sheet_has_one_row_per_identity(small, tmp_path):
+def test_contact_sheet_contains_one_row_per_identity(small, tmp_path):
     contact_sheet(small, tmp_path / "sheet.png", identities=3, columns=5, scale=1)
     with Image.open(tmp_path / "sheet.png") as sheet:
         assert sheet.size == (5 * 36 + 4, 3 * 68 + 4)
