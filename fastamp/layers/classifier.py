@@ -68,6 +68,8 @@ class MarginSoftmax(Linear):
         margin (float): margin of the target class.
     """
 
+    indexes_classes = True
+
     @force_fp32
     def forward(
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor

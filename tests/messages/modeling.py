@@ -120,6 +120,11 @@ def batches(record):
         ("a single image", False, images[0]),
         ("channels last", False, images.permute(0, 2, 3, 1)),
         ("no targets", True, {"images": images}),
+        (
+            "a label out of range",
+            True,
+            {"images": images, "targets": torch.tensor([3, 4]), "img_paths": ["a.jpg", "b.jpg"]},
+        ),
     ):
         with record(f"model of {title}"):
             model.train(training)(batch)

@@ -50,6 +50,7 @@ class CenterLoss(nn.Module):
     """
 
     loss_name = "loss_center"
+    indexes_classes = True
     classifiers = ("centers",)
     sparse_gradients = True  # only the centers of the identities in a batch get one
 

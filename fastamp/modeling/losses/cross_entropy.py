@@ -80,6 +80,7 @@ class CrossEntropyLoss(nn.Module):
     """
 
     loss_name = "loss_cls"
+    indexes_classes = True
 
     def __init__(self, *, epsilon: float = 0.0, alpha: float = 0.2, scale: float = 1.0) -> None:
         super().__init__()

@@ -53,6 +53,7 @@ class FocalLoss(nn.Module):
     """
 
     loss_name = "loss_focal"
+    indexes_classes = True
 
     def __init__(self, *, alpha: float = 0.25, gamma: float = 2.0, scale: float = 1.0) -> None:
         super().__init__()

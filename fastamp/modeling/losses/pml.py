@@ -58,12 +58,23 @@ class PMLLoss(nn.Module):
         miner (nn.Module | None): module with ``forward(embeddings, labels) -> indices_tuple``; None uses all pairs.
         loss_name (str): name of the loss in the logs.
         scale (float): weight of this loss in the total loss.
+        indexes_classes (bool): whether the loss uses the labels as indices, e.g. of its proxies; see
+            ``ImageModel.set_label_range``. Default False.
     """
 
     over_pairs = True
 
-    def __init__(self, *, loss: nn.Module, miner: nn.Module | None, loss_name: str, scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        *,
+        loss: nn.Module,
+        miner: nn.Module | None,
+        loss_name: str,
+        scale: float = 1.0,
+        indexes_classes: bool = False,
+    ) -> None:
         super().__init__()
+        self.indexes_classes = indexes_classes
         self.loss, self.miner = loss, miner
         self.loss_name, self.scale = loss_name, scale
         # These parameters depend on the identities of the training set, as classifiers do.
@@ -124,6 +135,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
         else None,
         loss_name=f"loss_{_snake_case(name.removesuffix('Loss'))}",
         scale=cfg.MODEL.LOSSES.PML.SCALE,
+        indexes_classes="num_classes" in fixed,
     )
 
 

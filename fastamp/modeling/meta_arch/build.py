@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.registry import Registry
@@ -37,6 +38,8 @@ def build_model(cfg: Any) -> nn.Module:
         model = META_ARCH_REGISTRY.build(name, cfg)
         apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
         model = model.to(device=device, memory_format=memory_format)
+    if isinstance(model, ImageModel):
+        model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":
         compile_parts(model, cfg.MODEL.COMPILE)
     return model

@@ -1,6 +1,6 @@
 """Base class of the meta-architectures: image normalization and backbone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
+from fastamp.utils.errors import DataError
 from fastamp.utils.moved import renamed_attribute
 
 
@@ -37,6 +38,8 @@ class ImageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.backbone = backbone
+        self._num_classes = 0
+        self._datasets: tuple[str, ...] = ()
         # Not persistent: the values are in the config.
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(1, -1, 1, 1), persistent=False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(1, -1, 1, 1), persistent=False)
@@ -125,7 +128,44 @@ class ImageModel(nn.Module):
                 'the batch does not contain "targets", which training requires; fix: add "targets", (B,) int64, to the '
                 "batch; for evaluation, call model.eval() first"
             )
-        return batch["targets"].to(self.device, non_blocking=True)
+        labels = batch["targets"]
+        # Labels on the device are not checked: reading them would block the host.
+        if self._num_classes and labels.device.type == "cpu":
+            self._check_labels(labels, batch.get("img_paths"))
+        return labels.to(self.device, non_blocking=True)
+
+    def set_label_range(self, num_classes: int, datasets: Sequence[str]) -> None:
+        """Let training check that labels are in 0..num_classes-1, if a module of the model uses them as indices.
+
+        Such modules have an attribute ``indexes_classes`` that is True. None of them supports an ignore index. On a
+        CUDA device, a label out of range would be a device-side assert, after which the process cannot use the device.
+
+        Args:
+            num_classes (int): number of classes; 0 disables the check.
+            datasets (Sequence[str]): names of the training sets, for the message.
+        """
+        indexed = any(getattr(module, "indexes_classes", False) for module in self.modules())
+        self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)
+
+    def _check_labels(self, labels: torch.Tensor, paths: Sequence[str] | None) -> None:
+        """Check that the labels of a batch are in range.
+
+        Raises:
+            DataError: if a label is negative or at least the number of classes.
+        """
+        wrong = [(row, label) for row, label in enumerate(labels.tolist()) if not 0 <= label < self._num_classes]
+        if not wrong:
+            return
+        row, label = wrong[0]
+        image = f" of {paths[row]}" if paths else ""
+        raise DataError(
+            f"label out of range: MODEL.HEADS.NUM_CLASSES is {self._num_classes}, so training labels must be in "
+            f"0..{self._num_classes - 1}.\n"
+            f"  found: label {label}{image} (training set {', '.join(self._datasets)}; {len(wrong)} of "
+            f"{len(labels)} labels of the batch are out of range)\n"
+            "  fix: map the identities of the training set to 0..N-1 (as ReidDataset does with relabel=True), exclude "
+            "images without an identity, and set MODEL.HEADS.NUM_CLASSES to N"
+        )
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert the parameter names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``."""

@@ -1,0 +1,124 @@
+"""Training labels are checked on the host before they reach the device, if the model uses them as indices."""
+
+import every_backbone
+import pytest
+import tiny
+import torch
+from fake_cuda import fake_cuda, to_fake_cuda
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.modeling import LOSS_REGISTRY, build_model
+from fastamp.utils.errors import DataError
+
+CLASSES = 4
+
+
+class IgnoringLoss(nn.Module):
+    """Cross entropy of a user, which ignores images with label -1."""
+
+    loss_name = "loss_ignoring"
+
+    def forward(self, outputs, targets):
+        return nn.functional.cross_entropy(outputs["cls_outputs"], targets, ignore_index=-1)
+
+
+def make_model(*opts, classes=CLASSES):
+    cfg = get_cfg()
+    cfg.merge_from_list([*tiny.tiny_options("unused", "MODEL.HEADS.NUM_CLASSES", str(classes), *opts)])
+    return build_model(cfg)
+
+
+def make_batch(*labels):
+    paths = [f"images/{number}.jpg" for number in range(len(labels))]
+    images = torch.randint(256, (len(labels), 3, 64, 32), dtype=torch.uint8)
+    return {"images": images, "targets": torch.tensor(labels), "img_paths": paths}
+
+
+INDEXING = [
+    ("CrossEntropyLoss", "Linear"),
+    ("FocalLoss", "Linear"),
+    ("CenterLoss", "Linear"),
+    ("pml/ProxyAnchorLoss", "Linear"),
+    ("TripletLoss", "ArcSoftmax"),
+    ("TripletLoss", "CosSoftmax"),
+    ("TripletLoss", "CircleSoftmax"),
+]
+
+
+@pytest.mark.parametrize("label", [-1, CLASSES, -100])
+@pytest.mark.parametrize("loss, layer", INDEXING)
+def test_label_out_of_range_is_a_data_error(loss, layer, label):
+    if loss.startswith("pml/"):
+        pytest.importorskip("pytorch_metric_learning")
+    model = make_model("MODEL.LOSSES.NAME", f"('{loss}',)", "MODEL.HEADS.CLS_LAYER", layer)
+    assert model(make_batch(0, 0, 3, 3))
+    with pytest.raises(DataError) as raised:
+        model(make_batch(0, 0, label, 3))
+    words = (
+        f"label {label} of images/2.jpg",
+        "training set Demo",
+        f"MODEL.HEADS.NUM_CLASSES is {CLASSES}",
+        "1 of 4",
+        "fix:",
+    )
+    assert all(word in str(raised.value) for word in words), raised.value
+
+
+def test_batch_without_paths_is_checked():
+    batch = make_batch(0, 0, 9, 3)
+    del batch["img_paths"]
+    with pytest.raises(DataError, match="label 9 "):
+        make_model()(batch)
+
+
+@pytest.mark.parametrize("name", ["MGN", "MoCo", "Distiller"])
+def test_label_out_of_range_is_a_data_error_in_other_meta_architectures(name):
+    opts = {
+        "MGN": ["MODEL.BACKBONE.DEPTH", "50x", "MODEL.BACKBONE.FEAT_DIM", "2048", "MODEL.HEADS.EMBEDDING_DIM", "8"],
+        "MoCo": ["MODEL.QUEUE_SIZE", "64"],
+        "Distiller": ["KD.EMA.ENABLED", "True"],
+    }[name]
+    cfg = every_backbone.config("resnet 18x", "MODEL.META_ARCHITECTURE", name, *opts)
+    model, classes = build_model(cfg), cfg.MODEL.HEADS.NUM_CLASSES
+    with pytest.raises(DataError, match=f"label {classes} "):
+        model.targets(make_batch(0, classes))
+
+
+def test_labels_that_no_module_uses_as_indices_are_not_checked():
+    model = make_model("MODEL.LOSSES.NAME", "('TripletLoss',)")
+    assert model(make_batch(-1, -1, 7, 7))
+    model.losses["loss_ignoring"] = IgnoringLoss()
+    assert all(loss.isfinite() for loss in model(make_batch(-1, -1, 3, 3)).values())
+
+
+def test_all_components_that_use_labels_as_indices_declare_it():
+    """A label out of range raises PyTorch's IndexError or RuntimeError only if the component declares no indices."""
+    for name in LOSS_REGISTRY:
+        model = make_model("MODEL.LOSSES.NAME", f"('{name}',)")
+        declared = any(getattr(module, "indexes_classes", False) for module in model.modules())
+        model.set_label_range(0, ())  # disables the check
+        try:
+            model(make_batch(0, 0, CLASSES, CLASSES))
+            fails = False
+        except (IndexError, RuntimeError):
+            fails = True
+        assert declared == fails, name
+
+
+def test_labels_on_the_device_are_not_read(monkeypatch):
+    model = make_model()
+    with fake_cuda(monkeypatch) as reads:
+        to_fake_cuda(model)
+        batch = make_batch(0, 0, 3, 3)
+        model(batch)
+        assert reads.count == 0
+        model(batch | {"targets": batch["targets"].to(model.device)})
+        assert reads.count == 0
+        with pytest.raises(DataError, match="label 4 "):
+            model(make_batch(0, 0, 4, 3))
+
+
+def test_model_for_evaluation_only_has_no_label_range():
+    model = make_model(classes=0)
+    assert len(model.eval()(make_batch(7, 8))) == 2
