@@ -46,7 +46,7 @@ def load(path):
     return cfg
 
 
-def test_recipes_of_three_datasets_differ_only_in_dataset_keys(subtests):
+def test_recipes_for_different_datasets_differ_only_in_dataset_and_output_keys(subtests):
     assert len(COPIES) == 26
     for path in COPIES:
         with subtests.test(str(path.relative_to(ROOT))):
@@ -58,7 +58,7 @@ def test_recipes_of_three_datasets_differ_only_in_dataset_keys(subtests):
 @pytest.mark.parametrize(
     "path", sorted({*CONFIGS} - {*COPIES}), ids=lambda path: str(path.relative_to(ROOT / "configs"))
 )
-def test_recipe_trains_and_evaluates_one_step(path, shallow_vit):
+def test_every_recipe_trains_for_one_step_and_evaluates(path, shallow_vit):
     cfg = load(path)
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "2"])
     cfg.merge_from_list(["INPUT.SIZE_TRAIN", SIZE, "INPUT.SIZE_TEST", SIZE])
@@ -87,7 +87,7 @@ PRIVATE = {"Market1501/bagtricks_vit.yml": {"MODEL.BACKBONE.PRETRAIN_PATH": ""}}
 
 
 def of_fastamp_alone(recipe):
-    """Return the keys that select FastReID's variant of a formula and that FastReID itself does not have."""
+    """Return the keys, unknown to FastReID, that make fastamp compute FastReID's variant of a formula."""
     if RECIPES[recipe].get("MODEL.LOSSES.TRI.HARD_MINING", False):
         return {}
     return {"MODEL.LOSSES.TRI.WEIGHTING": "fastreid"}
@@ -121,7 +121,7 @@ def in_fastreids_spelling(settings):
     return "\n".join(lines)
 
 
-def test_yaml_style_of_fastreid_gives_the_same_config(tmp_path, subtests):
+def test_recipe_in_the_yaml_style_of_fastreid_gives_the_same_config(tmp_path, subtests):
     for recipe in RECIPES:
         with subtests.test(recipe):
             (tmp_path / "recipe.yml").write_text(in_fastreids_spelling(RECIPES[recipe]))
@@ -131,7 +131,7 @@ def test_yaml_style_of_fastreid_gives_the_same_config(tmp_path, subtests):
 @pytest.mark.parametrize(
     "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
 )
-def test_recipe_runs_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypatch, shallow_vit):
+def test_recipe_trains_and_evaluates_on_small_images(demo, tmp_path, recipe, monkeypatch, shallow_vit):
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     code = train_net.cli([
         "--config-file", str(ROOT / "configs" / recipe), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",
@@ -150,7 +150,7 @@ def test_recipe_runs_end_to_end_at_a_small_size(demo, tmp_path, recipe, monkeypa
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
 
 
-def test_recipe_of_an_old_release_trains_and_logs_its_translation(demo, tmp_path, monkeypatch):
+def test_recipe_of_an_old_fastreid_release_trains_and_logs_translated_keys(demo, tmp_path, monkeypatch):
     """The schedule of the release changes the learning rate at every iteration, also during warm-up."""
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     old = old_configs.write(tmp_path) / "v0.1.1/configs/Market1501/sbs_R50-ibn.yml"
@@ -185,7 +185,7 @@ def with_fewer_batches(build):
     return classmethod(build_short)
 
 
-def test_readme_recipes_exist():
+def test_recipes_used_in_the_readme_exist():
     assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
 
 

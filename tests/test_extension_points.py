@@ -166,7 +166,7 @@ def train(component, recipe, *opts):
     return [row for row in rows if "total_loss" in row]
 
 
-def test_custom_loss_trains_with_its_config_keys(project, capsys):
+def test_custom_loss_with_custom_config_keys_trains(project, capsys):
     component, recipe = project(LOSS, "MODEL: {LOSSES: {NAME: [CrossEntropyLoss, LengthLoss], LENGTH: {SCALE: 0.5}}}")
     rows = train(component, recipe)
     assert len(rows) == 2 and all(row["loss_length"] > 0 for row in rows)
@@ -177,7 +177,7 @@ def test_custom_loss_trains_with_its_config_keys(project, capsys):
     assert "Length loss: weight in the total loss." in capsys.readouterr().out
 
 
-def test_custom_transform_is_applied_in_training(project):
+def test_custom_transform_is_applied_to_training_images(project):
     component, recipe = project(TRANSFORM, "INPUT: {DARKEN: {ENABLED: True, PROB: 1.0}, REA: False}")
     assert len(train(component, recipe)) == 2
     bright, dark = (
@@ -193,7 +193,7 @@ def test_custom_transform_is_applied_in_training(project):
     assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "Darken", "RandomErasing"]
 
 
-def test_custom_backbone_trains_and_its_weights_are_recognized(project, tmp_path, capsys):
+def test_custom_backbone_trains_and_import_checkpoint_recognizes_the_weights(project, tmp_path, capsys):
     text = "MODEL: {BACKBONE: {NAME: build_patchnet_backbone, DEPTH: wide, FEAT_DIM: 32, WITH_GATE: True}}"
     component, recipe = project(BACKBONE, text)
     assert len(train(component, recipe)) == 2
@@ -214,7 +214,7 @@ def test_custom_backbone_trains_and_its_weights_are_recognized(project, tmp_path
     assert "--prefix teacher.   (patchnet)" in capsys.readouterr().err
 
 
-def test_custom_dataset_trains_and_evaluates(project, demo, tmp_path, monkeypatch):
+def test_training_and_evaluation_run_on_a_custom_dataset(project, demo, tmp_path, monkeypatch):
     generator = np.random.default_rng(0)
     places = [
         ("train", str(pid), camera, number) for pid in range(12) for camera in ("barn", "field") for number in range(4)

@@ -38,7 +38,7 @@ def make_batch(size=(64, 32)):
 
 
 class Batches:
-    """Yield the same batch indefinitely."""
+    """Iterable over copies of one batch: ``count`` of them, or an unlimited number if it is None."""
 
     def __init__(self, size=(64, 32), count=None):
         self.batch, self.count = make_batch(size), count
@@ -90,7 +90,7 @@ def check_reads(cfg, monkeypatch, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_autocast_is_effective_on_fake_tensors(dtype, monkeypatch):
+def test_autocast_sets_the_dtype_of_fake_cuda_tensors(dtype, monkeypatch):
     model = nn.Conv2d(3, 4, 3)
     with fake_cuda(monkeypatch):
         to_fake_cuda(model)
@@ -128,14 +128,14 @@ class SelectingLoss(nn.Module):
         return outputs["features"][targets > 1].sum()
 
 
-def test_cpu_tensor_in_a_loss_is_found(monkeypatch):
+def test_fake_cuda_training_raises_if_a_loss_uses_a_cpu_tensor(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_host"] = HostTensor()
     with fake_cuda(monkeypatch), pytest.raises(RuntimeError, match="cuda:0 and cpu"):
         make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
 
 
-def test_device_read_in_a_loss_is_counted(monkeypatch):
+def test_fake_cuda_counts_device_reads_in_a_loss(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_read"] = ReadingLoss()
     with fake_cuda(monkeypatch) as reads:
@@ -143,7 +143,7 @@ def test_device_read_in_a_loss_is_counted(monkeypatch):
         assert reads.count == 2 * STEPS
 
 
-def test_value_dependent_shape_in_a_loss_is_found(monkeypatch):
+def test_fake_cuda_training_raises_if_a_loss_has_value_dependent_shapes(monkeypatch):
     model = build_model(tiny_config())
     model.losses["loss_selecting"] = SelectingLoss()
     with fake_cuda(monkeypatch), pytest.raises(Exception, match="nonzero"):
@@ -154,7 +154,7 @@ def test_value_dependent_shape_in_a_loss_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize("name", every_backbone.BACKBONES)
-def test_backbone_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_backbone_reads_the_device_once_per_step(name, monkeypatch):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     cfg = every_backbone.config(name, "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')")
@@ -163,7 +163,7 @@ def test_backbone_trains_with_one_read_per_step(name, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("name", list(LOSS_REGISTRY))
-def test_loss_trains_with_one_read_per_step(name, dtype, monkeypatch):
+def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, monkeypatch):
     check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), monkeypatch, dtype)
 
 
@@ -177,12 +177,12 @@ def test_loss_trains_with_one_read_per_step(name, dtype, monkeypatch):
         "MODEL.LOSSES.CE.ALPHA 0.2",
     ],
 )
-def test_loss_option_trains_with_one_read_per_step(option, monkeypatch):
+def test_training_with_each_loss_option_reads_the_device_once_per_step(option, monkeypatch):
     check_reads(tiny_config(*option.split(" ")), monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(HEADS_REGISTRY))
-def test_head_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_head_reads_the_device_once_per_step(name, monkeypatch):
     if name == "JPMHead":
         cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name)
     else:
@@ -191,7 +191,7 @@ def test_head_trains_with_one_read_per_step(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(POOL_LAYER_REGISTRY))
-def test_pooling_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_pooling_reads_the_device_once_per_step(name, monkeypatch):
     if name in ("Flatten", "Identity"):
         cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.POOL_LAYER", "Identity")
     else:
@@ -200,17 +200,17 @@ def test_pooling_trains_with_one_read_per_step(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(CLS_LAYER_REGISTRY))
-def test_classifier_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_classifier_reads_the_device_once_per_step(name, monkeypatch):
     check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name), monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(NORM_REGISTRY))
-def test_norm_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_norm_reads_the_device_once_per_step(name, monkeypatch):
     check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name), monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(META_ARCH_REGISTRY))
-def test_meta_architecture_trains_with_one_read_per_step(name, monkeypatch):
+def test_training_with_each_meta_architecture_reads_the_device_once_per_step(name, monkeypatch):
     opts = {
         "MGN": [
             "MODEL.BACKBONE.DEPTH",
@@ -232,12 +232,12 @@ def test_meta_architecture_trains_with_one_read_per_step(name, monkeypatch):
 
 @pytest.mark.parametrize("clip", ["value", "norm", "global_norm"])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Lamb"])
-def test_optimizer_and_clipping_step_with_one_read(optimizer, clip, monkeypatch):
+def test_optimizer_step_with_gradient_clipping_reads_the_device_once(optimizer, clip, monkeypatch):
     opts = ["SOLVER.OPT", optimizer, "SOLVER.CLIP_GRADIENTS.ENABLED", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip]
     check_reads(tiny_config(*opts), monkeypatch)
 
 
-def test_skipped_step_reads_once_more_to_name_non_finite_gradients(monkeypatch):
+def test_skipped_step_reads_the_device_again_to_name_non_finite_gradients(monkeypatch):
     reads = itertools.count()
 
     def answer(count):
@@ -247,7 +247,7 @@ def test_skipped_step_reads_once_more_to_name_non_finite_gradients(monkeypatch):
     assert (trainer.step.skipped_total, trainer.step.scaler.scale, count) == (1, 32768, STEPS + 1)
 
 
-def test_ema_updates_without_a_read(monkeypatch):
+def test_ema_update_does_not_read_the_device(monkeypatch):
     cfg = tiny_config()
     model = build_model(cfg)
     with fake_cuda(monkeypatch) as reads:
@@ -257,7 +257,7 @@ def test_ema_updates_without_a_read(monkeypatch):
         assert reads.count == STEPS
 
 
-def test_preflight_runs_on_the_device(monkeypatch, tmp_path):
+def test_preflight_keeps_all_tensors_on_the_device(monkeypatch, tmp_path):
     cfg = tiny_config("OUTPUT_DIR", str(tmp_path), "SOLVER.AMP.PREFLIGHT", "warn")
     model = build_model(cfg)
     with fake_cuda(monkeypatch):
@@ -279,7 +279,7 @@ def test_precise_batch_norm_does_not_read_the_device(monkeypatch):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_evaluation_reads_features_once_per_batch_and_finite_flags_once(flip, monkeypatch):
+def test_evaluation_reads_the_device_once_per_batch_and_once_at_the_end(flip, monkeypatch):
     cfg = tiny_config()
     model = build_model(cfg)
     evaluator = ReidEvaluator(cfg, num_query=IMAGES)
@@ -301,7 +301,7 @@ def device_transforms(*names):
 
 
 @pytest.mark.parametrize("names", [*[(name,) for name in TRANSFORM_REGISTRY], tuple(TRANSFORM_REGISTRY)], ids="+".join)
-def test_transforms_copy_their_parameters_to_the_device_once(names, monkeypatch):
+def test_transforms_copy_random_parameters_to_the_device_once(names, monkeypatch):
     augment = device_transforms(*names)
     images = torch.zeros(IMAGES, 3, 64, 32, dtype=torch.uint8)
     parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
@@ -327,7 +327,7 @@ class UploadingTransform(BatchTransform):
         return images[torch.arange(len(images))] + torch.rand_like(images)
 
 
-def test_copies_and_device_draws_of_a_transform_are_counted(monkeypatch):
+def test_fake_cuda_counts_copies_and_device_draws_of_a_transform(monkeypatch):
     augment = Augmentation(transforms=[UploadingTransform()], seed=0)
     parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
     with fake_cuda(monkeypatch) as reads:

@@ -455,7 +455,7 @@ def test_re_ranking_of_equal_features_is_finite(kind):
 @pytest.mark.parametrize("base_lr", [1e-6, 1.0, 1e3])
 @pytest.mark.parametrize("sched", ["MultiStepLR", "CosineAnnealingLR"])
 def test_lr_schedules_match_definitions(sched, base_lr):
-    """Steps by gamma; the cosine of Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5; times a linear warm-up."""
+    """Step decay by gamma, or cosine (Loshchilov & Hutter 2017, arXiv:1608.03983, eq. 5), times a linear warm-up."""
     cfg = get_cfg()
     cfg.merge_from_list([
         "SOLVER.SCHED", sched, "SOLVER.EPOCH_SCHEDULE", "absolute", "SOLVER.MAX_EPOCH", "10",

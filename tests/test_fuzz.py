@@ -151,7 +151,7 @@ def place(tmp_path_factory):
 
 @fuzzed
 @seeds
-def test_damaged_config_files_never_crash(place, seed):
+def test_training_with_a_damaged_config_file_never_crashes(place, seed):
     rng = random.Random(seed)
     place.clean()
     file = place.root / "nasty.yml"
@@ -167,7 +167,7 @@ def test_damaged_config_files_never_crash(place, seed):
 
 @fuzzed
 @seeds
-def test_random_key_value_pairs_never_crash(place, seed):
+def test_training_with_random_config_values_never_crashes(place, seed):
     rng = random.Random(seed)
     place.clean()
     opts = []
@@ -186,7 +186,7 @@ def test_random_key_value_pairs_never_crash(place, seed):
 
 @fuzzed
 @seeds
-def test_damaged_image_lists_never_crash(place, seed):
+def test_training_with_a_damaged_image_list_never_crashes(place, seed):
     rng = random.Random(seed)
     place.clean()
     place.write_csv(fuzz.nasty_csv(rng, place.rows))
@@ -199,7 +199,7 @@ def test_damaged_image_lists_never_crash(place, seed):
 
 @fuzzed
 @seeds
-def test_damaged_images_never_crash(place, seed):
+def test_training_with_a_damaged_image_never_crashes(place, seed):
     rng = random.Random(seed)
     place.clean()
     kind = rng.choice(list(place.files))
@@ -217,7 +217,7 @@ def test_damaged_images_never_crash(place, seed):
 @pytest.mark.parametrize("resume", [True, False])
 @fuzzed
 @seeds
-def test_damaged_checkpoints_never_crash(place, seed, resume):
+def test_training_or_evaluation_with_a_damaged_checkpoint_never_crashes(place, seed, resume):
     rng = random.Random(seed)
     place.clean()
     path = place.output / "model_0000.pth"
@@ -284,7 +284,7 @@ def nasty_npz(rng, content, arrays, others):
 
 @fuzzed
 @seeds
-def test_damaged_extractions_never_crash(tmp_path_factory, seed):
+def test_reading_a_damaged_extraction_never_crashes(tmp_path_factory, seed):
     """``read_in_time`` contains the assertions: any exception other than a UserError fails the test."""
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
     good = (PREVIOUS / "gallery.npz").read_bytes()
@@ -302,7 +302,7 @@ def test_damaged_extractions_never_crash(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_damaged_indices_never_crash(tmp_path_factory, seed):
+def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
     files = {kind: (PREVIOUS / f"{kind}.index").read_bytes() for kind in index.KINDS}
     kind = rng.choice(index.KINDS)
@@ -323,7 +323,7 @@ def test_damaged_indices_never_crash(tmp_path_factory, seed):
 
 @fuzzed
 @seeds
-def test_damaged_checkpoints_never_crash_the_predictor(tmp_path_factory, seed):
+def test_predictor_with_a_damaged_checkpoint_never_crashes(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.pth"
     good = (PREVIOUS / "model_final.pth").read_bytes()
     kind = rng.randrange(4)

@@ -1,4 +1,4 @@
-"""Import order of packages, and modules that are imported lazily."""
+"""Tests of the import order of packages, and of packages that must be imported lazily."""
 
 import ast
 import subprocess
@@ -30,7 +30,7 @@ def violations(root):
                     yield f"{path.relative_to(root)}:{node.lineno} imports {module}"
 
 
-def test_packages_import_only_lower_packages():
+def test_packages_import_only_packages_below_them_in_the_import_order():
     assert list(violations(ROOT)) == []
 
 
@@ -42,13 +42,13 @@ def test_import_order_check_finds_violations(tmp_path):
     assert len(list(violations(tmp_path))) == 3
 
 
-def test_import_fastamp_does_not_import_torch():
+def test_importing_fastamp_does_not_import_torch():
     code = "import fastamp, sys; print(fastamp.__version__, 'torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split()[1] == "False"
 
 
-def test_optional_packages_are_not_imported():
+def test_importing_fastamp_packages_does_not_import_optional_packages():
     code = (
         "import sys\n"
         "optional = ('matplotlib', 'ray', 'timm', 'onnx', 'faiss', 'tensorboard', 'scipy', 'h5py')\n"

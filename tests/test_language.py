@@ -1,4 +1,4 @@
-"""Language check: it finds planted violations and accepts code spans."""
+"""Tests of the language check: planted violations, accepted code spans, and the text of the repository."""
 
 import pytest
 from language import banned_words, check_paths, check_text
@@ -17,7 +17,7 @@ from language import banned_words, check_paths, check_text
         "print('some images are left out')",
     ],
 )
-def test_check_finds_planted_violations(source):
+def test_language_check_finds_planted_violations(source):
     assert len(check_text(source, "planted.py")) == 1
 
 
@@ -30,15 +30,15 @@ def test_check_finds_planted_violations(source):
         "def test_whole_batch_is_padded(): ...",
     ],
 )
-def test_check_accepts_code_spans_and_keys(source):
+def test_language_check_accepts_code_spans_and_keys(source):
     assert check_text(source, "planted.py") == []
 
 
-def test_check_skips_code_in_markdown():
+def test_language_check_skips_code_in_markdown():
     assert len(check_text("# What it does\n```sh\ncolour\n```\nIn one colour, `colour`.", "planted.md")) == 2
 
 
-def test_banned_words_are_read_from_the_glossary():
+def test_language_check_reads_banned_words_from_the_glossary():
     assert banned_words()["floor"] == "baseline"
 
 

@@ -1,4 +1,4 @@
-"""Modules neither use private attributes nor assign attributes of objects from other modules."""
+"""Static check: modules use no private attributes of other modules' objects, and assign none of their attributes."""
 
 import ast
 from collections.abc import Iterator
@@ -103,7 +103,7 @@ def foreign_assignments(source: str) -> Iterator[str]:
             yield f"{node.lineno}: {expression}"
 
 
-def test_attributes_of_other_modules_are_not_assigned():
+def test_sources_do_not_assign_attributes_of_other_modules():
     root = PACKAGE.parent
     paths = [*PACKAGE.rglob("*.py"), *(root / "tools").glob("*.py"), *(root / "projects").rglob("*.py")]
     found = [
@@ -125,12 +125,12 @@ def test_attributes_of_other_modules_are_not_assigned():
         ("cfg.MODEL.DEVICE = 'cpu'", []),
     ],
 )
-def test_check_finds_planted_assignment(source, expected):
-    """Negative control for the check above."""
+def test_foreign_assignment_check_finds_planted_assignments(source, expected):
+    """Negative control for test_sources_do_not_assign_attributes_of_other_modules."""
     assert list(foreign_assignments(source)) == expected
 
 
-def test_private_attributes_of_other_modules_are_not_used():
+def test_sources_do_not_use_private_attributes_of_other_modules():
     found = [
         f"{path.relative_to(PACKAGE.parent)}:{each}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -149,12 +149,12 @@ def test_private_attributes_of_other_modules_are_not_used():
         ("torch._foreach_norm(x), x.__class__, _y", []),
     ],
 )
-def test_check_finds_planted_private_attribute(source, expected):
-    """Negative control for the check above."""
+def test_private_attribute_check_finds_planted_attributes(source, expected):
+    """Negative control for test_sources_do_not_use_private_attributes_of_other_modules."""
     assert list(foreign(source)) == expected
 
 
-def test_allowed_private_names_are_all_needed():
+def test_every_allowed_private_name_is_used_in_the_sources():
     used = {
         node.attr
         for path in PACKAGE.rglob("*.py")
@@ -164,7 +164,7 @@ def test_allowed_private_names_are_all_needed():
     assert ALLOWED - used == set()
 
 
-def test_allowed_assignments_are_all_needed():
+def test_every_allowed_foreign_assignment_occurs_in_the_sources():
     root = PACKAGE.parent
     paths = [*PACKAGE.rglob("*.py"), *(root / "projects").rglob("*.py")]
     nodes = [node for path in paths for node in assigned(ast.parse(path.read_text(encoding="utf-8")))]

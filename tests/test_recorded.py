@@ -137,7 +137,7 @@ def resume_and_compare(straight, name, folder):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_resumed_run_equals_uninterrupted_run(demo, tmp_path, straight, name):
+def test_run_resumed_from_recorded_checkpoint_equals_uninterrupted_run(demo, tmp_path, straight, name):
     """Bit-identical on the machine that wrote the file; elsewhere within a tolerance that a lost state exceeds."""
     content = stored(name)
     assert content["trainer"]["iteration"] == STOP and STOP % content["trainer"]["iters_per_epoch"]
@@ -187,8 +187,8 @@ def lose_steps(content):
         ("distiller", lose_buffers),
     ],
 )
-def test_comparison_detects_a_lost_state(demo, tmp_path, straight, name, lose):
-    """Negative control."""
+def test_comparison_of_resumed_runs_detects_a_lost_state(demo, tmp_path, straight, name, lose):
+    """Negative control: one state in the checkpoint is reset before the run resumes."""
     content = stored(name)
     before = copy.deepcopy(content)
     lose(content)
@@ -227,7 +227,7 @@ def test_resume_restores_recorded_hook_states(demo, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["EvalHook", "PeriodicCheckpointer"])
-def test_comparison_detects_a_renamed_hook(demo, tmp_path, name):
+def test_comparison_of_hook_states_detects_a_renamed_hook(demo, tmp_path, name):
     """Negative control: a renamed hook class."""
     content = stored("ema")
     content["trainer"]["hooks"][f"{name}Renamed"] = content["trainer"]["hooks"].pop(name)
@@ -235,7 +235,7 @@ def test_comparison_detects_a_renamed_hook(demo, tmp_path, name):
         assert_hooks_continue(content, config_of("ema", resumable(tmp_path, "ema", content)))
 
 
-def test_resumed_run_of_two_ranks_equals_uninterrupted_run(demo_root, demo, tmp_path):
+def test_recorded_run_of_two_ranks_resumes_like_an_uninterrupted_run(demo_root, demo, tmp_path):
     def run(folder, *flags):
         done = preloaded.run(HELPERS / "ranks.py", *flags, folder, "2", *recorded.TWO_RANKS)
         assert done.returncode == 0, done.stderr
@@ -266,7 +266,7 @@ def test_recorded_crash_dump_can_be_replayed(capfd):
     assert amp_replay.cli([str(FILES / "amp_crash"), "SOLVER.AMP", "bf16"]) == 0
 
 
-def test_extraction_and_indices_load_with_equal_results():
+def test_recorded_extraction_and_indices_load_with_equal_results():
     extraction = read_extraction(FILES / "inference/gallery.npz")
     assert extraction.features.astype(float).sum(0).tolist() == EXPECTED["extraction_sum"]
     assert list(map(str, extraction.paths)) == EXPECTED["paths"]
@@ -289,7 +289,7 @@ def test_predictor_with_averaged_weights_reproduces_recorded_features(monkeypatc
 # ---- FastTune
 
 
-def test_recorded_trial_continues_from_its_checkpoint(demo, tmp_path):
+def test_recorded_fasttune_trial_continues_from_its_checkpoint(demo, tmp_path):
     (path,) = (FILES / "search/search").glob("trial_*/run/model_tune.pth")
     content, before = read(path), rows(path.with_name("reports.jsonl"))
     done = content["trainer"]["iteration"] // content["trainer"]["iters_per_epoch"]
@@ -324,7 +324,7 @@ def with_the_search_split(cfg):
 
 
 @pytest.mark.tune
-def test_killed_recorded_search_can_be_resumed(demo, tmp_path, monkeypatch, capfd):
+def test_recorded_killed_fasttune_search_can_be_resumed(demo, tmp_path, monkeypatch, capfd):
     ray = pytest.importorskip("ray")
     if FACTS["ray"] != ray.__version__ or FACTS["python"].split(".")[:2] != sys.version.split(".")[:2]:
         pytest.skip(f"Ray pickles by its own version and Python's: {FACTS['ray']}, {FACTS['python']}")
@@ -373,7 +373,7 @@ def test_recorded_public_names_can_be_imported():
     assert sorted(missing) == sorted(REMOVED)
 
 
-def test_recorded_commands_exist():
+def test_recorded_commands_still_exist():
     there = recorded.commands()
     stored_names = json.loads((FILES / "names.json").read_text())["commands"]
     assert {where: [name for name in names if name not in there[where]] for where, names in stored_names.items()} == {
@@ -381,7 +381,7 @@ def test_recorded_commands_exist():
     }
 
 
-def test_recorded_keys_exist_with_their_defaults():
+def test_recorded_config_keys_still_have_their_defaults():
     before, now = json.loads((FILES / "keys.json").read_text()), recorded.keys()
     before["keys"] = {current_path(key): value for key, value in before["keys"].items()}
     changed = [
@@ -393,7 +393,7 @@ def test_recorded_keys_exist_with_their_defaults():
     assert changed == []
 
 
-def test_recorded_key_aliases_are_accepted():
+def test_recorded_config_key_aliases_are_still_accepted():
     spellings, cfg = json.loads((FILES / "keys.json").read_text()), get_cfg()
     for old, new in spellings["renamed"].items():
         cfg.merge_from_list([old, "True"])
@@ -406,7 +406,7 @@ def test_recorded_key_aliases_are_accepted():
             get_cfg().merge_from_list([old, "1"])
 
 
-def test_comparison_detects_a_difference_in_one_bit(tmp_path, capsys):
+def test_comparison_of_records_detects_a_difference_in_one_bit(tmp_path, capsys):
     one = {"weights": torch.tensor([1.0, float("nan")]), "loss": 0.1}
     changed = {"weights": one["weights"].clone(), "loss": np.nextafter(0.1, 1).item(), "mAP": 1.0}
     changed["weights"][0] = 1.0 + 2**-23

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""autocast with a missing or wrong device type; evaluation in a different precision than training (RF-DETR)."""
+"""Reproduce autocast with a missing or wrong device type, and evaluation in another precision (RF-DETR)."""
 
 import io
 import logging

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Training without any parameter update and without a message (FastReID on PyTorch >= 2, without AMP)."""
+"""Reproduce training that updates no parameter and reports nothing (FastReID on PyTorch >= 2, without AMP)."""
 
 import itertools
 import sys

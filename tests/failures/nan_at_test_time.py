@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""NaN features in evaluation after successful training, and infinite gradient norms (VMamba)."""
+"""Reproduce NaN features in evaluation after successful training, and infinite gradient norms (VMamba)."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from fastamp.diagnostics.preflight import preflight
 
 
 class Scan(nn.Module):
-    """y_t = sum over s <= t of exp(-(delta_(s+1) + ... + delta_t)) x_s, of x and delta (B, T, D)."""
+    """Scan of x and delta (B, T, D): y_t is the sum over s <= t of exp(-(delta_(s+1) + ... + delta_t)) x_s."""
 
     def forward(self, x, delta):
         if torch.is_grad_enabled():  # the bug: float32 only in training

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""AssertionError: No inf checks were recorded for this optimizer (reid_baseline, FastReID)."""
+"""Reproduce "No inf checks were recorded for this optimizer" (AssertionError in reid_baseline and FastReID)."""
 
 import copy
 import itertools

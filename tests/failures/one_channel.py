@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""AMP checks failed: a check with RGB images on a model with one input channel (YOLOv5)."""
+"""Reproduce "AMP checks failed": a check with an RGB image fails for a model with one input channel (YOLOv5)."""
 
 import itertools
 import math

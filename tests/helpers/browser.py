@@ -1,4 +1,4 @@
-"""Headless Chromium, controlled by the DevTools protocol over a pipe."""
+"""Headless Chromium, controlled through the DevTools protocol over a pipe."""
 
 import base64
 import json
@@ -108,7 +108,7 @@ class Browser:
         path.write_bytes(base64.b64decode(content))
 
     def _read(self) -> dict:
-        """Read the next message, an answer or an event; record events."""
+        """Read the next message, which is an answer or an event; record console output, errors and requests."""
         while b"\0" not in self._buffer:
             ready, _, _ = select.select([self._from], [], [], _SECONDS)
             content = os.read(self._from, 2**20) if ready else b""

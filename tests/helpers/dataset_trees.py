@@ -41,17 +41,17 @@ MSMT = {
 
 
 def msmt(folder, train, test):
-    """Return the files of MSMT17 as path -> text, in the folder layout of one version."""
+    """Return the files of one MSMT17 version as path -> text; the versions name the folders differently."""
     return {f"{folder}/{path.format(train=train, test=test)}": text for path, text in MSMT.items()}
 
 
 def under(folder, files):
-    """Add a folder to the paths of ``files``, which is path -> text, or a list of paths of empty files."""
+    """Move ``files`` (path -> text, or a list of paths of empty files) into a folder; return path -> text."""
     return {f"{folder}/{path}": files[path] if isinstance(files, dict) else "" for path in files}
 
 
 def training_only(folder, files, train):
-    """Return the entry for a dataset that has only training images."""
+    """Return the ``TREES`` entry of a dataset that contains only training images."""
     return under(folder, files), train, [], []
 
 
@@ -133,7 +133,7 @@ TREES = {
 
 
 def write(root, files):
-    """Write ``files``, path -> text, below ``root``."""
+    """Write ``files`` (path -> text) below ``root``."""
     for path, text in files.items():
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def overflow(dtype: torch.dtype, rank: int, bad_rank: int) -> dict[str, Any]:
 
 
 class TwoHeads(nn.Module):
-    """Net with a second head on its detached features, multiplied by a factor from the batch."""
+    """Net with a second head, whose input is the detached features times a factor from the batch."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ NASTY: list[Any] = [
 
 
 class Hang(Exception):
-    """A command exceeded the time limit."""
+    """Raised if a command exceeds the time limit."""
 
 
 class Watch:

@@ -36,7 +36,7 @@ def wide_tuples():
 
 
 def _big_ints(count):
-    """Yield integers with the same hash."""
+    """Yield the opcodes of ``count`` different integers with the same hash."""
     for number in range(1, count + 1):
         data = pickle.encode_long(number * (2**61 - 1))
         yield b"\x8a" + bytes([len(data)]) + data

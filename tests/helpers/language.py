@@ -1,6 +1,6 @@
 """Check the project's text against the glossary in CONTRIBUTING.md: ``python tests/helpers/language.py [PATH ...]``.
 
-It reads docstrings, comments, strings with several words, names, and Markdown outside code blocks. Code spans in
+The check reads docstrings, comments, strings with several words, names, and Markdown outside code blocks. Code spans in
 backticks are skipped, because text may mention the old name of a key or function.
 """
 

@@ -180,7 +180,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def _collecting(self, title: str) -> Iterator[None]:
-        """Record the log records, warnings and swallowed errors of the block below ``title``; nothing if none."""
+        """Record log records, warnings and caught errors under the heading ``title``; omit an empty section."""
         start = len(self.lines)
         self.lines += ["", self._normalize(title)]
         create = logging.getLogRecordFactory()
@@ -232,7 +232,7 @@ class Recorder:
         self._add(record.levelname, message)
 
     def _follow(self, error: BaseException | None, seen: tuple[BaseException, ...] = ()) -> None:
-        """Count the sites that raised an error or one of its causes."""
+        """Mark the sites that raised an error or one of its causes as reached."""
         if error is None or error in seen:
             return
         frames = traceback.extract_tb(error.__traceback__)

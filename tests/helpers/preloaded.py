@@ -49,7 +49,7 @@ class Run:
             subprocess.CompletedProcess[str]: exit code and captured output.
 
         Raises:
-            subprocess.TimeoutExpired: the script did not exit within ``timeout`` seconds and was killed.
+            subprocess.TimeoutExpired: if the script does not exit within ``timeout`` seconds; it is then killed.
         """
         if not select.select([self._status], [], [], timeout)[0]:
             os.kill(self.pid, signal.SIGKILL)

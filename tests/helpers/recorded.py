@@ -72,7 +72,7 @@ SEARCH_OPTIONS = ("SOLVER.MAX_EPOCH", "12", "SOLVER.STEPS", "(10,)", "TEST.EVAL_
 
 
 class Interrupt(HookBase):
-    """Hook that raises SIGTERM in the middle of an epoch."""
+    """Hook that sends SIGTERM to its own process in the middle of an epoch."""
 
     def before_step(self) -> None:
         if self.trainer.iter == STOP - 1:

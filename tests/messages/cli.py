@@ -114,7 +114,7 @@ def files(record):
 
 
 def names(record):
-    """Access unknown and former names."""
+    """Access unknown and renamed Python names and registry entries."""
     with record("fastamp.Predicter"):
         fastamp.Predicter  # noqa: B018
     with record("check_choice"):

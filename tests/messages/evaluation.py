@@ -99,7 +99,7 @@ def features(record):
 
 
 def models(record):
-    """Evaluate a model."""
+    """Evaluate models and baselines, also with NaN weights, too small images or no images."""
     from fastamp.data import build_reid_test_loader
     from fastamp.engine import DefaultTrainer
     from fastamp.evaluation import ReidEvaluator, update_bn_statistics
@@ -126,7 +126,7 @@ def models(record):
 
 
 def figures(record):
-    """Draw figures and similarity maps."""
+    """Draw figures and similarity maps of unsuitable files and models."""
     record.file("history/metrics.json/x")
     with record("read_history of a folder"):
         read_history(record.root / "history/metrics.json")

@@ -216,7 +216,7 @@ def open_loop(record):
 
 
 def soak(record):
-    """Run tools/soak.py."""
+    """Run tools/soak.py with too few kills, and with a non-empty OUTPUT_DIR."""
     import soak as tool
 
     config = ("--config-file", record.root / "plain.yml")

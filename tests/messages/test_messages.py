@@ -1,4 +1,4 @@
-"""Snapshot of all messages: each file triggers those of one package, and snapshot/ stores them as shown to a user.
+"""Snapshot test of all messages: each file here triggers the messages of one package; snapshot/ stores their text.
 
 Run `python tests/messages/update.py` to update the snapshot.
 """
@@ -23,7 +23,7 @@ NOT_REACHED = "## Sites that no invocation above reaches"
 
 @pytest.fixture
 def bare_machine(monkeypatch):
-    """Hide GPUs, CPU properties and components of other tests, on which messages depend."""
+    """Hide what messages depend on: GPUs, CPU properties and components that other tests registered."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     replaced = {"native_bfloat16": lambda device: (True, "native bfloat16"), "available_cores": lambda: 2}
     for module in [each for name, each in sys.modules.items() if name.startswith("fastamp.")]:
@@ -45,7 +45,7 @@ def _is_test(component):
 @pytest.mark.parametrize(
     "section", [pytest.param(name, marks=pytest.mark.tune if name in NEED_RAY else ()) for name in SECTIONS]
 )
-def test_messages_match_snapshot(section, demo, run_folder, bare_machine, tmp_path, request):
+def test_recorded_messages_match_the_snapshot(section, demo, run_folder, bare_machine, tmp_path, request):
     snapshot = HERE / "snapshot" / f"{section}.txt"
     update = bool(os.environ.get("UPDATE_MESSAGES"))
     spec = importlib.util.spec_from_file_location(f"messages_{section}", HERE / f"{section}.py")

@@ -75,8 +75,8 @@ CONTENTS = {
 WRITERS = {"zip": torch.save, "legacy": legacy, "tar": old_tar, "by hand": hand_made_zip, "pickle": plain_pickle}
 
 
-def test_unrestricted_unpickling_executes_the_code(here):
-    """Negative control for the tests below."""
+def test_unrestricted_unpickling_executes_code_in_a_checkpoint(here):
+    """Negative control: the checkpoint of the other tests executes its code if unpickling is not restricted."""
     torch.save(CONTENTS["deep"], here / "evil.pth")
     torch.load(here / "evil.pth", weights_only=False)
     assert (here / "marker").exists()
@@ -84,7 +84,7 @@ def test_unrestricted_unpickling_executes_the_code(here):
 
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("content", CONTENTS)
-def test_checkpoint_with_code_raises_without_executing_it(here, content, writer):
+def test_reading_a_checkpoint_with_code_raises_without_executing_it(here, content, writer):
     path = here / "evil.pth"
     WRITERS[writer](CONTENTS[content], path)
     with pytest.raises(WeightsError, match=r"evil\.pth"):
@@ -92,7 +92,7 @@ def test_checkpoint_with_code_raises_without_executing_it(here, content, writer)
     assert not (here / "marker").exists()
 
 
-def test_every_command_that_reads_a_checkpoint_rejects_code(demo, here, capfd):
+def test_commands_reject_a_checkpoint_that_contains_code(demo, here, capfd):
     output = here / "output"
     output.mkdir()
     evil = output / "evil.pth"
@@ -142,7 +142,7 @@ def test_compressed_checkpoint_is_not_decompressed(tmp_path):
         read_checkpoint(path)
 
 
-def test_multi_disk_archive_raises(tmp_path):
+def test_checkpoint_in_a_multi_disk_zip_archive_raises(tmp_path):
     stream = io.BytesIO()
     torch.save({"model": {"a": torch.ones(2)}}, stream)
     content = stream.getvalue()
@@ -153,7 +153,7 @@ def test_multi_disk_archive_raises(tmp_path):
         read_checkpoint(tmp_path / "split.pth")
 
 
-def test_features_file_with_object_arrays_is_rejected(here, capfd):
+def test_features_file_with_object_or_oversized_arrays_is_rejected(here, capfd):
     arrays = {name: np.array([Evil()], dtype=object) for name in ("query_features", "gallery_features", "query_pids")}
     np.savez(here / "evil.npz", **arrays)
     assert evaluate_features.cli([str(here / "evil.npz")]) == 2
@@ -168,7 +168,7 @@ def test_features_file_with_object_arrays_is_rejected(here, capfd):
     assert not (here / "marker").exists()
 
 
-def test_mat_file_that_contains_a_pickle_raises(here):
+def test_cuhk03_mat_file_that_contains_a_pickle_raises(here):
     (here / "evil.mat").write_bytes(pickle.dumps(Evil()))
     with pytest.raises(DataError, match=r"evil\.mat"):
         new_split(here / "evil.mat", [])

@@ -27,7 +27,7 @@ YAMLS = {
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_malicious_config_raises(here, name):
+def test_loading_a_malicious_config_file_raises(here, name):
     file = here / "evil.yml"
     file.write_text(YAMLS[name])
     (here / "child.yml").write_text("_BASE_: evil.yml\n")
@@ -41,7 +41,7 @@ def test_malicious_config_raises(here, name):
     assert not (here / "marker").exists()
 
 
-def test_config_must_be_a_regular_yaml_file(here):
+def test_config_that_is_not_a_regular_yaml_file_raises(here):
     os.mkfifo(here / "pipe.yml")
     for path in (here / "pipe.yml", "/dev/zero"):
         with pytest.raises(ConfigError, match="pipe.*device"):
@@ -53,7 +53,7 @@ def test_config_must_be_a_regular_yaml_file(here):
 
 
 @pytest.mark.parametrize("text", ["a\0b", "\ud800"])
-def test_config_value_with_null_or_surrogate_raises(text):
+def test_config_value_with_null_or_surrogate_character_raises(text):
     for key in ("OUTPUT_DIR", "DATASETS.NAMES", "SOLVER.OPT_ARGS.x"):
         with pytest.raises(ConfigError, match=key):
             get_cfg().merge_from_list([key, text])

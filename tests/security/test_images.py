@@ -34,19 +34,19 @@ def csv_set(folder, text, name="a.csv"):
         ('path,pid\n"a.png,b\n' * 3, "cannot read the CSV file"),
     ],
 )
-def test_malicious_csv_file_raises(tmp_path, text, expected):
+def test_reading_a_malicious_csv_dataset_raises(tmp_path, text, expected):
     with pytest.raises(DataError, match=expected) as caught:
         csv_set(tmp_path, text)
     assert len(str(caught.value)) < 1000
 
 
-def test_csv_values_are_plain_text(tmp_path):
+def test_csv_dataset_values_are_read_as_plain_text(tmp_path):
     """Formulas are not evaluated. Paths may point anywhere, since images are only read."""
     found = csv_set(tmp_path, "path,pid\n../b.png,=1+1\n~no-such-user/a.png,@SUM(A1)\n/c.png,+cmd|' /C calc'!A0\n")
     assert [item.path for item in found.train] == [f"{tmp_path}/../b.png", f"{tmp_path}/~no-such-user/a.png", "/c.png"]
 
 
-def test_devices_pipes_and_circular_links_do_not_hang(tmp_path):
+def test_reading_a_device_pipe_or_circular_link_raises_instead_of_hanging(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "pipe", "/dev/zero", "/dev/stdin"):
@@ -106,14 +106,14 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
     ids=["png", "jpeg", "bmp", "eps", "svg"],
 )
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_malicious_image_raises(tmp_path, content, expected, channels, recwarn):
+def test_reading_a_malicious_image_raises(tmp_path, content, expected, channels, recwarn):
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(DataError, match=expected):
         read_image(str(tmp_path / "a.jpg"), channels)
     assert _inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
 
 
-def test_damaged_png_raises_instead_of_crashing(tmp_path):
+def test_reading_a_damaged_png_raises_instead_of_crashing(tmp_path):
     """The decoder of torchvision crashes with a segmentation fault on this file."""
     rows = b"".join(b"\x09" + bytes(48) for _ in range(32))  # filter type 9 does not exist
     content = png(16, 32)

@@ -20,19 +20,19 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 @pytest.mark.parametrize(
     "name", ["csv:/data/../../x.csv", "folder:../..", "..", ".", "", "a\\..\\b", "x" * 5000, "é" * 300]
 )
-def test_folder_name_is_a_single_path_component(tmp_path, name):
+def test_evaluation_folder_name_is_a_single_path_component_for_any_dataset(tmp_path, name):
     folder = tmp_path / "evaluation" / folder_name(name)
     folder.mkdir(parents=True)
     assert folder.resolve().parent == (tmp_path / "evaluation").resolve()
 
 
-def test_folder_names_are_unique():
+def test_evaluation_folder_names_of_different_datasets_differ():
     names = ["a/b", "a%2Fb", "a_b", "..", "%2E%2E", "x" * 5000, "x" * 5001, "Market1501", "csv:mine.csv"]
     assert len({folder_name(name) for name in names}) == len(names)
     assert folder_name("Market1501") == "Market1501"
 
 
-def test_dataset_name_with_dots_writes_into_output_dir(demo, tmp_path, capfd):
+def test_evaluation_of_dataset_path_with_dots_writes_only_into_output_dir(demo, tmp_path, capfd):
     data = tmp_path / "deep" / "data"
     data.mkdir(parents=True)
     for number in range(4):
@@ -46,7 +46,7 @@ def test_dataset_name_with_dots_writes_into_output_dir(demo, tmp_path, capfd):
     assert [path.parents[2] for path in tmp_path.rglob("per_query.npz")] == [output]
 
 
-def test_links_out_of_output_dir_are_not_followed(demo, tmp_path, capfd):
+def test_training_does_not_write_through_links_out_of_output_dir(demo, tmp_path, capfd):
     output, precious = tmp_path / "output", tmp_path / "precious"
     output.mkdir()
     precious.write_text("mine")
@@ -61,7 +61,7 @@ def test_links_out_of_output_dir_are_not_followed(demo, tmp_path, capfd):
     assert precious.read_text() == "mine"
 
 
-def test_circular_links_in_output_dir_raise(demo, here, capfd):
+def test_training_with_circular_links_in_output_dir_exits_with_2(demo, here, capfd):
     output = here / "output"
     (output / "evaluation").mkdir(parents=True)
     (output / "evaluation/a").symlink_to("b")
@@ -71,7 +71,7 @@ def test_circular_links_in_output_dir_raise(demo, here, capfd):
     assert "Too many levels of symbolic links" in (err := capfd.readouterr().err) and "Traceback" not in err
 
 
-def test_memory_cache_folder_must_be_private(tmp_path, monkeypatch):
+def test_image_cache_in_memory_raises_if_the_folder_is_not_private(tmp_path, monkeypatch):
     monkeypatch.setattr("fastamp.data.cache._SHARED_MEMORY", tmp_path)
     folder = tmp_path / f"fastamp-cache-{os.getuid()}"
     (tmp_path / "elsewhere").mkdir()
@@ -88,7 +88,7 @@ def test_memory_cache_folder_must_be_private(tmp_path, monkeypatch):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_terminal_escape_sequences_are_escaped(tmp_path, capsys):
+def test_terminal_escape_sequences_in_messages_are_escaped(tmp_path, capsys):
     assert sanitize_terminal_text("a\x1b[2Jb\r\u202ec\ud880\n\té") == "a\\x1b[2Jb\\r\\u202ec\\ud880\n\té"
     setup_logger(tmp_path)
     logging.getLogger("fastamp").warning("reading %s", "\x1b]0;owned\x07 \udcff")
