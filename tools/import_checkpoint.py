@@ -42,15 +42,15 @@ def import_checkpoint(
 
     Args:
         source: weights file.
-        target: checkpoint to write, .pth.
-        config_file: config of the model; empty to infer it.
-        opts: KEY VALUE pairs.
+        target: checkpoint to write; the name must end in .pth.
+        config_file: config of the model; empty to infer the config from the weights.
+        opts: KEY VALUE pairs that override the config.
         plugin: Python file with custom components; empty for none.
         prefix: prefix of the tensors to use, see ``tensors_by_path``; empty for all tensors. Default empty.
 
     Raises:
-        ConfigError: if ``target`` is ``source`` or cannot be written, or the config is invalid.
-        WeightsError: if ``source`` cannot be read, does not match the model, or has non-finite weights.
+        ConfigError: if ``target`` is ``source``, does not end in .pth or cannot be written, or the config is invalid.
+        WeightsError: if ``source`` cannot be read, does not match the model, or contains non-finite weights.
     """
     out = expand(target)
     if out.suffix != ".pth":
@@ -74,7 +74,7 @@ def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> 
     """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
 
     Raises:
-        WeightsError: if there is no state dict, or no tensor below ``prefix``.
+        WeightsError: if the file contains no state dict, or no tensor below ``prefix``.
     """
     if not prefix:
         return state_dict_in(content, source)

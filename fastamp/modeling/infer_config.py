@@ -208,7 +208,7 @@ def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode)
 
 
 def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
-    """Compute ``(fraction of tensors that match between a backbone and trunk, width of the backbone)``."""
+    """Compute the fraction of tensors that match between a backbone and ``trunk``, and the width of the backbone."""
     own, converted, width = _build_and_convert(keys, trunk, defaults)
     matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
     unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]

@@ -28,7 +28,7 @@ class LoadedModel:
         model (nn.Module): model in evaluation mode, with averaged weights if the config selects them for evaluation.
         policy (PrecisionPolicy): precision policy for evaluation; run the model inside ``policy.autocast()``.
         cfg (CfgNode): config of the model, frozen.
-        extra (dict[str, Any]): entries of the checkpoint besides the weights.
+        extra (dict[str, Any]): entries of the checkpoint other than the weights.
     """
 
     model: nn.Module

@@ -53,7 +53,7 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
 
 
 class _CheckTensorSizes(TorchFunctionMode):
-    """Check the size of each large CPU tensor against the available memory before it is created."""
+    """Compare the size of each large CPU tensor with the available memory before the tensor is created."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()

@@ -374,7 +374,11 @@ def cli(argv: list[str] | None = None) -> int:
 
     def interrupted(number: int) -> None:
         if args.scheduler == "hyperband":
-            print("interrupted: a search with --scheduler hyperband cannot be resumed", file=sys.stderr)
+            print(
+                "interrupted: a search with --scheduler hyperband cannot be resumed.\n"
+                "  fix: start a new search with another OUTPUT_DIR; --scheduler asha can be resumed",
+                file=sys.stderr,
+            )
             codes.append(128 + number)
             return
         raise TrainingInterrupted(number, "the trials, trials.csv and best_config.yaml under OUTPUT_DIR")

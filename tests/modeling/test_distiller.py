@@ -94,7 +94,7 @@ def test_distillation_loss_is_finite_for_extreme_logits_and_zero_for_equal_logit
 # ---- teachers from files
 
 
-def test_distiller_averages_loss_over_teachers_and_excludes_their_parameters(tmp_path):
+def test_distiller_averages_loss_over_teachers_and_excludes_teacher_parameters(tmp_path):
     first, teacher = write_teacher(tmp_path)
     _, other = write_teacher(tmp_path, "MODEL.PIXEL_MEAN", "(0., 0., 0.)", name="other")
     files = ["KD.MODEL_CONFIG", f"[{first[1]}, {tmp_path}/other.yml]"]
@@ -138,7 +138,7 @@ def test_distillation_loss_decreases_during_bfloat16_training(tmp_path):
     assert values[-1] < 0.5 * values[0]
 
 
-def test_converting_distiller_to_float64_converts_its_teachers(tmp_path):
+def test_converting_distiller_to_float64_converts_teachers(tmp_path):
     files, _ = write_teacher(tmp_path)
     model = make(tmp_path, *files).to(torch.float64)
     assert model._teachers[0].heads.weight.dtype == torch.float64

@@ -139,7 +139,7 @@ def test_loss_of_single_output_with_weight_1_equals_unweighted_loss():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_all_jpm_parameters_have_gradients_and_checkpointing_does_not_change_them(config, checkpointing):
+def test_all_jpm_parameters_have_gradients_independent_of_checkpointing(config, checkpointing):
     model = build_model(config("MODEL.BACKBONE.CHECKPOINTING", str(checkpointing)))
     images = torch.randint(256, (4, 3, 64, 40), dtype=torch.uint8)
     torch.manual_seed(1)

@@ -85,7 +85,7 @@ def test_memory_bank_is_float32_and_allows_two_forward_passes_before_backward():
     assert losses[0].dtype == bank.queue.dtype == torch.float32 and bank.queue_label.dtype == torch.int64
 
 
-def test_batch_larger_than_memory_bank_raises():
+def test_moco_raises_if_batch_is_larger_than_memory_bank():
     with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE is 20.*21"):
         MemoryBank(feature_dim=5, size=20)(torch.randn(21, 5), torch.randn(21, 5), torch.zeros(21, dtype=torch.int64))
 

@@ -32,7 +32,7 @@ def test_osnet_parameter_counts_equal_torchreid(depth, width, published):
 
 
 def naive_forward(state, x, variant):
-    """Compute the feature map from the tensors of a state dict."""
+    """Compute the feature map of ``x`` from the tensors of a state dict, without the backbone's modules."""
     layers = Layers(state)
 
     def unit(x, name, relu=True, stride=1):

@@ -20,7 +20,7 @@ def test_shufflenetv2_parameter_counts_equal_published_counts(depth, width, mill
 
 
 def naive_forward(state, x):
-    """Compute the feature map from the tensors of a state dict; shuffle with a loop over channels."""
+    """Compute the feature map of ``x`` from the tensors of a state dict; shuffle with a loop over channels."""
     layers = Layers(state)
 
     def pointwise(x, name, position):

@@ -77,7 +77,7 @@ def test_swin_with_timm_or_authors_weights_computes_same_features(origin):
         torch.testing.assert_close(backbone(x), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_swin_loads_its_own_state_dict_completely():
+def test_swin_state_dict_can_be_loaded_completely():
     backbone, other = Swin(**SMALL), Swin(**SMALL)
     report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
     assert report.missing == report.dropped == report.renamed == []

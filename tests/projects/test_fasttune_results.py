@@ -47,7 +47,7 @@ def draw(random):
     }
 
 
-def test_key_importance_is_the_fraction_of_score_variance_it_explains():
+def test_key_importance_is_the_explained_fraction_of_score_variance():
     random = np.random.default_rng(0)
     outcomes = []
     for number in range(60):

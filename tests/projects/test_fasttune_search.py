@@ -133,7 +133,7 @@ def test_fasttune_search_completes_with_each_algorithm_and_scheduler(demo, tmp_p
         assert code == 2 and "cannot be resumed" in captured.err
 
 
-def test_failed_trials_do_not_affect_other_trials(demo, tmp_path, capfd):
+def test_fasttune_ranks_failed_trials_last_and_finishes_remaining_trials(demo, tmp_path, capfd):
     space = "SOLVER.BASE_LR: {choice: [1e-2, 1e+30, 0.5]}"
     options = ["SOLVER.WARMUP_ITERS", "0", "MODEL.BACKBONE.NAME", "build_fragile_backbone"]
     # With this seed, two trials succeed, one crashes and one fails.
@@ -301,7 +301,7 @@ def test_fasttune_refines_around_winner_and_compares_winner_with_recipe(demo, tm
         assert code == 2 and message in captured.err
 
 
-def test_asha_restores_rungs_after_the_search_folder_was_moved(tmp_path):
+def test_resumed_asha_restores_rungs_after_search_folder_was_moved(tmp_path):
     pytest.importorskip("ray.tune")
     from autotuner.algorithms import scheduler
     from autotuner.space import Space
@@ -326,7 +326,7 @@ def test_asha_restores_rungs_after_the_search_folder_was_moved(tmp_path):
     assert rung[1] == {"0": 0.0, "1": 1.0, "2": 2.0}
 
 
-def test_outcomes_use_the_new_path_after_the_search_folder_was_moved(tmp_path):
+def test_read_outcomes_uses_new_path_after_search_folder_was_moved(tmp_path):
     outcome = {
         "stage": "search",
         "name": "trial_1",

@@ -38,7 +38,7 @@ def test_doctor_reports_no_problem_without_planted_overflow(demo, tmp_path, capf
     assert "SOLVER.AMP (float16)" in capfd.readouterr().out
 
 
-def test_planted_overflow_stops_training_and_replay_reproduces_it(demo, tmp_path, capfd, monkeypatch):
+def test_planted_overflow_stops_training_and_is_reproduced_by_replay(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert train_net.cli([*command("train_net"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 2
     assert "forward overflow in backbone.4 (Times)" in capfd.readouterr().err

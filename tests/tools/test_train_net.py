@@ -157,7 +157,7 @@ def test_model_uses_fourth_image_channel(demo_root, tmp_path, monkeypatch, capfd
     assert results["mAP"] < last_map(output) - 20
 
 
-def test_evaluation_log_states_flip_test_and_baselines(demo, tmp_path, capfd):
+def test_evaluation_log_mentions_flip_test_and_baselines(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.BASELINES", "True")
     assert run(capfd, *options)[0] == 0
     log = (tmp_path / "log.txt").read_text()
@@ -377,7 +377,7 @@ def test_resume_repeats_evaluation_that_failed_after_last_epoch(demo_root, tmp_p
     assert "only evaluating" in (tmp_path / "run/log.txt").read_text()
 
 
-def test_list_config_with_closed_stdout_exits_without_traceback():
+def test_list_config_flag_with_closed_stdout_prints_no_traceback():
     process = subprocess.run(
         f"{sys.executable} tools/train_net.py --list-config | head -1",
         shell=True,
@@ -388,7 +388,7 @@ def test_list_config_with_closed_stdout_exits_without_traceback():
     assert process.stdout == "[run]\n" and process.stderr == ""
 
 
-def test_list_config_prints_keys_with_descriptions(capsys):
+def test_list_config_flag_prints_config_keys_with_descriptions(capsys):
     assert train_net.cli(["--list-config", "SOLVER.AMP"]) == 0
     out = capsys.readouterr().out
     assert "SOLVER.AMP.DTYPE" in out and "SOLVER.BASE_LR" not in out

@@ -226,7 +226,7 @@ def time_blocks(setup: Setup, steps: list[Callable[[], None]], rounds: int = 5) 
 
 
 def count_reads(step: Callable[[], None], steps: int = 4) -> float:
-    """Count the operations in a step that make the host wait for a CUDA device."""
+    """Return the mean number of operations per step that make the host wait for a CUDA device."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")

@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
-    """Look up ``MODEL.BACKBONE.DEPTH`` in ``depths``.
+    """Return the entry of ``depths`` for ``MODEL.BACKBONE.DEPTH``.
 
     Raises:
         ConfigError: if the depth is unknown; the message lists the choices and suggests the nearest one.
@@ -34,7 +34,11 @@ def warn_ignored_options(cfg: Any, *names: str) -> None:
     """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables."""
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
-            logger.warning("MODEL.BACKBONE.%s is ignored: %s does not support it", name, cfg.MODEL.BACKBONE.NAME)
+            logger.warning(
+                "MODEL.BACKBONE.%s is ignored: %s does not support it.\n  fix: set it to False",
+                name,
+                cfg.MODEL.BACKBONE.NAME,
+            )
 
 
 def with_pretrained_weights(

@@ -264,7 +264,8 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
     depth = DEPTHS[backbone.DEPTH]
     if backbone.WITH_NL and not any(depth.non_local):
         logger.warning(
-            "MODEL.BACKBONE.WITH_NL is ignored: a ResNet of depth %s has no non-local blocks", backbone.DEPTH
+            "MODEL.BACKBONE.WITH_NL is ignored: a ResNet of depth %s has no non-local blocks.\n  fix: set it to False",
+            backbone.DEPTH,
         )
     model = ResNet(
         block=depth.block,

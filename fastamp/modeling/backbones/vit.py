@@ -334,7 +334,7 @@ class VisionTransformer(nn.Module):
         return last
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a timm, DeiT, FastReID or TransReID state dict, and resize the position embedding to this model."""
+        """Convert a timm, DeiT, FastReID or TransReID state dict; resize the position embedding to this patch grid."""
         state = dict(state)
         weight = state.get("patch_embed.proj.weight")
         # timm's oldest files have a linear layer over the pixels of a patch.

@@ -22,7 +22,7 @@ class FCHead(EmbeddingHead):
 
     Args:
         embedding_dim (int): output width of the linear layer.
-        options: arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
+        options: other arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
 
     Raises:
         ConfigError: if ``embedding_dim`` is 0, or if another argument is invalid; see ``EmbeddingHead``.

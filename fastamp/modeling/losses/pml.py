@@ -144,7 +144,7 @@ def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
         from pytorch_metric_learning import losses, miners
     except ImportError as error:
         raise ConfigError(
-            f"MODEL.LOSSES.NAME {PML}{name} requires pytorch-metric-learning, which is not installed.\n"
+            f"MODEL.LOSSES.NAME={PML}{name} requires pytorch-metric-learning, which is not installed.\n"
             '  fix: pip install "fastamp[metric-learning]"'
         ) from error
     return losses, miners

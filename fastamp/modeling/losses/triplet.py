@@ -43,7 +43,7 @@ _NO_NEGATIVE = 1e9
 
 
 def _hardest(distances: torch.Tensor, positive: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the distances of the farthest positive and nearest negative of each anchor, (B,) each."""
+    """Compute the distances from each anchor to the farthest positive and to the nearest negative, (B,) each."""
     farthest = distances.masked_fill(~positive, 0).amax(1)
     nearest = distances.masked_fill(positive, _NO_NEGATIVE).amin(1)
     return farthest, nearest

@@ -16,7 +16,7 @@ from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 
 @META_ARCH_REGISTRY.register()
 class Baseline(ImageModel):
-    """Baseline: image normalization, backbone, head and, in training mode, losses.
+    """Model with one backbone and one head; computes features in evaluation mode and losses in training mode.
 
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.

@@ -52,7 +52,7 @@ class Distiller(Baseline):
         temperature (float): see ``distillation_loss``. Default 16.
         force_fp32 (Sequence[str]): ``SOLVER.AMP.FORCE_FP32``, applied to the student before the moving average is
             copied from it.
-        parts: arguments of ``Baseline``.
+        parts: keyword arguments of ``Baseline``.
     """
 
     training_only = ("losses", "ema")

@@ -104,7 +104,7 @@ class MGN(ImageModel):
                 "  fix: set MODEL.BACKBONE.NAME to build_resnet_backbone"
             )
         if cfg.MODEL.BACKBONE.WITH_NL:
-            logger.warning("MODEL.BACKBONE.WITH_NL is ignored: MGN has no non-local blocks")
+            logger.warning("MODEL.BACKBONE.WITH_NL is ignored: MGN has no non-local blocks.\n  fix: set it to False")
         losses = build_losses(cfg)
         check_shareable(losses, "MGN's eight heads")
         return cls(

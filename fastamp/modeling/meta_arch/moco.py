@@ -62,7 +62,7 @@ class MoCo(Baseline):
         scale (float): weight of the memory bank loss in the total loss. Default 1.
         force_fp32 (Sequence[str]): ``SOLVER.AMP.FORCE_FP32``, applied to the model before the key encoder is copied
             from it.
-        parts: arguments of ``Baseline``.
+        parts: keyword arguments of ``Baseline``.
     """
 
     trunks = ("backbone", "key_encoder.backbone")
@@ -200,7 +200,7 @@ class MemoryBank(nn.Module):
 
     @torch.no_grad()
     def _store(self, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Store the keys of all ranks, in rank order, and return the slots of the keys of this rank, (B,) int64."""
+        """Store the keys of all ranks, in rank order; return the indices of this rank's slots, (B,) int64."""
         count, size = len(keys), self.queue.shape[1]
         keys, targets = comm.all_gather(F.normalize(keys, dim=1)), comm.all_gather(targets)
         if len(keys) > size:

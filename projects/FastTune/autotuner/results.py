@@ -55,7 +55,7 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
 
 
 def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
-    """Format the best trials as a table."""
+    """Format at most ``most`` trials as a table, in the order of ``outcomes``."""
     rows = [
         [each.stage, each.name, "" if each.score is None else f"{each.score:.2f}", each.epochs]
         + [short(each.values.get(key, "")) for key in space.parameters]

@@ -72,8 +72,8 @@ class Search:
         plugin: Python file that registers custom components; "" for none.
 
     Raises:
-        ConfigError: if the algorithm and the scheduler are incompatible, or the space of ``"pbt"`` has keys that cannot
-            change during a training.
+        ConfigError: if the algorithm and the scheduler are incompatible, or the scheduler is ``"pbt"`` and the space
+            contains keys that cannot change during a training.
     """
 
     title: str
@@ -179,7 +179,7 @@ class Outcome:
 
 
 def threads_of(cpus: float) -> int:
-    """Return the number of threads of a trial with ``cpus`` CPUs, at least 1."""
+    """Return the number of threads for a trial with ``cpus`` CPUs, at least 1."""
     return max(1, int(cpus))
 
 

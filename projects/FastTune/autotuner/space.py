@@ -301,7 +301,9 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
             )
         ((kind, values),) = value.items()
         if kind not in KINDS and isinstance(values, Mapping):
-            raise ConfigError(f"{source}: expected a dotted key, got nested keys.\n  fix: write {name}.{kind}: {{...}}")
+            raise ConfigError(
+                f"{source}: expected dotted keys, got nested keys below {name}.\n  fix: write {name}.{kind}: {{...}}"
+            )
         if kind not in KINDS:
             raise ConfigError(
                 f"{source}: {name}: unknown kind {kind!r}.{did_you_mean(kind, KINDS)}\n  choices: {', '.join(KINDS)}"

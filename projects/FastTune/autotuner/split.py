@@ -32,7 +32,7 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
     """Register the training split and the validation split as two datasets.
 
     Args:
-        cfg: config with DATASETS.
+        cfg: config; the training images of ``DATASETS.NAMES`` are split.
         fraction, seed: see ``hold_out``.
 
     Returns:

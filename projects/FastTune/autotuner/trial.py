@@ -220,7 +220,7 @@ def output_dir(folder: str | Path, trial_id: str) -> Path:
 
 
 def run_dir(trial_dir: str | Path) -> Path:
-    """Return the OUTPUT_DIR of the trial whose folder in the search is ``trial_dir``."""
+    """Return the OUTPUT_DIR of a trial from the trial's folder in the search folder, ``trial_dir``."""
     return Path(trial_dir) / "run"
 
 
