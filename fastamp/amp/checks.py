@@ -78,7 +78,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 class NonFiniteParameters(TrainingError):
-    """Raised if parameters or buffers are not finite; training cannot recover from this."""
+    """Raised if parameters or buffers are not finite, or so large that the forward pass overflows."""
 
 
 LARGEST_PARAMETER = 1e15

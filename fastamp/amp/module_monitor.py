@@ -27,7 +27,7 @@ SMALL_SCALE = 128.0
 
 
 class ModuleMonitor:
-    """Measure zero gradients and updates of each top-level module, without an additional synchronization.
+    """Measure zero gradients and updates of each child module of a model, without an additional synchronization.
 
     The gradients of a single module may underflow to zero, e.g. those of a float16 backbone below a float32 head. The
     total gradient norm and the largest update over all parameters do not reveal this. Every ``period`` applied steps,

@@ -176,7 +176,7 @@ class Gradients:
     Attributes:
         optimizers: optimizers with at least one gradient. Other optimizers do not step.
         parameters: N parameters with a gradient, without duplicates.
-        tensors: their gradients, in the same order.
+        tensors: gradients of ``parameters``, in the same order.
         norms: (N,), L2 norm of each gradient.
         total_norm: scalar tensor, L2 norm of all gradients together.
     """

@@ -1,4 +1,4 @@
-"""TensorFloat-32: reduced precision of float32 matrix products and convolutions, in both APIs of PyTorch."""
+"""Set whether CUDA may use TensorFloat-32 for float32, in the old and the new API of PyTorch."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,16 +8,17 @@ import torch
 
 
 def set_tf32(allowed: bool) -> None:
-    """Allow or disable TF32 for matrix products and convolutions on CUDA. On a CPU, float32 has full precision.
+    """Allow or disable TF32 for float32 matrix products and convolutions on CUDA, regardless of earlier settings.
 
-    The result does not depend on earlier settings in either API. PyTorch 2.9 introduced ``fp32_precision``. There,
-    ``allow_tf32 = False`` is not sufficient: it only removes the setting of the operator, which then inherits TF32
-    from ``torch.backends.fp32_precision`` or ``torch.backends.cudnn.fp32_precision``. The flags of the earlier API are
-    set as well, because reading them is an error while the two APIs differ; ``torch.backends.cudnn.flags`` and, up to
-    PyTorch 2.14, ``torch.compile`` read them.
+    On a CPU, float32 is always set to full precision. Both APIs of PyTorch are set:
+
+    - ``fp32_precision``, since PyTorch 2.9. Setting only ``allow_tf32 = False`` is not sufficient: the operator then
+      inherits TF32 from ``torch.backends.fp32_precision`` or ``torch.backends.cudnn.fp32_precision``.
+    - ``allow_tf32``, because reading this flag raises an error if it contradicts ``fp32_precision``.
+      ``torch.backends.cudnn.flags`` and, up to PyTorch 2.14, ``torch.compile`` read it.
 
     Args:
-        allowed (bool): whether TF32 may be used.
+        allowed (bool): True to allow TF32.
     """
     matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     with warnings.catch_warnings():

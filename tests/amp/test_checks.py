@@ -84,7 +84,7 @@ def test_check_losses_accepts_detached_loss_if_modules_are_frozen():
         check_losses(losses, model=model)
 
 
-def test_optimizer_may_hold_frozen_parameters():
+def test_check_optimizers_accepts_frozen_parameters_in_the_optimizer():
     model = make_net()
     model.body.requires_grad_(False)
     check_optimizers(model, [sgd(model)])

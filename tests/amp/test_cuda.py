@@ -36,7 +36,7 @@ def policy(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_applied_step_synchronizes_once(dtype):
+def test_applied_optimizer_step_synchronizes_once_on_cuda(dtype):
     model, batch = on_device()
     step = OptimizationStep(model, [sgd(model)], scaler=LossScaler(init_scale=64.0) if dtype == torch.float16 else None)
     for number in range(FIRST_STEPS + 3):
@@ -56,7 +56,7 @@ def test_applied_step_synchronizes_once(dtype):
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_preflight_restores_the_model_and_random_states(dtype):
+def test_preflight_restores_the_model_and_random_states_on_cuda(dtype):
     model, batch = on_device()
     states = torch.get_rng_state(), torch.cuda.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

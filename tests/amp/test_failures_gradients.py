@@ -155,7 +155,7 @@ def test_optimizer_that_holds_only_frozen_parameters_raises(dtype):
         train(model, [optimizer], dtype)
 
 
-def test_step_names_frozen_parameters_if_optimizer_holds_no_others():
+def test_step_error_names_parameters_if_optimizer_holds_only_frozen_ones():
     model = make_net()
     step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
     step.scale(model(make_batch())).backward()

@@ -167,7 +167,7 @@ def test_plain_pytorch_parameters_outside_ddp_diverge_silently(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_error_after_the_epoch_names_parameters_that_differ_between_ranks(ranks, dtype):
+def test_parameters_that_differ_between_ranks_raise_after_the_epoch(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "drift"):
         assert isinstance(message, str) and "second.weight" in message and "net." not in message
 
@@ -179,6 +179,6 @@ def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW)
-def test_error_lists_loss_names_that_differ_between_ranks(ranks, dtype):
+def test_losses_that_differ_between_ranks_raise(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "losses"):
         assert isinstance(message, str) and "rank 0: loss_cls" in message and "loss_extra" in message

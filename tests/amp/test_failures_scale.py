@@ -114,7 +114,7 @@ def test_plain_pytorch_warmup_ends_although_all_steps_are_skipped(dtype):
 
 
 @pytest.mark.parametrize("dtype", ALL)
-def test_schedule_advances_only_on_applied_steps(tmp_path, dtype):
+def test_learning_rate_schedule_advances_only_on_applied_steps(tmp_path, dtype):
     class Rates(HookBase):
         def after_step(self):
             rates.append(optimizer.param_groups[0]["lr"])

@@ -242,7 +242,7 @@ def reads(monkeypatch):
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("clipping", [None, clip])
 @pytest.mark.parametrize("weight", [1.0, 1e-4])
-def test_applied_step_synchronizes_once(reads, dtype, clipping, weight):
+def test_applied_optimizer_step_copies_to_the_host_only_once(reads, dtype, clipping, weight):
     """Monitoring parameter updates in the first steps and counting zero gradients add no synchronization."""
     model = make_net(Weighted, weight=weight, normalize=True)
     scaler = LossScaler(init_scale=64.0) if dtype == torch.float16 else None
@@ -258,7 +258,7 @@ def test_applied_step_synchronizes_once(reads, dtype, clipping, weight):
         assert verdict.ok and (verdict.zero_fraction is not None) == (weight < 1)
 
 
-def test_skipped_step_synchronizes_twice(reads):
+def test_skipped_optimizer_step_copies_to_the_host_twice(reads):
     """The second copy lists the non-finite parameters. This test is also the negative control of ``reads``."""
     model = nn.Linear(4, 1)
     step = OptimizationStep(model, [sgd(model)])

@@ -221,7 +221,7 @@ def test_plain_pytorch_resume_without_scaler_state_skips_steps_again():
     assert plain_skips(model, scaler) == 0
 
 
-def test_state_dict_restores_the_loss_scale(tmp_path):
+def test_trainer_state_dict_restores_the_loss_scale(tmp_path):
     trainer = steep_trainer(torch.float16)
     trainer.train(0, 1, 30)
     skipped = trainer.step.skipped_total

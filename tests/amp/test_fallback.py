@@ -53,7 +53,7 @@ def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, capfd, precis
 
 
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
-def test_on_failure_dtype_continues_training_after_repeated_skips(demo, tmp_path, on_failure):
+def test_on_failure_continues_training_in_another_dtype_after_repeated_skips(demo, tmp_path, on_failure):
     assert train_net.cli(options(tmp_path, "fp16", on_failure)) == 0
     log = (tmp_path / "log.txt").read_text()
     assert "SOLVER.AMP.ON_FAILURE" in log

@@ -43,7 +43,7 @@ def test_output_after_to_float16_matches_autocast():
     torch.testing.assert_close(in_float16(net)(images), expected, rtol=2e-3, atol=2e-3)
 
 
-def test_float32_pooling_after_float16_does_not_overflow():
+def test_float32_pooling_after_float16_convolution_does_not_overflow():
     pool = POOL_LAYER_REGISTRY.get("GeneralizedMeanPooling")()
     conv = nn.Conv2d(1, 1, 1, bias=False)
     nn.init.constant_(conv.weight, 50.0)

@@ -95,7 +95,7 @@ def test_float32_regions_survive_pickling_and_patched_forward():
     assert output_dtypes(again) == {"first": torch.bfloat16, "second.0": torch.float32}
 
 
-def test_class_attribute_makes_a_module_a_float32_region():
+def test_class_attribute_force_fp32_makes_a_module_a_float32_region():
     class Sensitive(nn.Linear):
         force_fp32 = True
 

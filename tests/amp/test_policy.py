@@ -63,7 +63,7 @@ def test_checked_autocast_raises_if_no_operation_runs_in_low_precision():
         torch.ones(3).exp()
 
 
-def test_policy_for_another_device_type_than_the_model_raises():
+def test_policy_rejects_model_on_another_device_type():
     """Without the check, autocast for CUDA leaves a model on the CPU in float32, without an error."""
     model = nn.Linear(4, 4)
     wrong = PrecisionPolicy("cuda", torch.bfloat16, "wrong on purpose")

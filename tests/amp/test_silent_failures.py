@@ -201,7 +201,7 @@ def test_loss_scale_grows_if_growth_interval_was_lowered_on_resume():
     assert scaler.scale == 2.0
 
 
-def test_training_ends_if_more_than_half_of_the_steps_are_skipped(caplog):
+def test_training_raises_if_more_than_half_of_the_steps_are_skipped(caplog):
     model, step = make()
     with pytest.raises(PrecisionFailure, match=str(SKIP_WINDOW)):
         run(model, step, 1000, hook=lambda number: "overflow" if number % 26 else None)

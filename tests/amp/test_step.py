@@ -41,7 +41,7 @@ def test_optimization_step_matches_plain_pytorch_step(scale):
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_non_finite_step_is_skipped_and_names_its_parameters(factor, scaled):
+def test_step_with_non_finite_gradients_is_skipped_and_names_the_parameters(factor, scaled):
     model, step = make(scaler=LossScaler(init_scale=64.0) if scaled else None)
     before = [p.detach().clone() for p in model.parameters()]
     step.scale(loss_of(model, factor)).backward()
@@ -57,7 +57,7 @@ def test_non_finite_step_is_skipped_and_names_its_parameters(factor, scaled):
     assert step.finish().ok and step.skipped_in_a_row == 0 and step.skipped_total == 1
 
 
-def test_infinite_loss_with_finite_gradients_is_skipped():
+def test_infinite_loss_with_finite_gradients_skips_the_step():
     model, step = make()
     loss = model.weight.sum()
     step.scale({"loss": loss + torch.tensor(float("inf"))}).backward()

@@ -1,4 +1,4 @@
-"""SOLVER.TF32 sets the precision of float32 on CUDA and CPU, whatever was set before, in both APIs of PyTorch."""
+"""``SOLVER.TF32`` determines the precision of float32 in both APIs of PyTorch, regardless of earlier settings."""
 
 import json
 import os
@@ -83,7 +83,7 @@ def run(environment):
 
 
 @pytest.mark.parametrize("override", ["0", "1"])
-def test_tf32_follows_the_config_whatever_was_set_before(override, monkeypatch):
+def test_solver_tf32_overrides_earlier_tf32_settings(override, monkeypatch):
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", override)
     for name, allowed, found in run(dict(os.environ)):
         expected = {"old": [allowed] * 3}
@@ -94,8 +94,8 @@ def test_tf32_follows_the_config_whatever_was_set_before(override, monkeypatch):
 
 
 @pytest.mark.skipif(not NEW_API, reason="needs PyTorch 2.9")
-def test_old_api_alone_leaves_tf32_on_in_convolutions():
-    """Negative control: with PyTorch's old API, float32 convolutions stay in TF32, and reading the flag is an error."""
+def test_plain_pytorch_allow_tf32_false_leaves_tf32_on_in_convolutions():
+    """Negative control: ``allow_tf32 = False`` leaves convolutions in TF32, and reading the flag raises an error."""
     script = (
         "import torch; torch.backends.fp32_precision = 'tf32'; torch.backends.cudnn.allow_tf32 = False; "
         "print(torch.backends.cudnn.conv.fp32_precision); torch.backends.cudnn.allow_tf32"
@@ -105,7 +105,7 @@ def test_old_api_alone_leaves_tf32_on_in_convolutions():
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_old_api_is_used_in_earlier_versions(allowed, monkeypatch):
+def test_set_tf32_sets_allow_tf32_in_pytorch_versions_without_fp32_precision(allowed, monkeypatch):
     matmul, cudnn = SimpleNamespace(allow_tf32=True), SimpleNamespace(allow_tf32=True)
     backends = SimpleNamespace(cuda=SimpleNamespace(matmul=matmul), cudnn=cudnn, mkldnn=SimpleNamespace())
     precision = []

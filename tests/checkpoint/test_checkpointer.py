@@ -48,7 +48,7 @@ def save(state, path):
     return path
 
 
-def test_save_and_resume_round_trip_is_exact(tmp_path):
+def test_checkpoint_save_and_resume_round_trip_is_exact(tmp_path):
     model, part = Model(), Part(7)
     checkpointer = Checkpointer(model, tmp_path, part=part)
     assert checkpointer.last_checkpoint() is None
@@ -61,7 +61,7 @@ def test_save_and_resume_round_trip_is_exact(tmp_path):
     assert torch.load(path, weights_only=True)["part"] == {"value": 7}
 
 
-def test_failed_save_keeps_the_previous_file(tmp_path):
+def test_failed_checkpoint_save_keeps_the_previous_file(tmp_path):
     checkpointer = Checkpointer(Model(), tmp_path)
     path = checkpointer.save("model_best")
     before = path.read_bytes()
@@ -151,7 +151,7 @@ def test_checkpoint_without_state_dict_raises(tmp_path, content):
         state_dict_in(content, "x.pth")
 
 
-def test_state_dict_in_strips_module_prefixes_and_ignores_non_string_keys(tmp_path):
+def test_loading_weights_strips_module_prefixes_and_ignores_non_string_keys(tmp_path):
     state = {f"module.module.{key}": value for key, value in Model().state_dict().items()} | {0: torch.ones(2)}
     path = save(state, tmp_path / "x.pth")
     assert state_dict_in(read_checkpoint(path), path).keys() == Model().state_dict().keys()
@@ -159,7 +159,7 @@ def test_state_dict_in_strips_module_prefixes_and_ignores_non_string_keys(tmp_pa
         state_dict_in({0: torch.ones(2)}, "x.pth")
 
 
-def test_error_names_rejected_type_and_omits_advice_from_pytorch(tmp_path):
+def test_read_checkpoint_error_names_rejected_type_and_omits_pytorch_advice(tmp_path):
     for value, name in ((np.uint16(3), "UInt16DType"), (np.zeros(3), "_reconstruct")):
         with pytest.raises(WeightsError, match=f"x.pth.*\n.*found: .*{name}\n") as error:
             read_checkpoint(save({"a": value}, tmp_path / "x.pth"))
@@ -360,7 +360,7 @@ def test_model_best_is_used_only_if_last_checkpoint_names_it(tmp_path):
     assert checkpointer.last_checkpoint() == tmp_path / "model_best.pth"
 
 
-def test_delete_keeps_the_checkpoint_named_in_last_checkpoint(tmp_path):
+def test_checkpointer_delete_keeps_the_checkpoint_named_in_last_checkpoint(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000", "model_0001")
     checkpointer.delete(["model_0000", "model_0001", "model_0009"])
     assert sorted(path.name for path in tmp_path.glob("*.pth")) == ["model_0001.pth"]

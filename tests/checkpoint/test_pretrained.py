@@ -29,7 +29,7 @@ def resnet18():
     return torchvision.models.resnet18()
 
 
-def test_local_torchvision_file_is_loaded(tmp_path, resnet18):
+def test_pretrained_backbone_is_loaded_from_a_local_torchvision_file(tmp_path, resnet18):
     torch.save(resnet18.state_dict(), tmp_path / "resnet18.pth")
     backbone = pretrained(tmp_path / "resnet18.pth")
     for name, value in backbone.state_dict().items():
@@ -67,7 +67,7 @@ def resnet18_file(tmp_path, resnet18):
     return path
 
 
-def test_rgb_weights_treat_a_gray_image_as_three_equal_channels(resnet18_file, resnet18, caplog):
+def test_adapted_rgb_weights_treat_gray_image_as_three_equal_channels(resnet18_file, resnet18, caplog):
     caplog.set_level("INFO")
     backbone = pretrained(resnet18_file, "INPUT.CHANNELS", "1")
     assert sum("conv1.weight in" in record.message for record in caplog.records) == 1
@@ -113,7 +113,7 @@ def empty_cache(tmp_path, monkeypatch):
     return tmp_path / "hub/checkpoints"
 
 
-def test_download_is_cached_and_adapted_to_one_channel(monkeypatch, resnet18, empty_cache):
+def test_downloaded_weights_are_cached_and_adapted_to_one_channel(monkeypatch, resnet18, empty_cache):
     asked = []
 
     def download(url, path, checksum):
@@ -172,7 +172,7 @@ def test_failed_download_names_the_url_and_the_config_key(monkeypatch, empty_cac
     assert "MODEL.BACKBONE.PRETRAIN_PATH" in str(error.value)
 
 
-def test_backbone_variant_without_published_weights_raises():
+def test_pretrain_raises_for_backbone_variant_without_published_weights():
     with pytest.raises(ConfigError, match="MODEL.BACKBONE.PRETRAIN"):
         build_backbone(config("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.WITH_SE", "True"))
 

@@ -22,7 +22,7 @@ DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\
 DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
 
 
-def test_keys_read_without_import_equal_imported_keys():
+def test_config_keys_read_without_import_equal_imported_keys():
     assert len(DECLARING) > 20
     for path in DECLARING:
         module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))

@@ -117,7 +117,7 @@ def test_bool_assigned_to_section_sets_its_enabled_key(cfg, from_yaml):
         cfg.SOLVER = True
 
 
-def test_section_is_true_if_enabled_or_not_empty(cfg):
+def test_config_section_is_true_if_enabled_or_not_empty(cfg):
     assert cfg.SOLVER
     assert not cfg.SOLVER.OPT_ARGS
     assert not cfg.TEST.FLIP
@@ -181,7 +181,7 @@ def test_section_is_true_if_enabled_or_not_empty(cfg):
     ],
 )
 @pytest.mark.parametrize("way", ["list", "attribute", "dict"])
-def test_values_are_converted_to_the_type_of_the_key(key, value, expected, way, cfg):
+def test_config_values_are_converted_to_the_type_of_the_key(key, value, expected, way, cfg):
     section, _, name = key.rpartition(".")
     node = cfg
     for part in filter(None, section.split(".")):
@@ -550,7 +550,7 @@ def test_assigning_a_section_of_another_config_copies_it(cfg):
     assert cfg.SOLVER.BASE_LR == 3e-4
 
 
-def test_standalone_node_adds_keys_by_assignment_but_not_by_merge():
+def test_standalone_cfgnode_declares_keys_by_assignment_but_not_by_merge():
     node = CfgNode({"A": 1, "B": {"C": "x"}})
     node.D = None
     node.merge_from_list(["A", "2", "B.C", "y", "D", "free"])

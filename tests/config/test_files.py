@@ -54,7 +54,7 @@ def test_tilde_in_config_and_base_paths_is_expanded(write, tmp_path, monkeypatch
     assert merge("~/deep/er/child.yml").SEED == 6
 
 
-def test_absolute_base_path_is_accepted(write):
+def test_config_file_accepts_an_absolute_base_path(write):
     base = write("base.yml", "SEED: 6")
     assert merge(write("deep/child.yml", f"_BASE_: {base}")).SEED == 6
 

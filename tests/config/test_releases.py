@@ -181,7 +181,7 @@ def test_fastreid_config_files_translate_to_the_recipe_of_their_release(root, su
             assert f"FastReID {name.split('/')[0]}," in cfg.translation_notes()[0]
 
 
-def test_all_25_config_files_per_release_are_tested():
+def test_all_25_config_files_of_each_fastreid_release_are_tested():
     assert [sum(name.startswith(release) for name in old_configs.FILES) for release in EXPECTED] == [25, 25]
 
 
@@ -292,7 +292,7 @@ def test_old_classifier_names_are_translated(recipe, old, new, scale, margin):
     assert (new, scale, margin) == (heads.CLS_LAYER, heads.SCALE, heads.MARGIN)
 
 
-def test_margin_softmax_keeps_default_scale_and_margin_of_the_release(recipe):
+def test_translated_margin_softmax_keeps_scale_and_margin_of_the_release(recipe):
     heads = recipe({"MODEL": {"HEADS": {"CLS_LAYER": "circleSoftmax"}}}, "v1.0.0").MODEL.HEADS
     assert (heads.SCALE, heads.MARGIN) == (128, 0.15)
 
@@ -323,7 +323,7 @@ def test_old_sampler_flags_are_translated_to_a_sampler_name(recipe, release, ide
     assert sampler == cfg.DATALOADER.SAMPLER_TRAIN
 
 
-def test_augmentations_without_probability_key_get_the_release_default(recipe):
+def test_old_augmentations_without_probability_get_the_release_default(recipe):
     mapping = {"INPUT": {"DO_AUTOAUG": True, "DO_AUGMIX": True, "DO_FLIP": False, "CJ": {"ENABLED": True}}}
     first, last = recipe(mapping, "v0.1.1").INPUT, recipe(mapping, "v1.0.0").INPUT
     assert [each.AUTOAUG.PROB for each in (first, last)] == [0.0, 0.0]
@@ -332,7 +332,7 @@ def test_augmentations_without_probability_key_get_the_release_default(recipe):
     assert (first.CJ.ENABLED, last.CJ.ENABLED) == (False, True)  # it was built and dropped in v0.1.1
 
 
-def test_renamed_input_test_solver_and_kd_keys_are_translated(recipe):
+def test_translation_renames_old_keys_of_input_test_solver_and_kd(recipe):
     mapping = {"INPUT": {"PADDING": 7, "PADDING_MODE": "edge", "FLIP_PROB": 0.3, "DO_AFFINE": True, "AUGMIX_PROB": 0.2}}
     mapping |= {"TEST": {"ROC_ENABLED": True, "FLIP_ENABLED": True}, "SOLVER": {"FREEZE_FC_ITERS": 50}}
     cfg = recipe(mapping | {"KD": {"MODEL_CONFIG": "teacher.yml"}})
@@ -358,7 +358,7 @@ def test_mgn_loss_scales_from_v011_are_converted(recipe):
 
 @pytest.mark.parametrize("release, euclidean", [("v0.1.1", True), ("v1.0.0", False)])
 @pytest.mark.parametrize("normalize", [True, False])
-def test_normalized_triplet_loss_from_v011_is_reported(recipe, release, euclidean, normalize):
+def test_normalized_triplet_loss_from_v011_is_logged_as_without_counterpart(recipe, release, euclidean, normalize):
     cfg = recipe({"MODEL": {"LOSSES": {"TRI": {"NORM_FEAT": normalize}}}}, release)
     named = any("no counterpart: MODEL.LOSSES.TRI.NORM_FEAT" in line for line in cfg.translation_notes())
     assert cfg.MODEL.LOSSES.TRI.NORM_FEAT is normalize and named == (euclidean and normalize)
@@ -391,7 +391,7 @@ def test_old_keys_without_counterpart_are_logged(recipe, caplog):
     assert any("MODEL.HEADS.NORM_SPLIT 2: no effect" in line for line in cfg.translation_notes())
 
 
-def test_values_valid_only_in_old_releases_are_translated(recipe):
+def test_config_values_valid_only_in_old_releases_are_translated(recipe):
     mapping = {"SOLVER": {"FP16_ENABLED": False, "MOMENTUM": 0.0}, "TEST": {"EVAL_PERIOD": 0}}
     cfg = recipe(mapping | {"MODEL": {"FREEZE_LAYERS": [""]}})
     assert (cfg.TEST.EVAL_PERIOD, cfg.SOLVER.NESTEROV, cfg.MODEL.FREEZE_LAYERS) == (120, False, ())
@@ -454,7 +454,7 @@ def test_project_key_named_like_an_old_key_is_not_translated(tmp_path):
     assert cfg.MODEL.HEADS.IN_FEAT == 3 and cfg.translation_notes() == []
 
 
-def test_current_keys_in_an_old_file_are_kept(recipe):
+def test_translation_keeps_current_keys_in_an_old_config_file(recipe):
     cfg = recipe(
         {"SOLVER": {"MAX_ITER": 7, "AMP": "bf16"}, "TEST": {"RERANK": True, "REPORT": True}, "INPUT.FLIP": False}
     )

@@ -112,7 +112,7 @@ def test_invalid_value_for_former_key_name_error_states_current_key(cfg):
         cfg.merge_from_list(["TEST.AP", "trapezoids"])
 
 
-def test_project_key_named_like_a_former_key_is_independent(cfg):
+def test_project_key_named_like_a_former_key_is_not_an_alias(cfg):
     cfg.define("TEST.FLOORS", 3, "Number of storeys.")
     cfg.merge_from_list(["TEST.FLOORS", "5"])
     assert (cfg.TEST.FLOORS, cfg.TEST.BASELINES) == (5, False)

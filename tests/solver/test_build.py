@@ -145,7 +145,7 @@ def test_timm_lamb_receives_opt_args_and_updates_the_weights(name):
     assert not torch.equal(before, model.weight)
 
 
-def test_lamb_without_timm_names_the_package_to_install(monkeypatch):
+def test_lamb_error_names_package_to_install_if_timm_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "timm.optim", None)
     with pytest.raises(ConfigError, match=r'pip install "fastamp\[timm\]"'):
         build_optimizer(config("SOLVER.OPT", "LAMB"), nn.Linear(1, 1))

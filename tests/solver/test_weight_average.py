@@ -54,7 +54,7 @@ def test_swa_equals_the_mean_of_the_weights_at_all_updates():
         torch.testing.assert_close(average.tensors()[name], expected)
 
 
-def test_applied_context_loads_the_average_and_restores_the_model_on_exit():
+def test_weight_average_applied_loads_average_and_restores_model_on_exit():
     model = make()
     average = WeightAverage(model, "ema")
     before = change(model, 1)

@@ -195,7 +195,7 @@ def test_old_argument_names_emit_a_warning_and_convert_values():
     assert described.__doc__ == "Docstring of the function."
 
 
-def test_current_argument_names_do_not_warn():
+def test_renamed_arguments_do_not_warn_for_current_names():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert described(0, length=2, junk="own") == (0, 2, "own")
