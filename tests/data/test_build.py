@@ -45,7 +45,7 @@ def test_training_batch_shapes_and_dtypes(market, cfg):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_batches_have_configured_channels(market, cfg, channels):
+def test_batches_have_configured_number_of_channels(market, cfg, channels):
     cfg.INPUT.CHANNELS = channels
     cfg.INPUT.AFFINE.ENABLED = True
     cfg.INPUT.REA.VALUE = (9.0,) * channels
@@ -60,8 +60,8 @@ def test_batches_have_configured_channels(market, cfg, channels):
         assert torch.equal(tested["images"][:, :3], rgb["images"])
 
 
-def test_labels_are_sorted_as_text(market, cfg):
-    """FastReID's order of classifier rows: "market1501_1000" sorts before "market1501_2"."""
+def test_training_labels_follow_text_order_of_identities(market, cfg):
+    """Classifier rows are in FastReID's order, in which "market1501_1000" precedes "market1501_2"."""
     dataset = build_reid_train_loader(cfg).dataset
     label_of = {item.pid.split("_")[1]: label for item, label in zip(dataset.items, dataset.labels, strict=True)}
     assert label_of == {"10": 0, "1000": 1, "11": 2, "2": 3, "30": 4, "7": 5}
@@ -93,7 +93,7 @@ def test_cameras_of_several_datasets_are_distinct(market, cfg):
 
 
 def test_cameras_or_views_outside_embedding_range_raise(market, cfg, caplog):
-    """On a GPU, an index out of range would abort the process without a useful message."""
+    """On a GPU, an embedding index that is out of range would abort the process without a useful message."""
     cfg.MODEL.BACKBONE.SIE_CAMERAS = 3
     build_reid_train_loader(cfg)
     with pytest.raises(ConfigError, match=r"(?s)SIE_CAMERAS is 3.*0 to 5.*Market1501.*SIE_CAMERAS to 6"):
@@ -112,7 +112,7 @@ def test_cameras_or_views_outside_embedding_range_raise(market, cfg, caplog):
 
 
 @pytest.mark.parametrize("sampler", ["TrainingSampler", "NaiveIdentitySampler", "BalancedIdentitySampler"])
-def test_resume_is_bit_identical_for_any_number_of_workers(market, cfg, sampler):
+def test_resumed_batches_are_bit_identical_for_any_number_of_workers(market, cfg, sampler):
     cfg.DATALOADER.SAMPLER_TRAIN = sampler
     uninterrupted = take(build_reid_train_loader(cfg), 8)
     assert not equal_batches(uninterrupted[:3], uninterrupted[3:6])
@@ -181,14 +181,14 @@ def test_dataset_smaller_than_a_batch_raises(market, cfg):
         (["SOLVER.IMS_PER_BATCH", 9], {"rank": 0, "world_size": 2}, "got 9"),
     ],
 )
-def test_invalid_config_value_is_named_in_error(market, cfg, edits, options, expected):
+def test_error_for_invalid_data_config_names_key_or_value(market, cfg, edits, options, expected):
     with pytest.raises(ConfigError) as raised:
         cfg.merge_from_list(edits)
         build_reid_train_loader(cfg, **options)
     assert expected in str(raised.value)
 
 
-def test_test_set_is_loaded_in_order(market, cfg):
+def test_test_loader_returns_query_then_gallery_images_in_order(market, cfg):
     loader, num_query = build_reid_test_loader(cfg, "Market1501")
     batches = list(loader)
     assert num_query == 2 and len(loader) == len(batches) == 3
@@ -201,7 +201,7 @@ def test_test_set_is_loaded_in_order(market, cfg):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_test_set_is_split_among_ranks(market, cfg, workers):
+def test_test_images_are_divided_among_ranks(market, cfg, workers):
     cfg.TEST.NUM_WORKERS = workers
     reference = torch.cat([batch["images"] for batch in build_reid_test_loader(cfg, "Market1501")[0]])
     parts = [build_reid_test_loader(cfg, "Market1501", rank=rank, world_size=4)[0] for rank in range(4)]
@@ -211,12 +211,12 @@ def test_test_set_is_split_among_ranks(market, cfg, workers):
     assert torch.equal(torch.cat([batch["images"] for batch in batches]), reference)
 
 
-def test_fewer_test_images_than_processes_raises(market, cfg):
+def test_test_set_with_fewer_images_than_processes_raises(market, cfg):
     with pytest.raises(DataError, match="Market1501.* 9 .* 10 processes"):
         build_reid_test_loader(cfg, "Market1501", rank=0, world_size=10)
 
 
-def test_second_evaluation_loads_the_same_batches(market, cfg):
+def test_test_loader_returns_same_batches_in_second_evaluation(market, cfg):
     cfg.TEST.NUM_WORKERS = 1
     loader, _ = build_reid_test_loader(cfg, "Market1501")
     assert equal_batches(list(loader), list(loader))
@@ -248,7 +248,7 @@ def test_corrupt_image_error_names_file_without_traceback(market, cfg, workers):
     assert "fix: " in fix and "DATALOADER.ON_CORRUPT" in fix
 
 
-def test_bug_in_worker_raises_original_exception_class(market, cfg, monkeypatch):
+def test_unexpected_exception_in_worker_keeps_its_class(market, cfg, monkeypatch):
     def broken(path, channels, **options):
         raise ZeroDivisionError("bug")
 
@@ -258,7 +258,7 @@ def test_bug_in_worker_raises_original_exception_class(market, cfg, monkeypatch)
         take(build_reid_train_loader(cfg), 1)
 
 
-def test_dataset_index_returns_one_image_with_labels(market, cfg):
+def test_indexing_the_dataset_returns_one_image_with_labels(market, cfg):
     dataset = build_reid_train_loader(cfg).dataset
     sample = dataset[3]
     assert sample["images"].shape == (3, 32, 16) and sample["img_paths"] == dataset.items[3].path
@@ -298,8 +298,8 @@ except DataError as error:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sigwaitinfo to identify the sender of a signal")
-def test_workers_ignore_signals_and_exit_with_the_main_process(market, tmp_path):
-    """Workers survive signals to the process group and exit with the main process, which does not close them."""
+def test_workers_ignore_external_signals_and_exit_with_the_main_process(market, tmp_path):
+    """The main process exits without stopping the workers."""
     script = tmp_path / "signalled.py"
     script.write_text(SIGNALLED)
     run = preloaded.run(script)
@@ -323,7 +323,7 @@ def test_killed_worker_raises_data_error(market, tmp_path):
         ("is killed by signal: Segmentation fault.", "crashed"),
     ],
 )
-def test_explain_lost_workers_names_the_cause(found, cause):
+def test_lost_worker_error_names_the_cause(found, cause):
     error = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
     error.__cause__ = RuntimeError(f"DataLoader worker (pid 7) {found} ")
     message = f"(?s)exited.*found: DataLoader worker .pid 7. {found}\n.*{cause}.*fix: "
@@ -331,7 +331,7 @@ def test_explain_lost_workers_names_the_cause(found, cause):
         raise error
 
 
-def test_explain_lost_workers_reraises_unrelated_errors():
+def test_errors_unrelated_to_lost_workers_are_reraised():
     for error, fetching in ((RuntimeError("a bug"), True), (EOFError("Caught EOFError in"), True), (EOFError(), False)):
         with pytest.raises(type(error)), explain_lost_workers(fetching=fetching):
             raise error

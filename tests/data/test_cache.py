@@ -22,7 +22,7 @@ SHAPE = (3, 16, 8)
 
 
 class Read:
-    """Read and resize the image of an item, and count the calls."""
+    """Callable that reads and resizes the image of an item, and counts its calls."""
 
     def __init__(self, items, size=SHAPE[1:], seconds=0.0):
         self.items, self.resize, self.seconds, self.count = items, Resize(size=size), seconds, 0
@@ -74,7 +74,7 @@ def test_cache_equals_decoded_images_and_is_built_once(items, where):
 
 
 @pytest.mark.parametrize("change", ["content", "box", "size", "order", "fewer"])
-def test_cache_is_rebuilt_if_images_or_size_change(items, change):
+def test_cache_is_rebuilt_if_image_list_files_or_size_change(items, change):
     first = ImageCache(items, SHAPE, Read(items), where="disk")
     first.close()
     shape, changed = SHAPE, list(items)
@@ -189,7 +189,7 @@ def test_memory_caches_of_killed_runs_are_removed(items):
     assert not abandoned.exists() and not partial.exists() and not list(base.glob("*.images"))
 
 
-def test_memory_cache_is_removed_with_its_last_user(items):
+def test_memory_cache_is_removed_when_last_process_releases_it(items):
     cache = ImageCache(items, SHAPE, Read(items), where="ram")
     path = cache.path
     other = ImageCache(items, SHAPE, fail_on_read, where="ram")
@@ -199,7 +199,7 @@ def test_memory_cache_is_removed_with_its_last_user(items):
     assert not path.exists()
 
 
-def test_file_system_without_locks_raises(items, monkeypatch):
+def test_cache_folder_on_file_system_without_locks_raises(items, monkeypatch):
     def no_locks(file, kind):
         raise OSError(37, "No locks available")
 

@@ -1,4 +1,4 @@
-"""Dataset checks: each planted problem is found, and none in a valid dataset."""
+"""Dataset checks find each problem added to a dataset, and no problem in a valid dataset."""
 
 import json
 import shutil
@@ -152,7 +152,7 @@ def test_different_16_bit_images_are_not_near_duplicates(tmp_path):
     assert not findings_of(tmp_path)[0]
 
 
-def test_numeric_folder_names_have_no_findings(tmp_path):
+def test_folder_dataset_with_numeric_identities_has_no_findings(tmp_path):
     for pid in range(1, 9):
         (tmp_path / str(pid)).mkdir()
         for number in range(3):
@@ -163,7 +163,7 @@ def test_numeric_folder_names_have_no_findings(tmp_path):
     assert {dataset.identity(item.pid) for item in dataset.query} < {str(pid) for pid in range(1, 9)}
 
 
-def test_report_is_printed_before_a_write_error(folder, capsys):
+def test_check_data_prints_report_if_output_cannot_be_written(folder, capsys):
     (folder / "file").write_text("no folder")
     assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(folder / "file")]) == 2
     assert "| train   |       24 |" in capsys.readouterr().out

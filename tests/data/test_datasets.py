@@ -37,7 +37,7 @@ def test_market1501_folders_directly_in_data_root_are_found(market):
     assert len(Market1501(root=market).train) == len(Market1501(root=market.parent).train)
 
 
-def test_labels_ignore_parent_folder_names(market, tmp_path):
+def test_labels_do_not_depend_on_parent_folder_names(market, tmp_path):
     root = tmp_path / "0099_c4s1" / "-1_c9"
     root.mkdir(parents=True)
     market.rename(root / market.name)
@@ -120,7 +120,7 @@ def test_data_root_prefers_fastamp_variable_to_fastreid_variable(monkeypatch):
     assert str(data_root()) == "/there"
 
 
-def test_unknown_dataset_name_suggests_nearest():
+def test_unknown_dataset_name_error_suggests_similar_name():
     with pytest.raises(ConfigError, match=r"Did you mean 'Market1501'"):
         build_dataset("Market1051")
 
@@ -146,13 +146,13 @@ def test_fastreid_dataset_class_is_supported():
         dataset.check_before_run(["/", "/nowhere"])
 
 
-def test_labels_of_two_datasets_are_distinct():
+def test_identities_of_two_training_sets_are_distinct():
     items = training_items([OtherDataset(), Numbered()])
     assert [item.pid for item in items] == ["others_1", "others_2", "numbered_1", "numbered_10"]
     assert [item.camid for item in items] == ["others_0", "others_0", "numbered_0", "numbered_1"]
 
 
-def test_single_dataset_labels_are_unchanged():
+def test_single_training_set_keeps_identities_and_cameras():
     assert training_items([Numbered()]) == Numbered().train
 
 
@@ -208,7 +208,7 @@ def test_demo_in_unwritable_folder_raises(tmp_path, small_demo):
         Demo(root=str(tmp_path / "file" / "root"))
 
 
-def test_old_attribute_names_warn(market):
+def test_deprecated_dataset_attribute_names_warn(market):
     with pytest.warns(DeprecationWarning, match="excluded_ids"):
 
         class Farm(FilenameDataset):

@@ -85,19 +85,19 @@ def test_png_gamma_is_ignored(tmp_path, write_image, channels):
     )
 
 
-def test_gray_values_are_unchanged(tmp_path):
+def test_gray_pixel_values_are_unchanged_in_grayscale_images(tmp_path):
     grays = torch.arange(256, dtype=torch.uint8).view(1, 16, 16)
     for name, mode in (("gray.png", "L"), ("color.png", "RGB")):
         Image.fromarray(grays[0].numpy()).convert(mode).save(tmp_path / name)
         assert torch.equal(read_image(str(tmp_path / name), channels=1), grays)
 
 
-def test_grayscale_becomes_three_equal_channels(tmp_path, write_image):
+def test_grayscale_file_is_read_as_three_equal_channels(tmp_path, write_image):
     image = read_image(str(write_image(tmp_path / "a.jpg", mode="L")))
     assert torch.equal(image[0], image[1]) and torch.equal(image[1], image[2])
 
 
-def test_alpha_is_dropped_for_rgb(tmp_path):
+def test_alpha_is_dropped_if_channels_is_1_or_3(tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
     colors = torch.from_numpy(pixels[..., :3].copy()).permute(2, 0, 1)
@@ -108,7 +108,7 @@ def test_alpha_is_dropped_for_rgb(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.tif", "a.webp"])
-def test_alpha_is_kept_for_rgba(tmp_path, name):
+def test_alpha_is_kept_if_channels_is_4(tmp_path, name):
     pixels = np.random.default_rng(0).integers(0, 256, (8, 6, 4), dtype=np.uint8)
     options = {"lossless": True, "exact": True} if name.endswith("webp") else {}
     Image.fromarray(pixels).save(tmp_path / name, **options)
@@ -117,14 +117,14 @@ def test_alpha_is_kept_for_rgba(tmp_path, name):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
-def test_missing_alpha_is_255(tmp_path, write_image, mode):
+def test_missing_alpha_channel_is_filled_with_255(tmp_path, write_image, mode):
     path = write_image(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), mode=mode)
     image = read_image(str(path), channels=4)
     assert torch.equal(image[:3], read_image(str(path))) and (image[3] == 255).all()
 
 
 @pytest.mark.parametrize(("mode", "color"), [("L", 5), ("P", 5), ("RGB", (5, 6, 7))])
-def test_transparent_color_has_alpha_0(tmp_path, write_image, mode, color):
+def test_png_pixels_with_the_transparent_color_have_alpha_0(tmp_path, write_image, mode, color):
     path = write_image(tmp_path / "a.png", mode=mode)
     with Image.open(path) as image:
         image.putpixel((3, 2), color)
@@ -136,7 +136,7 @@ def test_transparent_color_has_alpha_0(tmp_path, write_image, mode, color):
 
 @every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_images_with_16_bits_are_reduced_to_upper_8_bits(tmp_path, name, channels):
+def test_images_with_16_bit_channels_keep_the_upper_8_bits(tmp_path, name, channels):
     pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
     Image.fromarray(pixels).save(tmp_path / name)
     expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()

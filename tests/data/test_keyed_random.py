@@ -25,7 +25,7 @@ def draw(seed=1, stream="flip", epochs=(0,), positions=(0,), count=5):
     return keyed_uniform(seed=seed, stream=stream, epochs=np.array(epochs), positions=np.array(positions), count=count)
 
 
-def test_keyed_uniform_depends_only_on_key():
+def test_keyed_uniform_does_not_depend_on_batch():
     jointly = draw(epochs=[3] * 100, positions=range(100))
     separately = np.concatenate([draw(epochs=[3], positions=[position]) for position in range(100)])
     assert np.array_equal(jointly, separately)

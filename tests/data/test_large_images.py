@@ -32,7 +32,7 @@ def transforms(*opts):
 
 @pytest.fixture
 def large(tmp_path, monkeypatch):
-    """JPEG file above the threshold for decoding at reduced size, which is lowered for the test."""
+    """JPEG file that is decoded at reduced size, because the test lowers the threshold for it."""
     assert decode._MAX_FULL_SIZE_PIXELS == 2**24
     monkeypatch.setattr(decode, "_MAX_FULL_SIZE_PIXELS", 2**20)
     smooth(1024, 1040).save(tmp_path / "large.jpg", quality=90)
@@ -41,7 +41,7 @@ def large(tmp_path, monkeypatch):
 
 @pytest.fixture
 def decoded_sizes(monkeypatch):
-    """List of the sizes at which PIL decodes images."""
+    """List to which the size of each image that PIL decodes is appended."""
     sizes, plain = [], decode._pil_pixels
     monkeypatch.setattr(decode, "_pil_pixels", lambda image, mode: sizes.append(image.size) or plain(image, mode))
     return sizes
@@ -70,7 +70,7 @@ def test_image_above_max_pixels_raises_with_path_size_and_key(tmp_path, name, ch
 @pytest.mark.parametrize(
     "bytes_before", [b"\xff\x01", b"\xff\xd0", b"\xff\xff\xff", b"\xff\xd7\xff\x01", b"\xff\xfe\x00\x04ab\x00\x12"]
 )
-def test_jpeg_size_is_found_after_bytes_outside_of_segments(tmp_path, bytes_before):
+def test_jpeg_size_is_found_if_header_has_bytes_between_segments(tmp_path, bytes_before):
     smooth(64, 48).save(tmp_path / "a.jpg")
     content = (tmp_path / "a.jpg").read_bytes()
     (tmp_path / "a.jpg").write_bytes(content[:2] + bytes_before + content[2:])
@@ -128,7 +128,7 @@ def test_large_jpeg_is_decoded_at_reduced_size(large, decoded_sizes, channels, o
         (("INPUT.SIZE_TEST", "(0,)"), None),
     ],
 )
-def test_reduced_size_is_sufficient_for_the_output(large, decoded_sizes, opts, size):
+def test_reduced_size_of_large_jpeg_is_at_least_twice_size_test(large, decoded_sizes, opts, size):
     read = transforms(*opts).read(large)
     assert decoded_sizes == ([] if size is None else [size]) and max(read.shape) >= 128
 

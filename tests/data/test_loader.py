@@ -1,4 +1,4 @@
-"""Data loading workers that run out of shared memory, open files or processes: an error message, never a hang."""
+"""Data loading that runs out of shared memory, open files or processes raises an error and never hangs."""
 
 import errno
 import gc
@@ -54,8 +54,8 @@ def take_until_error(batches):
 
 
 @pytest.mark.parametrize("test_set", [False, True])
-def test_full_shared_memory_is_explained(market, train_cfg, test_set):
-    """A file size limit has the same effect as a full /dev/shm, without mounting a file system."""
+def test_full_shared_memory_error_names_cause_and_fix(market, train_cfg, test_set):
+    """The test limits file sizes, which has the same effect as a full /dev/shm."""
     train_cfg.INPUT.SIZE_TEST = (256, 128)
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     train_cfg.TEST.NUM_WORKERS = 1
@@ -68,7 +68,7 @@ def test_full_shared_memory_is_explained(market, train_cfg, test_set):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
-def test_full_shared_memory_after_first_batch_is_explained(market, train_cfg):
+def test_shared_memory_filled_after_first_batch_raises_data_error(market, train_cfg):
     batches, worker = start_worker(build_reid_train_loader(train_cfg))
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (100, 100))
     message = take_until_error(batches)
@@ -76,7 +76,7 @@ def test_full_shared_memory_after_first_batch_is_explained(market, train_cfg):
 
 
 @pytest.mark.parametrize("free", [0, 2, 8])
-def test_too_many_open_files_in_a_worker_is_explained(market, train_cfg, free):
+def test_too_many_open_files_in_worker_raises_data_error(market, train_cfg, free):
     batches, worker = start_worker(build_reid_train_loader(train_cfg))
     limit = len(os.listdir(f"/proc/{worker}/fd")) + free
     resource.prlimit(worker, resource.RLIMIT_NOFILE, (limit, limit))
@@ -84,7 +84,7 @@ def test_too_many_open_files_in_a_worker_is_explained(market, train_cfg, free):
     assert "too many open files" in message and "ulimit -n" in message
 
 
-def test_too_many_open_files_is_not_treated_as_corrupt_image(market, cfg):
+def test_too_many_open_files_error_is_not_treated_as_corrupt_image(market, cfg):
     cfg.DATALOADER.ON_CORRUPT = "skip"
     batches = build_reid_train_loader(cfg)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -97,8 +97,8 @@ def test_too_many_open_files_is_not_treated_as_corrupt_image(market, cfg):
 
 
 @pytest.mark.parametrize("free", range(0, 42, 7))
-def test_too_many_open_files_in_the_main_process_is_explained(market, train_cfg, free):
-    """For any number of free descriptors, the loader returns a batch or raises a DataError."""
+def test_too_many_open_files_in_main_process_raises_data_error(market, train_cfg, free):
+    """For any number of free file descriptors, the loader raises an error instead of waiting forever."""
     train_cfg.DATALOADER.NUM_WORKERS = 2
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     batches = build_reid_train_loader(train_cfg)
@@ -137,12 +137,12 @@ def test_pin_memory_error_is_raised_in_the_main_thread(monkeypatch):
         (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "cannot start another process"),
     ],
 )
-def test_explain_exhausted_resources_names_the_cause(error, cause):
+def test_exhausted_resource_error_names_the_cause(error, cause):
     with pytest.raises(DataError, match=f"(?s)cause: .*{cause}.*fix: .*NUM_WORKERS"), explain_exhausted_resources():
         raise error
 
 
-def test_explain_exhausted_resources_reraises_unrelated_errors():
+def test_errors_unrelated_to_exhausted_resources_are_reraised():
     for error in (OSError(errno.EBADF, os.strerror(errno.EBADF)), RuntimeError("a bug"), ConnectionResetError()):
         with pytest.raises(type(error)), explain_exhausted_resources():
             raise error
@@ -178,8 +178,8 @@ sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))
 
 @pytest.mark.skipif(not can_mount(), reason="needs permission to mount file systems")
 @pytest.mark.parametrize("size", ["0k", "64k", "1m"])
-def test_small_dev_shm_exits_with_code_2(demo_root, tmp_path, size):
-    """The sizes are too small for a semaphore, for one batch, and for a second batch."""
+def test_training_with_too_small_dev_shm_exits_with_2(demo_root, tmp_path, size):
+    """0 KiB is too small for a semaphore, 64 KiB for one batch, and 1 MiB for a second batch."""
     script = tmp_path / "small_shm.py"
     script.write_text(SMALL_SHM)
     options = ["INPUT.SIZE_TRAIN", "(384, 192)", "DATALOADER.NUM_WORKERS", "2", "SOLVER.AMP", "off"]
@@ -189,8 +189,8 @@ def test_small_dev_shm_exits_with_code_2(demo_root, tmp_path, size):
     assert "Traceback" not in run.stderr, run.stderr
 
 
-def test_workers_do_not_change_batches(market, train_cfg):
-    """Also covers nested values: the augmentation parameters for the device."""
+def test_batches_with_device_augmentation_do_not_depend_on_workers(market, train_cfg):
+    """With INPUT.AUGMENT_ON device, batches contain nested augmentation parameters."""
     train_cfg.INPUT.AUGMENT_ON = "device"
     with_workers = next(iter(build_reid_train_loader(train_cfg)))
     train_cfg.DATALOADER.NUM_WORKERS = 0

@@ -1,4 +1,4 @@
-"""Image lists packed into arrays: same items, labels and batches as lists of tuples. Missing image files."""
+"""Image lists packed into arrays have the same items, labels and batches as lists of tuples; missing image files."""
 
 import gc
 import hashlib
@@ -105,7 +105,7 @@ def digest(rows):
 
 
 def describe(dataset, keys):
-    """List the content of a batch without the pixels."""
+    """Return the content of a batch, without the pixels, as a list."""
     rows = []
     for epoch, position, index in keys:
         item = dataset.items[index]
@@ -174,7 +174,7 @@ def test_packed_items_behave_like_list_of_tuples():
     assert not empty and empty == [] and empty + packed == expected and packed + empty == expected
 
 
-def test_column_is_integer_only_for_int64_values():
+def test_column_is_integer_only_if_all_values_fit_int64():
     column = Column.pack([np.int32(3), 5, True])
     assert column.is_integer and [column[index] for index in range(3)] == [3, 5, 1]
     for values in ([1, "1"], [2**70, 1], [1.5, 2]):
@@ -198,7 +198,7 @@ def large_containers(objects, size):
 
 
 def test_items_hold_no_python_object_per_image(tmp_path):
-    """Reading such objects in a worker would copy memory, because it changes reference counts."""
+    """A worker that reads Python objects changes their reference counts and thereby copies memory."""
     write_sets(tmp_path)
     dataset = build_reid_train_loader(config("DATASETS.NAMES", f"('csv:{tmp_path}/mine.csv',)")).dataset
     arrays = [dataset.items, dataset.labels, dataset.camids]
@@ -288,7 +288,7 @@ def test_missing_image_files_are_found_with_and_without_folder_listing(tmp_path,
 
 @pytest.mark.parametrize("skip", [0, 5, 11])
 def test_corrupt_image_is_replaced_by_next_image_of_same_identity(tmp_path, skip):
-    """The replacement is the next readable image in the list, continuing at the start after the end."""
+    """The search for a readable image continues at the start of the list after its end."""
     for number in range(12):
         if number in (1, 10):
             Image.new("RGB", (4, 8), (20 * number, 0, 0)).save(tmp_path / f"{number}.png")

@@ -1,4 +1,4 @@
-"""Input pipeline by config keys: augmentation in workers or on the device, caches, and unreadable images."""
+"""Input pipeline for several configs: augmentation in workers or on the device, caches, and unreadable images."""
 
 import itertools
 import shutil
@@ -64,7 +64,7 @@ def equal_batches(expected, actual):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
+def test_augmentation_in_workers_and_on_device_gives_equal_batches(root, tmp_path, workers):
     options = [
         *AUGMENTED,
         "INPUT.CROP.SIZE",
@@ -87,7 +87,7 @@ def test_worker_and_device_augmentation_are_equal(root, tmp_path, workers):
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_cuda_augmentation_matches_worker_augmentation(root, tmp_path):
+def test_augmentation_on_cuda_matches_augmentation_in_workers(root, tmp_path):
     options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
     in_workers = batches(config(tmp_path, *options))
     on_device = batches(config(tmp_path, *options, "INPUT.AUGMENT_ON", "device"))
@@ -124,7 +124,7 @@ def test_corrupt_image_raises_with_file_name(root, tmp_path, cache, workers):
 
 
 @pytest.mark.parametrize("cache", ["none", "ram"])
-def test_skip_replaces_corrupt_image_with_image_of_same_identity(root, tmp_path, cache, caplog):
+def test_on_corrupt_skip_replaces_corrupt_image_with_same_identity(root, tmp_path, cache, caplog):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     options = ["INPUT.FLIP", "False", "INPUT.PADDING", "False", "INPUT.REA", "False"]
     before = batches(config(tmp_path, *options), count=30)
@@ -147,7 +147,7 @@ def test_skip_replaces_corrupt_image_with_image_of_same_identity(root, tmp_path,
     assert replaced and files[7].name[:4] == files[8].name[:4]
 
 
-def test_skip_raises_if_identity_has_no_readable_image(root, tmp_path):
+def test_on_corrupt_skip_raises_if_identity_has_no_readable_image(root, tmp_path):
     files = sorted(root.rglob("bounding_box_train/*.jpg"))
     for file in files:
         if file.name[:4] == files[0].name[:4]:

@@ -81,7 +81,7 @@ def test_batch_has_p_identities_with_k_images(name):
 
 
 @pytest.mark.parametrize("name", ["naive", "balanced"])
-def test_images_repeat_only_for_small_identities(name):
+def test_identity_samplers_repeat_images_only_of_small_identities(name):
     sampler, labels, _ = make(name)
     available = Counter(labels)
     for chunk in chunks(take(sampler.epoch(0), 12 * 100), 4):
@@ -89,7 +89,7 @@ def test_images_repeat_only_for_small_identities(name):
             assert len(set(chunk)) == 4
 
 
-def test_naive_sampler_draws_without_replacement():
+def test_naive_sampler_draws_images_without_replacement():
     # Two chunks for each of four identities give at least three batches of two identities.
     sampler, labels, _ = make("naive", counts=(8, 8, 8, 8), batch_size=8, num_instances=4)
     stream = take(sampler.epoch(0), 24)
@@ -99,7 +99,7 @@ def test_naive_sampler_draws_without_replacement():
     assert max(counts_seen.values()) < 1.6 * min(counts_seen.values())
 
 
-def test_naive_sampler_repeats_images_of_small_identities():
+def test_naive_sampler_fills_small_identities_with_repeated_images():
     sampler, _, _ = make("naive", counts=(2, 2), batch_size=8, num_instances=4)
     assert all(len(set(chunk)) <= 2 for chunk in chunks(take(sampler.epoch(0), 80), 4))
 
@@ -144,7 +144,7 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
         ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
     ],
 )
-def test_error_for_infeasible_batch_size_gives_config_values(name, options, error, numbers):
+def test_infeasible_batch_size_error_states_config_values(name, options, error, numbers):
     with pytest.raises(error) as raised:
         make(name, **options)
     for number in numbers:
@@ -158,7 +158,7 @@ def batches(sampler, count, **options):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("start", [0, 1, 2, 3, 4, 7, 31])
-def test_start_iter_resumes_uninterrupted_stream(name, start):
+def test_start_iter_gives_the_batches_of_an_uninterrupted_run(name, start):
     sampler = make(name)[0]
     assert batches(sampler, 10, start_iter=start) == batches(sampler, start + 10)[start:]
 
@@ -181,7 +181,7 @@ def test_sample_keys_are_epoch_position_and_index():
     assert [key[2] for key in keys[36:]] == take(sampler.epoch(1), 36)
 
 
-def test_dataset_smaller_than_a_batch_repeats_images():
+def test_batch_larger_than_dataset_repeats_images():
     (batch,) = batches(TrainingSampler(size=5, seed=0), 1, iters_per_epoch=1)
     assert len(batch) == 12 and len(set(batch)) == 12
     assert set(Counter(index for _, _, index in batch).values()) <= {2, 3}

@@ -1,4 +1,4 @@
-"""Resizing, center crop and interpolation compared with torchvision on PIL images, and batches of mixed sizes."""
+"""Resizing, center crop and interpolation match torchvision on PIL images; batches of images of different sizes."""
 
 import itertools
 
@@ -31,7 +31,7 @@ def as_tensor(image_):
 
 
 def fastreid_test_pipeline(cfg, interpolation):
-    """FastReID's test pipeline in torchvision: resize, then center crop."""
+    """Return FastReID's test pipeline, built from torchvision: resize, then center crop."""
     size, crop = cfg.INPUT.SIZE_TEST, cfg.INPUT.CROP.SIZE
     steps = []
     if size[0] > 0:
@@ -79,7 +79,7 @@ def test_nearest_interpolation_samples_pixel_centers(size):
         assert rows.sum() > 10 and torch.equal(found[:, rows][:, :, columns], expected[:, rows][:, :, columns])
 
 
-def test_interpolation_modes_differ():
+def test_interpolation_modes_give_different_images():
     image = as_tensor(sample_images()[0])
     found = [Resize(size=(256, 128), interpolation=mode)(image) for mode in MODES]
     assert all(not torch.equal(a, b) for a, b in itertools.combinations(found, 2))
@@ -160,7 +160,7 @@ def test_training_images_of_different_sizes_form_batches(market_mixed_sizes, tmp
     assert len({batch["images"].float().mean().item() for batch in found}) == len(found)
 
 
-def test_crops_are_equal_for_shorter_side_and_height_width(market, tmp_path):
+def test_crops_are_equal_for_equivalent_size_train_values(market, tmp_path):
     # All images are 64 x 32.
     opts = ("SOLVER.IMS_PER_BATCH", "8", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(40, 20)")
     reference = batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(64, 32)"))
@@ -169,7 +169,7 @@ def test_crops_are_equal_for_shorter_side_and_height_width(market, tmp_path):
             assert (actual["images"].int() - expected["images"].int()).abs().max() <= 1
 
 
-def test_images_of_equal_size_load_without_resizing(market, tmp_path):
+def test_size_0_loads_images_of_equal_size_without_resizing(market, tmp_path):
     cfg = config(tmp_path, "INPUT.SIZE_TRAIN", "(0,)", "INPUT.SIZE_TEST", "(0,)", "SOLVER.IMS_PER_BATCH", "8")
     assert batches(cfg)[0]["images"].shape == (8, 3, 64, 32)
     loader, _ = build_reid_test_loader(cfg, "Market1501")
@@ -177,7 +177,7 @@ def test_images_of_equal_size_load_without_resizing(market, tmp_path):
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_batch_of_different_sizes_raises_with_config_key(market_mixed_sizes, tmp_path, workers):
+def test_error_for_images_of_different_sizes_names_config_key(market_mixed_sizes, tmp_path, workers):
     opts = ("DATALOADER.NUM_WORKERS", workers, "INPUT.PADDING", "False")
     with pytest.raises(DataError, match=r"INPUT\.SIZE_TRAIN \(32,\).*\n  fix: .*INPUT\.SIZE_T"):
         batches(config(tmp_path, *opts, "INPUT.SIZE_TRAIN", "(32,)"))
@@ -192,7 +192,7 @@ def test_single_image_test_batches_can_have_any_size(market_mixed_sizes, tmp_pat
 
 
 def test_cache_depends_on_crop_and_interpolation(market_mixed_sizes, tmp_path):
-    """There is a separate cache for each size, crop and interpolation, with the same images as without a cache."""
+    """Each combination has a separate cache, which contains the same images as without a cache."""
     variants = [
         ("INPUT.SIZE_TEST", "(24, 24)"),
         ("INPUT.SIZE_TEST", "(24, 24)", "INPUT.INTERPOLATION", "bilinear"),

@@ -1,4 +1,4 @@
-"""Held-out identities: disjoint from training, a match for every query, reproducible."""
+"""Held-out identities are disjoint from training, reproducible, and have a match for every query."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_hold_out_without_training_identities_raises(fraction):
         hold_out(images(0), fraction, 0)
 
 
-def test_hold_out_of_identities_with_one_image_raises():
+def test_hold_out_raises_if_all_identities_have_one_image():
     items = [ImageItem(f"{i}.jpg", f"set_{i}", "set_c0") for i in range(10)]
     with pytest.raises(DataError, match="A.KEY"):
         hold_out(items, 0.3, 0)

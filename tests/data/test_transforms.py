@@ -194,7 +194,7 @@ def test_erasing_leaves_one_pixel_images_unchanged():
 
 
 def as_torchvision(image, parameters, index):
-    """Jitter one image with torchvision's functions."""
+    """Jitter the colors of one image with torchvision's functions."""
     if not parameters["jitter"][index]:
         return image
     names = ("adjust_brightness", "adjust_contrast", "adjust_saturation", "adjust_hue")
@@ -264,7 +264,7 @@ ALL = [
 ]
 
 
-def test_augmentation_is_independent_of_the_batch(images):
+def test_augmentation_of_an_image_does_not_depend_on_its_batch(images):
     augmentation = Augmentation(transforms=ALL, seed=3)
     together = augmentation.apply(images, augmentation.draw([2] * len(images), range(7, 7 + len(images)), SIZE))
     for index in range(len(images)):
@@ -280,7 +280,7 @@ def test_random_numbers_of_transforms_are_independent(images):
     assert not torch.equal(twice[0]["flip"], twice[1]["flip"])
 
 
-def test_apply_does_not_modify_its_arguments(images):
+def test_augmentation_does_not_modify_input_images_or_parameters(images):
     before = images.clone()
     augmentation = Augmentation(transforms=ALL, seed=0)
     parameters = augmentation.draw([0] * len(images), range(len(images)), SIZE)
@@ -395,7 +395,7 @@ def test_torchvision_transform_is_seeded_per_image(name, channels):
 
 
 def build_all(*names):
-    """Build the transforms of the sections ``names``, applied to most images."""
+    """Build the transforms with the given config sections, with a probability of 0.7 for each image."""
     cfg = get_cfg()
     cfg.merge_from_list([word for name in names for word in (f"INPUT.{name}.ENABLED", "True")])
     cfg.INPUT.SIZE_TRAIN = cfg.INPUT.CROP.SIZE = SIZE
@@ -406,7 +406,7 @@ def build_all(*names):
 
 
 @pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
-def test_equal_keys_give_equal_images(name, images):
+def test_augmentation_depends_only_on_epoch_position_and_seed(name, images):
     augment, count = build_all(name), len(images)
     results = []
     for seed in (1, 2):  # the global generator has no effect and is not changed
@@ -419,7 +419,7 @@ def test_equal_keys_give_equal_images(name, images):
 
 
 @pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
-def test_all_random_numbers_are_drawn_with_the_parameters(name, images, monkeypatch):
+def test_applying_transforms_draws_no_random_numbers(name, images, monkeypatch):
     augment = build_all(name)
     parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
     with NoDraws():
@@ -427,14 +427,14 @@ def test_all_random_numbers_are_drawn_with_the_parameters(name, images, monkeypa
 
 
 class NoDraws(TorchDispatchMode):
-    """Fail if an operation draws random numbers."""
+    """Context manager that fails if a PyTorch operation draws random numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         assert torch.Tag.nondeterministic_seeded not in func.tags, func
         return func(*args, **(kwargs or {}))
 
 
-def test_uploaded_parameters_equal_those_on_the_host(images):
+def test_uploaded_augmentation_parameters_equal_parameters_on_the_host(images):
     augment = build_all(*TRANSFORM_REGISTRY)
     parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
     uploaded = upload(parameters, torch.device("cpu"))
@@ -449,13 +449,13 @@ def test_uploaded_parameters_equal_those_on_the_host(images):
     assert upload([], torch.device("cpu")) == []
 
 
-def test_torchvision_transform_draws_unique_seeds_and_matches_probability():
+def test_torchvision_transform_selects_images_with_unique_seeds_at_given_rate():
     parameters = draw(AutoAugment(prob=0.1), 5000)
     assert len(parameters["seed"].unique()) == 5000 and parameters["seed"].min() >= 0
     assert parameters["chosen"].float().mean().item() == pytest.approx(0.1, abs=0.02)
 
 
-def test_autoaugment_returns_its_input_if_nothing_is_selected(images):
+def test_autoaugment_returns_its_input_if_no_image_is_selected(images):
     transform = AutoAugment(prob=0.0)
     assert transform.apply(images, draw(transform, len(images))) is images
 
@@ -499,7 +499,7 @@ def test_resized_crop_distribution_equals_torchvision(size, ratio):
     assert (actual["top"] + actual["height"]).max() <= size[0] and (actual["left"] + actual["width"]).max() <= size[1]
 
 
-def test_transforms_after_a_resized_crop_use_its_size(cfg):
+def test_transforms_after_resized_crop_use_the_crop_size(cfg):
     cfg.merge_from_list(["INPUT.CROP", True, "INPUT.CROP.SIZE", "(30, 60)", "INPUT.REA", True, "INPUT.REA.PROB", 1.0])
     augment = build_transforms(cfg).augment
     images = torch.zeros(200, 3, 256, 128, dtype=torch.uint8)
@@ -553,7 +553,7 @@ def test_local_grayscale_changes_only_the_rectangle(images):
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
-def test_random_patch_pastes_from_another_image(channels):
+def test_random_patch_pastes_a_patch_from_another_image(channels):
     images = make_images(channels)
     patch = RandomPatch(prob=0.8)
     parameters = draw(patch, len(images))
@@ -571,13 +571,13 @@ def test_random_patch_pastes_from_another_image(channels):
         assert torch.equal(after, expected)
 
 
-def test_random_patch_accepts_a_batch_of_one():
+def test_random_patch_accepts_a_batch_of_one_image():
     images = make_images()[:1]
     patch = RandomPatch(prob=1.0)
     assert patch.apply(images, draw(patch, 1)).shape == images.shape
 
 
-def test_all_transforms_are_built_in_order(cfg):
+def test_all_transforms_are_built_in_order_of_application(cfg):
     names = ["AUTOAUG", "RANDAUG", "CROP", "PADDING", "FLIP", "CJ", "GRAYSCALE", "BLUR", "AFFINE", "AUGMIX", "REA"]
     names += ["LOCAL_GRAYSCALE", "RPT"]
     cfg.merge_from_list([word for name in names for word in (f"INPUT.{name}", True)])
@@ -607,7 +607,7 @@ def test_invalid_blur_and_crop_settings_raise(cfg, key, value, message):
 # ---- the registry
 
 
-def test_every_transform_has_an_order_and_is_disabled_by_default():
+def test_every_transform_is_in_order_and_disabled_by_default():
     assert sorted(ORDER) == list(TRANSFORM_REGISTRY)
     for name in ORDER:
         assert get_cfg().INPUT[name].ENABLED is False
@@ -633,7 +633,7 @@ def custom_transform(monkeypatch):
 
 
 @pytest.mark.parametrize(("before", "place"), [("", 3), ("REA", 1), ("AUTOAUG", 0)])
-def test_custom_transform_is_inserted_before_configured_section(custom_transform, before, place):
+def test_custom_transform_is_inserted_before_transform_named_in_before(custom_transform, before, place):
     transform, cfg = custom_transform
     transform.before = before
     others = ["RandomHorizontalFlip", "RandomErasing", "RandomPatch"]
@@ -646,7 +646,7 @@ def test_custom_transform_is_inserted_before_configured_section(custom_transform
 
 
 @pytest.mark.parametrize("keys", [(), (Key("INPUT.DARKEN.PROB", 0.5, "Probability."),)])
-def test_registered_transform_without_enabled_key_raises(custom_transform, keys):
+def test_custom_transform_without_enabled_key_raises(custom_transform, keys):
     cfg = get_cfg()
     cfg.add_keys(keys)
     with pytest.raises(ConfigError, match=r"INPUT\.DARKEN\.ENABLED(.|\n)*fix: "):
@@ -654,7 +654,7 @@ def test_registered_transform_without_enabled_key_raises(custom_transform, keys)
     build_transforms(cfg, is_train=False)
 
 
-def test_unknown_section_in_before_suggests_nearest(custom_transform):
+def test_unknown_before_of_custom_transform_suggests_similar_name(custom_transform):
     transform, cfg = custom_transform
     transform.before = "REAA"
     with pytest.raises(ConfigError, match=r"Darken\.before: .*'REAA'.*'REA'"):

@@ -23,14 +23,14 @@ TEST_PEOPLE = ([(1, 2), (3, 1)], [(5, 1)])
 
 
 def pixels(pair, person, shot, kind):
-    """Return an image of height 4 and width 2 that encodes its labels in the first pixel."""
+    """Return an image of height 4 and width 2 whose first pixel encodes its labels."""
     picture = np.zeros((4, 2, 3), np.uint8)
     picture[0, 0], picture[3, 0] = (pair, person, shot), (KINDS.index(kind), 0, 255)
     return picture
 
 
 def write_mat(file, shots):
-    """Write images and splits in the layout of MATLAB 7.3: transposed arrays, cells as references."""
+    """Write images and splits in MATLAB 7.3 format, in which arrays are transposed and cells are references."""
     h5py = pytest.importorskip("h5py")
     file.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(file, "w") as mat:
@@ -89,7 +89,7 @@ def names_and_labels(items):
     return [(item.path.rsplit("/", 1)[1], item.pid, item.camid) for item in items]
 
 
-def test_new_protocol_reads_split_and_labels(dataset_dir, caplog):
+def test_new_protocol_uses_split_and_labels_from_mat_file(dataset_dir, caplog):
     with caplog.at_level(logging.INFO):
         dataset = build()
     assert "extracting" in caplog.text and "images of 7 of 7 people" in caplog.text
@@ -119,7 +119,7 @@ def test_extracted_images_equal_images_in_mat_file(kind, dataset_dir):
     }
 
 
-def test_labeled_images_have_separate_splits(dataset_dir):
+def test_labeled_and_detected_images_use_separate_splits_files(dataset_dir):
     assert [len(build(LABELED=labeled).gallery) for labeled in (False, True)] == [2, 1]
 
 
@@ -141,7 +141,7 @@ def test_split_index_out_of_range_raises(keys, count, dataset_dir):
         build(**keys)
 
 
-def test_second_build_does_not_extract_images_again(dataset_dir, monkeypatch, caplog):
+def test_images_are_not_extracted_again_if_files_are_complete(dataset_dir, monkeypatch, caplog):
     first = build()
     (dataset_dir / "cuhk03_release/cuhk-03.mat").unlink()
     (dataset_dir / "cuhk03_new_protocol_config_detected.mat").unlink()
@@ -242,7 +242,7 @@ def test_corrupt_splits_file_raises(text, root):
         CUHK03(root)
 
 
-def test_missing_mat_files_are_listed_in_error(root):
+def test_missing_mat_file_error_lists_all_missing_files(root):
     with pytest.raises(DataError) as raised:
         build()
     text = str(raised.value)
@@ -273,7 +273,7 @@ def test_corrupt_mat_file_raises(file, damage, dataset_dir):
     assert not (dataset_dir / "images_detected").exists()
 
 
-def test_split_that_lists_missing_images_raises(dataset_dir):
+def test_split_that_lists_unknown_images_raises(dataset_dir):
     write_mat(dataset_dir / "cuhk03_release/cuhk-03.mat", IMAGE_NUMBERS[1:])
     with pytest.raises(DataError, match=r"3 images .*cuhk-03\.mat.* 1_001_1_01\.png"):
         build()

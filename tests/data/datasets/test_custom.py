@@ -43,7 +43,7 @@ def test_csv_columns_set_split_identity_and_camera(tmp_path, encoding):
     assert dataset.identity(2) == "bob" and dataset.identity(dataset.train[0].pid) == "ann"
 
 
-def test_csv_without_camera_column_gives_unique_cameras(tmp_path, caplog):
+def test_csv_without_camera_column_assigns_unique_camera_per_image(tmp_path, caplog):
     caplog.set_level("INFO")
     dataset = build_dataset(write_csv(tmp_path, ["a.png,1", "/abs/b.png,2", "c.png,1"], "path,pid"))
     assert len(dataset.train) == 3 and not dataset.query and not dataset.gallery
@@ -104,7 +104,7 @@ def test_missing_csv_or_folder_error_names_path(tmp_path, monkeypatch, kind):
         build_dataset(f"{kind}:mine")
 
 
-def test_unknown_dataset_prefix_suggests_nearest():
+def test_unknown_dataset_prefix_error_suggests_similar_prefix():
     with pytest.raises(ConfigError, match=r"DATASETS.NAMES: .*'cvs:mine'.*Did you mean 'csv'"):
         build_dataset("cvs:mine")
 
@@ -126,7 +126,7 @@ def folder_config(**values):
     return cfg
 
 
-def test_folder_with_cameras_is_split_by_identity(tmp_path):
+def test_folder_dataset_with_cameras_is_split_by_identity(tmp_path):
     name = make_folder(tmp_path / "my people")
     cfg = folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=0.3)
     dataset = build_dataset(name, cfg)
@@ -141,7 +141,7 @@ def test_folder_with_cameras_is_split_by_identity(tmp_path):
     assert build_dataset(name, folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=0.3, SEED=1)).train != dataset.train
 
 
-def test_folder_without_cameras_gives_unique_cameras(tmp_path, caplog):
+def test_folder_dataset_without_cameras_assigns_unique_camera_per_image(tmp_path, caplog):
     caplog.set_level("INFO")
     dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.5))
     assert len(dataset.query) == 5 and len(dataset.gallery) == 25
@@ -150,7 +150,7 @@ def test_folder_without_cameras_gives_unique_cameras(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("fraction, sizes", [(0.0, (60, 0, 0)), (1.0, (0, 30, 30))])
-def test_test_fraction_zero_or_one_gives_only_training_or_test_images(tmp_path, fraction, sizes):
+def test_folder_test_fraction_0_gives_only_training_and_1_only_test_images(tmp_path, fraction, sizes):
     dataset = build_dataset(make_folder(tmp_path), folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=fraction))
     assert (len(dataset.train), len(dataset.query), len(dataset.gallery)) == sizes
 
@@ -164,18 +164,18 @@ def test_test_fraction_zero_or_one_gives_only_training_or_test_images(tmp_path, 
         ({"TEST_FRACTION": 0.95}, ConfigError, "DATASETS.FOLDER.TEST_FRACTION is 0.95.* 0 of 10"),
     ],
 )
-def test_invalid_folder_settings_raise(tmp_path, values, error, message):
+def test_invalid_folder_dataset_settings_raise(tmp_path, values, error, message):
     with pytest.raises(error, match=message):
         build_dataset(make_folder(tmp_path), folder_config(**values))
 
 
-def test_folder_without_images_raises(tmp_path):
+def test_folder_dataset_without_images_raises(tmp_path):
     (tmp_path / "person").mkdir()
     with pytest.raises(DataError, match=f"no images in {tmp_path}"):
         build_dataset(f"folder:{tmp_path}")
 
 
-def test_identities_of_two_folders_are_distinct(tmp_path):
+def test_identities_in_two_folder_datasets_are_distinct(tmp_path):
     names = [make_folder(tmp_path / name, identities=3) for name in ("one", "two")]
     items = training_items([build_dataset(name, folder_config(TEST_FRACTION=0.0)) for name in names])
     assert len({item.pid for item in items}) == 6 and len({item.camid for item in items}) == 36
@@ -191,13 +191,13 @@ def test_csv_with_semicolons_or_tabs_is_read(tmp_path, delimiter):
     assert dataset.train[1].path.startswith(str(Path.home())) and dataset.identity(dataset.train[1].pid) == "--7"
 
 
-def test_numeric_identities_are_sorted_before_text(tmp_path):
+def test_csv_test_identities_are_numbered_with_integers_before_text(tmp_path):
     rows = [f"{number}.png,{pid},query" for number, pid in enumerate(["--19", "9" * 30, "7", "-2", "x"])]
     dataset = build_dataset(write_csv(tmp_path, rows, "path,pid,split"))
     assert [dataset.identity(number) for number in range(1, 6)] == ["-2", "7", "--19", "9" * 30, "x"]
 
 
-def test_hidden_and_split_folders_are_not_identities(tmp_path):
+def test_hidden_folders_are_skipped_and_folder_named_train_raises(tmp_path):
     name = make_folder(tmp_path / "people", identities=4)
     for hidden in (".thumbs", "@eaDir"):
         (tmp_path / "people" / hidden).mkdir()

@@ -39,7 +39,10 @@ def first_images(name):
 
 
 def build(name, root, **keys):
-    """Write the files of a dataset and build it with the given keys of DATASETS; ``__`` stands for a dot."""
+    """Write the files of a dataset and build the dataset.
+
+    Keyword arguments set keys in the config section DATASETS; ``__`` stands for a dot.
+    """
     write(root, TREES[name][0])
     cfg = get_cfg()
     cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
@@ -73,7 +76,7 @@ def test_reader_finds_images_identities_and_cameras(name, root):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_operating_system_files_are_ignored(name, root):
+def test_files_created_by_operating_systems_are_ignored(name, root):
     files = TREES[name][0]
     write(root, files)
     before = build_dataset(name)
@@ -98,7 +101,7 @@ def test_uppercase_suffixes_and_unicode_file_names_are_read(name, root):
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_example_file_name_matches_layout(name, root):
+def test_example_file_name_of_every_dataset_matches_its_layout(name, root):
     write(root, TREES[name][0])
     component = DATASET_REGISTRY.get(name)
     example = component.example.split(" (")[0]
@@ -167,26 +170,26 @@ def test_folder_one_level_too_deep_is_suggested(name, root):
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "MSMT17", "VehicleID", "AirportALERT"])
-def test_data_root_set_to_dataset_folder_is_explained(name, root, monkeypatch):
+def test_error_explains_that_data_root_is_the_dataset_folder(name, root, monkeypatch):
     write(root, TREES[name][0])
     monkeypatch.setenv("FASTAMP_DATASETS", str(root / folder_of(name)))
     assert f"make {root} the data root" in message(lambda: build_dataset(name))
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "VeRiWild"])
-def test_dataset_in_subfolder_of_data_root_is_explained(name, root):
+def test_missing_dataset_error_suggests_subfolder_of_data_root(name, root):
     write(root / "person", TREES[name][0])
     assert f"or make {root / 'person'} the data root" in message(lambda: build_dataset(name))
 
 
-def test_content_of_similar_folder_without_dataset_is_listed(root):
+def test_missing_dataset_error_lists_content_of_similarly_named_folder(root):
     write(root, {"dukemtmc-reid/train/a.jpg": "", "dukemtmc-reid/test/a.jpg": ""})
     text = message(lambda: build_dataset("DukeMTMC"))
     assert f"{root / 'dukemtmc-reid'}, which contains test, train" in text
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_folders_without_images_raise(name, root):
+def test_dataset_folders_without_images_raise(name, root):
     write(root, TREES[name][0])
     for path in TREES[name][0]:
         (root / path).rename((root / path).with_suffix(".txt"))
@@ -262,7 +265,7 @@ def test_market1501_500k_distractors_are_added_to_gallery(root, caplog):
         shutil.rmtree(place)
 
 
-def test_keys_of_one_dataset_do_not_affect_another(root):
+def test_config_keys_of_one_dataset_do_not_affect_another_dataset(root):
     """Also covers a user's subclass whose constructor takes only ``root``."""
 
     class Own(DATASET_REGISTRY.get("Market1501")):
@@ -428,7 +431,7 @@ def test_cameras_have_the_same_number_in_all_splits(root):
 # ---- custom components
 
 
-def test_registered_class_or_function_is_built_by_name(root):
+def test_registered_dataset_class_or_function_is_built_by_name(root):
     class Own(ImageDataset):
         def __init__(self, root="datasets", **kwargs):
             super().__init__([(f"{root}/a.jpg", "own_1", "own_0")], [], [], **kwargs)
@@ -448,7 +451,7 @@ def test_registered_class_or_function_is_built_by_name(root):
 GUIDE = (Path(__file__).parents[3] / "fastamp/data/README.md").read_text(encoding="utf-8")
 
 
-def test_dataset_class_in_readme_works(root):
+def test_example_dataset_class_in_readme_loads_images(root):
     code = GUIDE.split("```python\n")[1].split("```")[0]
     try:
         exec(code, {})
