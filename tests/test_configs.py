@@ -131,7 +131,7 @@ def test_recipe_in_the_yaml_style_of_fastreid_gives_the_same_config(tmp_path, su
 @pytest.mark.parametrize(
     "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
 )
-def test_recipe_trains_and_evaluates_on_small_images(demo, tmp_path, recipe, monkeypatch, shallow_vit):
+def test_recipes_train_and_evaluate_end_to_end_on_small_images(demo, tmp_path, recipe, monkeypatch, shallow_vit):
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))
     code = train_net.cli([
         "--config-file", str(ROOT / "configs" / recipe), "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False",
@@ -185,7 +185,7 @@ def with_fewer_batches(build):
     return classmethod(build_short)
 
 
-def test_recipes_used_in_the_readme_exist():
+def test_recipes_named_in_the_readme_exist():
     assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
 
 

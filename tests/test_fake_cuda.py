@@ -191,7 +191,7 @@ def test_training_with_each_head_reads_the_device_once_per_step(name, monkeypatc
 
 
 @pytest.mark.parametrize("name", list(POOL_LAYER_REGISTRY))
-def test_training_with_each_pooling_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_pooling_layer_reads_the_device_once_per_step(name, monkeypatch):
     if name in ("Flatten", "Identity"):
         cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.POOL_LAYER", "Identity")
     else:
@@ -205,7 +205,7 @@ def test_training_with_each_classifier_reads_the_device_once_per_step(name, monk
 
 
 @pytest.mark.parametrize("name", list(NORM_REGISTRY))
-def test_training_with_each_norm_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_norm_layer_reads_the_device_once_per_step(name, monkeypatch):
     check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name), monkeypatch)
 
 

@@ -235,7 +235,7 @@ def test_comparison_of_hook_states_detects_a_renamed_hook(demo, tmp_path, name):
         assert_hooks_continue(content, config_of("ema", resumable(tmp_path, "ema", content)))
 
 
-def test_recorded_run_of_two_ranks_resumes_like_an_uninterrupted_run(demo_root, demo, tmp_path):
+def test_resumed_two_rank_run_from_recorded_checkpoint_equals_uninterrupted_run(demo_root, demo, tmp_path):
     def run(folder, *flags):
         done = preloaded.run(HELPERS / "ranks.py", *flags, folder, "2", *recorded.TWO_RANKS)
         assert done.returncode == 0, done.stderr

@@ -50,16 +50,16 @@ class CrashDump:
         message: error message.
         iteration, rank: iteration and rank of the failed step.
         config: complete config as YAML text.
-        policy: precision, as ``PrecisionPolicy.state_dict``.
+        policy: precision of the step; result of ``PrecisionPolicy.state_dict``.
         loss_scale: loss scale of the step; 1 without loss scaling.
         micro_batch: the micro-batch with non-finite values.
         losses: loss name -> value under the policy; can be Inf or NaN.
-        location: ``NonFiniteLocation.as_dict``; None if no non-finite value was located in this process.
+        location: result of ``NonFiniteLocation.as_dict``; None if no non-finite value was located in this process.
         model: parameters and buffers, including non-persistent buffers.
         evaluating: names of the modules in evaluation mode, e.g. frozen ones.
         frozen: names of the parameters with ``requires_grad=False``.
         frozen_layers: ``MODEL.FREEZE_LAYERS``, if the layers were frozen in this step.
-        counters: module name -> numeric attributes, e.g. the position in a queue.
+        counters: module name -> public numeric attributes of the module, e.g. the position in a queue.
     """
 
     message: str

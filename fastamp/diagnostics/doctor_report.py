@@ -78,7 +78,7 @@ class PrecisionReport:
         return not self.refused and self.force_fp32 is not None and self.ranking_matches(reference)
 
     def verdict(self, reference: "PrecisionReport") -> str:
-        """Summarize the result in a few words."""
+        """Summarize the result compared with float32 in one to three words, e.g. ``"ranking differs"``."""
         if self.refused:
             return "unsupported"
         if self.force_fp32 is None:
@@ -102,7 +102,7 @@ class AmpReport:
         init_scale: ``SOLVER.AMP.INIT_SCALE`` of the config.
         images: number of ranked images, and number of images in the test set.
         untrained: True if the model has no trained weights.
-        machine: ``EnvironmentReport.as_dict``.
+        machine: result of ``EnvironmentReport.as_dict``.
     """
 
     policy: PrecisionPolicy
@@ -125,7 +125,7 @@ class AmpReport:
 
     @property
     def healthy(self) -> bool:
-        """True if the config can be used as given."""
+        """True if the config can be used without changes."""
         if self.problem:
             return False
         return self.configured is None or (self.configured.usable(self.float32) and not self.configured.force_fp32)
@@ -149,7 +149,7 @@ class AmpReport:
         return yaml.safe_dump({"SOLVER": {"AMP": amp}}, sort_keys=False)
 
     def conclusion(self) -> str:
-        """Format the conclusion and the recommended config."""
+        """Describe whether the config works, and list the recommended values; if float32 fails, describe the failure."""
         if self.problem:
             return f"the model fails in float32; mixed precision was not analyzed:\n{self.problem}"
         name = dtype_name(self.policy.dtype)

@@ -52,7 +52,7 @@ class EnvironmentReport:
         free_memory, total_memory: memory of the CUDA device, else of the system, in bytes.
         support: precision -> support by the device; ``"tf32"`` only for CUDA.
         auto: ``(dtype, reason)``: dtype that ``SOLVER.AMP.DTYPE auto`` selects on this device, and why.
-        loops: supported dtype -> result of the smoke test; empty if the test was not run.
+        loops: supported dtype -> result of ``smoke_train``; empty if it was not called.
         unknown: query -> error message, for failed queries.
     """
 

@@ -118,7 +118,7 @@ class IsolatedPasses:
     def train(self, policy: PrecisionPolicy, *, scale: float = 1.0, checked: bool = False) -> TrainPass:
         """Run a forward pass and the backward pass of ``scale`` times the sum of the losses.
 
-        Each module is in the mode (training or evaluation) in which it was when the context was entered.
+        Each module is in the mode (training or evaluation) that it had when the context was entered.
 
         Args:
             policy: precision of the pass.

@@ -132,7 +132,7 @@ def test_fp32_search_returns_none_if_every_layer_overflows():
     assert search(Loud(), FLOAT16)[0] is None and search(Loud(), BFLOAT16)[0] == []
 
 
-def test_temporary_fp32_modules_regain_their_classes_and_patched_forwards():
+def test_temporary_fp32_forcing_restores_module_classes_and_forward_methods():
     model = Net((1, 1e6, 1, 1))
     classes = [type(module) for module in model.modules()]
     with forced(model, ["layers.1"]):
@@ -144,7 +144,7 @@ def test_temporary_fp32_modules_regain_their_classes_and_patched_forwards():
     assert model.head.forward is original
 
 
-def test_layer_measurements_match_dtype_precision_and_range():
+def test_layer_measurements_reflect_precision_and_range_of_each_dtype():
     model = Net((1, 300, 1, 1))
     with IsolatedPasses(model, BATCH) as passes:
         low, half = (measure_layers(passes, policy) for policy in (BFLOAT16, FLOAT16))

@@ -221,7 +221,7 @@ def test_environment_report_on_simulated_gpu_lists_no_problems(gpu):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_pytorch_without_cuda_is_a_problem_if_a_driver_exists(no_gpu, device):
+def test_cpu_only_pytorch_is_reported_as_a_problem_if_a_driver_exists(no_gpu, device):
     no_gpu.setattr(torch.version, "cuda", None)
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     report = inspect_environment(device)
@@ -237,7 +237,7 @@ def test_pytorch_without_cuda_is_a_problem_if_a_driver_exists(no_gpu, device):
 
 
 @pytest.mark.parametrize("device", [CPU, CUDA])
-def test_driver_older_than_pytorch_build_is_a_problem(no_gpu, device):
+def test_driver_too_old_for_pytorch_is_reported_as_a_problem(no_gpu, device):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (12, 4))
     no_gpu.setattr(environment_queries, "driver_version", lambda: "550.54.15")
     report = inspect_environment(device)
@@ -247,7 +247,7 @@ def test_driver_older_than_pytorch_build_is_a_problem(no_gpu, device):
     assert report.driver_fits is False
 
 
-def test_missing_driver_is_a_problem_if_cuda_is_requested(no_gpu):
+def test_missing_driver_is_reported_as_a_problem_if_cuda_is_requested(no_gpu):
     report = inspect_environment(CUDA, asked="cuda", train=True)
     (problem,) = report.problems
     assert "MODEL.DEVICE is cuda" in problem and "no NVIDIA driver" in problem and "MODEL.DEVICE to auto" in problem
@@ -266,7 +266,7 @@ def test_environment_table_wraps_long_cells(no_gpu):
     assert len(table.splitlines()[0]) < 130
 
 
-def test_gpu_that_pytorch_cannot_use_is_a_problem(no_gpu):
+def test_gpu_that_pytorch_cannot_use_is_reported_as_a_problem(no_gpu):
     no_gpu.setattr(environment_queries, "driver_cuda", lambda: (13, 0))
     # A driver library without a GPU, e.g. on a login node, is not a problem.
     assert inspect_environment(CPU).problems == []
@@ -277,7 +277,7 @@ def test_gpu_that_pytorch_cannot_use_is_a_problem(no_gpu):
     assert "CUDA_VISIBLE_DEVICES is ''" in inspect_environment(CUDA).problems[0]
 
 
-def test_compute_capability_outside_pytorch_build_is_a_problem(gpu):
+def test_gpu_with_unsupported_compute_capability_is_reported_as_a_problem(gpu):
     gpu.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     gpu.setattr(
         environment, "smoke_train", lambda policy, device: SmokeTrainResult(error="no kernel image is available")
@@ -304,7 +304,7 @@ def test_compute_capability_outside_pytorch_build_is_a_problem(gpu):
         ("gfx90a", [], [(9, 0)]),
     ],
 )
-def test_code_for_an_architecture_runs_on_compatible_compute_capabilities(arch, yes, no):
+def test_build_architectures_run_only_on_compatible_compute_capabilities(arch, yes, no):
     assert all(runs_on(arch, capability) for capability in yes)
     assert not any(runs_on(arch, capability) for capability in no)
 
@@ -362,7 +362,7 @@ def test_driver_version_is_read_from_nvidia_smi(monkeypatch, tmp_path):
         (None, "from nvidia-smi"),
     ],
 )
-def test_loaded_driver_version_is_read_from_proc_or_else_nvidia_smi(monkeypatch, text, version):
+def test_loaded_driver_version_is_read_from_nvidia_smi_if_proc_is_unreadable(monkeypatch, text, version):
     opened = (lambda *_, **__: io.StringIO(text)) if text else raising(FileNotFoundError("no such file"))
     monkeypatch.setattr(environment_queries, "driver_version", lambda: "from nvidia-smi")
     monkeypatch.setattr(environment_queries, "open", opened, raising=False)

@@ -248,7 +248,7 @@ class Noise(nn.Module):
 @pytest.mark.parametrize(
     "layer", [AlwaysDropout(), nn.Dropout(0.5), nn.RReLU(), Noise("torch"), Noise("numpy")], ids=str
 )
-def test_preflight_passes_layers_that_draw_random_numbers(layer):
+def test_layers_that_draw_random_numbers_pass_the_preflight(layer):
     model = Block(layer).train()
     report = preflight(model, images(4, (12, 12)), policy=policy(torch.bfloat16))
     assert report.problem == ""
@@ -353,7 +353,7 @@ def test_common_backbones_pass_the_layer_check(name):
 
 @pytest.mark.export
 @pytest.mark.parametrize("name", [name for name in every_backbone.BACKBONES if name not in QUICK])
-def test_remaining_backbones_pass_the_layer_check(name):
+def test_less_common_backbones_pass_the_layer_check(name):
     check_backbone(name)
 
 

@@ -98,7 +98,7 @@ def test_nan_location_suggests_largest_loss_scale_with_finite_gradients():
 
 @pytest.mark.parametrize("fault", ["nan", "inf"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_nan_locator_does_not_blame_the_precision_for_float32_failures(fault, dtype):
+def test_nan_locator_reports_float32_failures_as_not_caused_by_precision(fault, dtype):
     found = find(fault, dtype)
     assert found.kind == "not finite in float32" and "SOLVER.BASE_LR" in found.describe()
 

@@ -25,7 +25,7 @@ SAVED = ("model", "optimizer", "random")
 @pytest.mark.parametrize("channels", [1, 3, 4])
 @pytest.mark.parametrize("size", [(12, 10), (33, 7), (64, 64)])
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_preflight_passes_a_normal_model_with_any_image_shape(channels, size, dtype):
+def test_normal_model_passes_the_preflight_with_any_image_shape(channels, size, dtype):
     report = preflight(Net(channels), make_batch(channels, size), policy=policy(dtype), scaler=LossScaler())
     assert report.problem == "" and report.unreached == []
     assert report.losses["loss_cls"][0] == pytest.approx(report.losses["loss_cls"][1], rel=0.02)

@@ -88,7 +88,7 @@ def test_color_histograms_have_unit_norm_and_similarities_in_0_to_1():
     assert similarity.min() >= 0 and similarity.max() <= 1 + 1e-5
 
 
-def test_color_histogram_changes_if_stripes_are_swapped_but_not_if_mirrored():
+def test_color_histogram_is_invariant_to_mirroring_but_not_to_swapped_stripes():
     images = noise(count=1)
     mirrored = color_histogram(images.flip(3))
     torch.testing.assert_close(mirrored, color_histogram(images))

@@ -81,7 +81,7 @@ def test_evaluation_does_not_warn_about_one_identity_or_few_copied_images(caplog
 
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("factor", [1e-6, 1e-1, 10.0])
-def test_distance_bound_is_one_to_two_times_the_largest_distance(metric, factor, monkeypatch):
+def test_collapse_detection_bounds_the_largest_distance_within_a_factor_of_two(metric, factor, monkeypatch):
     """For squared distances, the factor is 4 instead of 2."""
     monkeypatch.setattr(collapse, "_NUM_PROBED", 1000)
     queries, gallery, _ = random_set(0)

@@ -100,7 +100,7 @@ def test_evaluator_keeps_arrival_order_of_batches_without_indices():
     assert inference_on_dataset(model, plain, evaluator) == inference_on_dataset(model, loader, evaluator)
 
 
-def test_evaluator_counts_queries_without_match_and_raises_if_none_has_one():
+def test_evaluator_counts_queries_without_match_and_raises_without_any_match():
     loader = batches(size=6)
     loader[0]["targets"][0] = 9
     assert inference_on_dataset(Model(), loader, ReidEvaluator(get_cfg(), 3))["num_query_without_match"] == 1
@@ -194,7 +194,7 @@ def test_evaluator_raises_if_output_folder_cannot_be_created(tmp_path):
         evaluator_with(random_set(3), cfg, str(tmp_path / "taken")).evaluate()
 
 
-def test_evaluator_writes_only_requested_files_after_shuffled_batches(tmp_path):
+def test_evaluator_reorders_shuffled_batches_and_writes_only_requested_files(tmp_path):
     features = random_set(3)
     cfg = get_cfg()
     cfg.merge_from_list(["TEST.PER_QUERY", "True", "TEST.ROC", "on"])

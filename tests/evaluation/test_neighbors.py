@@ -89,7 +89,7 @@ def test_pair_distances_equal_sums_of_squared_differences(dtype):
     assert pair_distances(x, y, rows[:0], columns[:0]).shape == (0,)
 
 
-def test_nearest_neighbors_accepts_k_zero_and_rejects_unknown_backend():
+def test_nearest_neighbor_search_accepts_k_zero_and_rejects_unknown_backends():
     assert nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
     with pytest.raises(ConfigError, match="TEST.KNN_BACKEND.*annoy"):
         nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")

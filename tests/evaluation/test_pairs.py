@@ -74,7 +74,7 @@ def test_sampled_pairs_exclude_pairs_of_an_image_with_itself():
     assert PairScores(**found.state_dict()).num_impostor == found.num_impostor == 2
 
 
-def test_sample_pairs_returns_none_without_genuine_or_impostor_pairs():
+def test_pair_sampling_returns_none_without_genuine_or_impostor_pairs():
     features = torch.eye(2)
     for each in ([1, 2], [1, 1], [-1, -1]):
         pids = torch.tensor(each)

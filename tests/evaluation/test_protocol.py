@@ -144,7 +144,7 @@ def test_vehicleid_protocol_rejects_reranking_expansion_roc_and_trapezoidal_ap(k
         protocol("TEST.PROTOCOL", "vehicleid", "TEST.AP_METHOD", "trapezoid")
 
 
-def test_choices_of_test_config_keys_match_the_implementations():
+def test_choices_of_evaluation_config_keys_match_the_implementations():
     choices = {
         "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,

@@ -39,7 +39,7 @@ CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine")
 
 
 @pytest.mark.parametrize("name, metric", CASES)
-def test_ranking_of_fastreid_distances_equals_fastreid(name, metric):
+def test_ranking_by_fastreid_distances_equals_fastreid_ranking(name, metric):
     data, _, _, ids = load(name)
     result = rank_distances(torch.from_numpy(data[f"fr_dist_{metric}"]), ids)
     check(result, name, metric)
@@ -165,7 +165,7 @@ def test_ranking_is_independent_of_memory_budget():
     assert torch.equal(whole.ap, parts.ap) and torch.equal(whole.first_match, parts.first_match)
 
 
-def test_cmc_beyond_gallery_size_is_one():
+def test_cmc_at_ranks_beyond_gallery_size_is_one():
     data, _, _, ids = load("g8_gallery_lt_50")
     result = rank_distances(torch.from_numpy(data["fr_dist_cosine"]), ids)
     assert result.cmc(10_000) == 1.0
@@ -178,7 +178,7 @@ def test_float16_features_are_ranked_in_float32():
     assert torch.equal(half.ap, full.ap)
 
 
-def test_rank_features_rejects_invalid_features_and_unknown_metric():
+def test_feature_ranking_rejects_invalid_features_and_unknown_metrics():
     _, qf, gf, ids = load("g1_small_junk")
     with pytest.raises(ConfigError, match="TEST.METRIC.*'cosin'"):
         rank_features(qf, gf, ids, metric="cosin")

@@ -93,7 +93,7 @@ def test_reranking_increases_map_equally_with_torch_and_faiss():
     assert torch.equal(ranked[0].ap, ranked[1].ap)
 
 
-def test_reranking_is_finite_if_copies_outnumber_neighbors():
+def test_reranking_is_finite_with_more_identical_features_than_neighbors():
     """With many copies, an image may not be among its own k nearest neighbors."""
     features = torch.zeros(60, 4)
     features[30:] = torch.tensor([1.0, 2.0, 3.0, 4.0])

@@ -21,7 +21,7 @@ def evaluate(report_options=ALL, **protocol):
 
 
 @pytest.mark.parametrize("rule", ["market1501", "no_camera"])
-def test_camera_matrix_equals_rankings_restricted_to_camera_pairs(rule):
+def test_camera_matrix_equals_map_of_rankings_restricted_to_camera_pairs(rule):
     result, queries, gallery, ids = evaluate(rule=rule, memory_budget_mb=0.01)
     matrix, distances = result.examples.cameras, pairwise_distance(queries, gallery, "cosine")
     assert matrix.query_cameras == matrix.gallery_cameras == [0, 1, 2, 3] and matrix.num_omitted == 0

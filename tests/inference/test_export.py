@@ -162,7 +162,7 @@ def test_fp16_export_with_external_normalization_returns_unit_features(demo, che
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
-def test_exported_model_uses_camera_embeddings_of_its_camids_input(tmp_path, monkeypatch):
+def test_exported_model_selects_camera_embeddings_by_the_camids_input(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
     opts = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")

@@ -40,7 +40,7 @@ def images(demo, tmp_path):
     return folder
 
 
-def test_extraction_has_features_and_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
+def test_extraction_reproduces_features_and_metrics_of_evaluation(predictor, run_folder, tmp_path, capsys):
     found, left_out = extract(predictor, "Demo", tmp_path / "demo.npz")
     dataset, rows = build_dataset("Demo"), []
     for split in ("query", "gallery", "train"):

@@ -97,7 +97,7 @@ def test_compressed_extractions_load_unless_they_are_damaged(tmp_path, method):
     assert refused > 20
 
 
-def test_extraction_with_a_flipped_bit_raises_no_error_but_data_error(tmp_path):
+def test_reading_an_extraction_with_a_flipped_bit_raises_only_data_error(tmp_path):
     path, refused = tmp_path / "flipped.npz", 0
     for place in range(0, len(GALLERY), 11):
         path.write_bytes(GALLERY[:place] + bytes([GALLERY[place] ^ 1 << place // 11 % 8]) + GALLERY[place + 1 :])
@@ -111,7 +111,7 @@ def test_extraction_with_a_flipped_bit_raises_no_error_but_data_error(tmp_path):
 
 @pytest.mark.parametrize("compressed", [False, True])
 @pytest.mark.parametrize("width", [7, 9, 10**18])
-def test_array_with_header_shape_unequal_to_its_bytes_raises(tmp_path, width, compressed):
+def test_array_whose_header_shape_contradicts_its_size_raises(tmp_path, width, compressed):
     """A memory map with a larger shape would extend into the next array."""
     header = {"descr": "<f4", "fortran_order": False, "shape": (5, width)}
     stream = io.BytesIO()

@@ -64,7 +64,7 @@ def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_after_training_on_crops_reproduces_training_metrics(demo, cropped_run):
+def test_evaluation_of_model_trained_on_crops_equals_evaluation_during_training(demo, cropped_run):
     line = json.loads((cropped_run / "metrics.json").read_text().splitlines()[-1])
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu")
     results = DefaultTrainer.test(predictor.cfg, predictor.model)
@@ -129,7 +129,7 @@ def test_predictor_config_hash_depends_on_crop_and_test_interpolation(checkpoint
     assert digest("INPUT.INTERPOLATION", "bilinear", "INPUT.INTERPOLATION_TEST", "bicubic") == plain
 
 
-def test_images_of_different_resized_sizes_raise_unless_batch_size_is_one(demo, checkpoint, tmp_path):
+def test_images_resized_to_different_sizes_raise_unless_batch_size_is_one(demo, checkpoint, tmp_path):
     opts = ["INPUT.SIZE_TEST", "(24,)", "SOLVER.AMP.EVAL_DTYPE", "float32"]
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
     images = [np.zeros((50, 25, 3), np.uint8), np.zeros((40, 30, 3), np.uint8)]

@@ -115,7 +115,7 @@ def test_predictor_and_trainer_load_the_same_weights(demo, checkpoint):
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
-def test_number_of_classes_is_read_from_the_checkpoint(demo, tmp_path):
+def test_evaluation_reads_the_number_of_classes_from_the_checkpoint(demo, tmp_path):
     options = ("MODEL.HEADS.NAME", "ClasHead")
     tiny.train(tmp_path, *options)
     best = tmp_path / "model_best.pth"

@@ -25,7 +25,7 @@ IMAGES = torch.arange(2 * 3 * 64 * 32).reshape(2, 3, 64, 32).remainder(251).to(t
 QUERIES = np.stack([np.linspace(-1, 1, tiny.WIDTH), np.linspace(1, -1, tiny.WIDTH)]).astype(np.float32)
 
 
-def test_features_from_checkpoint_of_an_earlier_version_are_unchanged():
+def test_predictor_features_from_checkpoint_of_earlier_version_are_unchanged():
     features = Predictor(FILES / "model_final.pth", device="cpu").features(list(IMAGES))
     torch.testing.assert_close(features, torch.tensor(EXPECTED["features"]), rtol=1e-3, atol=1e-4)
 
@@ -36,7 +36,7 @@ def test_checkpoint_of_an_earlier_version_contains_entries_for_resume():
     assert content["trainer"]["iteration"] > 0
 
 
-def test_extraction_by_an_earlier_version_loads_unchanged():
+def test_extraction_by_an_earlier_version_can_be_read():
     extraction = read_extraction(FILES / "gallery.npz")
     np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
     assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
