@@ -149,7 +149,7 @@ class AmpReport:
         return yaml.safe_dump({"SOLVER": {"AMP": amp}}, sort_keys=False)
 
     def conclusion(self) -> str:
-        """Describe whether the config works, and list the recommended values; if float32 fails, describe the failure."""
+        """Describe whether the config works, and list the recommended values; or describe a failure in float32."""
         if self.problem:
             return f"the model fails in float32; mixed precision was not analyzed:\n{self.problem}"
         name = dtype_name(self.policy.dtype)

@@ -20,8 +20,9 @@ class NonFiniteLocation:
             a smaller loss scale), ``"not finite in float32"`` (not caused by the precision), ``"batch not finite"``.
         module: name of the module; ``""`` is the whole model.
         module_class: name of the module's class.
-        part: which value is not finite: ``"output"`` of the module, ``"gradient of its input"``,
-            ``"gradient of <parameter>"``, or a value ``"between its submodules, before <module>"``.
+        part: which value is not finite: ``"input"`` of the model, ``"output"`` of the module,
+            ``"gradient of its input"``, ``"gradient of <parameter>"``, ``"between its submodules, before <module>"`` (a
+            value computed there), or ``"between its submodules, gradient after <module>"``.
         dtype: dtype of the value.
         inputs_finite: True if the inputs of the module, or the incoming gradient, are finite.
         input_magnitude: largest absolute value of the module's inputs.

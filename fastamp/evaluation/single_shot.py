@@ -108,7 +108,7 @@ RULES["cuhk03"] = RankingRule(
     ),
 )
 RULES["vehicleid"] = RankingRule(
-    text="VehicleID (one gallery image per identity, all others are queries; {0.num_trials} trials, seed {0.seed})",
+    text="VehicleID (one gallery image per identity; queries: all other images; {0.num_trials} trials, seed {0.seed})",
     junk=None,
     build=lambda identities, protocol: VehicleIDRanker(identities, num_trials=protocol.num_trials, seed=protocol.seed),
     random_query_gallery_split=True,
