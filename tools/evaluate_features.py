@@ -69,7 +69,7 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     split, arrays = file["split"], {}
     if split.ndim != 1 or split.dtype.kind != "U":
         raise DataError(
-            f"split: expected an array of shape (N,) with the texts query and gallery; got {split.dtype} of shape "
+            f"split: expected an array of shape (N,) of the strings query and gallery; got {split.dtype} of shape "
             f"{split.shape}"
         )
     for column in COLUMNS:

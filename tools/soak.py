@@ -7,8 +7,8 @@ the newest checkpoint is truncated; after two thirds, the disk is full until the
 code is 0 if both runs end with bit-identical weights, optimizer and random state, and with the same iterations in
 metrics.json.
 
-The disk is filled by a file if the file system of OUTPUT_DIR has less than 4 GiB of free space (e.g. a tmpfs),
-otherwise simulated by a limit on the file size.
+If the file system of OUTPUT_DIR has less than 4 GiB of free space (e.g. a tmpfs), a file fills the disk. Otherwise, a
+limit on the file size simulates a full disk.
 """
 
 import argparse

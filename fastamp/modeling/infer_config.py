@@ -37,7 +37,7 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     Args:
         state (dict[str, torch.Tensor]): parameter name -> tensor, from fastamp, FastReID, torchreid or TransReID.
         source (str): origin of ``state``, for error messages.
-        defaults (CfgNode | None): config that supplies all other keys, including those of projects. Default:
+        defaults (CfgNode | None): config that supplies all other keys, including keys defined by projects. Default:
             ``get_cfg()``.
 
     Returns:

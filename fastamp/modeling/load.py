@@ -113,7 +113,7 @@ def _stored_policy(extra: dict[str, Any], path: str) -> dict[str, Any] | None:
     """Return the training precision policy stored in a checkpoint; None if the checkpoint does not contain one.
 
     Raises:
-        WeightsError: if the entry does not have the expected structure.
+        WeightsError: if the policy in the checkpoint does not have the expected structure.
     """
     policy = extra.get("policy")
     mismatch = structure_mismatch({"dtype": ""}, policy, "policy")

@@ -44,7 +44,7 @@ def test_backbone_overfits_one_batch_in_bfloat16(backbone):
 
 
 class _Convolutions(TorchDispatchMode):
-    """Record kernel size, stride and input channels of all convolutions."""
+    """Record the kernel size, stride and number of input channels of all convolutions."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ def _strided_pointwise(convolutions):
 
 @pytest.mark.parametrize("backbone", [each for each in FIRST_VARIANTS if "DEPLOY" not in each])
 def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
-    """oneDNN writes out of bounds when it computes their weight gradient; see ``_PointwiseConv2d`` in RepVGG."""
+    """oneDNN writes out of bounds in the weight gradient of such a convolution; see RepVGG's ``_PointwiseConv2d``."""
     model = build_backbone(config(backbone)).train()
     with _Convolutions() as convolutions, torch.no_grad():
         model(torch.randn(2, 3, *SIZE))

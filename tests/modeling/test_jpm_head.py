@@ -1,4 +1,4 @@
-"""JPM head: shuffle, features, losses and their weights."""
+"""JPM head: patch shuffle, features, losses and loss weights."""
 
 import pytest
 import torch

@@ -15,7 +15,7 @@ CLASSES = 4
 
 
 class IgnoringLoss(nn.Module):
-    """Cross entropy of a user, which ignores images with label -1."""
+    """Custom cross-entropy loss that ignores images with label -1."""
 
     loss_name = "loss_ignoring"
 
@@ -48,7 +48,7 @@ INDEXING = [
 
 @pytest.mark.parametrize("label", [-1, CLASSES, -100])
 @pytest.mark.parametrize("loss, layer", INDEXING)
-def test_label_out_of_range_is_a_data_error(loss, layer, label):
+def test_training_label_out_of_range_raises_data_error(loss, layer, label):
     if loss.startswith("pml/"):
         pytest.importorskip("pytorch_metric_learning")
     model = make_model("MODEL.LOSSES.NAME", f"('{loss}',)", "MODEL.HEADS.CLS_LAYER", layer)
@@ -65,7 +65,7 @@ def test_label_out_of_range_is_a_data_error(loss, layer, label):
     assert all(word in str(raised.value) for word in words), raised.value
 
 
-def test_batch_without_paths_is_checked():
+def test_labels_of_batch_without_image_paths_are_checked():
     batch = make_batch(0, 0, 9, 3)
     del batch["img_paths"]
     with pytest.raises(DataError, match="label 9 "):
@@ -73,7 +73,7 @@ def test_batch_without_paths_is_checked():
 
 
 @pytest.mark.parametrize("name", ["MGN", "MoCo", "Distiller"])
-def test_label_out_of_range_is_a_data_error_in_other_meta_architectures(name):
+def test_mgn_moco_and_distiller_raise_data_error_for_label_out_of_range(name):
     opts = {
         "MGN": ["MODEL.BACKBONE.DEPTH", "50x", "MODEL.BACKBONE.FEAT_DIM", "2048", "MODEL.HEADS.EMBEDDING_DIM", "8"],
         "MoCo": ["MODEL.QUEUE_SIZE", "64"],
@@ -85,15 +85,15 @@ def test_label_out_of_range_is_a_data_error_in_other_meta_architectures(name):
         model.targets(make_batch(0, classes))
 
 
-def test_labels_that_no_module_uses_as_indices_are_not_checked():
+def test_labels_are_not_checked_if_no_module_uses_them_as_indices():
     model = make_model("MODEL.LOSSES.NAME", "('TripletLoss',)")
     assert model(make_batch(-1, -1, 7, 7))
     model.losses["loss_ignoring"] = IgnoringLoss()
     assert all(loss.isfinite() for loss in model(make_batch(-1, -1, 3, 3)).values())
 
 
-def test_all_components_that_use_labels_as_indices_declare_it():
-    """A label out of range raises PyTorch's IndexError or RuntimeError only if the component declares no indices."""
+def test_losses_that_use_labels_as_indices_declare_indexes_classes():
+    """Without the label check, a label out of range fails in exactly the losses that declare the attribute."""
     for name in LOSS_REGISTRY:
         model = make_model("MODEL.LOSSES.NAME", f"('{name}',)")
         declared = any(getattr(module, "indexes_classes", False) for module in model.modules())
@@ -106,7 +106,7 @@ def test_all_components_that_use_labels_as_indices_declare_it():
         assert declared == fails, name
 
 
-def test_labels_on_the_device_are_not_read(monkeypatch):
+def test_label_check_does_not_read_labels_from_the_device(monkeypatch):
     model = make_model()
     with fake_cuda(monkeypatch) as reads:
         to_fake_cuda(model)
@@ -119,6 +119,6 @@ def test_labels_on_the_device_are_not_read(monkeypatch):
             model(make_batch(0, 0, 4, 3))
 
 
-def test_model_for_evaluation_only_has_no_label_range():
+def test_labels_are_not_checked_in_model_without_classes():
     model = make_model(classes=0)
     assert len(model.eval()(make_batch(7, 8))) == 2

@@ -113,7 +113,7 @@ class Setup(NamedTuple):
         return cfg
 
     def batch_size(self, batch: int) -> int:
-        """Return the batch size, which is limited in a toy run."""
+        """Return ``batch``, or at most 8 in a toy run."""
         return min(batch, 8) if self.toy else batch
 
 

@@ -41,7 +41,7 @@ BATCH, WARM_UP, FILES, CAMERAS, SIZE = 64, 20, 10_000, 20, (32, 16)
 
 
 def write_list(folder: Path, rows: int) -> Path:
-    """Write the images and a CSV file of ``rows`` lines with 20 images per identity; return its path."""
+    """Write the images and a CSV file of ``rows`` lines, 20 per identity; return the path of the CSV file."""
     pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
     first = folder / "first.jpg"
     Image.fromarray(pixels).save(first)

@@ -191,8 +191,8 @@ def last_block_state(state: State, *, number: int) -> State:
 def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.Tensor:
     """Shift the patches cyclically, split them into ``groups`` runs, and interleave the runs.
 
-    As in TransReID's code, the patches are shifted by ``shift - 1``. If N is not a multiple of ``groups``, the patches
-    before the last one are repeated. The paper describes neither.
+    As in TransReID's code, the patches are shifted by ``shift - 1``; and if N is not a multiple of ``groups``, as many
+    patches as are missing are repeated, namely those before the last patch. The paper describes neither.
 
     Args:
         patches (torch.Tensor): (B, N, D), row by row.

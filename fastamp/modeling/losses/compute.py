@@ -11,7 +11,7 @@ Outputs = dict[str, torch.Tensor]
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
-    """Return the outputs for the whole image; if a head returns a list of (weight, outputs), these are the first."""
+    """Return the outputs for the whole image, i.e. the first outputs in a list of (weight, outputs)."""
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 

@@ -29,7 +29,7 @@ KEYS = (
     Key(
         "MODEL.LOSSES.TRI.WEIGHTING",
         "softmax",
-        "Triplet loss without HARD_MINING: softmax: weights from a softmax of the distances (Ye et al. 2020, "
+        "Weights of the triplet loss without HARD_MINING. softmax: softmax of the distances (Ye et al. 2020, "
         "arXiv:2001.04193). fastreid: FastReID's variant, which underestimates the weighted negative distance if "
         "distances exceed about 14.",
         choices=("softmax", "fastreid"),

@@ -54,7 +54,7 @@ class ImageModel(nn.Module):
         self.preprocess = _identity
 
     def preprocess(self, images: torch.Tensor) -> torch.Tensor:
-        """Return a normalized copy, on the device of the model, of images (B, C, H, W) in 0..255 of any dtype."""
+        """Normalize images (B, C, H, W) in 0..255, any dtype; return a copy on the device of the model."""
         # Transferred in the original dtype: uint8 needs a quarter of the bytes of float32.
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
@@ -135,10 +135,11 @@ class ImageModel(nn.Module):
         return labels.to(self.device, non_blocking=True)
 
     def set_label_range(self, num_classes: int, datasets: Sequence[str]) -> None:
-        """Let training check that labels are in 0..num_classes-1, if a module of the model uses them as indices.
+        """Set the range of training labels, 0..num_classes-1, for models with a module that uses labels as indices.
 
-        Such modules have an attribute ``indexes_classes`` that is True. None of them supports an ignore index. On a
-        CUDA device, a label out of range would be a device-side assert, after which the process cannot use the device.
+        If such a module exists, i.e. one whose attribute ``indexes_classes`` is True, training raises DataError for a
+        label out of range; none of these modules supports an ignore index. Without the check, the label would trigger
+        a device-side assert on a CUDA device, after which the process cannot use the device.
 
         Args:
             num_classes (int): number of classes; 0 disables the check.
@@ -148,7 +149,7 @@ class ImageModel(nn.Module):
         self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)
 
     def _check_labels(self, labels: torch.Tensor, paths: Sequence[str] | None) -> None:
-        """Check that the labels of a batch are in range.
+        """Check that the labels of a batch are in the range set by ``set_label_range``.
 
         Raises:
             DataError: if a label is negative or at least the number of classes.

@@ -44,8 +44,8 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
 def check_disk(search: Search, identities: int, *, concurrent: int) -> None:
     """Log the maximum disk space that the search needs, and check that it is available.
 
-    Each trial keeps one checkpoint (two in population based training). Its best weights are kept until another trial
-    has a better score.
+    Each trial keeps one checkpoint (two in population based training). The best weights of a trial are kept until
+    another trial has a better score.
 
     Args:
         search: settings of a search that has not started.

@@ -147,11 +147,11 @@ class Search:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Values, scores and, if the trial failed, error of a trial.
+    """Result of a trial: sampled values, scores and metrics, and the error if the trial failed.
 
     Attributes:
         stage: title of the search.
-        name: name of the trial's folder, ``trial_`` and Ray Tune's trial ID.
+        name: name of the trial's folder: ``trial_`` followed by Ray Tune's trial ID.
         values: config key or ``IDENTITIES`` -> last sampled value.
         score: best score with these values, in percent; None if the trial was not evaluated with them.
         epochs: number of completed epochs.
@@ -162,7 +162,7 @@ class Outcome:
             with these values. See ``tune_hooks.TuneReportHook``.
         history: ``(epoch, score)`` of each report.
         history_values: sampled values at each report; population based training changes them.
-        parents: ``(epoch, trial name)`` of each checkpoint from another trial with which this trial continued.
+        parents: ``(epoch, trial name)`` for each time this trial continued from a checkpoint of another trial.
     """
 
     stage: str
