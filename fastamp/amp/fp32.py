@@ -120,7 +120,8 @@ def apply_force_fp32(model: nn.Module, patterns: list[str] | tuple[str, ...]) ->
             choices = [name for name in named if name] + sorted({type(module).__name__ for module in named.values()})
             raise ConfigError(
                 f"SOLVER.AMP.FORCE_FP32: no module name and no class name in the model matches {pattern!r}."
-                f"{did_you_mean(pattern, choices)}"
+                f"{did_you_mean(pattern, choices)}\n"
+                "  fix: use a module name, a glob such as 'backbone.layer4.*', or a class name"
             )
         chosen |= matches
     for name in chosen:

@@ -52,7 +52,7 @@ def load_evaluated_weights(
         return extra
     state = extra.get("average")
     if not isinstance(state, dict) or state.get("kind") != average or not state.get("updates"):
-        logger.warning("%s contains no %s weights; evaluating the model weights", path, average)
+        logger.warning("%s contains no %s weights: evaluating the model weights instead", path, average)
         return extra
     # A model that is built for evaluation only has no classifier: tensors that it lacks are skipped.
     source = f"the {average} in {path}"

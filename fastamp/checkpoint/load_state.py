@@ -225,7 +225,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
         )
     if report.missing:
         logger.warning(
-            "%d tensors of the model are missing from %s and keep their initial values%s",
+            "%d tensors of the model keep their initial values, because %s does not contain them%s",
             len(report.missing),
             report.source,
             examples(report.missing),
@@ -234,8 +234,8 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
         if own[key].shape[0] == 0:
             continue  # a head that is built for evaluation only has no classes
         logger.warning(
-            "%s was not loaded and keeps its initial values: the shape is %s in %s but %s in the model (different "
-            "number of identities)",
+            "%s was not loaded and keeps its initial values, because the number of identities differs: the shape is %s "
+            "in %s, but %s in the model",
             key,
             tuple(converted[key].shape),
             report.source,

@@ -166,7 +166,9 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     except OSError as error:
         if error.strerror is None:  # raised by PyTorch about the content
             raise _damaged_file_error(path, _describe_damage(path), error) from error
-        raise WeightsError(f"cannot read weights file {path}: {error.strerror}") from error
+        raise WeightsError(
+            f"cannot read weights file {path}: {error.strerror}.\n  fix: make sure that this user can read the file"
+        ) from error
     except Exception as error:  # PyTorch raises many exception types for damaged bytes
         raise _damaged_file_error(path, _describe_damage(path), error) from error
 

@@ -74,7 +74,7 @@ def examine_model(args: argparse.Namespace) -> bool:
     found = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
     if not found.problem:
         weights = cfg.MODEL.WEIGHTS or "initial weights, whose ranking is not meaningful"
-        print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}; {found.images[0]} of {found.images[1]} test images")
+        print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}, on {found.images[0]} of {found.images[1]} test images")
         for each in found.low:
             if each.layers:
                 print(f"\n{each.dtype}: layers with the largest errors\n{found.layer_table(each)}")

@@ -188,8 +188,8 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         break
     if solver.LR_SCALING != "none":
         logger.info(
-            "scaled the base learning rate from %g (SOLVER.BASE_LR, for %d images per step: SOLVER.REFERENCE_BATCH) "
-            "to %g for %d x %d images (SOLVER.IMS_PER_BATCH x SOLVER.ACCUM_STEPS), SOLVER.LR_SCALING %s",
+            "scaled the learning rate from %g for %d images per step (SOLVER.BASE_LR, SOLVER.REFERENCE_BATCH) to %g "
+            "for %d x %d images (SOLVER.IMS_PER_BATCH x SOLVER.ACCUM_STEPS); SOLVER.LR_SCALING is %s",
             solver.BASE_LR,
             solver.REFERENCE_BATCH,
             base_lr,
@@ -198,7 +198,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
             solver.LR_SCALING,
         )
     logger.info(
-        "optimizer: %s%s, %d parameter groups, %d parameters",
+        "optimizer: %s%s, %d parameter groups, %d learnable parameters",
         name,
         f" ({next(iter(fast))})" if fast else "",
         len(groups),

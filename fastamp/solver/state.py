@@ -72,7 +72,7 @@ class OptimizerState:
                     values[number] = state["state"][saved_number]
         refused = [option for option in _STRUCTURAL if option in changed]
         if refused:
-            raise ValueError(f"optimizer option changed, so the saved state cannot be used: {changed[refused[0]]}")
+            raise ValueError(f"an optimizer option changed, so the saved state cannot be used: {changed[refused[0]]}")
         if changed:
             logger.warning(
                 "optimizer options differ from the checkpoint (saved -> current); using the current values: %s",
@@ -103,7 +103,8 @@ class OptimizerState:
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
                 raise ValueError(
-                    f"{len(differ)} parameters are in only one of checkpoint and optimizer{examples(sorted(differ))}"
+                    f"{len(differ)} parameters are missing from the checkpoint or the optimizer"
+                    f"{examples(sorted(differ))}"
                 )
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.

@@ -114,4 +114,4 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
         f"missing {name}.{key}" for key in expected if key not in saved
     )
     if wrong:
-        raise ValueError(f"optimizer state does not match: {wrong}")
+        raise ValueError(f"the saved optimizer state is invalid: {wrong}")

@@ -61,7 +61,7 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         except OSError as error:
             file.close()
             logger.warning(
-                "%s %s cannot be locked (%s): make sure that no other process writes to it",
+                "%s %s cannot be locked (%s).\n  fix: make sure that no other process writes to this folder",
                 key,
                 os.fspath(folder),
                 error.strerror or error,
