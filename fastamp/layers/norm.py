@@ -2,7 +2,7 @@
 
 import torch
 from torch import nn
-from torchvision.ops import FrozenBatchNorm2d
+from torchvision import ops
 
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -14,10 +14,17 @@ NORM_REGISTRY.register("syncBN")(nn.SyncBatchNorm)
 NORM_REGISTRY.register("SyncBN")(nn.SyncBatchNorm)
 # FastReID does not split the batch, so that its GhostBN equals batch norm.
 NORM_REGISTRY.register("GhostBN")(nn.BatchNorm2d)
-# Statistics, weight and bias are constant buffers.
-NORM_REGISTRY.register("FrozenBN")(FrozenBatchNorm2d)
 
 _GROUPS = 32
+
+
+@NORM_REGISTRY.register("FrozenBN")
+class FrozenBatchNorm2d(ops.FrozenBatchNorm2d):
+    """Batch norm with constant statistics, weight and bias, which are buffers."""
+
+    def equal_on_all_ranks(self) -> tuple[str, ...]:
+        """Return the names of the buffers that are equal on all ranks: all."""
+        return ("weight", "bias", "running_mean", "running_var")
 
 
 @NORM_REGISTRY.register("GN")

@@ -265,19 +265,32 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 def data_parallel(model: nn.Module) -> nn.Module:
     """Wrap ``model`` in DDP; in a single process, or if all parameters are frozen, return the model itself.
 
-    Modules can define ``equal_on_all_ranks()``, which lists the buffers that already have equal values on all ranks;
-    DDP does not broadcast them.
+    Before each forward pass, DDP broadcasts the buffers that may differ between ranks from rank 0: the statistics of
+    batch norm, which each rank computes from its own images, and the buffers of unknown modules. Buffers of
+    ``SyncBatchNorm``, counters of batches, and buffers that a module lists in ``equal_on_all_ranks()`` are equal on all
+    ranks and are not broadcast.
     """
     if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
         return model
-    equal = [
-        f"{name}.{buffer}"
-        for name, module in model.named_modules()
-        if hasattr(module, "equal_on_all_ranks")
-        for buffer in module.equal_on_all_ranks()
-    ]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, equal)
-    return DistributedDataParallel(model)
+    equal = _equal_buffers(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(equal))
+    differ = any(name not in equal for name, _ in model.named_buffers())
+    # With bucket views, gradients are not copied to and from the buckets, and need half the memory.
+    return DistributedDataParallel(model, broadcast_buffers=differ, gradient_as_bucket_view=True)
+
+
+def _equal_buffers(model: nn.Module) -> set[str]:
+    """Return the names of the buffers that have equal values on all ranks without a broadcast."""
+    names = set()
+    for path, module in model.named_modules():
+        prefix = f"{path}." if path else ""
+        if isinstance(module, nn.SyncBatchNorm):
+            names |= {prefix + name for name, _ in module.named_buffers(recurse=False)}
+        elif isinstance(module, nn.modules.batchnorm._BatchNorm):
+            names.add(f"{prefix}num_batches_tracked")
+        if hasattr(module, "equal_on_all_ranks"):
+            names |= {prefix + name for name in module.equal_on_all_ranks()}
+    return names
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

@@ -93,6 +93,10 @@ class Swin(SwinTransformer):
         """Map normalized images (B, in_channels, H, W) to the last norm's output (B, feature_dim, ~H/32, ~W/32)."""
         return self.permute(self.norm(self.features(x)))
 
+    def equal_on_all_ranks(self) -> tuple[str, ...]:
+        """Return the names of the buffers that are equal on all ranks: constants."""
+        return tuple(name for name, _ in self.named_buffers() if name.endswith("relative_position_index"))
+
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert the authors' or timm's parameter names to torchvision's, and remove derived buffers."""
         names = {"patch_embed.proj": "features.0.0", "patch_embed.norm": "features.0.2"}

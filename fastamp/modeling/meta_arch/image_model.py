@@ -59,6 +59,10 @@ class ImageModel(nn.Module):
         images = images.to(self.device, non_blocking=True)
         return (images - self.pixel_mean) / self.pixel_std
 
+    def equal_on_all_ranks(self) -> tuple[str, ...]:
+        """Return the names of the buffers that are equal on all ranks: constants."""
+        return ("pixel_mean", "pixel_std")
+
     def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
         """Validate the input of the model; wrap a tensor of images in a dict.
 
