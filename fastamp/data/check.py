@@ -212,7 +212,7 @@ def _find_unmatched_queries(query: Sequence[ImageItem], gallery: Sequence[ImageI
 
 
 def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find exact copies and near-duplicates across splits."""
+    """Find exact copies and near-duplicates that are in different splits."""
     for number, first in enumerate(SPLITS):
         for second in SPLITS[number + 1 :]:
             first_items = [item for item in splits.get(first, []) if not summaries[item.path, item.box].fault]

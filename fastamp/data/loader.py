@@ -95,7 +95,7 @@ class _PackedBatch:
 
 
 class _BatchDataset(Dataset):
-    """Dataset wrapper for workers that returns user errors instead of raising them."""
+    """Wrapper around a dataset that returns user errors to the main process instead of raising them in a worker."""
 
     def __init__(self, dataset: ReidDataset) -> None:
         self.dataset = dataset
@@ -146,7 +146,7 @@ class _Loader:
         )
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield the batches.
+        """Yield the batches, with images on ``device``.
 
         Raises:
             DataError: if an image cannot be read, a worker is killed, or shared memory, open files or processes are
@@ -200,7 +200,7 @@ class _Loader:
 
 
 class TrainLoader(_Loader):
-    """Infinite training loader; ``start_at`` sets the first batch."""
+    """Infinite loader for training; ``start_at`` sets the first batch."""
 
     def __init__(
         self, dataset: ReidDataset, batch_sampler: EpochBatchSampler, *, num_workers: int, device: torch.device
@@ -229,7 +229,10 @@ class TrainLoader(_Loader):
 
 
 class TestLoader(_Loader):
-    """Loader of this rank's part of a test set, in order; worker processes are kept alive between evaluations."""
+    """Loader for this rank's part of a test set.
+
+    Images are loaded in order. Worker processes are kept alive between evaluations.
+    """
 
     __test__ = False  # not a pytest class
 

@@ -222,7 +222,7 @@ class DefaultTrainer:
         return results
 
     def _pop_run(self) -> Run | None:
-        """Return the data for the report on the last evaluation and forget them; None if they were already returned."""
+        """Return the data for the report on the last evaluation and delete it; return None if it is already deleted."""
         cfg, sets = self.cfg, list(self._last.sets)
         self._last.sets.clear()
         if not sets:

@@ -41,7 +41,7 @@ NUM_ITERATIONS = 2
 
 
 def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
-    """Run two iterations and a small evaluation of ``cfg``, and print the estimated time, memory and disk space.
+    """Run two iterations and a small evaluation with ``cfg``, and print the estimated time, memory and disk space.
 
     Args:
         cfg (CfgNode): config of the run. No files are written to its ``OUTPUT_DIR``.

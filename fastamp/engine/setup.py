@@ -50,7 +50,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
 
     Raises:
         ConfigError: if a value is invalid, a component is unknown, the device is not available, ``DETERMINISTIC`` is
-            True and the environment prevents it, or OUTPUT_DIR is not writable or is locked by another run.
+            True but CUBLAS_WORKSPACE_CONFIG is not deterministic, or OUTPUT_DIR is not writable or is locked by another
+            run.
     """
     check_config(cfg)
     set_cublas_workspace(cfg)  # before anything uses the device
@@ -93,20 +94,21 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
 def set_cublas_workspace(cfg: CfgNode) -> None:
     """Set the environment variable that cuBLAS requires for deterministic results, if ``DETERMINISTIC`` is True.
 
-    PyTorch checks the variable only once, at the first matrix product of the process on a CUDA device. If it is not
-    set by then, PyTorch refuses all later matrix products in deterministic mode. A valid value of the user is kept.
+    PyTorch checks the variable only once, at the first matrix product on a CUDA device in the process. If the variable
+    is not set by then, all later matrix products in deterministic mode raise an error. A valid value that the user has
+    set is not changed.
 
     Raises:
-        ConfigError: if the variable has a value with which cuBLAS is not deterministic.
+        ConfigError: if the user has set a value with which cuBLAS is not deterministic.
     """
     if not cfg.DETERMINISTIC:
         return
     value = os.environ.get("CUBLAS_WORKSPACE_CONFIG") or _CUBLAS_WORKSPACES[0]
     if value not in _CUBLAS_WORKSPACES:
         raise ConfigError(
-            "DETERMINISTIC is True, but with this value of the environment variable CUBLAS_WORKSPACE_CONFIG, cuBLAS is "
-            f"not deterministic.\n  found: {value!r}; expected {' or '.join(_CUBLAS_WORKSPACES)}\n"
-            "  fix: unset CUBLAS_WORKSPACE_CONFIG, or set DETERMINISTIC False"
+            "the value of the environment variable CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic, but "
+            f"DETERMINISTIC is True.\n  found: {value!r}; expected {' or '.join(_CUBLAS_WORKSPACES)}\n"
+            "  fix:   unset CUBLAS_WORKSPACE_CONFIG, or set DETERMINISTIC False"
         )
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = value
 

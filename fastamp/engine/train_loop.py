@@ -40,8 +40,8 @@ class TrainerBase:
         labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
         processes (int): number of training processes.
         metrics (MetricStore): metrics of the current log period.
-        rank_maxima (RankMaxima): numbers of hooks, e.g. of ``StopOnSignal``, whose maxima over all ranks are reduced
-            together with the verdict of a step.
+        rank_maxima (RankMaxima): numbers that hooks such as ``StopOnSignal`` register. Their maxima over all ranks are
+            computed in the all-reduce of the verdict.
     """
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ def upload(parameters: Sequence[Parameters], device: torch.device) -> list[Param
         device (torch.device): device of the images.
 
     Returns:
-        list[dict]: the same parameters on the CPU. ``on_device`` returns their copies.
+        list[dict]: the same parameters on the CPU, for which ``on_device`` returns the copies on ``device``.
     """
     cuda = device.type == "cuda"
     tensors = [value.contiguous() for each in parameters for value in each.values()]
@@ -86,9 +86,12 @@ def on_device(parameters: Parameters, device: torch.device) -> Parameters:
     """Return the parameters of a transform on the device of the images.
 
     Args:
-        parameters (dict): argument of ``BatchTransform.apply``. ``Augmentation`` has copied the parameters of all
-            transforms to the device in one transfer; otherwise they are copied here.
+        parameters (dict): argument of ``BatchTransform.apply``. If ``upload`` returned it, the existing copies are
+            returned; otherwise, the parameters are copied to the device.
         device (torch.device): device of the images.
+
+    Returns:
+        dict[str, Tensor]: parameter name -> tensor on ``device``.
     """
     if isinstance(parameters, _Uploaded):
         return parameters.copies
@@ -96,11 +99,14 @@ def on_device(parameters: Parameters, device: torch.device) -> Parameters:
 
 
 def indices_where(mask: Tensor, copy: Tensor) -> Tensor:
-    """Return the indices of the true elements of a mask, on the device of its copy, without a synchronization.
+    """Return the indices of the True elements in a mask without synchronizing with the device.
 
     Args:
         mask (Tensor): (B,) bool, on the CPU.
-        copy (Tensor): the same mask on any device.
+        copy (Tensor): copy of ``mask`` on any device.
+
+    Returns:
+        Tensor: (n,) int64 indices, on the device of ``copy``.
     """
     return copy.to(torch.uint8).argsort(descending=True, stable=True)[: int(mask.sum())]
 

@@ -153,7 +153,7 @@ class GaussianBlur(BatchTransform):
     Args:
         prob (float): probability of blurring an image.
         kernel_size (int): kernel size in pixels, odd.
-        sigma (tuple[float, float]): minimum and maximum of the standard deviation, which is drawn uniformly, in pixels.
+        sigma (tuple[float, float]): minimum and maximum standard deviation in pixels; drawn uniformly between them.
     """
 
     draws = 2
@@ -227,7 +227,7 @@ class GaussianBlur(BatchTransform):
 
 
 def _operations(parameters: Parameters) -> Tensor:
-    """Return the operation of ``ColorJitter`` in each step: (B, 4) int64, ``_SKIP`` for images that do not change."""
+    """Return the index of the operation in each step of ``ColorJitter``: (B, 4) int64; ``_SKIP`` applies no operation."""
     return torch.where(parameters["jitter"][:, None], parameters["order"], _SKIP)
 
 

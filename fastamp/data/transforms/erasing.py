@@ -181,8 +181,8 @@ class RandomPatch(RandomRectangle):
 
         Returns:
             dict: parameters of ``RandomRectangle``, and ``other``: (B,) int64 index of the source image in the batch;
-                ``from_top`` and ``from_left``: (B,) int64 top left corner of the patch in the source image; ``flip``:
-            (B,) bool mask of patches to flip.
+                    ``from_top`` and ``from_left``: (B,) int64 top left corner of the patch in the source image;
+                ``flip``: (B,) bool mask of patches to flip.
         """
         rectangle = super().parameters(uniforms, size)
         count, (source, row, column, flip) = len(uniforms), uniforms[:, -4:].T

@@ -57,7 +57,7 @@ _OPERATIONS = (
     "Equalize",
     "Invert",
 )
-"""torchvision's names of the operations of AutoAugment, RandAugment and AugMix."""
+"""torchvision's names for the operations in AutoAugment, RandAugment and AugMix."""
 
 
 class TorchvisionTransform(BatchTransform):
@@ -98,12 +98,12 @@ class TorchvisionTransform(BatchTransform):
 
 
 class _RecordedOperations:
-    """Mixin for torchvision's transforms that can list the random operations of an image without applying them."""
+    """Mixin with which a torchvision transform draws the random operations for an image without applying them."""
 
     recorded: list[tuple[str, float]] | None = None
 
     def draw(self, size: tuple[int, int]) -> list[tuple[str, float]]:
-        """Draw name and magnitude of each operation for an image of this height and width, in order."""
+        """Draw the operations for an image of ``size`` (height, width); return their names and magnitudes, in order."""
         self.recorded = recorded = []
         try:
             self(torch.zeros((), dtype=torch.uint8).expand(1, *size))
@@ -112,7 +112,7 @@ class _RecordedOperations:
         return recorded
 
     def operate(self, image: Tensor, name: str, magnitude: float) -> Tensor:
-        """Apply one operation."""
+        """Apply the operation ``name`` to an image."""
         return self._apply_image_or_video_transform(image, name, magnitude, interpolation="nearest", fill={})
 
     def _apply_image_or_video_transform(
@@ -123,31 +123,37 @@ class _RecordedOperations:
         return self.record(image, transform_id, magnitude)
 
     def record(self, image: Tensor, name: str, magnitude: float) -> Tensor:
-        """Record an operation; return the image for the next one."""
+        """Record an operation and return the input of the next operation."""
         self.recorded.append((name, magnitude))
         return image
 
 
 class _AutoAugment(_RecordedOperations, v2.AutoAugment):
-    """AutoAugment that can list its operations."""
+    """AutoAugment that can draw its operations without applying them."""
 
 
 class _RandAugment(_RecordedOperations, v2.RandAugment):
-    """RandAugment that can list its operations."""
+    """RandAugment that can draw its operations without applying them."""
 
 
 class _AugMix(_RecordedOperations, v2.AugMix):
-    """AugMix that can list its operations: three for each augmented copy, some of them Identity."""
+    """AugMix that can draw its operations without applying them.
+
+    The operations of each augmented copy are padded to three with Identity.
+    """
 
     previous: Tensor | None = None
 
     def draw_weights(self) -> Tensor:
-        """Draw the weights of the image and its three augmented copies: (4,) float32."""
+        """Draw the mixing weights of the image and its three augmented copies: (4,) float32."""
         image, copies = (self._sample_dirichlet(torch.full((1, count), float(self.alpha)))[0] for count in (2, 3))
         return torch.cat((image[:1], copies * image[1:]))
 
     def record(self, image: Tensor, name: str, magnitude: float) -> Tensor:
-        """Record an operation; if the image is not the result of the previous one, a new copy begins."""
+        """Record an operation and return the input of the next operation.
+
+        If ``image`` is not the result of the previous operation, this operation is the first of an augmented copy.
+        """
         if image is not self.previous:
             self.recorded.extend([("Identity", 0.0)] * (-len(self.recorded) % 3))
         self.previous = super().record(image, name, magnitude).clone()
@@ -155,14 +161,14 @@ class _AugMix(_RecordedOperations, v2.AugMix):
 
 
 class _TorchvisionOperations(TorchvisionTransform):
-    """Base class for random sequences of torchvision's operations.
+    """Base class of transforms that apply a random sequence of torchvision's operations to each selected image.
 
-    torchvision draws its random numbers while it transforms an image, and copies constants to the image's device one by
-    one. Here, ``parameters`` draws the operations with torchvision's code, and ``apply`` draws and copies nothing. On a
-    CPU, the images are bit-identical to torchvision's.
+    torchvision draws random numbers while it transforms an image, and copies constants to the device one by one. This
+    class draws the operations in ``parameters``, with torchvision's code, so that ``apply`` draws no random numbers and
+    copies nothing to the device. On a CPU, the images are bit-identical to those from torchvision.
 
     Args:
-        transform (_RecordedOperations): transform of torchvision.
+        transform (_RecordedOperations): torchvision transform with the mixin.
         prob (float): probability of transforming an image.
 
     Attributes:
@@ -178,7 +184,8 @@ class _TorchvisionOperations(TorchvisionTransform):
 
         Returns:
             dict: ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``:
-                (B, steps) float64; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 if not affine.
+                (B, steps) float64; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations
+                that are not affine.
         """
         parameters = super().parameters(uniforms, size)
         shape = (len(uniforms), self.steps)
@@ -210,12 +217,15 @@ class _TorchvisionOperations(TorchvisionTransform):
         return changed
 
     def compose(self, image: Tensor, operations: list[tuple[str, float, Tensor]], copies: Parameters) -> Tensor:
-        """Apply the operations one after another.
+        """Apply the operations to an image, one after another.
 
         Args:
             image (Tensor): (1, C, H, W) uint8.
-            operations (list): name, magnitude and (3, 2) matrix of each operation.
-            copies (dict): parameters of this image, on its device.
+            operations (list): (name, magnitude, (3, 2) matrix) of each operation.
+            copies (dict): parameters of this image, on the device of the image.
+
+        Returns:
+            Tensor: (1, C, H, W) uint8.
         """
         for name, magnitude, matrix in operations:
             if name in _AFFINE:
@@ -266,7 +276,7 @@ class AugMix(_TorchvisionOperations):
         return cls(prob=_section(cfg, "AUGMIX").PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Draw the operations, and ``weights``: (B, 4) float32, of the image and its augmented copies."""
+        """Draw the operations and ``weights``, (B, 4) float32: mixing weights of an image and its augmented copies."""
         parameters = super().parameters(uniforms, size)
         weights = torch.zeros(len(uniforms), 4)
         with _preserve_global_rng():
@@ -275,7 +285,7 @@ class AugMix(_TorchvisionOperations):
         return parameters | {"weights": weights}
 
     def compose(self, image: Tensor, operations: list[tuple[str, float, Tensor]], copies: Parameters) -> Tensor:
-        """Add the image and its three augmented copies, with the weights drawn."""
+        """Return the weighted sum of the image and its three augmented copies: (1, C, H, W) uint8."""
         weights = copies["weights"].view(4, 1, 1, 1, 1)
         mixed = weights[0] * image
         for number in range(3):
@@ -324,7 +334,7 @@ class RandomAffine(TorchvisionTransform):
         return cls()
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
-        """Compute ``chosen`` and ``seed``, and draw the affine maps.
+        """Compute the parameters of ``TorchvisionTransform``, and draw an affine map for each image.
 
         Returns:
             dict: ``chosen`` and ``seed``; ``matrix``: (B, 3, 2) float32, see ``_inverse_matrix``.
@@ -377,7 +387,7 @@ def _inverse_matrix(
     """Compute the transposed inverse matrix of an affine map, in units of half the image size: (3, 2) float32.
 
     Args:
-        size (tuple[int, int]): height and width of the images.
+        size (tuple[int, int]): height and width of the images in pixels.
         angle, translate, scale, shear: see ``torchvision.transforms.functional.affine``.
         about_corner (bool): if True, the map is about the top left corner, otherwise about the center. Default False.
     """
@@ -388,7 +398,7 @@ def _inverse_matrix(
 
 
 def _warp(images: Tensor, matrix: Tensor, interpolation: str) -> Tensor:
-    """Apply the affine map of each image, as torchvision without a fill color.
+    """Apply an affine map to each image, like torchvision without a fill color.
 
     Args:
         images (Tensor): (B, C, H, W) uint8.
@@ -405,7 +415,7 @@ def _warp(images: Tensor, matrix: Tensor, interpolation: str) -> Tensor:
 
 
 def _adjust_sharpness(images: Tensor, factor: float) -> Tensor:
-    """Sharpen (B, C, H, W) uint8 images like torchvision, which copies the kernel from the host."""
+    """Sharpen (B, C, H, W) uint8 images like torchvision, but build the kernel on their device instead of the host."""
     channels, height, width = images.shape[-3:]
     if min(height, width) <= 2:
         return images

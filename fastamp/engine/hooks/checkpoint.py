@@ -77,7 +77,7 @@ class PeriodicCheckpointer(HookBase):
         return bool(self.iterations) and (self.trainer.iter + 1) % self.iterations == 0
 
     def _is_due_by_minutes(self) -> bool:
-        """Return True, on all ranks, if ``minutes`` had passed on rank 0 at the verdict of this step."""
+        """Return True, on all ranks, if ``minutes`` had passed on rank 0 when the verdict of this step was computed."""
         return bool(self.minutes) and bool(self.trainer.rank_maxima.get(self))
 
     def _minutes_passed(self) -> bool:

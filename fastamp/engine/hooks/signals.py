@@ -19,10 +19,12 @@ logger = logging.getLogger(__name__)
 class StopOnSignal(HookBase):
     """After SIGINT, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop the training.
 
-    A second signal stops the process immediately. With several processes, a signal to one process stops all of them in
-    the same iteration; a signal received after the verdict of a step stops them after the next step.
-    A repetition of the same signal within ``SAME_WITHIN`` seconds is ignored, because a process may receive a signal
-    twice: from the terminal or scheduler, and forwarded by the parent process.
+    With several processes, a signal to one process stops all processes in the same iteration. A signal that is received
+    after the verdict of a step stops them after the next step.
+
+    A second signal stops the process immediately. A repetition of the same signal within ``SAME_WITHIN`` seconds is
+    ignored, because a process may receive a signal twice: from the terminal or scheduler, and forwarded by the parent
+    process.
 
     Args:
         checkpointer (Checkpointer): saves ``model_interrupted``.
