@@ -227,7 +227,7 @@ class GaussianBlur(BatchTransform):
 
 
 def _operations(parameters: Parameters) -> Tensor:
-    """Return the index of the operation in each step of ``ColorJitter``: (B, 4) int64; ``_SKIP`` applies no operation."""
+    """Return the index of the operation in each step of ``ColorJitter``: (B, 4) int64; ``_SKIP`` means none."""
     return torch.where(parameters["jitter"][:, None], parameters["order"], _SKIP)
 
 
