@@ -239,7 +239,7 @@ def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
 
 
 def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes of the autograd graph of ``losses``, each once."""
+    """Yield each node of the autograd graph of ``losses`` once."""
     nodes = [loss.grad_fn for loss in losses if loss.grad_fn is not None]
     seen = set(nodes)
     while nodes:
@@ -251,7 +251,7 @@ def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module) -> None:
-    """Warn about leaf tensors in the autograd graph of the losses that are not parameters of the model.
+    """Warn if the losses depend on leaf tensors that require a gradient but are not parameters of the model.
 
     Such tensors are not trained, not saved, and not moved to the device. The usual cause is a layer in a plain Python
     list or dict.
@@ -383,7 +383,7 @@ class ParameterUpdateMonitor:
 
     @property
     def finished(self) -> bool:
-        """True after the last monitored step."""
+        """True if all monitored steps were taken and their updates were checked."""
         return self.taken >= FIRST_STEPS and not self.pending
 
     @torch.no_grad()

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_map
 
 
 def to_float16(module: nn.Module) -> None:
-    """Convert a module to float16 inference, in place. It cannot be trained afterwards.
+    """Convert a module for inference in float16, in place. The converted module cannot be trained.
 
     Weights become float16, and each module with weights casts its inputs to float16, as autocast does before each
     operation. As under autocast on a GPU, the following modules and their weights stay in float32:

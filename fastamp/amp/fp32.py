@@ -63,7 +63,7 @@ def force_fp32(function: F) -> F:
 
 
 def forced_modules(model: nn.Module) -> list[str]:
-    """List the modules that ``SOLVER.AMP.FORCE_FP32`` turned into float32 regions."""
+    """List the names of the modules that ``SOLVER.AMP.FORCE_FP32`` turned into float32 regions."""
     return [
         name
         for name, module in model.named_modules()

@@ -158,7 +158,7 @@ class PrecisionPolicy:
 
     @classmethod
     def float32(cls, cfg: Any, device: torch.device) -> "PrecisionPolicy":
-        """Build the policy of a trainer that computes in float32 regardless of ``SOLVER.AMP``."""
+        """Build a float32 policy, for a trainer that ignores ``SOLVER.AMP``."""
         policy = cls(device.type, torch.float32, "this trainer computes in float32", tf32=cfg.SOLVER.TF32)
         policy.apply_tf32()
         return policy
@@ -345,7 +345,7 @@ class _DtypeRecorder(TorchDispatchMode):
                 handle.remove()
 
     def report(self, model: nn.Module) -> None:
-        """Log the dtypes of each child, and warn about large children that compute products only in float32."""
+        """Log the recorded dtypes of each child module, and warn about large ones that computed only in float32."""
         described = (
             f"{name}: {' and '.join(dtype_name(dtype) for dtype in sorted(dtypes, key=str))}"
             for name, dtypes in self.products.items()

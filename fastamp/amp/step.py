@@ -371,7 +371,7 @@ class OptimizationStep:
             self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
 
     def apply(self, gradients: Gradients) -> None:
-        """Step all optimizers that have gradients, then clear the gradients."""
+        """Step all optimizers whose parameters have gradients, then clear the gradients."""
         self._update_monitor.before_step()
         self._module_monitor.before_step(self.frozen)
         for optimizer in gradients.optimizers:

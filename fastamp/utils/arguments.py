@@ -22,7 +22,7 @@ def default_argument_parser() -> argparse.ArgumentParser:
 
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add FastReID's command-line arguments."""
+    """Add FastReID's command-line arguments to ``parser``."""
     parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
     parser.add_argument(
         "--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS, without training"

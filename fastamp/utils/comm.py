@@ -126,7 +126,9 @@ class RankMaxima:
         self._maxima: dict[Hashable, float] = {}
 
     def register(self, key: Hashable, number: Callable[[], float]) -> None:
-        """Add a number. All ranks must register the same keys in the same order.
+        """Register a number for which ``get`` returns the maximum over all ranks.
+
+        All ranks must register the same keys in the same order.
 
         Args:
             key: key for ``get``.
@@ -139,7 +141,7 @@ class RankMaxima:
         return [float(number()) for number in self._numbers.values()] if is_distributed() else []
 
     def store(self, maxima: Sequence[float]) -> None:
-        """Store the maxima over all ranks of the return value of ``local``."""
+        """Store the maxima over all ranks of the numbers that ``local`` returns."""
         self._maxima = dict(zip(self._numbers, maxima, strict=False))
 
     def discard(self) -> None:

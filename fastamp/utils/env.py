@@ -53,7 +53,7 @@ def available_memory() -> int | None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Return the peak memory in MiB: on a CUDA device that of allocated tensors, else the resident set size."""
+    """Return the peak memory in MiB: that of allocated tensors on a CUDA device, else the resident set size."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
