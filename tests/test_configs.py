@@ -1,4 +1,4 @@
-"""Recipes in configs/, and commands, keys and links in the README."""
+"""Tests of the recipes in configs/, and of the commands, keys and links in the README."""
 
 import ast
 import dataclasses

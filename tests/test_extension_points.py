@@ -1,4 +1,4 @@
-"""Custom loss, transform, backbone and dataset, each defined by one Python file and one YAML file."""
+"""Tests of a custom loss, transform, backbone and dataset, each defined by one Python file and one YAML file."""
 
 import json
 

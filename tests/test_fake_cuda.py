@@ -1,4 +1,4 @@
-"""CUDA code paths on fake tensors: all tensors are on the device, and each step reads from the device once."""
+"""Tests of CUDA code paths on fake tensors: all tensors are on the device, and each step reads it only once."""
 
 import itertools
 

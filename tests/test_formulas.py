@@ -1,4 +1,4 @@
-"""Core formulas compared with naive float64 implementations of their definitions, including extreme inputs.
+"""Tests of core formulas against naive float64 implementations of their definitions, also for extreme inputs.
 
 Inputs: features at scales 1e-3, 1 and 1e3, with ties, all equal, from one identity, and from a single image.
 """

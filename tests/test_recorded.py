@@ -1,4 +1,4 @@
-"""Compatibility with an earlier version: its files load, its runs resume identically, its names and keys exist.
+"""Tests of compatibility with an earlier version: files load, runs resume identically, names and keys exist.
 
 ``tests/reference/recorded`` contains the files and documents how they were written.
 """

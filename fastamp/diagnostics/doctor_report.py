@@ -286,7 +286,7 @@ def _drawable(value: float) -> float:
 
 
 def _finite(value: Any) -> Any:
-    """Replace non-finite numbers in a nested structure by None, because JSON does not support them."""
+    """Replace non-finite numbers in a nested structure with None, because JSON does not support them."""
     if isinstance(value, float):
         return value if value - value == 0 else None
     if isinstance(value, dict):

@@ -71,7 +71,7 @@ def cuda_error() -> str:
 
 
 def driver_cuda() -> tuple[int, int] | None:
-    """Return the newest CUDA version that the NVIDIA driver supports, also without a usable GPU; None without a driver.
+    """Return the newest CUDA version that the NVIDIA driver supports, even if no GPU is usable; None without a driver.
 
     Raises:
         RuntimeError: if the driver library returns an error, e.g. the stub library of the CUDA toolkit.

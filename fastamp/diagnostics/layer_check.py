@@ -253,7 +253,7 @@ def _draws(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 @contextmanager
 def _parameters(layer: nn.Module, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Replace each parameter of a layer by ``function(parameter)`` inside the context. No effect if it is None."""
+    """Replace each parameter p of a layer with ``function(p)`` inside the context, unless ``function`` is None."""
     original = dict(layer._parameters)
     try:
         if function is not None:

@@ -90,7 +90,7 @@ class PrecisionCheck:
 
     @property
     def kernel(self) -> bool:
-        """True if a kernel of the device or of PyTorch is nondeterministic or wrong."""
+        """True if layers or passes are not deterministic, or differ from float32 by more than rounding explains."""
         return bool(self.layers or self.unrepeatable)
 
     @property
@@ -308,7 +308,7 @@ def _not_repeatable(passes: IsolatedPasses, policy: PrecisionPolicy, scale: floa
 
 
 def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
-    """Return ``(difference, name)``: relative L2 difference of all gradients, and parameter with the largest one."""
+    """Return ``(difference, name)``: relative L2 difference of all gradients, and the parameter that differs most."""
     if not second.finite:
         return float("inf"), (second.bad_gradients or second.bad_losses)[0]
     names = [name for name in first.gradients if name in second.gradients]

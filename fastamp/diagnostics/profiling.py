@@ -95,7 +95,7 @@ def lost_gradients(
 
 
 def _sample(output: Any) -> torch.Tensor:
-    """Take evenly spaced elements of the floating-point tensors in ``output``, as float32."""
+    """Return evenly spaced elements of the floating-point tensors in ``output``, as one float32 tensor."""
     parts = [t.detach().float().reshape(-1) for t in tensors_in(output)]
     flat = torch.cat(parts) if parts else torch.empty(0)
     return flat[:: max(1, flat.numel() // _SAMPLE)].clone()

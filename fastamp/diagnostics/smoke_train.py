@@ -1,4 +1,4 @@
-"""Smoke test of training: ten steps of a tiny model on a device in one precision."""
+"""Smoke test of training: ten steps of a tiny model on one device and in one precision."""
 
 import logging
 import warnings

@@ -94,7 +94,7 @@ class GalleryGroups:
         self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
 
     def find(self, pids: np.ndarray) -> np.ndarray:
-        """Return the group index of each of the (B,) identities; -1 for identities that are not in the gallery."""
+        """Return the indices in ``self.pids`` of B identities, (B,) int64; -1 for identities not in the gallery."""
         positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
         return np.where(self.pids[positions] == pids, positions, -1)
 

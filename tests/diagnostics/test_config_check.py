@@ -1,4 +1,4 @@
-"""Consistency checks of config values in distributed runs."""
+"""Tests of the consistency checks of config values in distributed runs."""
 
 import pytest
 import tiny

@@ -1,4 +1,4 @@
-"""Mixed-precision doctor: layer measurements, and the search for modules to force to float32."""
+"""Tests of the mixed-precision doctor: layer measurements, and the search for modules to force to float32."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Environment report: queries, problems, table, smoke test."""
+"""Tests of the environment report: queries, reported problems, table and smoke training."""
 
 import ctypes
 import io

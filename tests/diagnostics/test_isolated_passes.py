@@ -1,4 +1,4 @@
-"""Isolated passes: the state of model and generators is restored bit for bit."""
+"""Tests of isolated passes: the model and the random generators are restored bit for bit."""
 
 import copy
 import random

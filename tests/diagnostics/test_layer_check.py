@@ -1,4 +1,4 @@
-"""Layer check: injected faults are found, correct models pass."""
+"""Tests of the layer check: planted faults are found, and correct models pass."""
 
 import importlib.util
 import itertools
@@ -184,7 +184,7 @@ def test_correct_recurrent_layer_passes_the_layer_check(dtype):
 
 
 class DiffersOnSecondCall(nn.Module):
-    """Multiply the output by a factor in every second call."""
+    """Layer that multiplies its output by a factor in every second call."""
 
     def __init__(self, factor, low_only):
         super().__init__()
@@ -233,7 +233,7 @@ class AlwaysDropout(nn.Module):
 
 
 class Noise(nn.Module):
-    """Add noise from a generator that the module owns."""
+    """Layer that adds noise from a generator of its own."""
 
     def __init__(self, kind):
         super().__init__()
@@ -267,7 +267,7 @@ class RandomGradient(torch.autograd.Function):
 
 
 class RandomBackward(nn.Module):
-    """Multiply gradients by noise from a generator that passes do not reset, either only in low precision or always."""
+    """Layer with gradients that are multiplied by new noise in each pass, either only in low precision or always."""
 
     def __init__(self, low_only):
         super().__init__()

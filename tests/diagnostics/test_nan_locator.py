@@ -1,4 +1,4 @@
-"""NaN locator: forward, backward and loss-scale overflow, failures in float32 and in the batch."""
+"""Tests of the NaN locator: forward, backward and loss-scale overflow, float32 failures and non-finite batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Precision check, as used by the pre-flight and by the doctor."""
+"""Tests of the precision check in the pre-flight and in the doctor."""
 
 import itertools
 

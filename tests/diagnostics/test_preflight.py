@@ -1,4 +1,4 @@
-"""Pre-flight: findings, messages, fallback, crash dumps, and no effect on the run."""
+"""Tests of the pre-flight: findings, messages, fallback, crash dumps, and bit-identical training."""
 
 import amp_replay
 import pytest
@@ -35,7 +35,7 @@ def test_normal_model_passes_the_preflight_with_any_image_shape(channels, size, 
 
 
 def naive_preflight(model):
-    """Check as in other projects: random RGB images, and all exceptions count as AMP failures."""
+    """Check AMP as other projects do: with random RGB images, counting every exception as an AMP failure."""
     try:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model.eval()({"images": torch.rand(1, 3, 32, 32)})

@@ -23,7 +23,7 @@ STEPS, IMAGES, CLASSES = 20, 8, 4
 
 
 class Record(HookBase):
-    """Record the tensors of the model after each step."""
+    """Hook that records the tensors of the model after each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []

@@ -23,7 +23,7 @@ BAD_STEP = 2
 
 
 class Record(HookBase):
-    """Record the values of the model and the loss scale after each step."""
+    """Hook that records the tensors of the model and the loss scale after each step."""
 
     def __init__(self) -> None:
         self.history: list[dict[str, Any]] = []
@@ -190,7 +190,7 @@ class ShardedHead(TwoHeads):
 
 
 def divergence(dtype: torch.dtype, rank: int) -> dict[str, Any]:
-    """Train with heads outside DDP that get different batches, and with different losses per rank."""
+    """Train with different batches per rank: with a head outside DDP, and with different losses per rank."""
     batches = [make_batch(seed=10 * step + rank) | {"factor": torch.ones(())} for step in range(STEPS)]
     model = make_net(TwoHeads)
     seen: dict[str, Any] = {"plain": plain(model, second_head_outside(model), batches, dtype)}

@@ -16,7 +16,7 @@ def die() -> None:
 
 
 class DieInStep(HookBase):
-    """Kill the process in the third epoch, one iteration after a checkpoint."""
+    """Hook that kills the process in the third epoch, one iteration after a checkpoint."""
 
     def after_step(self) -> None:
         if self.trainer.iter == 2 * self.trainer.iters_per_epoch + 3:

@@ -89,7 +89,7 @@ class Recorder:
 
     Args:
         root: folder for the files of the invocations; replaced with ``TMP`` in the text.
-        names: path -> word that replaces it in the text, for other paths.
+        names: other paths to replace in the text: path -> replacement.
     """
 
     def __init__(self, root: Path, names: dict[Path, str] | None = None) -> None:
@@ -104,7 +104,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def __call__(self, title: str) -> Iterator[None]:
-        """Record the messages inside the context; an exception ends it and is recorded."""
+        """Context manager that records the messages of its block, and the exception that ends the block."""
         with self._collecting(f"# {title}"):
             try:
                 yield

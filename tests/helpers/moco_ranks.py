@@ -20,7 +20,7 @@ BATCH = 8
 
 
 class Record(HookBase):
-    """Record the tensors of the model after each step."""
+    """Hook that records the tensors of the model after each step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []

@@ -22,7 +22,7 @@ from typing import Any
 
 
 class Run:
-    """Running script.
+    """Script that runs in a forked process.
 
     Args:
         words (list[str]): path of the script, or ``-m`` and a module name, followed by its arguments.

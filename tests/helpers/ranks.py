@@ -18,7 +18,7 @@ from fastamp.utils.errors import DataError, WriteError
 
 
 class RecordSteps(HookBase):
-    """Record the parameters after each step."""
+    """Hook that records the parameters after each step."""
 
     def __init__(self, output_dir: Path) -> None:
         self.path = output_dir / "steps.pth"
@@ -33,7 +33,7 @@ class RecordSteps(HookBase):
 
 
 class Fault(HookBase):
-    """Inject a fault into the third iteration."""
+    """Hook that injects a fault into the third iteration."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -31,7 +31,7 @@ def build_tiny_backbone(cfg: CfgNode) -> nn.Module:
 
 @BACKBONE_REGISTRY.register()
 def build_plain_backbone(cfg: CfgNode) -> nn.Module:
-    """Build the same backbone without normalization and dropout, so that features do not depend on other images."""
+    """Build the tiny backbone without normalization and dropout, so that features are independent of other images."""
     return nn.Sequential(
         nn.Conv2d(cfg.INPUT.CHANNELS, WIDTH, 5, stride=4, padding=2),
         nn.ReLU(),

@@ -1,4 +1,4 @@
-"""Fixture for an empty working directory, in which executed code would create the file ``marker``."""
+"""Fixture of an empty working directory, in which malicious code would create the file ``marker``."""
 
 import pytest
 

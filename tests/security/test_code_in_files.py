@@ -1,4 +1,4 @@
-"""Checkpoints, arrays and caches that contain code: reading them raises an error and does not execute the code."""
+"""Tests of checkpoints, arrays and caches that contain code, which must not be executed when they are read."""
 
 import io
 import os

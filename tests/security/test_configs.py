@@ -1,4 +1,4 @@
-"""Malicious config files: code, exponential expansion, devices and pipes."""
+"""Tests of malicious config files: code, exponential expansion, devices and pipes."""
 
 import os
 

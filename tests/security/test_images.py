@@ -1,4 +1,4 @@
-"""Malicious image lists and images: no hang, no memory exhaustion, no external program."""
+"""Tests of malicious image lists and images, which must not cause hangs, exhaust memory or start programs."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""A run writes only to OUTPUT_DIR and prints no terminal escape sequences."""
+"""Tests that a run writes only to OUTPUT_DIR and prints no terminal escape sequences."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""Static check: no source file executes code from data files."""
+"""Static checks of the sources: no code from data files is executed, and few files read or write weights."""
 
 import ast
 from pathlib import Path
