@@ -418,7 +418,7 @@ class DefaultTrainer:
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
-        """Build the evaluator of a test set."""
+        """Build the evaluator for a test set."""
         return ReidEvaluator(cfg, num_query, output_dir)
 
     @classmethod

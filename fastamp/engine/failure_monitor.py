@@ -164,7 +164,7 @@ class FailureMonitor:
             threading.Thread(target=self._collect_and_exit, daemon=True).start()
 
     def _collect_and_exit(self) -> None:
-        """Wait for reports of the other ranks, then end all ranks."""
+        """Wait for reports from the other ranks, then end all ranks."""
 
         def complete() -> bool:
             return len(self._outcomes) == self.size or any(each.kind == "lost" for each in self._outcomes.values())

@@ -82,7 +82,7 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
 
 
 def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
-    """Describe the newest checkpoint of a run, for the error message after its weights have become non-finite.
+    """Describe the newest checkpoint, for the error message if the weights become non-finite during training.
 
     The weights in a checkpoint are always finite, because they are checked before each save.
     """

@@ -66,7 +66,7 @@ class TrainerBase:
         self._callbacks.clear()
 
     def attach_internal_hooks(self, *hooks: HookBase) -> None:
-        """Add hooks that belong to the trainer itself. Their state is not checkpointed.
+        """Add hooks that the trainer itself requires. Their state is not checkpointed.
 
         Internal hooks are called before all registered hooks, except for ``before_forward``, where they are called
         last. ``step_context`` calls ``before_step`` and ``after_step`` of internal hooks, so these methods are also
@@ -78,7 +78,7 @@ class TrainerBase:
         self._callbacks.clear()
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
-        """Set the number of iterations per epoch and the training label checksum, which are verified on resume."""
+        """Set the number of iterations per epoch and the checksum of the training labels, both verified on resume."""
         self.iters_per_epoch, self.labels_checksum = iters_per_epoch, labels_checksum
 
     def move_to(self, iteration: int, max_epoch: int) -> None:
@@ -193,7 +193,8 @@ class TrainerBase:
         before = state.get("labels_checksum")
         if before is not None and self.labels_checksum is not None and before != self.labels_checksum:
             raise ValueError(
-                "the labels of the training images differ from the checkpoint: DATASETS or the training data changed"
+                "the labels of the training images differ from those in the checkpoint: DATASETS or the training data "
+                "changed"
             )
         processes = state.get("processes", self.processes)
         if processes != self.processes:

@@ -101,7 +101,7 @@ def test_open_cache_is_not_affected_by_changed_image_files(items):
     assert first.path.exists() and torch.equal(first.images, before) and not torch.equal(second.images[3], before[3])
 
 
-def test_corrupt_image_raises_and_leaves_no_cache(items):
+def test_cache_build_with_corrupt_image_raises_and_leaves_no_cache(items):
     Path(items[70].path).write_bytes(b"no image")
     with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
         ImageCache(items, SHAPE, Read(items), where="disk")
@@ -109,7 +109,7 @@ def test_corrupt_image_raises_and_leaves_no_cache(items):
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
 
 
-def test_missing_image_raises_with_path(items):
+def test_cache_build_with_missing_image_raises_with_path(items):
     os.unlink(items[5].path)
     with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
         ImageCache(items, SHAPE, Read(items), where="disk")

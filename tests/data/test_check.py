@@ -110,7 +110,7 @@ def single_image(folder):
         (single_image, "identities with a single training image", "500", False),
     ],
 )
-def test_only_the_planted_problem_is_found(folder, plant, fault, example, is_error):
+def test_check_dataset_finds_only_the_planted_problem(folder, plant, fault, example, is_error):
     plant(folder)
     by_fault, report = findings_of(folder)
     assert example in by_fault[fault].examples[0] and by_fault[fault].count == 1
@@ -119,7 +119,7 @@ def test_only_the_planted_problem_is_found(folder, plant, fault, example, is_err
     assert set(by_fault) - {"identities with a single training image"} <= {fault}
 
 
-def test_single_training_identity_is_an_error(folder):
+def test_single_training_identity_is_reported_as_error(folder):
     for pid in range(1, 6):
         for number in range(4):
             edit(folder, f"{pid}_{number}.jpg,{pid},", f"{pid}_{number}.jpg,0,")

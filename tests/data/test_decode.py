@@ -25,7 +25,7 @@ def pil(path, channels=3):
 @every_channels
 @pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp", "name with space é 人.png"])
 @pytest.mark.parametrize("mode", ["RGB", "L", "P"])
-def test_lossless_images_equal_pil(tmp_path, write_image, name, mode, channels):
+def test_decoded_lossless_images_equal_pil(tmp_path, write_image, name, mode, channels):
     options = {"lossless": True} if name.endswith("webp") else {}
     path = write_image(tmp_path / name, mode=mode, **options)
     image = read_image(str(path), channels)
@@ -35,7 +35,7 @@ def test_lossless_images_equal_pil(tmp_path, write_image, name, mode, channels):
 
 @every_channels
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_jpeg_images_equal_pil(tmp_path, write_image, mode, channels):
+def test_decoded_jpeg_images_equal_pil(tmp_path, write_image, mode, channels):
     path = write_image(tmp_path / "a.jpg", mode=mode, quality=95)
     image = read_image(str(path), channels)
     assert image.shape == (channels, 64, 32)
@@ -75,7 +75,7 @@ def test_pil_fallback_equals_torchvision_decoder(tmp_path, write_image, monkeypa
 
 @every_channels
 def test_png_gamma_is_ignored(tmp_path, write_image, channels):
-    """libpng would compute gray in linear light for such files, which differs by up to 60."""
+    """For such files, libpng would compute gray values in linear light, which differ by up to 60."""
     with Image.open(write_image(tmp_path / "plain.png")) as image:
         text = PngInfo()
         text.add(b"gAMA", (45455).to_bytes(4, "big"))

@@ -46,7 +46,7 @@ def test_model_with_sync_bn_keeps_its_state_dict_keys(tmp_path):
     assert sum(isinstance(module, torch.nn.SyncBatchNorm) for module in synced.modules()) == 21
 
 
-def test_torchrun_with_one_process_trains_and_saves(demo_root, tmp_path):
+def test_cuda_training_under_torchrun_with_one_process_saves_model(demo_root, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     options = tiny.tiny_options(tmp_path, "MODEL.DEVICE", "cuda", "SOLVER.AMP", "True", "SOLVER.MAX_EPOCH", "1")
     options += ["MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x"]

@@ -188,7 +188,7 @@ class OutOfMemory(HookBase):
 
 
 @pytest.mark.parametrize("loop", ["train", "run_step"])
-def test_each_hook_receives_a_step_error_once_and_first_replacement_wins(loop):
+def test_each_hook_receives_a_step_error_once_and_first_replacement_is_raised(loop):
     class Count(HookBase):
         errors = ()
 

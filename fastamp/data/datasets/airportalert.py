@@ -50,7 +50,10 @@ class AirportALERT(ImageDataset):
             "AirportALERT: excluded %d images with person IDs below %d", len(rows) - len(selected), _FIRST_IDENTITY
         )
         if not selected:
-            raise DataError(f"AirportALERT: {self._list} contains no image with a person ID >= {_FIRST_IDENTITY}")
+            raise DataError(
+                f"AirportALERT: {self._list} contains no image with a person ID >= {_FIRST_IDENTITY}.\n"
+                "  fix: restore the original file"
+            )
         numbers = number_cameras(as_number(camera) for camera, _, _ in selected)
         items = [
             ImageItem(str(self.dataset_dir.joinpath(*fields)), int(fields[1]), numbers[as_number(fields[0])])

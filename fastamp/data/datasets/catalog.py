@@ -1,4 +1,4 @@
-"""Datasets that encode all labels in file and folder names.
+"""Datasets whose file and folder names contain all labels.
 
 ``FilenameDataset`` and ``MarketStyleDataset`` document the class attributes. Unless noted otherwise, a dataset has only
 training images. If ``layout`` has no group ``camera``, all images are from one camera.

@@ -436,7 +436,10 @@ def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
     try:
         pattern = re.compile(camera)
     except re.error as error:
-        raise ConfigError(f"DATASETS.FOLDER.CAMERA {camera!r} is not a regular expression: {error}") from error
+        raise ConfigError(
+            f"DATASETS.FOLDER.CAMERA {camera!r} is not a valid regular expression: {error}.\n"
+            "  fix: correct the expression, e.g. c(\\d+)"
+        ) from error
     if not pattern.groups:
         raise ConfigError(
             f"DATASETS.FOLDER.CAMERA {camera!r} has no group; expected the camera in its first group.\n"

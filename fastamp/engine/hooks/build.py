@@ -47,7 +47,7 @@ def build_training_hooks(
     if bool(cfg.MODEL.FREEZE_LAYERS) != bool(freezing):
         logger.warning(
             "no layers are frozen: freezing requires MODEL.FREEZE_LAYERS and either SOLVER.FREEZE_ITERS or "
-            "SOLVER.FREEZE_EPOCHS.\n  fix: to freeze layers, set the missing key; otherwise, reset the key that is set"
+            "SOLVER.FREEZE_EPOCHS.\n  fix: to freeze layers, set the missing key; otherwise, remove the key that is set"
         )
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
     if cfg.MODEL.FREEZE_LAYERS:

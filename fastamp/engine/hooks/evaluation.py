@@ -134,7 +134,9 @@ class EvalHook(HookBase):
         except Exception:
             # Keep the trained weights. Other ranks hold the same weights and may not reach this point.
             with comm.as_single_process():
-                logger.warning("the evaluation failed; saved %s", self.checkpointer.save("model_unevaluated"))
+                logger.warning(
+                    "evaluation failed: saved the weights to %s", self.checkpointer.save("model_unevaluated")
+                )
             raise
 
     def _save_if_best(self) -> None:

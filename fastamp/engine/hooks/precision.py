@@ -118,7 +118,7 @@ def _check_all_reached(model: nn.Module) -> None:
 
 
 class DeviceErrors(HookBase):
-    """Replace device errors in a step, e.g. out of memory, by errors that state the batch shapes and a fix."""
+    """Replace device errors in a step, e.g. out-of-memory errors, with errors that state the batch shapes and a fix."""
 
     def __init__(self) -> None:
         self._batch: dict[str, Any] = {}

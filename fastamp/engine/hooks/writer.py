@@ -66,7 +66,7 @@ class PeriodicWriter(HookBase):
 
 
 def _mean_losses(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Average the losses over all ranks. All ranks have the same losses, because they skip the same steps."""
+    """Average each loss over all ranks. The ranks have values for the same losses, because they skip the same steps."""
     names = _losses(metrics)
     sums = comm.sum_over_ranks([metrics[name] for name in names])
     return metrics | {name: total / comm.get_world_size() for name, total in zip(names, sums, strict=True)}

@@ -158,7 +158,7 @@ def test_folder_test_fraction_0_gives_only_training_and_1_only_test_images(tmp_p
 @pytest.mark.parametrize(
     "values, error, message",
     [
-        ({"CAMERA": r"c(\d"}, ConfigError, "CAMERA .* is not a regular expression"),
+        ({"CAMERA": r"c(\d"}, ConfigError, "CAMERA .* is not a valid regular expression"),
         ({"CAMERA": "cam"}, ConfigError, "has no group"),
         ({"CAMERA": r"kamera(\d)"}, DataError, "DATASETS.FOLDER.CAMERA .* does not match"),
         ({"TEST_FRACTION": 0.95}, ConfigError, "DATASETS.FOLDER.TEST_FRACTION is 0.95.* 0 of 10"),

@@ -61,7 +61,7 @@ def test_dataset_names_and_folders_are_unique():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reader_finds_images_identities_and_cameras(name, root):
+def test_every_reader_finds_images_identities_and_cameras(name, root):
     files, train, query, gallery = TREES[name]
     write(root, files)
     dataset = build_dataset(name)
