@@ -3,10 +3,12 @@
 import itertools
 
 import every_backbone
+import pml_components
 import pytest
 import tiny
 import torch
-from fake_cuda import DEVICE, fake_cuda, to_fake_cuda
+from fake_cuda import DEVICE, HostOperand, fake_cuda, to_fake_cuda
+from pml_components import pml_options
 from torch import nn
 
 from fastamp.amp import LossScaler, PrecisionPolicy
@@ -21,6 +23,8 @@ from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.norm import NORM_REGISTRY
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY
 from fastamp.modeling import HEADS_REGISTRY, LOSS_REGISTRY, META_ARCH_REGISTRY, build_model
+from fastamp.modeling.losses import build_losses
+from fastamp.modeling.losses.build import feature_dim
 from fastamp.solver import WeightAverage, build_gradient_clipping, build_optimizers
 
 IMAGES, CLASSES, STEPS = 8, 4, 3
@@ -150,6 +154,15 @@ def test_fake_cuda_training_raises_if_a_loss_has_value_dependent_shapes(monkeypa
         make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
 
 
+def test_values_on_the_device_are_those_of_the_cpu(monkeypatch):
+    outputs, targets = {"features": torch.randn(IMAGES, 16)}, torch.arange(IMAGES) // 2
+    expected = SelectingLoss()(outputs, targets)
+    with fake_cuda(monkeypatch, values=True) as reads:
+        loss = SelectingLoss()({"features": outputs["features"].to(DEVICE)}, targets.to(DEVICE))
+        assert loss.device == DEVICE and reads.count == 1  # for the number of selected elements
+        assert loss.item() == expected.item() and reads.count == 2
+
+
 # ---- training: one read of the device per step
 
 
@@ -179,6 +192,75 @@ def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, mon
 )
 def test_training_with_each_loss_option_reads_the_device_once_per_step(option, monkeypatch):
     check_reads(tiny_config(*option.split(" ")), monkeypatch)
+
+
+PML = [(name, "") for name in pml_components.LOSSES] + [("TripletMarginLoss", name) for name in pml_components.MINERS]
+
+
+@pytest.mark.parametrize(("loss", "miner"), PML)
+def test_pml_loss_and_miner_train_on_the_device(loss, miner, monkeypatch):
+    cfg = tiny_config(*pml_options(loss, miner))
+    model = build_model(cfg)
+    with fake_cuda(monkeypatch, values=True) as reads:
+        trainer = make_trainer(cfg, to_fake_cuda(model))
+        trainer.train(0, 1, STEPS)
+        # The package selects pairs by masks, which waits for the device.
+        assert trainer.steps_taken == STEPS and reads.count >= STEPS
+
+
+def count_host_operands(options, monkeypatch, *, values, positions):
+    """Plant a host tensor in one operation of a loss at a time.
+
+    Args:
+        options: config options of the loss.
+        values: see ``fake_cuda``.
+        positions: function that selects the numbers of operations to change, given their number.
+
+    Returns:
+        The number of changed operations, and the numbers of those that neither failed nor copied the tensor.
+    """
+    cfg = tiny_config(*options)
+    torch.manual_seed(0)
+    with fake_cuda(monkeypatch, values=values) as reads:
+        (loss,) = to_fake_cuda(build_losses(cfg)).values()
+        outputs = {"features": torch.randn(IMAGES, feature_dim(cfg)), "cls_outputs": torch.randn(IMAGES, CLASSES)}
+        outputs = {name: value.to(DEVICE).requires_grad_() for name, value in outputs.items()}
+        targets = (torch.arange(IMAGES) // 2).to(DEVICE)
+
+        def uploads_with(operand):
+            before = reads.uploads
+            with operand:
+                loss(outputs, targets)
+            return reads.uploads - before
+
+        uploads_with(HostOperand())  # some losses move their constants to the device once
+        usual, total = uploads_with(unchanged := HostOperand()), unchanged.count
+        assert values or usual == 0
+        missed = []
+        for position in positions(total):
+            try:
+                if uploads_with(HostOperand(position)) <= usual:
+                    missed.append(position)
+            except RuntimeError as error:
+                assert "device" in str(error) and "cpu" in str(error)
+        return len(positions(total)), missed
+
+
+@pytest.mark.parametrize("name", list(LOSS_REGISTRY))
+def test_host_tensor_in_any_operation_of_a_loss_is_found(name, monkeypatch):
+    count, missed = count_host_operands(
+        ["MODEL.LOSSES.NAME", f"('{name}',)"], monkeypatch, values=False, positions=range
+    )
+    assert count > 1 and missed == []
+
+
+@pytest.mark.parametrize(("loss", "miner"), PML)
+def test_host_tensor_in_a_pml_loss_is_found(loss, miner, monkeypatch):
+    options = pml_options(loss, miner)
+    count, missed = count_host_operands(
+        options, monkeypatch, values=True, positions=lambda total: sorted({0, total // 2, total - 1})
+    )
+    assert count > 1 and missed == []
 
 
 @pytest.mark.parametrize("name", list(HEADS_REGISTRY))

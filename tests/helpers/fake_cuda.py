@@ -1,8 +1,8 @@
 """Run CUDA code paths without a device: PyTorch's fake tensors have a device, a shape and a dtype, but no values.
 
 Operations on tensors of two devices fail as they do on a GPU. Operations that make the host wait for values from the
-GPU fail or are counted. Fake tensors cannot test streams, pinned memory, events, generators, NCCL, or the backward
-pass.
+GPU fail or are counted. With ``values``, each operation is also computed on the CPU, for code whose tensor shapes
+depend on values. Fake tensors cannot test streams, pinned memory, events, generators, NCCL, or the backward pass.
 """
 
 import contextlib
@@ -12,10 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 DEVICE = torch.device("cuda", 0)
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
@@ -25,6 +30,9 @@ _INDEXING = (
     torch.ops.aten.index_put_.default,
     torch.ops.aten._index_put_impl_.default,
 )
+
+
+_ValueDependent = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 class ForcedAutocast(torch.autocast):
@@ -111,15 +119,87 @@ class DeviceReads(TorchDispatchMode):
         return self.answer(values)
 
 
+class DeviceValues(DeviceReads):
+    """Device reads with values: each operation is also computed on the CPU.
+
+    The shapes that depend on values, and the scalars read by the host, are those of this computation. Required for
+    code such as ``features[mask]``, ``nonzero`` and ``unique``, which count as reads.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        if not any(isinstance(leaf, FakeTensor) or _is_device(leaf) for leaf in leaves):
+            return self._on_host(func, args, kwargs or {})
+        real_args, real_kwargs = tree_map(_value, (args, kwargs or {}))
+        try:
+            out, depends_on_values = super().__torch_dispatch__(func, types, args, kwargs), False
+        except _ValueDependent:
+            out, depends_on_values = None, True
+        with _disable_current_modes():
+            real = func(*real_args, **real_kwargs)
+        if depends_on_values:
+            self.count += 1
+            if not isinstance(real, torch.Tensor | tuple):
+                return real
+            device = next(leaf.device for leaf in leaves if isinstance(leaf, FakeTensor))
+            with _disable_current_modes():
+                out = tree_map(lambda each: self.mode.from_tensor(each.to("meta")), real)  # no memory on the device
+            out = tree_map(lambda each: FakeTensor(self.mode, each, device), out)
+        elif func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:
+            return real
+        for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=True):
+            if isinstance(fake, FakeTensor):
+                assert fake.shape == value.shape and fake.dtype == value.dtype, (func, fake, value.shape, value.dtype)
+                fake.value = value
+        if isinstance(out, FakeTensor) and out.device.type == "cpu":
+            return real
+        return out
+
+
+def _value(leaf: Any) -> Any:
+    """Return the value of a fake tensor, and the CPU for the device."""
+    if isinstance(leaf, FakeTensor):
+        return leaf.value
+    return torch.device("cpu") if _is_device(leaf) else leaf
+
+
+class HostOperand(TorchDispatchMode):
+    """Replace one operand on the device by a copy on the host, as code does that forgets to move a tensor.
+
+    Args:
+        position: number of the operation among those with at least two operands on the device; None replaces nothing.
+
+    Attributes:
+        count: number of these operations.
+    """
+
+    def __init__(self, position: int | None = None) -> None:
+        super().__init__()
+        self.position = position
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        leaves, structure = tree_flatten(args)
+        on_device = [isinstance(each, FakeTensor) and each.is_cuda and each.ndim > 0 for each in leaves]
+        if sum(on_device) > 1:
+            if self.count == self.position:
+                last = max(index for index, moved in enumerate(on_device) if moved)
+                leaves[last] = getattr(leaves[last], "value", torch.zeros(leaves[last].shape, dtype=leaves[last].dtype))
+            self.count += 1
+        return func(*tree_unflatten(leaves, structure), **(kwargs or {}))
+
+
 class _FakeBackward(TorchFunctionMode):
-    """Replace the backward pass, which needs a CUDA driver: set an empty gradient for each parameter of the loss."""
+    """Replace the backward pass, which needs a CUDA driver: set a constant gradient for each parameter of the loss."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.Tensor.backward:
-            return func(*args, **(kwargs or {}))
-        for parameter in reached_parameters(args[0]):
-            parameter.grad = torch.empty_like(parameter)
-        return None
+        if func is torch.Tensor.backward:
+            for parameter in reached_parameters(args[0]):
+                parameter.grad = torch.full_like(parameter, 1e-3)
+            return None
+        if func == torch.Tensor.data.__set__ and hasattr(args[1], "value"):  # is not dispatched
+            args[0].value = args[1].value
+        return func(*args, **(kwargs or {}))
 
 
 def _is_device(value: Any) -> bool:
@@ -140,26 +220,29 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def fake_cuda(
-    monkeypatch: Any, answer: Callable[[int], list[float]] = lambda count: [1.0] * count
+    monkeypatch: Any, answer: Callable[[int], list[float]] = lambda count: [1.0] * count, values: bool = False
 ) -> Iterator[DeviceReads]:
     """Create only fake tensors and enable CUDA autocast.
 
     Args:
         monkeypatch: the fixture of pytest.
-        answer: see ``DeviceReads``. Default 1 for every value.
+        answer: see ``DeviceReads``. Default 1 for every value. Not used with ``values``.
+        values: if True, also compute on the CPU; see ``DeviceValues``. Default False.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    reads = DeviceReads(mode, answer)
+    reads = (DeviceValues if values else DeviceReads)(mode, answer)
 
     def tolist(tensor: FakeTensor) -> list[float]:
-        return reads.read(tensor.numel())
+        answered = reads.read(tensor.numel())
+        return tensor.value.tolist() if values else answered
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "autocast", ForcedAutocast)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=1 << 25))
         patch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: None)
         patch.setattr(FakeTensor, "tolist", tolist)
-        with mode, reads, _FakeBackward():
+        # Without cuDNN, batch normalization is an operation that a CPU has as well.
+        with torch.backends.cudnn.flags(enabled=not values), mode, reads, _FakeBackward():
             yield reads
 
 
@@ -171,7 +254,7 @@ def to_fake_cuda(model: nn.Module) -> nn.Module:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     if id(tensor) not in moved:
-                        fake = torch.empty_like(tensor.detach(), device=DEVICE)
+                        fake = tensor.detach().to(DEVICE)
                         is_parameter = isinstance(tensor, nn.Parameter)
                         moved[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
                     tensors[name] = moved[id(tensor)]

@@ -1,8 +1,8 @@
 """Losses of pytorch-metric-learning: values, arguments, learnable parameters and errors."""
 
-import inspect
 import sys
 
+import pml_components
 import pytest
 import tiny
 import torch
@@ -11,7 +11,6 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.losses import build_losses
-from fastamp.modeling.losses.pml import _EXCLUDED
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError
 
@@ -88,17 +87,9 @@ def test_pml_loss_discards_proxies_of_other_identities(tmp_path):
     assert report.dropped == ["losses.loss_proxy_anchor.loss.proxies"] and not report.missing
 
 
-NAMES = [
-    name
-    for name, kind in vars(losses).items()
-    if inspect.isclass(kind) and issubclass(kind, losses.BaseMetricLossFunction) and name not in _EXCLUDED
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", pml_components.LOSSES)
 def test_all_pml_losses_support_two_training_steps(name):
-    args = {"RankedListLoss": {"margin": 0.4, "Tn": 10.0}} if name == "RankedListLoss" else {}
-    loss = build_losses(config([f"pml/{name}"], "MODEL.LOSSES.PML.ARGS", args))
+    loss = build_losses(config(["TripletLoss"], *pml_components.pml_options(name)))
     for _ in range(2):
         features = torch.randn(12, 8, requires_grad=True)
         (value,) = (each({"features": features}, TARGETS) for each in loss.values())
