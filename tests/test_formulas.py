@@ -259,7 +259,7 @@ def test_supervised_contrastive_loss_matches_definition(case, temperature):
 
 
 def test_center_loss_matches_definition(case):
-    """Wen et al. 2016, eq. 2, as a mean without 1/2."""
+    """Wen et al. 2016, eq. 2, but a mean instead of a sum, without the factor 1/2."""
     features, ids = case
     centers = np.random.default_rng(2).normal(size=(8, 6)).astype(np.float32)
     expected = np.mean([((f.astype(np.float64) - centers[i]) ** 2).sum() for f, i in zip(features, ids, strict=True)])
@@ -292,7 +292,7 @@ def test_memory_bank_loss_matches_definition(case):
 @pytest.mark.parametrize("kind", ["random", "equal", "one place"])
 @pytest.mark.parametrize("name", ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"])
 def test_generalized_mean_pooling_matches_definition(name, kind, p, scale):
-    """Radenovic et al. 2018, arXiv:1711.02512, eq. 3, of activations that are at least 1e-6."""
+    """Radenovic et al. 2018, arXiv:1711.02512, eq. 3, with activations clamped to at least 1e-6."""
     maps = np.abs(np.random.default_rng(3).normal(size=(2, 3, 4, 2))).astype(np.float32) * np.float32(scale)
     if kind == "equal":
         maps[:] = scale
@@ -325,7 +325,7 @@ def test_average_and_maximum_pooling_match_definitions(scale):
 
 
 def test_pairwise_distances_match_definitions(case):
-    """The minimum Euclidean distance of 1e-6 keeps gradients finite; cosine is limited by float32 resolution."""
+    """The minimum Euclidean distance of 1e-6 keeps gradients finite; cosine distances have float32 accuracy."""
     features, _ = case
     x = torch.tensor(features)
     expected = distances_of(features, normalize=False)

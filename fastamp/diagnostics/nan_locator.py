@@ -114,6 +114,9 @@ def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: Precisi
         model: model in evaluation mode.
         batch: batch with non-finite features.
         policy: precision of the evaluation.
+
+    Returns:
+        The description; if the search fails, the reason for the failure.
     """
     location, note = try_locate(model, batch, lambda passes: locate_in_evaluation(passes, policy))
     if location is None:

@@ -152,7 +152,7 @@ def test_forcing_the_located_module_to_float32_fixes_the_overflow():
 
 
 def test_nan_locator_hooks_do_not_change_later_gradients():
-    """The observer replaces the inputs of modules by views."""
+    """The hooks replace the inputs of modules with views, which must not affect later passes."""
     model = Net("function")
     with IsolatedPasses(model, batch()) as passes:
         before = passes.train(policy(torch.bfloat16)).gradients

@@ -59,7 +59,7 @@ def test_torch_and_faiss_order_tied_neighbors_identically(seed, size, k, grid, s
 
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
 def test_one_large_feature_causes_few_float64_distance_computations(backend, monkeypatch):
-    """The tolerance determines how many distances are computed again in float64."""
+    """A large feature must not increase the tolerance below which distances are computed again in float64."""
     exactly = neighbors._exact_distances
     settled = []
     monkeypatch.setattr(neighbors, "_exact_distances", lambda *args: settled.append(args[2].numel()) or exactly(*args))

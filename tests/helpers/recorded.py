@@ -177,7 +177,7 @@ def keys() -> dict[str, Any]:
 
 
 def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and plain values in nested dicts and lists with their names, joined by slashes."""
+    """Yield (path, value) for each tensor and plain value in nested dicts and lists; paths use slashes."""
     if isinstance(value, dict | list | tuple):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, each in pairs:

@@ -172,7 +172,7 @@ def test_extraction_columns_of_wrong_shape_or_dtype_raise(tmp_path, name):
 
 
 def rebuilt(path, index, **changes):
-    """Write the faiss index of ``index`` with the metadata of the flat index, ``changes`` and a valid checksum."""
+    """Write an index file with the faiss data of ``index`` and the metadata of the flat index, with ``changes``."""
     file = io.BytesIO()
     with zipfile.ZipFile(FILES / "flat.index") as archive:
         meta = {name.removesuffix(".npy"): features_file.read_array(archive, name[:-4]) for name in archive.namelist()}

@@ -167,7 +167,7 @@ def run_checkpoints(record):
 
 
 def stripped(record, run):
-    """Run `fastamp strip`."""
+    """Trigger the messages of `fastamp strip`."""
     best = run / "model_best.pth"
     record.fastamp("strip", best, record.root / "stripped.txt")
     record.fastamp("strip", best, best)
@@ -192,7 +192,7 @@ def stripped(record, run):
 
 
 def pretrained(record, patch):
-    """Load pretrained weights."""
+    """Trigger the messages about pretrained weights."""
 
     def build(*opts):
         cfg = get_cfg()

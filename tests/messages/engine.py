@@ -201,7 +201,7 @@ def several_processes(record):
 
 
 def doctor(record):
-    """Run `fastamp doctor`."""
+    """Trigger the messages of `fastamp doctor`."""
     overflow = ("MODEL.BACKBONE.NAME", "build_messages_overflow_backbone", "SOLVER.AMP", "fp16")
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "matplotlib", None)
@@ -238,7 +238,7 @@ def interruptions(record):
 
 
 def evaluations(record):
-    """Run --eval-only."""
+    """Trigger the messages of evaluations with --eval-only."""
     weights = record.root / "resumed/model_best.pth"
     record.train("--eval-only", "MODEL.WEIGHTS", weights, "OUTPUT_DIR", record.root / "evaluated")
     record.train("--eval-only", "MODEL.WEIGHTS", weights, "SOLVER.EMA", "False", "TEST.METRIC", "manhattan")

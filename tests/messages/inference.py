@@ -99,7 +99,7 @@ def images(record, predictor, checkpoint):
 
 
 def extractions(record, predictor, folder):
-    """Run `fastamp extract`."""
+    """Trigger the messages of `fastamp extract`."""
     out = record.root / "gallery.npz"
     (record.root / "no_images").mkdir()
     train_only = record.file("train_only.csv", "path,pid\na.png,1")
@@ -268,14 +268,14 @@ def indices(record, predictor, checkpoint, gallery):
 
 
 def comparisons(record, predictor, checkpoint, folder):
-    """Run `fastamp compare` with a reference."""
+    """Trigger the messages of `fastamp compare` about its reference."""
     pair = (folder / "0.png", folder / "1.png")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "one_identity.npz")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "other.npz")
 
 
 def exports(record, predictor, checkpoint):
-    """Run `fastamp export`."""
+    """Trigger the messages of `fastamp export`."""
     for argv in (
         ("model.pb",),
         ("missing/model.onnx",),

@@ -135,7 +135,7 @@ def searches(record):
 
 
 def saved_features(record):
-    """Run tools/evaluate_features.py."""
+    """Trigger the messages of tools/evaluate_features.py."""
     import evaluate_features
 
     random = np.random.default_rng(0)
@@ -171,7 +171,7 @@ def saved_features(record):
 
 
 def imports(record, checkpoint):
-    """Run tools/import_checkpoint.py."""
+    """Trigger the messages of tools/import_checkpoint.py."""
     import import_checkpoint
 
     content = torch.load(checkpoint, weights_only=True)
@@ -196,7 +196,7 @@ def imports(record, checkpoint):
 
 
 def open_loop(record):
-    """Run tools/plain_train_net.py."""
+    """Trigger the messages of tools/plain_train_net.py."""
     import plain_train_net
 
     from fastamp.cli.train import argument_parser
