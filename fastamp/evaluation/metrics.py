@@ -326,17 +326,21 @@ def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None
 
 
 def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
-    """Compute the ROC curve over the pairs of all ranks; warn if a false accept rate is too low to be measured."""
+    """Compute the ROC curve over the pairs of all ranks; warn if it or a false accept rate cannot be measured."""
     if roc is None:
         return None
     curve = roc.result()
     if curve is None:
-        logger.warning("accept rates (TEST.ROC) are not computed, because there are no genuine or no impostor pairs")
+        logger.warning(
+            "accept rates (TEST.ROC) are not computed, because there are no genuine or no impostor pairs.\n"
+            "  fix: set TEST.ROC off, or use a test set with matches and with several identities"
+        )
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
     if unreachable:
         logger.warning(
-            "false accept rates in TEST.ROC.FAR are too low to be measured: %s (there are only %d impostor pairs)",
+            "false accept rates in TEST.ROC.FAR are too low to be measured: %s (there are only %d impostor pairs).\n"
+            "  fix: increase these rates, or use a larger test set",
             ", ".join(unreachable),
             curve.num_impostor,
         )
