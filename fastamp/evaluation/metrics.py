@@ -333,7 +333,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
     if curve is None:
         logger.warning(
             "accept rates (TEST.ROC) are not computed, because there are no genuine or no impostor pairs.\n"
-            "  fix: set TEST.ROC off, or use a test set with matches and with several identities"
+            "  fix: set TEST.ROC False, or use a test set with matches and with several identities"
         )
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
