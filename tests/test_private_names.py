@@ -9,8 +9,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "fastamp"
 ALLOWED = {
     # PyTorch, without a public name.
-    "_BatchNorm", "_InstanceNorm", "_ConvNd", "_C", "_to_copy", "_buffers", "_parameters", "_apply", "_version",
-    "_compiled_call_impl", "_set_params_and_buffers_to_ignore_for_model",
+    "_BatchNorm", "_InstanceNorm", "_ConvNd", "_C", "_to_copy", "_buffers", "_modules", "_parameters", "_apply",
+    "_version", "_compiled_call_impl", "_set_params_and_buffers_to_ignore_for_model",
     "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_foreach_sub", "_foreach_lerp_", "_foreach_clamp_min_",
     "_foreach_clamp_max_",
     # Standard library: namedtuple._replace and os._exit.

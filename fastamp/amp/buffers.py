@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from fastamp.amp.model_tensors import ModelTensors
 from fastamp.utils.moved import renamed_attribute
 
 _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
@@ -12,27 +13,33 @@ class ForwardBuffers:
     """Snapshot of the buffers that forward passes modify.
 
     These are the buffers of normalization layers and of modules with the class attribute
-    ``written_in_forward = True``, such as memory banks and moving averages. A forward pass that overflows writes NaN
-    into running means. Skipping the step protects the parameters but not these buffers, and an evaluation would use
-    the NaN values.
+    ``written_in_forward = True``, such as moving averages. A forward pass that overflows writes NaN into running means.
+    Skipping the step protects the parameters but not these buffers, and an evaluation would use the NaN values.
+
+    Modules that write a small part of large buffers, such as memory banks, define ``record_writes(on: bool)`` and
+    ``undo_writes()`` instead. Between ``record_writes(True)`` and ``record_writes(False)``, their forward pass keeps
+    the values that it overwrites.
 
     Args:
         model: module that owns the buffers.
+        tensors: cached lists of the modules of ``model``. Default: new ones.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._layers = [m for m in model.modules() if isinstance(m, _LAYERS) or "running_mean" in m._buffers]
-        self._banks = [m for m in model.modules() if getattr(m, "written_in_forward", False)]
-        self._saved: list[torch.Tensor] | None = None
+    def __init__(self, model: nn.Module, tensors: ModelTensors | None = None) -> None:
+        self._tensors = tensors or ModelTensors(model)
+        self._version = 0
+        self._recording: list[nn.Module] = []
+        self._groups: list[list[torch.Tensor]] = []
+        self._saved: list[list[torch.Tensor]] | None = None
 
     @torch.no_grad()
     def save(self) -> None:
-        """Copy the current buffers."""
-        current = self._current()
-        if self._saved is None:
-            self._saved = [buffer.clone() for buffer in current]
+        """Copy the current buffers, and let modules with ``record_writes`` record from now on."""
+        if self._update() or self._saved is None:
+            self._saved = [[buffer.clone() for buffer in group] for group in self._groups]
         else:
-            _copy(self._saved, current)
+            _copy(self._saved, self._groups)
+        self._record_writes(True)
 
     keep = renamed_attribute("keep", "save")
 
@@ -40,17 +47,42 @@ class ForwardBuffers:
     def restore(self) -> None:
         """Restore the buffers from the last snapshot."""
         if self._saved is not None:
-            _copy(self._current(), self._saved)
+            self._update()  # a forward pass may have assigned a new tensor to a buffer
+            _copy(self._groups, self._saved)
+            for module in self._recording:
+                module.undo_writes()
+        self._record_writes(False)
 
-    def _current(self) -> list[torch.Tensor]:
-        buffers = [buffer for layer in self._layers for buffer in layer.buffers(recurse=False)]
-        buffers += [buffer for bank in self._banks for buffer in bank.buffers()]
-        return list({id(buffer): buffer for buffer in buffers}.values())
+    def discard(self) -> None:
+        """Discard the recorded writes after an applied step."""
+        self._record_writes(False)
+
+    def _record_writes(self, on: bool) -> None:
+        for module in self._recording:
+            module.record_writes(on)
+
+    def _update(self) -> bool:
+        """Update the list of buffers if modules or tensors were added, removed or replaced; return True if so."""
+        version = self._tensors.refresh()
+        if version == self._version:
+            return False
+        self._version = version
+        modules = self._tensors.modules
+        self._recording = [m for m in modules if hasattr(m, "undo_writes")]
+        buffers = [
+            buffer
+            for m in modules
+            if isinstance(m, _LAYERS) or "running_mean" in m._buffers
+            for buffer in m.buffers(recurse=False)
+        ]
+        buffers += [buffer for m in modules if getattr(m, "written_in_forward", False) for buffer in m.buffers()]
+        unique = list({id(buffer): buffer for buffer in buffers}.values())
+        # Fused copies need groups with the same kind of dtype.
+        self._groups = [[b for b in unique if b.is_floating_point() is floating] for floating in (True, False)]
+        return True
 
 
-def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy ``sources`` into ``targets``, with one fused operation for floating-point and one for integer tensors."""
-    for floating in (True, False):
-        chosen = [(a, b) for a, b in zip(targets, sources, strict=True) if a.is_floating_point() is floating]
-        if chosen:
-            torch._foreach_copy_([a for a, _ in chosen], [b for _, b in chosen])
+def _copy(targets: list[list[torch.Tensor]], sources: list[list[torch.Tensor]]) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        if target:
+            torch._foreach_copy_(target, source)

@@ -24,6 +24,7 @@ from fastamp.amp.checks import (
     warn_of_foreign_leaves,
     zero_fraction,
 )
+from fastamp.amp.model_tensors import ModelTensors
 from fastamp.amp.module_monitor import ModuleMonitor
 from fastamp.amp.policy import PrecisionPolicy
 from fastamp.utils import comm
@@ -216,6 +217,7 @@ class OptimizationStep:
 
     Attributes:
         clip: see Args.
+        tensors: cached lists of the model's modules and parameters.
         verdict: verdict of the last step; None before the first.
         total_loss: scalar tensor, detached sum of the losses last passed to ``scale``; None before the first call.
         loss_names: names of the losses last passed to ``scale``.
@@ -235,7 +237,8 @@ class OptimizationStep:
         rank_maxima: comm.RankMaxima | None = None,
     ) -> None:
         self.model = model
-        self.buffers = ForwardBuffers(model) if guard_buffers else None
+        self.tensors = ModelTensors(model)
+        self.buffers = ForwardBuffers(model, self.tensors) if guard_buffers else None
         self.optimizers = list(optimizers)
         self.scaler = scaler
         self.max_consecutive_skips = max_consecutive_skips
@@ -285,7 +288,7 @@ class OptimizationStep:
 
     def zero_grad(self) -> None:
         """Set all gradients to None, and copy the buffers that the forward passes of this step will modify."""
-        self.model.zero_grad(set_to_none=True)
+        self._clear_gradients()
         if self.buffers:
             self.buffers.save()
 
@@ -381,6 +384,8 @@ class OptimizationStep:
         self._module_monitor.check_scale(self.scaler.scale if self.scaler else None)
         self.skipped_in_a_row = 0
         self._recent.append(False)
+        if self.buffers:
+            self.buffers.discard()
         self._drop_gradients()
 
     def skip(self) -> None:
@@ -532,7 +537,12 @@ class OptimizationStep:
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.model.zero_grad(set_to_none=True)  # gradients of parameters without an optimizer would accumulate
+        self._clear_gradients()  # gradients of parameters without an optimizer would accumulate
+
+    def _clear_gradients(self) -> None:
+        self.tensors.refresh()
+        for parameter in self.tensors.parameters:
+            parameter.grad = None
 
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters of an optimizer in the order of ``groups_by_value``, which is cached."""

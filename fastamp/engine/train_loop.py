@@ -393,7 +393,8 @@ class SimpleTrainer(TrainerBase):
         """
         if not comm.is_distributed():
             return self.model
-        trainable = [id(p) for p in self.model.parameters() if p.requires_grad]
+        self.step.tensors.refresh()
+        trainable = [id(p) for p in self.step.tensors.parameters if p.requires_grad]
         if self._parallel_model is None or trainable != self._trainable:
             self._parallel_model, self._trainable = self.wrap_parallel(self.model), trainable
         return self._parallel_model

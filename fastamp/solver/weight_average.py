@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.amp.model_tensors import ModelTensors
+
 
 class WeightAverage:
     """Running average of the parameters and floating-point buffers of a model, in the dtype of each tensor.
@@ -24,16 +26,40 @@ class WeightAverage:
     def __init__(self, model: nn.Module, kind: str) -> None:
         self.kind = kind
         self.updates = 0
-        saved = model.state_dict().keys()
-        named = itertools.chain(model.named_parameters(), model.named_buffers())
-        self._live = {name: tensor.detach() for name, tensor in named if name in saved}
-        self._stored = {name: tensor.clone() for name, tensor in self._live.items()}
-        self._floating = [name for name, tensor in self._live.items() if tensor.is_floating_point()]
+        self._model = model
+        self._tensors = ModelTensors(model)
+        self._version = 0
+        self._stored: dict[str, torch.Tensor] = {}
+        self._refresh()
         self._applied = False
+
+    def _refresh(self) -> None:
+        """Update the list of the model's tensors if modules or tensors were added, removed or replaced.
+
+        The average of a new tensor, or of one with another shape, starts with its current values.
+        """
+        version = self._tensors.refresh()
+        if version == self._version:
+            return
+        self._version = version
+        saved = self._model.state_dict().keys()
+        named = itertools.chain(self._model.named_parameters(), self._model.named_buffers())
+        self._live = live = {name: tensor.detach() for name, tensor in named if name in saved}
+        kept = {name: value for name, value in self._stored.items() if name in live and value.shape == live[name].shape}
+        self._stored = {name: kept[name] if name in kept else tensor.clone() for name, tensor in live.items()}
+        # (averages, values of the model) of the floating-point tensors, and of the others.
+        self._floating, self._others = (
+            ([self._stored[name] for name in names], [live[name] for name in names])
+            for names in (
+                [name for name, tensor in live.items() if tensor.is_floating_point() is floating]
+                for floating in (True, False)
+            )
+        )
 
     @torch.no_grad()
     def restart(self) -> None:
         """Restart the average from the current values of the model."""
+        self._refresh()
         for name, live in self._live.items():
             self._stored[name].copy_(live)
         self.updates = 0
@@ -41,10 +67,10 @@ class WeightAverage:
     @torch.no_grad()
     def update(self, weight: float) -> None:
         """Update the average to average + ``weight`` * (model - average), with ``weight`` in 0..1."""
-        average = [self._stored[name] for name in self._floating]
-        torch._foreach_lerp_(average, [self._live[name] for name in self._floating], weight)
-        for name in self._live.keys() - set(self._floating):
-            self._stored[name].copy_(self._live[name])
+        self._refresh()
+        torch._foreach_lerp_(*self._floating, weight)
+        if self._others[0]:
+            torch._foreach_copy_(*self._others)
         self.updates += 1
 
     @contextmanager
@@ -53,6 +79,7 @@ class WeightAverage:
 
         Changes to the model inside the context, e.g. re-estimated batch norm statistics, become part of the average.
         """
+        self._refresh()
         self._swap()
         try:
             yield

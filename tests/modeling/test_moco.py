@@ -1,5 +1,6 @@
 """MoCo: memory bank loss, queue, key encoder, skipped steps and checkpoints."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -214,6 +215,46 @@ def test_skipped_step_restores_moco_key_encoder_and_memory_bank(dtype):
     moved = "key_encoder.backbone.0.weight"
     assert not torch.equal(seen[1][moved], seen[2][moved])
     assert all(torch.isfinite(value).all() for value in seen[2].values())
+
+
+def test_skipped_step_restores_moco_memory_bank_after_several_micro_batches():
+    """Three micro-batches overwrite the bank of 20 keys more than once."""
+    model = make()
+    bad = BATCH | {"images": BATCH["images"] + float("inf")}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = make_trainer(model, [optimizer], [BATCH] * 5 + [bad, BATCH], torch.float32, accum_steps=3)
+    seen = []
+    trainer.register_hooks([Keep(seen)])
+    trainer.train(0, 1, 2)
+    assert trainer.step.skipped_total == 1
+    assert all(torch.equal(value, seen[1][name]) for name, value in seen[0].items())
+
+
+def test_memory_bank_records_overwritten_keys_only_during_a_step():
+    model = make()
+    step = make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [], torch.float32).step
+    before = model.memory.queue.clone()
+    step.zero_grad()
+    step.scale(model(BATCH)).backward()
+    (record,) = model.memory._overwritten
+    assert record[1].shape == (tiny.WIDTH, 8)  # not the whole queue
+    assert torch.equal(record[1], before[:, :8])
+    step.finish()
+    model(BATCH)
+    assert model.memory._overwritten is None
+
+
+def test_momentum_copy_updates_from_replaced_module():
+    model = make("MODEL.MOCO.MOMENTUM", "0.5")
+    model(BATCH)
+    model.backbone[0].weight = torch.nn.Parameter(model.backbone[0].weight.detach() + 1)
+    before = model.key_encoder.backbone[0].weight.clone()
+    model(BATCH)
+    expected = torch.lerp(before, model.backbone[0].weight.detach(), 0.5)
+    torch.testing.assert_close(model.key_encoder.backbone[0].weight, expected)
+    memo = {}
+    copy.deepcopy(model.key_encoder, memo)
+    assert id(model.backbone) not in memo  # a copy of the key encoder does not contain the model
 
 
 def test_isolated_pass_does_not_change_moco_state():

@@ -84,3 +84,22 @@ def test_weight_average_state_round_trip_is_exact_and_mismatches_raise():
         WeightAverage(other, "swa").load_state_dict(average.state_dict())
     with pytest.raises(ValueError, match="another model"):
         WeightAverage(nn.Linear(2, 2), "ema").load_state_dict(average.state_dict())
+
+
+def test_average_follows_replaced_and_added_modules():
+    model = make()
+    average = WeightAverage(model, "ema")
+    change(model, 1)
+    average.update(0.5)
+    kept = average.tensors()["0.bias"].clone()
+    model[0].weight = nn.Parameter(torch.full((4, 3), 2.0))
+    model.append(nn.Linear(4, 2))
+    former = average.tensors()["0.weight"].clone()
+    average.update(0.5)
+    found = average.tensors()
+    assert found.keys() == model.state_dict().keys()
+    torch.testing.assert_close(found["0.weight"], (former + 2) / 2)
+    torch.testing.assert_close(found["0.bias"], (kept + model[0].bias.detach()) / 2)
+    assert torch.equal(found["2.weight"], model[2].weight)  # starts with its current values
+    with average.applied():
+        torch.testing.assert_close(model[0].weight.detach(), (former + 2) / 2)

@@ -159,14 +159,13 @@ class MemoryBank(nn.Module):
         gamma (float): scale factor of the similarities. Default 32.
     """
 
-    written_in_forward = True
-
     def __init__(self, *, feature_dim: int, size: int, margin: float = 0.25, gamma: float = 32.0) -> None:
         super().__init__()
         self.margin, self.gamma = margin, gamma
         self.register_buffer("queue", torch.zeros(feature_dim, size))
         self.register_buffer("queue_label", torch.full((1, size), _EMPTY))
         self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.int64))
+        self._overwritten: list[tuple[torch.Tensor, ...]] | None = None
 
     @force_fp32
     def forward(self, queries: torch.Tensor, keys: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -209,11 +208,26 @@ class MemoryBank(nn.Module):
                 f"  fix: set MODEL.QUEUE_SIZE to at least {len(keys)}"
             )
         slots = (self.queue_ptr + torch.arange(len(keys), device=keys.device)) % size
+        if self._overwritten is not None:
+            former = self.queue.index_select(1, slots), self.queue_label.index_select(1, slots), self.queue_ptr.clone()
+            self._overwritten.append((slots, *former))
         self.queue.index_copy_(1, slots, keys.t())
         self.queue_label.index_copy_(1, slots, targets[None])
         self.queue_ptr.add_(len(keys)).remainder_(size)
         first = comm.get_rank() * count
         return slots[first : first + count]
+
+    def record_writes(self, on: bool) -> None:
+        """Discard the recorded values; if ``on``, record the values that later forward passes overwrite."""
+        self._overwritten = [] if on else None
+
+    @torch.no_grad()
+    def undo_writes(self) -> None:
+        """Restore the values that were overwritten since ``record_writes(True)``."""
+        for slots, keys, labels, pointer in reversed(self._overwritten or []):
+            self.queue.index_copy_(1, slots, keys)
+            self.queue_label.index_copy_(1, slots, labels)
+            self.queue_ptr.copy_(pointer)
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
         """Return the names of the buffers that are equal on all ranks."""

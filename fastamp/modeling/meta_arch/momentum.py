@@ -2,10 +2,12 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from fastamp.amp.model_tensors import ModelTensors
 from fastamp.utils.moved import renamed_attribute
 
 
@@ -31,6 +33,9 @@ class MomentumCopy(nn.Module):
             self.add_module(name, copy.deepcopy(model.get_submodule(name)))
         self.weights = tuple(name for name, _ in self.named_parameters())
         _parameters_to_buffers(self)
+        self._lists: list[ModelTensors] = []
+        self._pairs_key: tuple[Any, ...] | None = None
+        self._cached_pairs: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
 
     @torch.no_grad()
     def update(self, model: nn.Module, *, statistics: bool) -> None:
@@ -40,20 +45,16 @@ class MomentumCopy(nn.Module):
             model (nn.Module): the model that the submodules were copied from.
             statistics (bool): average the buffers too, e.g. the statistics of batch norm; integer buffers are copied.
         """
-        averaged = dict(self.named_buffers())
-        current = {name: tensor for name, tensor in self._tensors_of(model, statistics=statistics) if name in averaged}
-        floating = [name for name, tensor in current.items() if tensor.is_floating_point()]
-        torch._foreach_lerp_(
-            [averaged[name] for name in floating], [current[name] for name in floating], 1 - self.momentum
-        )
-        for name in current.keys() - set(floating):
-            averaged[name].copy_(current[name])
+        floating, others = self._pairs(model, statistics=statistics)
+        torch._foreach_lerp_(*floating, 1 - self.momentum)
+        if others[0]:
+            torch._foreach_copy_(*others)
 
     def copy_training_modes(self, model: nn.Module) -> None:
         """Copy the training mode of each module from ``model``, which may have frozen modules in evaluation mode."""
-        for part in self._modules:
-            pairs = zip(self.get_submodule(part).modules(), model.get_submodule(part).modules(), strict=True)
-            for module, original in pairs:
+        lists, count = self._lists_of(model), len(self._modules)
+        for own, originals in zip(lists[:count], lists[count:], strict=True):
+            for module, original in zip(own.modules, originals.modules, strict=True):
                 module.training = original.training
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
@@ -74,6 +75,36 @@ class MomentumCopy(nn.Module):
 
     follow_modes = renamed_attribute("follow_modes", "copy_training_modes")
     starts_from = renamed_attribute("starts_from", "fill_from_model")
+
+    def _lists_of(self, model: nn.Module) -> list[ModelTensors]:
+        """Return up-to-date lists of the modules of each copy, then of each submodule of the model."""
+        sources = [*self._modules.values(), *(model.get_submodule(part) for part in self._modules)]
+        if [each.model for each in self._lists] != sources:
+            self._lists = [ModelTensors(source) for source in sources]
+            self._pairs_key = None
+        for each in self._lists:
+            each.refresh()
+        return self._lists
+
+    def _pairs(self, model: nn.Module, *, statistics: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+        """Return (averages, tensors of the model) of the floating-point tensors, and of the other tensors."""
+        key = (statistics, *(each.version for each in self._lists_of(model)))
+        if key != self._pairs_key:
+            averaged = dict(self.named_buffers())
+            current = {name: t for name, t in self._tensors_of(model, statistics=statistics) if name in averaged}
+            self._cached_pairs = [
+                ([averaged[name] for name in names], [current[name] for name in names])
+                for names in (
+                    [name for name, tensor in current.items() if tensor.is_floating_point() is floating]
+                    for floating in (True, False)
+                )
+            ]
+            self._pairs_key = key
+        return self._cached_pairs
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of this module must not contain the model.
+        return self.__dict__ | {"_lists": [], "_pairs_key": None, "_cached_pairs": []}
 
     def _tensors_of(self, model: nn.Module, *, statistics: bool) -> Iterator[tuple[str, torch.Tensor]]:
         for part in self._modules:
