@@ -18,7 +18,7 @@ _KEPT = ("config", "policy", "pairs", "best", STRIPPED)
 
 @dataclass(frozen=True)
 class StripReport:
-    """Result of ``strip``.
+    """Summary of what ``strip`` wrote and removed.
 
     Attributes:
         path (Path): output file.

@@ -174,7 +174,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
 
 
 def _check_archive(path: Path) -> None:
-    """Reject unsupported archives.
+    """Reject tar, TorchScript and compressed archives.
 
     Raises:
         WeightsError: if the file is a tar archive, which PyTorch would unpack to disk; if it is a TorchScript archive;

@@ -90,7 +90,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:
-    """Check that the factors in ``SOLVER.LR_FACTORS`` are valid and that each glob matches a parameter name."""
+    """Return ``SOLVER.LR_FACTORS`` after checking that the factors are valid and each glob matches a parameter name."""
     for pattern, factor in factors.items():
         if isinstance(factor, bool) or not isinstance(factor, int | float) or not 0 <= factor < math.inf:
             raise ConfigError(
@@ -105,7 +105,7 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
 
 
 def optimizer_names() -> list[str]:
-    """List the optimizers of ``torch.optim`` that ``SOLVER.OPT`` supports. timm's ``LAMB`` is not included."""
+    """List the names of the ``torch.optim`` optimizers that ``SOLVER.OPT`` supports, without timm's ``LAMB``."""
     return [
         key
         for key, value in vars(torch.optim).items()
