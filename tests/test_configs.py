@@ -175,7 +175,7 @@ def test_recipe_of_an_old_fastreid_release_trains_and_logs_translated_keys(demo,
 
 
 def with_fewer_batches(build):
-    """Wrap ``build`` so that an epoch of its loaders has four batches."""
+    """Wrap ``build`` so that its loaders yield four batches per epoch."""
 
     def build_short(cls, cfg):
         loader = build(cfg)

@@ -198,7 +198,7 @@ PML = [(name, "") for name in pml_components.LOSSES] + [("TripletMarginLoss", na
 
 
 @pytest.mark.parametrize(("loss", "miner"), PML)
-def test_pml_loss_and_miner_train_on_the_device(loss, miner, monkeypatch):
+def test_pml_losses_and_miners_train_on_fake_cuda_tensors(loss, miner, monkeypatch):
     cfg = tiny_config(*pml_options(loss, miner))
     model = build_model(cfg)
     with fake_cuda(monkeypatch, values=True) as reads:
@@ -209,15 +209,15 @@ def test_pml_loss_and_miner_train_on_the_device(loss, miner, monkeypatch):
 
 
 def count_host_operands(options, monkeypatch, *, values, positions):
-    """Plant a host tensor in one operation of a loss at a time.
+    """Compute a loss repeatedly, each time with a host tensor as operand of another operation.
 
     Args:
         options: config options of the loss.
         values: see ``fake_cuda``.
-        positions: function that selects the numbers of operations to change, given their number.
+        positions: function that selects the indices of the operations to change, given the number of operations.
 
     Returns:
-        The number of changed operations, and the numbers of those that neither failed nor copied the tensor.
+        The number of changed operations, and the indices of those that neither failed nor copied the tensor.
     """
     cfg = tiny_config(*options)
     torch.manual_seed(0)
@@ -247,7 +247,7 @@ def count_host_operands(options, monkeypatch, *, values, positions):
 
 
 @pytest.mark.parametrize("name", list(LOSS_REGISTRY))
-def test_host_tensor_in_any_operation_of_a_loss_is_found(name, monkeypatch):
+def test_fake_cuda_detects_a_host_tensor_in_any_operation_of_a_loss(name, monkeypatch):
     count, missed = count_host_operands(
         ["MODEL.LOSSES.NAME", f"('{name}',)"], monkeypatch, values=False, positions=range
     )
@@ -255,7 +255,7 @@ def test_host_tensor_in_any_operation_of_a_loss_is_found(name, monkeypatch):
 
 
 @pytest.mark.parametrize(("loss", "miner"), PML)
-def test_host_tensor_in_a_pml_loss_is_found(loss, miner, monkeypatch):
+def test_fake_cuda_detects_a_host_tensor_in_a_pml_loss(loss, miner, monkeypatch):
     options = pml_options(loss, miner)
     count, missed = count_host_operands(
         options, monkeypatch, values=True, positions=lambda total: sorted({0, total // 2, total - 1})

@@ -40,7 +40,7 @@ def raising(error):
 
 @pytest.fixture
 def no_gpu(monkeypatch):
-    """Simulate a machine without GPU and driver, with a PyTorch build for CUDA 13.2."""
+    """Simulate a machine without a GPU or driver, with a PyTorch build for CUDA 13.2."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", raising(RuntimeError("CUDA is not available\nmore")))
     monkeypatch.setattr(torch.version, "cuda", "13.2")

@@ -165,7 +165,7 @@ def test_nan_locator_hooks_do_not_change_later_gradients():
 
 
 class Cached(nn.Module):
-    """Module that writes into a list argument, and takes a dict subclass and a keyword argument."""
+    """Module that writes into a list argument, and accepts a dict subclass and a keyword argument."""
 
     class Table(dict):
         def first(self):

@@ -164,7 +164,7 @@ def _value(leaf: Any) -> Any:
 
 
 class HostOperand(TorchDispatchMode):
-    """Replace one operand on the device by a copy on the host, as code does that forgets to move a tensor.
+    """Replace one operand on the device with a copy on the host, like code that does not move a tensor to the device.
 
     Args:
         position: number of the operation among those with at least two operands on the device; None replaces nothing.

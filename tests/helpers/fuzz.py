@@ -42,7 +42,7 @@ class Hang(Exception):
 
 
 class Watch:
-    """Audit hook that records programs started and writes outside of allowed folders. It cannot be removed."""
+    """Audit hook that records programs started and writes outside of allowed folders. Audit hooks cannot be removed."""
 
     def __init__(self) -> None:
         self.allowed: tuple[str, ...] = ()

@@ -116,7 +116,7 @@ def make_trainer(
     init_scale: float = 65536.0,
     **options: Any,
 ) -> SimpleTrainer:
-    """Build fastamp's trainer in ``dtype``, with a loss scale for float16."""
+    """Build fastamp's trainer for ``dtype``, with loss scaling for float16."""
     policy = PrecisionPolicy("cpu", dtype, "test")
     scaler = LossScaler(init_scale=init_scale) if policy.needs_loss_scaling else None
     return kind(model, batches, optimizers, policy=policy, scaler=scaler, **options)

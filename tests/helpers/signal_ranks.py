@@ -31,7 +31,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce", "al
 
 
 class CountCollectives(HookBase):
-    """List the collectives of each iteration, and those of saving hooks at the end of each epoch."""
+    """Hook that lists the collectives of each iteration, and those of saving hooks at the end of each epoch."""
 
     def __init__(self) -> None:
         self.steps: list[list[str]] = []
@@ -54,7 +54,7 @@ class CountCollectives(HookBase):
 
 
 class SendSignal(HookBase):
-    """Send SIGTERM to the last process; this hook is called before those that save."""
+    """Hook that sends SIGTERM to the last process, before the hooks that save are called."""
 
     def __init__(self, case: str) -> None:
         self.case = case

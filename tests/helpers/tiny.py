@@ -48,7 +48,7 @@ PLAIN = (
 
 
 def make_demo(root: Path) -> Path:
-    """Generate a demo set with 16 + 4 identities in the data root ``root``."""
+    """Generate a demo set with 16 training and 4 test identities in the data root ``root``."""
     folder = root / f"fastamp-demo-v{DEMO_VERSION}"
     generate_demo(
         folder,
