@@ -39,8 +39,7 @@ class Progress(dict):
     def load_state_dict(self, state: dict[str, int]) -> None:
         if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
             raise ValueError(
-                f"expected {before} iterations per epoch, got {now}: SOLVER.IMS_PER_BATCH or the training data have "
-                "changed"
+                f"expected {before} iterations per epoch, got {now}: IMS_PER_BATCH or training data changed"
             )
         self.update(state)
 
