@@ -38,9 +38,7 @@ class Progress(dict):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if (before := state["iters_per_epoch"]) != (now := self["iters_per_epoch"]):
-            raise ValueError(
-                f"expected {before} iterations per epoch, got {now}: IMS_PER_BATCH or training data changed"
-            )
+            raise ValueError(f"expected {before} iterations per epoch, got {now}: SOLVER.IMS_PER_BATCH or data changed")
         self.update(state)
 
 
