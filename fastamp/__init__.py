@@ -2,11 +2,13 @@
 
 from typing import Any
 
+from fastamp import compat
 from fastamp.utils import moved
 
 __version__ = "0.1.0"
 __all__ = ["Predictor", "__version__"]
 
+compat.install()
 moved.install()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
@@ -31,6 +32,7 @@ class Checkpointer:
         check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
         notes (Callable): function that returns additional entries for each checkpoint; ``resume`` does not require
             these entries.
+        save_to_disk (bool | None): ignored: only the main process writes, as with FastReID's default. Default None.
         checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``; each keyword becomes an
             entry of the checkpoint. ``resume`` compares the structure of an entry with ``form()`` of the object, or,
             without this method, with its ``state_dict()``.
@@ -44,6 +46,7 @@ class Checkpointer:
         min_match: float = 0.9,
         check: Callable[[nn.Module], None] | None = None,
         notes: Callable[[], dict[str, Any]] = dict,
+        save_to_disk: bool | None = None,
         **checkpointables: Any,
     ) -> None:
         self.model = model
@@ -157,6 +160,25 @@ class Checkpointer:
         """List the entries that ``resume`` requires and that ``content`` lacks."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
+    def has_checkpoint(self) -> bool:
+        """Return True if ``save_dir`` contains a checkpoint to resume from. Must be called on every rank."""
+        return self.last_checkpoint() is not None
+
+    def resume_or_load(self, path: str | os.PathLike[str] = "", *, resume: bool = True) -> dict[str, Any]:
+        """Resume from the newest readable checkpoint in ``save_dir``; if there is none, load weights.
+
+        Args:
+            path (str | os.PathLike): weights file; ``""`` (default) loads nothing.
+            resume (bool): search for a checkpoint. Default True.
+
+        Returns:
+            dict[str, Any]: see ``resume`` and ``load``; empty if nothing was loaded.
+        """
+        last = self.last_checkpoint() if resume else None
+        if last is not None:
+            return self.resume(last)
+        return self.load(path) if path else {}
+
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Load only the model weights from a file.
 
@@ -227,7 +249,10 @@ class Checkpointer:
             ]
             wrong = f"model: expected a dict of dense tensors, got an invalid entry {invalid[0]!r}" if invalid else ""
         for key, part in self.checkpointables.items():
-            own = part.form() if hasattr(part, "form") else part.state_dict()
+            if isinstance(part, torch.optim.Optimizer):  # has no state before the first step
+                own = {"state": {}, "param_groups": [{"params": [0]}]}
+            else:
+                own = part.form() if hasattr(part, "form") else part.state_dict()
             wrong = wrong or structure_mismatch(own, content[key], key)
         if wrong:
             raise WeightsError(

@@ -1,15 +1,17 @@
 """Build train and test data loaders from a config."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
+from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
 from fastamp.data.datasets.custom import PATH_DATASETS
@@ -25,8 +27,14 @@ logger = logging.getLogger(__name__)
 
 
 def build_reid_train_loader(
-    cfg: Any, *, start_iter: int = 0, rank: int | None = None, world_size: int | None = None
-) -> TrainLoader:
+    cfg: Any,
+    *,
+    start_iter: int = 0,
+    rank: int | None = None,
+    world_size: int | None = None,
+    train_set: Dataset | None = None,
+    sampler: Iterable[int] | None = None,
+) -> TrainLoader | CustomTrainLoader:
     """Build the infinite loader for the training sets in DATASETS.NAMES.
 
     Which images form batch n depends only on the config, not on ``start_iter``, the number of workers or the number of
@@ -38,14 +46,26 @@ def build_reid_train_loader(
         start_iter (int): index of the first batch to load, counted from the start of training. Default 0.
         rank, world_size (int, optional): rank of this process and number of processes. Default: values from
             torch.distributed, or 0 and 1 if it is not initialized.
+        train_set (Dataset, optional): custom map-style dataset instead of DATASETS.NAMES; see
+            ``build_custom_train_loader``. With ``train_set``, ``start_iter``, ``rank`` and ``world_size`` must not be
+            set.
+        sampler (Iterable[int], optional): sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
 
     Returns:
-        TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes.
+        TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a
+        ``CustomTrainLoader`` for a custom ``train_set``.
 
     Raises:
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
+    if train_set is not None:
+        return build_custom_train_loader(cfg, train_set, sampler)
+    if sampler is not None:
+        raise ConfigError(
+            "build_reid_train_loader: sampler requires train_set.\n"
+            "  fix: pass train_set, or register the sampler in SAMPLER_REGISTRY and set DATALOADER.SAMPLER_TRAIN"
+        )
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
@@ -105,8 +125,14 @@ def build_reid_train_loader(
 
 
 def build_reid_test_loader(
-    cfg: Any, dataset_name: str, *, rank: int | None = None, world_size: int | None = None
-) -> tuple[TestLoader, int]:
+    cfg: Any,
+    dataset_name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    test_set: Dataset | None = None,
+    num_query: int = 0,
+) -> tuple[TestLoader | DataLoader, int]:
     """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
 
     Args:
@@ -115,6 +141,9 @@ def build_reid_test_loader(
         dataset_name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``.
         rank, world_size (int, optional): rank of this process and number of processes; each rank loads a contiguous
             part of the test set. Default: values from torch.distributed, or 0 and 1 if it is not initialized.
+        test_set (Dataset, optional): custom map-style dataset instead of ``dataset_name``, with ``num_query`` query
+            images at its start; see ``build_custom_test_loader``.
+        num_query (int): number of query images in ``test_set``. Default 0.
 
     Returns:
         tuple[TestLoader, int]: the loader and the number of query images. In each batch, ``indices`` contains the
@@ -124,6 +153,10 @@ def build_reid_test_loader(
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
         ConfigError: if a value is out of range or a name is unknown.
     """
+    if test_set is not None:
+        return build_custom_test_loader(cfg, test_set, num_query)
+    if dataset_name is None:
+        raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)

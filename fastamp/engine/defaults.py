@@ -13,6 +13,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
+from fastamp.compat.trainer import FastReIDMethods, as_train_loader, only_optimizer
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
@@ -23,6 +24,7 @@ from fastamp.engine.evaluation import (
     describe_protocol,
     evaluate_sets,
     evaluation_policy,
+    loader_and_evaluator,
     report_evaluation,
     unwrap_single,
 )
@@ -31,7 +33,6 @@ from fastamp.engine.reporting import history_of, items_of, write_metrics, write_
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import ReidEvaluator, update_bn_statistics
-from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.modeling import build_model
 from fastamp.report import Run
 from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
@@ -45,7 +46,7 @@ from fastamp.utils.lock import lock_folder, unlock_folder
 logger = logging.getLogger(__name__)
 
 
-class DefaultTrainer:
+class DefaultTrainer(FastReIDMethods):
     """Trainer that builds the model, data loaders, optimizers, training loop and hooks from a config.
 
     Override a ``build_`` method in a subclass to replace one component. The training loop is ``self.trainer``; its
@@ -60,12 +61,12 @@ class DefaultTrainer:
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        self.data_loader = self.build_train_loader(cfg)
+        self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         self.model = self.build_model(cfg)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
-        self.optimizer = self.build_optimizer(cfg, self.model)
+        self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
         # Built before the training, so that a missing test set fails early.
@@ -80,7 +81,8 @@ class DefaultTrainer:
         self._last = EvaluationOutput()
         self._last_iteration = -1
         self._resumed: Path | None = None
-        self.register_hooks(self.build_hooks())
+        self.trainer.set_owner(self)
+        self.register_hooks([*self.build_hooks(), *self.hooks_of_overridden_methods()])
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -316,8 +318,8 @@ class DefaultTrainer:
     def build_best_metric(self) -> hooks.BestMetric:
         """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report this metric."""
         reported = {
-            name: self.build_evaluator(self.cfg, num_query).metric_names()
-            for name, (_, num_query) in self.test_loaders.items()
+            name: loader_and_evaluator(self.build_evaluator, self.cfg, name, test)[1].metric_names()
+            for name, test in self.test_loaders.items()
         }
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 
@@ -417,8 +419,20 @@ class DefaultTrainer:
         return build_reid_test_loader(cfg, dataset_name)
 
     @classmethod
-    def build_evaluator(cls, cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
-        """Build the evaluator for a test set."""
+    def build_evaluator(cls, cfg: CfgNode, num_query: int | str, output_dir: str | None = None) -> Any:
+        """Build the evaluator for a test set.
+
+        Args:
+            cfg (CfgNode): config.
+            num_query (int | str): number of query images; or, as in FastReID, the name of the test set.
+            output_dir (str, optional): folder for the files of the evaluator.
+
+        Returns:
+            DatasetEvaluator: the evaluator; ``(test loader, evaluator)`` for the name of a test set.
+        """
+        if isinstance(num_query, str):
+            loader, count = cls.build_test_loader(cfg, num_query)
+            return loader, ReidEvaluator(cfg, count, output_dir)
         return ReidEvaluator(cfg, num_query, output_dir)
 
     @classmethod

@@ -1,5 +1,6 @@
 """Evaluation on the test sets of a config."""
 
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from fastamp.utils.files import folder_name
 
 logger = logging.getLogger(__name__)
 
-BuildEvaluator = Callable[[CfgNode, int, str], DatasetEvaluator]
+BuildEvaluator = Callable[..., Any]
 
 
 @dataclass
@@ -50,17 +51,19 @@ def evaluate_sets(
         model (nn.Module): maps a batch of images to (B, D) features.
         policy (PrecisionPolicy): precision of the evaluation.
         loaders (dict[str, tuple]): dataset name -> (test loader, number of query images).
-        build_evaluator (Callable): called as ``build_evaluator(cfg, num_query, folder)``; returns an evaluator.
+        build_evaluator (Callable): see ``loader_and_evaluator``.
 
     Returns:
         EvaluationOutput: metrics and report data for each test set.
     """
     found = EvaluationOutput()
-    for name, (loader, num_query) in loaders.items():
+    for name, test in loaders.items():
         logger.info("evaluating on %s", name)
+        num_query = test[1] if isinstance(test, tuple) else 0
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
-        evaluator = build_evaluator(cfg, num_query, str(folder))
+        loader, evaluator = loader_and_evaluator(build_evaluator, cfg, name, test, str(folder))
         metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
+        metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
             found.results[name] = metrics
             found.sets.append(evaluated_set(name, metrics, evaluator, loader, num_query))
@@ -69,6 +72,29 @@ def evaluate_sets(
     if found.results:
         print_results(found.results, protocol=describe_protocol(cfg, policy))
     return found
+
+
+def loader_and_evaluator(
+    build_evaluator: BuildEvaluator, cfg: CfgNode, name: str, test: tuple[Any, int], folder: str | None = None
+) -> tuple[Any, DatasetEvaluator]:
+    """Call ``build_evaluator`` of a trainer with its own signature.
+
+    Args:
+        build_evaluator (Callable): function ``(cfg, num_query, folder)`` that returns an evaluator, or FastReID's
+            function ``(cfg, dataset_name, folder)`` that returns ``(loader, evaluator)``. The name of the second
+            parameter decides.
+        cfg (CfgNode): config.
+        name (str): name of the test set.
+        test (tuple | Any): ``(test loader, number of query images)``, or only the loader.
+        folder (str, optional): folder for the files of the evaluator.
+
+    Returns:
+        tuple: ``(loader, evaluator)``.
+    """
+    loader, num_query = test if isinstance(test, tuple) else (test, 0)
+    if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
+        return build_evaluator(cfg, name, folder)
+    return loader, build_evaluator(cfg, num_query, folder)
 
 
 def evaluation_policy(cfg: CfgNode, model: nn.Module) -> PrecisionPolicy:

@@ -41,13 +41,13 @@ def new_figure(width: float, height: float) -> "Figure":
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure as a PNG file, and create the folder if necessary.
+    """Write a figure in the format of the file extension, e.g. PNG, and create the folder if necessary.
 
     Raises:
         ConfigError: if the file cannot be written.
     """
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
+    figure.savefig(buffer, format=path.suffix[1:], dpi=120)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(buffer.getvalue()))

@@ -4,6 +4,7 @@ import logging
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fastamp.utils.progress import ConsoleHandler
 from fastamp.utils.terminal_text import sanitize_terminal_text
@@ -41,14 +42,22 @@ class _LogFile(logging.FileHandler):
             super().close()
 
 
-def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None:
+def setup_logger(
+    output_dir: str | Path | None = None, distributed_rank: int = 0, *, rank: int | None = None, **unused: Any
+) -> logging.Logger:
     """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``, replacing earlier handlers.
 
     Args:
         output_dir: folder of the log file, created if missing; None (default) logs only to the console. Ranks above 0
             write ``log.txt.rank<N>``.
-        rank: rank of this process. Default 0.
+        distributed_rank: FastReID's name of ``rank``. Default 0.
+        rank: rank of this process. Default: ``distributed_rank``.
+        unused: FastReID's arguments ``color``, ``name`` and ``abbrev_name``; ignored.
+
+    Returns:
+        The logger ``fastamp``.
     """
+    rank = distributed_rank if rank is None else rank
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)
     logger.propagate = False
@@ -65,3 +74,4 @@ def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> None
         file = _LogFile(Path(output_dir) / name, encoding="utf-8")
         file.setFormatter(_Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
         logger.addHandler(file)
+    return logger

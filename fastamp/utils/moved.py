@@ -96,18 +96,27 @@ MODULES = {
 """Old name of a module or package -> current name. Submodules of a package need no entry of their own."""
 
 
-class _MovedFinder(MetaPathFinder, Loader):
-    """Import hook that maps the old name of a module to the module object imported under the new name."""
+class ModuleAliases(MetaPathFinder, Loader):
+    """Import hook that maps the alias of a module to the module object imported under its current name.
+
+    Args:
+        lookup: function from an alias to the current name; returns None for any other name.
+        deprecated: warn with a DeprecationWarning. Default True.
+    """
+
+    def __init__(self, lookup: Callable[[str], str | None], *, deprecated: bool = True) -> None:
+        self.lookup, self.deprecated = lookup, deprecated
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return spec_from_loader(fullname, self) if new_module_name(fullname) else None
+        return spec_from_loader(fullname, self) if self.lookup(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        new = new_module_name(spec.name)
+        new = self.lookup(spec.name)
         assert new is not None
-        warnings.warn(f"{spec.name} is deprecated; use {new}", DeprecationWarning, stacklevel=2)
+        if self.deprecated:
+            warnings.warn(f"{spec.name} is deprecated; use {new}", DeprecationWarning, stacklevel=2)
         module = importlib.import_module(new)
         spec.loader_state = module.__spec__
         return module
@@ -115,7 +124,12 @@ class _MovedFinder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         spec = module.__spec__
         if spec is not None and spec.loader is self:
-            module.__spec__ = spec.loader_state  # the import system has replaced it by that of the old name
+            module.__spec__ = spec.loader_state  # the import system has replaced it by that of the alias
+
+    def install(self) -> None:
+        """Put the hook first: other finders would find a submodule by the path of its package, and import it twice."""
+        if not any(isinstance(each, ModuleAliases) and each.lookup == self.lookup for each in sys.meta_path):
+            sys.meta_path.insert(0, self)
 
 
 def new_module_name(old: str) -> str | None:
@@ -207,6 +221,4 @@ def renamed_attribute(old: str, new: str) -> Any:
 
 def install() -> None:
     """Install the import hook for old module names."""
-    if not any(isinstance(finder, _MovedFinder) for finder in sys.meta_path):
-        # First in the list: other finders would find a submodule by the path of its package, and import it twice.
-        sys.meta_path.insert(0, _MovedFinder())
+    ModuleAliases(new_module_name).install()

@@ -12,8 +12,8 @@ class Registry:
     Args:
         kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
 
-    A component is a class with a classmethod ``from_config(cfg, **context)``, or a function
-    ``build_x(cfg, **context)``::
+    A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or, as in
+    FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``::
 
         @BACKBONE_REGISTRY.register()
         def build_resnet_backbone(cfg): ...
@@ -66,7 +66,10 @@ class Registry:
             context: additional keyword arguments for the component.
         """
         component = self.get(name)
-        return getattr(component, "from_config", component)(cfg, **context)
+        built = getattr(component, "from_config", component)(cfg, **context)
+        if isinstance(built, dict) and isinstance(component, type):
+            return component(**built)
+        return built
 
     def __contains__(self, name: str) -> bool:
         return name in self._components

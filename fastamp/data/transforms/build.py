@@ -4,12 +4,13 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fastamp.config import crop_size
 from fastamp.config.defaults import current_path
-from fastamp.data.decode import read_image
+from fastamp.data.decode import image_from_pil, read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
 from fastamp.utils.errors import ConfigError, DataError, check_choice
@@ -65,6 +66,28 @@ class Transforms(NamedTuple):
         """
         image = read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
         return self.resize(image)
+
+    def __call__(self, image: Any) -> Tensor:
+        """Resize and augment one decoded image, with random numbers from PyTorch's global generator.
+
+        The loaders do not call this method: they augment whole batches with random numbers that depend only on the
+        seed, the epoch and the position.
+
+        Args:
+            image: PIL image, array (H, W, C) or tensor (C, H, W), uint8.
+
+        Returns:
+            Tensor: (C, H, W) float32 in 0..255.
+        """
+        if isinstance(image, np.ndarray):
+            image = torch.from_numpy(image).permute(2, 0, 1)
+        elif not isinstance(image, Tensor):
+            image = image_from_pil(image, self.channels)
+        batch = self.resize(image)[None]
+        epoch, position = torch.randint(2**31, (2,)).tolist()
+        for augment in (self.augment_each, self.augment):
+            batch = augment.apply(batch, augment.draw([epoch], [position], tuple(batch.shape[-2:])))
+        return batch[0].float()
 
     def stack(self, images: Sequence[Tensor]) -> Tensor:
         """Stack resized images into a batch.

@@ -92,9 +92,9 @@ class EvalHook(HookBase):
     Args:
         period (int): period in epochs.
         evaluate (Callable): returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
-        checkpointer (Checkpointer): saves ``model_best`` when ``metric`` improves.
-        writers (list): receive the metrics as ``<dataset>/<metric>``.
-        metric (BestMetric): selects the best model.
+        checkpointer (Checkpointer, optional): saves ``model_best`` when ``metric`` improves. Default: saves nothing.
+        writers (Sequence): receive the metrics as ``<dataset>/<metric>``.
+        metric (BestMetric, optional): selects the best model. Default: saves no ``model_best``.
         weights (Callable): returns a context manager in which the model holds the weights to evaluate and to save as
             ``model_best``. Default: the current weights.
     """
@@ -103,9 +103,9 @@ class EvalHook(HookBase):
         self,
         period: int,
         evaluate: Callable[[], dict[str, dict[str, Any]]],
-        checkpointer: Checkpointer,
-        writers: list[Any],
-        metric: BestMetric,
+        checkpointer: Checkpointer | None = None,
+        writers: Sequence[Any] = (),
+        metric: BestMetric | None = None,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.period = period
@@ -130,8 +130,11 @@ class EvalHook(HookBase):
         try:
             with self.weights():
                 self.results = self.evaluate()
-                self._save_if_best()
+                if self.checkpointer is not None and self.metric is not None:
+                    self._save_if_best()
         except Exception:
+            if self.checkpointer is None:
+                raise
             # Keep the trained weights. Other ranks hold the same weights and may not reach this point.
             with comm.as_single_process():
                 logger.warning(

@@ -15,6 +15,23 @@ def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
     return outputs[0][1] if isinstance(outputs, list) else outputs
 
 
+class Losses(nn.ModuleDict):
+    """Losses by name. Calling it computes them; see ``compute_losses``.
+
+    Args:
+        losses (Mapping[str, nn.Module]): loss name -> module.
+        gather (bool): see ``compute_losses``. Default False.
+    """
+
+    def __init__(self, losses: Mapping[str, nn.Module], *, gather: bool = False) -> None:
+        super().__init__(losses)
+        self.gather = gather
+
+    def forward(self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Compute the losses, name -> () float32, from the outputs of the head in training mode."""
+        return compute_losses(self, outputs, targets, gather=self.gather)
+
+
 def compute_losses(
     losses: Mapping[str, nn.Module],
     outputs: Outputs | list[tuple[float, Outputs]],

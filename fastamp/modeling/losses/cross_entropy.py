@@ -56,7 +56,7 @@ def cross_entropy_total(
 
 
 def cross_entropy_loss(
-    logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
+    logits: torch.Tensor, targets: torch.Tensor, epsilon: float = 0.0, alpha: float = 0.2
 ) -> torch.Tensor:
     """Compute the cross entropy with smoothed labels, averaged over the samples with nonzero loss.
 

@@ -23,7 +23,7 @@ KEYS = (
 
 
 @force_fp32
-def focal_loss(logits: torch.Tensor, targets: torch.Tensor, *, alpha: float = 0.25, gamma: float = 2.0) -> torch.Tensor:
+def focal_loss(logits: torch.Tensor, targets: torch.Tensor, alpha: float = 0.25, gamma: float = 2.0) -> torch.Tensor:
     """Compute the mean of -alpha (1 - p)^gamma log p (Lin et al. 2017, arXiv:1708.02002, eq. 5).
 
     p is the softmax probability of the target class.

@@ -48,7 +48,7 @@ def log_sum_exp_loss(
 
 @force_fp32
 def pairwise_circle_loss(
-    features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
+    features: torch.Tensor, targets: torch.Tensor, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
     """Compute the circle loss over the pairs of a batch (Sun et al. 2020, arXiv:2002.10857, eq. 6).
 
@@ -71,7 +71,7 @@ def pairwise_circle_loss(
 
 @force_fp32
 def pairwise_cosface(
-    features: torch.Tensor, targets: torch.Tensor, *, margin: float = 0.25, gamma: float = 128.0
+    features: torch.Tensor, targets: torch.Tensor, margin: float = 0.25, gamma: float = 128.0
 ) -> torch.Tensor:
     """Compute the CosFace loss over pairs of features (Sun et al. 2020, arXiv:2002.10857, eq. 1).
 

@@ -87,7 +87,6 @@ def _fastreid_weighted(distances: torch.Tensor, positive: torch.Tensor) -> tuple
 def triplet_loss(
     features: torch.Tensor,
     targets: torch.Tensor,
-    *,
     margin: float = 0.3,
     normalize: bool = False,
     hard_mining: bool = True,

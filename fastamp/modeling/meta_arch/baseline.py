@@ -9,7 +9,7 @@ from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import check_shareable
-from fastamp.modeling.losses.compute import Outputs, compute_losses
+from fastamp.modeling.losses.compute import Losses, Outputs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 
@@ -37,8 +37,7 @@ class Baseline(ImageModel):
     ) -> None:
         super().__init__(backbone=backbone, pixel_mean=pixel_mean, pixel_std=pixel_std)
         self.heads = heads
-        self.losses = losses
-        self.gather = gather
+        self.losses = Losses(losses, gather=gather)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "Baseline":
@@ -86,11 +85,19 @@ class Baseline(ImageModel):
         targets = self.targets(batch)
         return self.loss_terms(self.heads(maps, targets), targets, batch)
 
+    @property
+    def losses(self) -> Losses:
+        """Losses by name; ``losses(outputs, targets)`` computes them. As in FastReID, a subclass may define a method.
+
+        As a property, ``super().losses(outputs, targets)`` works in that method.
+        """
+        return self._modules["losses"]
+
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> () float32, from the outputs of the head in training mode."""
-        return compute_losses(self.losses, outputs, targets, gather=self.gather)
+        return self.losses(outputs, targets)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute scaled class logits without margin, (B, K) float32; works in both training and evaluation mode."""

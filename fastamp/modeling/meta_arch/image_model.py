@@ -63,6 +63,14 @@ class ImageModel(nn.Module):
         """Return the names of the buffers that are equal on all ranks: constants."""
         return ("pixel_mean", "pixel_std")
 
+    def preprocess_image(self, batched_inputs: dict[str, Any] | torch.Tensor) -> torch.Tensor:
+        """Return normalized images of a batch; see ``preprocess``. FastReID's models override this method.
+
+        Args:
+            batched_inputs (dict[str, Any] | torch.Tensor): batch with ``images``, or the images.
+        """
+        return self.preprocess(batched_inputs["images"] if isinstance(batched_inputs, Mapping) else batched_inputs)
+
     def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
         """Validate the input of the model; wrap a tensor of images in a dict.
 
@@ -114,7 +122,7 @@ class ImageModel(nn.Module):
             KeyError: if the backbone requires ``camids``, but the batch does not contain them.
         """
         backbone = self.backbone if backbone is None else backbone
-        images = self.preprocess(batch["images"])
+        images = self.preprocess_image(batch)
         if not getattr(backbone, "takes_cameras", False):
             return backbone(images)
         if "camids" not in batch:

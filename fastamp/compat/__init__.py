@@ -1,0 +1,143 @@
+"""Names of FastReID's public API that fastamp itself does not use.
+
+Code written for FastReID runs after the package name in its imports is changed from ``fastreid`` to ``fastamp``. Most
+names belong to fastamp's own modules. The tables below list the others: ``MODULES`` maps modules of FastReID to the
+modules of this package, and ``NAMES`` adds names to modules of fastamp. All of them are imported on first access.
+"""
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from fastamp.utils.moved import ModuleAliases
+
+MODULES = {
+    "fastamp.data.common": "fastamp.compat.data",
+    "fastamp.data.data_utils": "fastamp.compat.data",
+    "fastamp.data.datasets.bases": "fastamp.compat.datasets",
+    "fastamp.evaluation.clas_evaluator": "fastamp.compat.evaluation",
+    "fastamp.evaluation.testing": "fastamp.compat.evaluation",
+    "fastamp.layers.any_softmax": "fastamp.compat.any_softmax",
+    "fastamp.layers.batch_norm": "fastamp.compat.layers",
+    "fastamp.layers.weight_init": "fastamp.compat.layers",
+    "fastamp.modeling.losses.utils": "fastamp.compat.modeling",
+    "fastamp.utils.compute_dist": "fastamp.compat.evaluation",
+    "fastamp.utils.file_io": "fastamp.compat.files",
+    "fastamp.utils.history_buffer": "fastamp.compat.events",
+    "fastamp.utils.params": "fastamp.compat.solver",
+    "fastamp.utils.visualizer": "fastamp.compat.visualizer",
+}
+"""Module of FastReID -> module that provides its names."""
+
+NAMES = {
+    "fastamp.checkpoint.checkpointer": {
+        "PathManager": "fastamp.compat.files.PathManager",
+        "PeriodicCheckpointer": "fastamp.compat.checkpoint.PeriodicCheckpointer",
+        "get_missing_parameters_message": "fastamp.compat.checkpoint.get_missing_parameters_message",
+        "get_unexpected_parameters_message": "fastamp.compat.checkpoint.get_unexpected_parameters_message",
+    },
+    "fastamp.config": {"configurable": "fastamp.compat.config.configurable"},
+    "fastamp.config.config": {"configurable": "fastamp.compat.config.configurable"},
+    "fastamp.data": {"CommDataset": "fastamp.compat.data.CommDataset"},
+    "fastamp.data.build": {
+        "CommDataset": "fastamp.compat.data.CommDataset",
+        "_root": "fastamp.compat.data._root",
+        "fast_batch_collator": "fastamp.compat.data.fast_batch_collator",
+    },
+    "fastamp.data.transforms": {"ToTensor": "fastamp.compat.data.ToTensor"},
+    "fastamp.engine": {"DefaultPredictor": "fastamp.compat.engine.DefaultPredictor"},
+    "fastamp.engine.defaults": {
+        "DefaultPredictor": "fastamp.compat.engine.DefaultPredictor",
+        "SimpleTrainer": "fastamp.engine.train_loop.SimpleTrainer",
+        "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
+        "default_setup": "fastamp.engine.setup.default_setup",
+    },
+    "fastamp.engine.hooks": {
+        "flatten_results_dict": "fastamp.compat.evaluation.flatten_results_dict",
+    },
+    "fastamp.evaluation": {
+        "ClasEvaluator": "fastamp.compat.evaluation.ClasEvaluator",
+        "aqe": "fastamp.compat.evaluation.aqe",
+        "evaluate_rank": "fastamp.compat.evaluation.evaluate_rank",
+        "print_csv_format": "fastamp.compat.evaluation.print_csv_format",
+    },
+    "fastamp.evaluation.query_expansion": {"aqe": "fastamp.compat.evaluation.aqe"},
+    "fastamp.evaluation.rank": {
+        name: f"fastamp.compat.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")
+    },
+    "fastamp.layers": {
+        "any_softmax": "fastamp.compat.any_softmax",
+        "get_norm": "fastamp.compat.layers.get_norm",
+        "weights_init_classifier": "fastamp.compat.layers.weights_init_classifier",
+        "weights_init_kaiming": "fastamp.compat.layers.weights_init_kaiming",
+    },
+    "fastamp.layers.norm": {"get_norm": "fastamp.compat.layers.get_norm"},
+    "fastamp.modeling.heads": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
+    "fastamp.modeling.heads.build": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
+    "fastamp.modeling.losses": {"pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"},
+    "fastamp.solver": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
+    "fastamp.solver.build": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
+    "fastamp.utils.comm": {
+        name: f"fastamp.compat.comm.{name}"
+        for name in ("gather", "get_local_rank", "reduce_dict", "shared_random_seed")
+    },
+    "fastamp.utils.events": {
+        name: f"fastamp.compat.events.{name}"
+        for name in ("CommonMetricPrinter", "EventStorage", "EventWriter", "get_event_storage")
+    },
+    "fastamp.utils.logger": {"PathManager": "fastamp.compat.files.PathManager"},
+}
+"""Module of fastamp -> name in FastReID -> module and name of the object."""
+
+
+class _AddedNames(MetaPathFinder):
+    """Import hook that adds ``NAMES`` to modules of fastamp."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in NAMES:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = functools.partial(_execute, spec.loader.exec_module, NAMES[fullname])
+            vars(spec.loader).update(exec_module=execute)
+        return spec
+
+
+def _execute(run: Callable[[ModuleType], None], names: dict[str, str], module: ModuleType) -> None:
+    """Execute a module, then add ``names`` to its ``__getattr__`` and ``__all__``."""
+    run(module)
+    own = getattr(module, "__getattr__", None)
+
+    def getattr_(name: str) -> Any:
+        if name in names:
+            return resolve(names[name])
+        if own is not None:
+            return own(name)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    vars(module).update(__getattr__=getattr_)
+    if hasattr(module, "__all__"):  # for `from module import *`
+        vars(module).update(__all__=[*module.__all__, *names])
+
+
+def resolve(path: str) -> Any:
+    """Import the object with the full name ``path``, or the module if ``path`` is the name of a module."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except AttributeError:
+        return importlib.import_module(path)
+
+
+def install() -> None:
+    """Install the import hooks. They must be installed before the modules in ``NAMES`` are imported."""
+    ModuleAliases(MODULES.get, deprecated=False).install()
+    if not any(isinstance(finder, _AddedNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AddedNames())

@@ -1,0 +1,206 @@
+"""Training and test loaders for custom datasets that load one image at a time."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, default_collate
+
+from fastamp.data.loader import worker_count
+from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, InferenceSampler, batch_size_per_rank
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+
+
+class CustomTrainLoader:
+    """Infinite training loader over a map-style dataset.
+
+    A resumed run continues with the next batch of the sampler. It is bit-identical to an uninterrupted run only if
+    loading an image draws no random numbers.
+
+    Args:
+        dataset (Dataset): returns a dict with at least ``images``: (C, H, W) and ``targets``: int.
+        batches (Callable): function that returns an iterable over the indices of each batch of this rank. It is called
+            again when the iterable ends.
+        iters_per_epoch (int): number of batches in an epoch.
+        num_workers (int): number of worker processes. Default 0.
+        collate (Callable): function that combines a list of items to a batch. Default: PyTorch's ``default_collate``.
+
+    Raises:
+        ConfigError: if ``iters_per_epoch`` is 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        batches: Callable[[], Iterable[list[int]]],
+        *,
+        iters_per_epoch: int,
+        num_workers: int = 0,
+        collate: Callable[[list[Any]], Any] = default_collate,
+    ) -> None:
+        if iters_per_epoch < 1:
+            raise ConfigError(
+                f"the training set is smaller than one batch: {len(dataset)} images.\n"  # type: ignore[arg-type]
+                "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
+            )
+        self.dataset, self.batches, self.iters_per_epoch = dataset, batches, iters_per_epoch
+        self.num_workers, self.collate = num_workers, collate
+        self._start = 0
+
+    @classmethod
+    def wrap(cls, loader: DataLoader, *, batch_size: int) -> "CustomTrainLoader":
+        """Wrap a ``DataLoader`` over a map-style dataset.
+
+        Args:
+            loader (DataLoader): loader of this rank.
+            batch_size (int): images per batch over all ranks, for the length of an epoch.
+        """
+        sampler = loader.batch_sampler
+        if sampler is None:
+            raise ConfigError(
+                "build_train_loader returned a DataLoader without batch_sampler.\n"
+                "  fix: pass batch_size or batch_sampler to the DataLoader"
+            )
+        return cls(
+            loader.dataset,
+            lambda: sampler,
+            iters_per_epoch=max(1, len(loader.dataset) // batch_size),  # type: ignore[arg-type]
+            num_workers=loader.num_workers,
+            collate=loader.collate_fn,
+        )
+
+    def start_at(self, start_iter: int) -> None:
+        """Let the next iterator start at batch ``start_iter``, counted from the start of training."""
+        self._start = start_iter
+
+    def _stream(self) -> Iterator[list[int]]:
+        """Repeat ``batches`` forever."""
+        while True:
+            empty = True
+            for indices in self.batches():
+                empty = False
+                yield indices
+            if empty:
+                raise ConfigError(
+                    "the sampler of the training loader returned no batch.\n"
+                    "  fix: reduce SOLVER.IMS_PER_BATCH, or check the sampler"
+                )
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        stream = itertools.islice(self._stream(), self._start, None)  # skips indices without loading images
+        loader = DataLoader(
+            self.dataset,
+            batch_sampler=_Once(stream),
+            num_workers=self.num_workers,
+            collate_fn=self.collate,
+            pin_memory=torch.cuda.is_available(),
+            generator=torch.Generator().manual_seed(self._start),
+        )
+        yield from loader
+
+
+class _Once:
+    """Batch sampler over one iterator."""
+
+    def __init__(self, batches: Iterator[list[int]]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._batches
+
+
+def build_custom_train_loader(cfg: Any, dataset: Dataset, sampler: Iterable[int] | EpochSampler | None = None) -> Any:
+    """Build an infinite training loader over a map-style dataset.
+
+    Args:
+        cfg (CfgNode): config; reads SOLVER.IMS_PER_BATCH and DATALOADER.
+        dataset (Dataset): returns a dict with at least ``images``: (C, H, W) and ``targets``: int. Its attribute
+            ``num_classes`` is the number of classes.
+        sampler (Iterable[int] | EpochSampler, optional): indices of the images of this rank, or an ``EpochSampler``,
+            whose batches are split among the ranks. Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require
+            ``dataset.img_items``, a list of ``(path, pid, camid)``.
+
+    Returns:
+        CustomTrainLoader: loader of the batches of this rank.
+
+    Raises:
+        ConfigError: if the sampler requires identities that the dataset does not provide, or the dataset is smaller
+            than one batch.
+    """
+    size, world_size = cfg.SOLVER.IMS_PER_BATCH, comm.get_world_size()
+    iters_per_epoch = len(dataset) // size  # type: ignore[arg-type]
+    if sampler is None:
+        name = cfg.DATALOADER.SAMPLER_TRAIN
+        labels, camids = _labels(dataset, required_by=name)
+        sets = np.zeros(len(labels), dtype=np.int64)
+        sampler = SAMPLER_REGISTRY.build(name, cfg, labels=labels, camids=camids, sets=sets, world_size=world_size)
+    if isinstance(sampler, EpochSampler):
+        epochs = functools.partial(_batches_of_epochs, sampler, size, iters_per_epoch)
+        batches = lambda: _rank_parts(epochs())  # noqa: E731
+    else:
+        batches = functools.partial(_batches, sampler, batch_size_per_rank(size, world_size))
+    workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
+    return CustomTrainLoader(dataset, batches, iters_per_epoch=iters_per_epoch, num_workers=workers)
+
+
+def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> tuple[DataLoader, int]:
+    """Build a test loader over a map-style dataset; each rank loads a contiguous part of it.
+
+    Args:
+        cfg (CfgNode): config; reads TEST.IMS_PER_BATCH and TEST.NUM_WORKERS.
+        dataset (Dataset): returns a dict with at least ``images``: (C, H, W); query images come first.
+        num_query (int): number of query images. Default 0.
+
+    Returns:
+        tuple[DataLoader, int]: the loader and ``num_query``.
+    """
+    batch_sampler = InferenceSampler(
+        size=len(dataset),  # type: ignore[arg-type]
+        batch_size=max(1, cfg.TEST.IMS_PER_BATCH // comm.get_world_size()),
+        rank=comm.get_rank(),
+        world_size=comm.get_world_size(),
+    )
+    workers = worker_count("TEST.NUM_WORKERS", max(0, cfg.TEST.NUM_WORKERS))
+    batches = [[index for _, _, index in keys] for keys in batch_sampler]
+    return DataLoader(dataset, batch_sampler=batches, num_workers=workers), num_query
+
+
+def _labels(dataset: Dataset, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the identities and cameras of ``dataset.img_items``: (N,) int64 each."""
+    items = getattr(dataset, "img_items", None)
+    if items is None and required_by == "TrainingSampler":
+        zeros = np.zeros(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
+        return zeros, zeros
+    if items is None or any(len(item) < 3 for item in items):
+        raise ConfigError(
+            f"DATALOADER.SAMPLER_TRAIN={required_by} requires identities and cameras, but "
+            f"{type(dataset).__name__} has no list img_items of (path, pid, camid).\n"
+            "  fix: set DATALOADER.SAMPLER_TRAIN TrainingSampler, or pass sampler=..."
+        )
+    pids, camids = (np.unique([str(item[column]) for item in items], return_inverse=True)[1] for column in (1, 2))
+    return pids, camids
+
+
+def _batches(sampler: Iterable[int], size: int) -> Iterator[list[int]]:
+    """Group indices into batches of ``size``; an incomplete last batch is dropped."""
+    indices = iter(sampler)
+    while len(batch := list(itertools.islice(indices, size))) == size:
+        yield batch
+
+
+def _batches_of_epochs(sampler: EpochSampler, size: int, iters_per_epoch: int) -> Iterator[list[int]]:
+    """Yield the batches over all ranks, of one epoch after another."""
+    for epoch in itertools.count():
+        yield from itertools.islice(_batches(sampler.epoch(epoch), size), iters_per_epoch)
+
+
+def _rank_parts(batches: Iterable[list[int]]) -> Iterator[list[int]]:
+    """Yield this rank's part of each batch."""
+    rank, count = comm.get_rank(), comm.get_world_size()
+    for batch in batches:
+        size = len(batch) // count
+        yield batch[rank * size : (rank + 1) * size]

@@ -1,0 +1,86 @@
+"""Scripts written as FastReID's documentation teaches; only the package name in their imports is changed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+from PIL import Image
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+@pytest.fixture
+def run(demo, tmp_path):
+    """Function that renames the imports of a script, runs it for one epoch, and returns its output."""
+
+    def run(name, *opts):
+        text = (SCRIPTS / f"{name}.py").read_text()
+        assert "import" in text and "fastamp" not in text
+        (tmp_path / f"{name}.py").write_text(text.replace("from fastreid", "from fastamp"))
+        words = tiny.tiny_options(tmp_path / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", *opts)
+        config = dict(zip(words[::2], words[1::2], strict=True)) | {"MODEL.BACKBONE.NAME": "build_resnet_backbone"}
+        config |= {"MODEL.BACKBONE.DEPTH": "18x", "MODEL.BACKBONE.FEAT_DIM": "512", "INPUT.SIZE_TRAIN": "(32, 16)"}
+        config |= {"INPUT.SIZE_TEST": "(32, 16)", "MODEL.BACKBONE.PRETRAIN": "False"}
+        tree = {}
+        for key, value in config.items():
+            node = tree
+            for part in key.split(".")[:-1]:
+                node = node.setdefault(part, {})
+            node[key.split(".")[-1]] = yaml.safe_load(value) if not value.startswith("(") else value
+        (tmp_path / "config.yml").write_text(yaml.safe_dump(tree))
+        command = [sys.executable, str(tmp_path / f"{name}.py"), "--config-file", str(tmp_path / "config.yml")]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "FASTREID_DATASETS": str(demo)}
+        found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+        assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
+        return found.stdout
+
+    return run
+
+
+def test_custom_dataset_script_runs(run, demo):
+    for split, people in (("train", range(1, 9)), ("query", (20, 21)), ("gallery", (20, 21, 22))):
+        folder = demo / "my_shop" / split
+        folder.mkdir(parents=True, exist_ok=True)
+        for pid in people:
+            for camera in (1, 2) if split == "train" else ((1,) if split == "query" else (2,)):
+                for number in range(2):
+                    color = (pid * 30 % 256, pid * 70 % 256, number)
+                    Image.new("RGB", (16, 32), color).save(folder / f"{pid}_c{camera}_{number}.png")
+    out = run("dataset", "SOLVER.IMS_PER_BATCH", "8", "DATALOADER.NUM_INSTANCE", "4")
+    assert "IDENTITIES 8 CAMERAS 2" in out and "MyShop" in out and "mAP" in out
+
+
+def test_custom_backbone_head_and_model_script_runs(run):
+    out = run("backbone", "MODEL.HEADS.CLS_LAYER", "CosSoftmax", "MODEL.HEADS.SCALE", "16", "MODEL.HEADS.MARGIN", "0.1")
+    assert "loss_size" in out and "mAP" in out
+
+
+def test_custom_loss_script_runs(run):
+    out = run("loss")
+    assert "loss_contrastive" in out and "mAP" in out
+
+
+def test_custom_evaluator_script_runs(run):
+    out = run("evaluator")
+    assert "RECALL ['Recall@1', 'metric']" in out and "USUAL True" in out
+    assert out.count("Recall@1") >= 2
+
+
+def test_custom_hook_and_trainer_script_runs(run, tmp_path):
+    out = run("trainer")
+    assert "STEPS True EPOCH 0" in out and "EVALUATED" in out
+    words = out[out.index("BEGUN") :].split()
+    assert words[1] == words[3] and int(words[5]) == int(words[1]) - 1 and words[6] == "True"
+    assert '"twice"' in (tmp_path / "run" / "metrics.json").read_text()
+
+
+def test_method_that_is_never_called_gives_a_warning():
+    from fastamp.engine import DefaultTrainer
+
+    with pytest.warns(UserWarning, match="run_step"):
+        type("Trainer", (DefaultTrainer,), {"run_step": lambda self: None})
