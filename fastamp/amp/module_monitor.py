@@ -22,6 +22,9 @@ SMALLEST_UPDATE = 1e-10
 VISIBLE_UPDATE = 1e-6
 """Update-to-weight ratio above which the float32 sums of the parameters change within a period."""
 
+SMALL_SCALE_STEPS = 200
+"""Number of consecutive applied steps with a loss scale below ``SMALL_SCALE`` before the first warning."""
+
 SMALL_SCALE = 128.0
 """Loss scale below which float16 gradients smaller than 5e-10 underflow. Trained networks have many of them."""
 
@@ -150,14 +153,14 @@ class ModuleMonitor:
             )
 
     def check_scale(self, scale: float | None) -> None:
-        """Warn if the loss scale stays below ``SMALL_SCALE`` for ``4 * period`` applied steps.
+        """Warn if the loss scale stays below ``SMALL_SCALE`` for ``SMALL_SCALE_STEPS`` applied steps.
 
         Args:
             scale: loss scale of the applied step; None without loss scaling.
         """
         small = scale is not None and scale < SMALL_SCALE
         self._small_scale_steps = self._small_scale_steps + 1 if small else 0
-        if not small or self._small_scale_steps % (4 * self.period) == 0:
+        if not small or self._small_scale_steps % SMALL_SCALE_STEPS == 0:
             self._report(
                 "loss scale",
                 "small",

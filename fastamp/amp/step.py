@@ -212,6 +212,7 @@ class OptimizationStep:
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
         guard_buffers: whether ``zero_grad`` copies the buffers that forward passes modify and ``skip`` restores them,
             see ``ForwardBuffers``. Default True.
+        monitor_period: number of applied steps between two checks of ``ModuleMonitor``. Default 50.
         rank_maxima: numbers whose maxima over all ranks are computed in the all-reduce of the verdict; None (default)
             adds no numbers.
 
@@ -234,6 +235,7 @@ class OptimizationStep:
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
+        monitor_period: int = 50,
         rank_maxima: comm.RankMaxima | None = None,
     ) -> None:
         self.model = model
@@ -257,7 +259,7 @@ class OptimizationStep:
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
-        self._module_monitor = ModuleMonitor(model, self.optimizers)
+        self._module_monitor = ModuleMonitor(model, self.optimizers, period=monitor_period)
 
     @classmethod
     def from_config(
@@ -271,6 +273,7 @@ class OptimizationStep:
             clip=clip,
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
             guard_buffers=cfg.SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP,
+            monitor_period=cfg.LOG_PERIOD,
         )
 
     @property

@@ -12,6 +12,7 @@ from fastamp.amp import LossScaler, OptimizationStep, PrecisionFailure, Precisio
 from fastamp.amp.checks import NonFiniteParameters
 from fastamp.amp.module_monitor import FIRST_CHECK
 from fastamp.amp.step import SKIP_WINDOW
+from fastamp.config import get_cfg
 from fastamp.engine import HookBase
 from fastamp.utils.errors import TrainingError
 
@@ -110,6 +111,16 @@ def test_zeroed_backbone_gradients_warn_only_once(caplog):
     run(model, step, 160, hook=lambda number: "zero the backbone" if number >= 5 else None)
     (message,) = warnings_of(caplog)
     assert "'backbone'" in message and "100.0 %" in message
+
+
+@pytest.mark.parametrize("log_period, expected", [(10, 1), (50, 0)])
+def test_modules_are_checked_every_log_period(caplog, log_period, expected):
+    cfg = get_cfg()
+    cfg.merge_from_list(["LOG_PERIOD", str(log_period)])
+    model, plain = make()
+    step = OptimizationStep.from_config(cfg, model, plain.optimizers, PrecisionPolicy("cpu", torch.float32), None)
+    run(model, step, 12, hook=lambda number: "zero the backbone" if number >= FIRST_CHECK else None)
+    assert len([each for each in warnings_of(caplog) if "'backbone'" in each]) == expected
 
 
 def test_zero_gradient_warning_repeats_if_module_stops_training_again(caplog):
