@@ -106,6 +106,37 @@ def test_all_osnet_parameters_have_gradients(variant):
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
+def naive_gate(gate, streams):
+    return sum(x * gate.fc2(gate.fc1(F.adaptive_avg_pool2d(x, 1)).relu()).sigmoid() for x in streams)
+
+
+def gate_gradients(gate, function, *, autocast):
+    """Return the output of ``function(streams)`` and the gradients of the streams and of the gate's parameters."""
+    generator = torch.Generator().manual_seed(0)
+    streams = [torch.randn(3, 32, 5, 4, generator=generator) for _ in range(4)]
+    streams = [x.to(memory_format=torch.channels_last).requires_grad_() for x in streams]
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        out = function(streams)
+    return [out, *torch.autograd.grad(out.square().sum(), [*streams, *gate.parameters()])]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_the_gate_equal_naive_computation(autocast):
+    gate = osnet.ChannelGate(32)
+    found = gate_gradients(gate, lambda streams: gate(*streams), autocast=autocast)
+    expected = gate_gradients(gate, lambda streams: naive_gate(gate, streams), autocast=autocast)
+    if autocast:
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_gradients_of_the_gate_equal_finite_differences():
+    gate = osnet.ChannelGate(16).double()
+    streams = [torch.randn(2, 16, 3, 2, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    assert torch.autograd.gradcheck(gate, streams)
+
+
 def torchreid_state(backbone):
     """Create a torchreid state dict: no prefixes, with a fully connected layer and a classifier."""
     head = {"fc.0.weight": torch.ones(512, 128), "fc.1.running_mean": torch.ones(512), "classifier.bias": torch.ones(9)}

@@ -23,22 +23,31 @@ from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.config import get_cfg
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY
-from fastamp.modeling import build_model
+from fastamp.modeling import build_backbone, build_model
 from fastamp.solver import build_optimizer
 from fastamp.utils.env import keep_freed_memory, peak_memory_mb
 
 RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
 VARIANTS = ("float32", "amp", "plain float32", "plain amp", "plain amp channels_last")
 NUM_CLASSES = 751
+OSNET = (
+    "MODEL.BACKBONE.NAME",
+    "build_osnet_backbone",
+    "MODEL.BACKBONE.DEPTH",
+    "x0_25",
+    "MODEL.BACKBONE.FEAT_DIM",
+    "128",
+)
+NETWORKS = {"resnet50": (), "osnet_x0_25": OSNET}
 
 
-def config(args: argparse.Namespace, *, amp: bool) -> Any:
+def config(args: argparse.Namespace, *options: str, amp: bool) -> Any:
     """Build the config of the BoT R50 recipe without pretrained weights."""
     cfg = get_cfg()
     cfg.merge_from_file(str(RECIPE))
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", args.device, "SOLVER.AMP", str(amp)])
     cfg.merge_from_list(["SOLVER.AMP.PREFLIGHT", "off"])  # not part of a step
-    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES)])
+    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES), *options])
     return cfg
 
 
@@ -55,7 +64,7 @@ def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
     """Return a function that runs one iteration of the fastamp trainer."""
     if resolve_device(args.device).type == "cpu":
         keep_freed_memory()  # as default_setup does
-    cfg = config(args, amp=amp)
+    cfg = config(args, *NETWORKS[args.network], amp=amp)
     model = build_model(cfg)
     trainer = TRAINER_REGISTRY.build(
         "AMPTrainer" if amp else "SimpleTrainer",
@@ -73,16 +82,39 @@ def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
     return step
 
 
-class PlainModel(nn.Module):
-    """torchvision's ResNet-50 with last stride 1, BNNeck and classifier, as in a plain script."""
+class PlainGate(nn.Module):
+    """OSNet's channel gate as in torchreid: one evaluation per stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, gate: nn.Module) -> None:
         super().__init__()
+        self.fc1, self.fc2 = gate.fc1, gate.fc2
+
+    def forward(self, *streams: torch.Tensor) -> torch.Tensor:
+        first, *rest = (x * self.fc2(self.fc1(x.mean((2, 3), keepdim=True)).relu()).sigmoid() for x in streams)
+        return sum(rest, start=first)
+
+
+def plain_backbone(args: argparse.Namespace) -> tuple[nn.Module, int]:
+    """Build the network of a plain script, and return it with the number of its features."""
+    if args.network == "resnet50":
         resnet = torchvision.models.resnet50()
         resnet.layer4[0].conv2.stride = resnet.layer4[0].downsample[0].stride = (1, 1)
-        self.backbone = nn.Sequential(*list(resnet.children())[:-2])
-        self.neck = nn.BatchNorm1d(2048)
-        self.classifier = nn.Linear(2048, NUM_CLASSES, bias=False)
+        return nn.Sequential(*list(resnet.children())[:-2]), 2048
+    osnet = build_backbone(config(args, *NETWORKS[args.network], amp=False))
+    for block in osnet.modules():
+        if hasattr(block, "gate"):
+            block.gate = PlainGate(block.gate)
+    return osnet, osnet.feature_dim
+
+
+class PlainModel(nn.Module):
+    """Backbone, global average pooling, BNNeck and classifier, as in a plain script."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        self.backbone, features = plain_backbone(args)
+        self.neck = nn.BatchNorm1d(features)
+        self.classifier = nn.Linear(features, NUM_CLASSES, bias=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         features = self.backbone(x).mean((2, 3))
@@ -92,8 +124,8 @@ class PlainModel(nn.Module):
 def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> Any:
     """Return a function that runs one iteration of a plain loop: cross entropy, batch-hard triplet loss and Adam."""
     device = resolve_device(args.device)
-    policy = PrecisionPolicy.from_config(config(args, amp=amp), device)
-    model = PlainModel().to(device).train()
+    policy = PrecisionPolicy.from_config(config(args, *NETWORKS[args.network], amp=amp), device)
+    model = PlainModel(args).to(device).train()
     if channels_last:
         model = model.to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(model.parameters(), lr=3.5e-4, weight_decay=5e-4)
@@ -123,7 +155,7 @@ def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> A
 
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
-    """Run one variant in this process; return images/s and peak memory in MiB."""
+    """Run one variant in this process; return images/s, CPU milliseconds per step and peak memory in MiB."""
     amp = "amp" in args.variant
     if args.variant.startswith("plain"):
         step = plain_step(args, amp=amp, channels_last="channels_last" in args.variant)
@@ -133,19 +165,26 @@ def measure(args: argparse.Namespace) -> dict[str, float]:
     for _ in range(args.warmup):
         step()
     times = []
+    cpu_start = time.process_time()
     for _ in range(args.steps):
         start = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return {"images_per_second": args.batch / statistics.median(times), "memory": peak_memory_mb(device)}
+    cpu_ms = 1000 * (time.process_time() - cpu_start) / args.steps
+    return {
+        "images_per_second": args.batch / statistics.median(times),
+        "cpu_ms": cpu_ms,
+        "memory": peak_memory_mb(device),
+    }
 
 
 def main() -> None:
     """Run all variants in turns and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--network", choices=NETWORKS, default="resnet50")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--size", type=int, nargs=2, default=(256, 128), metavar=("HEIGHT", "WIDTH"))
     parser.add_argument("--warmup", type=int, default=2)
@@ -168,15 +207,17 @@ def main() -> None:
                 text=True,
             ).stdout
             results[variant].append(json.loads(output.splitlines()[-1]))
-    speed = {v: statistics.median(r["images_per_second"] for r in results[v]) for v in VARIANTS}
-    memory = {v: statistics.median(r["memory"] for r in results[v]) for v in VARIANTS}
+    speed, cpu, memory = (
+        {v: statistics.median(r[key] for r in results[v]) for v in VARIANTS}
+        for key in ("images_per_second", "cpu_ms", "memory")
+    )
     rows = [
-        (v, f"{speed[v]:.1f}", f"{speed[v] / speed['float32']:.2f}", f"{memory[v]:.0f}",
-         f"{memory[v] / memory['float32']:.2f}")
+        (v, f"{speed[v]:.1f}", f"{speed[v] / speed['float32']:.2f}", f"{cpu[v]:.0f}",
+         f"{memory[v]:.0f}", f"{memory[v] / memory['float32']:.2f}")
         for v in VARIANTS
     ]  # fmt: skip
-    headers = ["variant", "images/s", "x float32", "peak MiB", "x float32"]
-    print(f"ResNet-50, {args.size[0]}x{args.size[1]}, batch {args.batch}")
+    headers = ["variant", "images/s", "x float32", "CPU ms/step", "peak MiB", "x float32"]
+    print(f"{args.network}, {args.size[0]}x{args.size[1]}, batch {args.batch}")
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
 
 

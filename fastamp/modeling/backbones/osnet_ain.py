@@ -64,8 +64,8 @@ class AINBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         reduced = self.conv1(x)
-        first, *rest = (self.gate(stream(reduced)) for stream in self.conv2)
-        return self.relu(self.IN(self.conv3(sum(rest, start=first))) + self.downsample(x))
+        out = self.conv3(self.gate(*(stream(reduced) for stream in self.conv2)))
+        return self.relu(self.IN(out) + self.downsample(x))
 
 
 class OSNetAIN(nn.Module):
