@@ -12,11 +12,13 @@ from dataset_trees import TREES, under, write
 from messages import Recorder
 from PIL import Image
 from tiny import tiny_config
+from torch.utils.data import DataLoader, TensorDataset
 
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
+from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import list_files, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
@@ -46,6 +48,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     workers(record)
     cache(record)
     samplers(record)
+    custom_loaders(record)
 
 
 def tables(record):
@@ -485,3 +488,24 @@ def samplers(record):
                 sets=[sets[int(label >= 8)] for label in labels], weights=weights, labels=labels, camids=[0] * 40,
                 batch_size=16, num_instances=4, seed=0,
             )  # fmt: skip
+
+
+def custom_loaders(record):
+    """Build loaders over custom datasets that do not fit the config."""
+    cfg = get_cfg()
+    images = TensorDataset(torch.zeros(100, 3, 8, 4))
+    small = TensorDataset(torch.zeros(2, 3, 8, 4))
+    with record("a custom train_set without img_items"):
+        cfg.merge_from_list(["DATALOADER.SAMPLER_TRAIN", "NaiveIdentitySampler"])
+        build_reid_train_loader(cfg, train_set=images)
+    cfg.merge_from_list(["DATALOADER.SAMPLER_TRAIN", "TrainingSampler"])
+    with record("a custom train_set that is smaller than one batch"):
+        build_reid_train_loader(cfg, train_set=small)
+    with record("sampler without train_set"):
+        build_reid_train_loader(cfg, sampler=[0, 1])
+    with record("a sampler that returns no batch"):
+        next(iter(build_reid_train_loader(cfg, train_set=images, sampler=[])))
+    with record("build_reid_test_loader(cfg)"):
+        build_reid_test_loader(cfg)
+    with record("build_train_loader returns a DataLoader without batch_sampler"):
+        CustomTrainLoader.wrap(DataLoader(images, batch_size=None), batch_size=4)
