@@ -1,10 +1,13 @@
 """Cached lists of the modules and tensors of a model."""
 
 import itertools
+import operator
 from typing import Any
 
 import torch
 from torch import nn
+
+_VALUES = operator.methodcaller("values")
 
 
 class ModelTensors:
@@ -46,4 +49,4 @@ class ModelTensors:
         return self.version
 
     def _ids(self) -> list[int]:
-        return list(map(id, itertools.chain.from_iterable(map(dict.values, self._members))))
+        return list(map(id, itertools.chain.from_iterable(map(_VALUES, self._members))))

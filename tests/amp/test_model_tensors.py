@@ -63,6 +63,20 @@ def test_forward_buffers_include_replaced_normalization_layer(change):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.jit.script is deprecated
+def test_lists_and_forward_buffers_support_scripted_modules():
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))))
+    tensors, buffers = ModelTensors(model), ForwardBuffers(model)
+    for _ in range(2):
+        tensors.refresh()
+        assert len(tensors.parameters) == 6
+        buffers.save()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model(torch.full((4, 2), float("inf")))
+        buffers.restore()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 class Reassigning(nn.Module):
     """Module whose forward pass assigns a new tensor to its buffer."""
 
