@@ -11,6 +11,7 @@ ALLOWED = {
     # PyTorch, without a public name.
     "_BatchNorm", "_InstanceNorm", "_ConvNd", "_C", "_to_copy", "_buffers", "_modules", "_parameters", "_apply",
     "_version", "_compiled_call_impl", "_set_params_and_buffers_to_ignore_for_model",
+    "_accelerator_graph_capture_health_check",
     "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_foreach_sub", "_foreach_lerp_", "_foreach_clamp_min_",
     "_foreach_clamp_max_",
     # Standard library: namedtuple._replace and os._exit.
@@ -22,6 +23,7 @@ ASSIGNED = {
     # PyTorch.
     "data", "grad", "training", "momentum", "stride", "process_group", "param_groups", "state", "forward", "__class__",
     "relative_position_index", "allow_tf32", "fp32_precision", "deterministic", "benchmark",
+    "_accelerator_graph_capture_health_check",
     # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # Keys of the machine that trained, not of the model.
-_MACHINE_KEYS = ("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
+_MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

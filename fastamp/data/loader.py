@@ -135,7 +135,7 @@ class _Loader:
             batch_sampler=batch_sampler,
             num_workers=num_workers,
             collate_fn=_identity_collate,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=device.type == "cuda",
             persistent_workers=persistent and num_workers > 0,
             worker_init_fn=_start_worker,
             # Fork starts workers in milliseconds and needs no `if __name__ == "__main__"` in the user's script. It is

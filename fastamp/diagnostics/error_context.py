@@ -52,7 +52,7 @@ def run_passes(
                 if halve_from is None or count < halve_from or not is_out_of_memory(error):
                     context.explain(error, passes.batch)
         count //= 2
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 

@@ -9,6 +9,7 @@ requires ``failure_monitor`` in any case.
 """
 
 import gc
+import logging
 import multiprocessing.connection
 import os
 import signal
@@ -20,12 +21,14 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from fastamp.config import read_config
 from fastamp.engine import torchrun
 from fastamp.engine.command_line import print_exit_message, run_and_capture
 from fastamp.engine.failure_monitor import (
@@ -38,11 +41,13 @@ from fastamp.engine.failure_monitor import (
 )
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, UserError
 from fastamp.utils.signals import handling, set_handler
 
 _READY = "ready"
 _POLL_SECONDS = 0.5
+
+_group_timeout: timedelta | None = None
 
 
 def launch(
@@ -52,6 +57,8 @@ def launch(
     machine_rank: int = 0,
     dist_url: str | None = None,
     args: tuple[Any, ...] = (),
+    timeout: timedelta | None = None,
+    device: str | None = None,
 ) -> Any:
     """Run ``main_func(*args)`` in every process of a run, with the process group initialized.
 
@@ -59,6 +66,10 @@ def launch(
     ``launch`` starts ``num_gpus_per_machine`` processes, or runs ``main_func`` in the current process if the run has
     only one process. If the machine has enough CUDA devices, each process selects its own. If a process fails, its
     error is printed, and all processes on all machines exit with its exit code.
+
+    ``timeout`` and ``device`` are needed before ``main_func`` reads the config. By default, they are read from the
+    config that ``args`` names, if one of ``args`` has the attributes ``config_file`` and ``opts``, as the arguments of
+    ``default_argument_parser``.
 
     Args:
         main_func (Callable): function that other processes can import.
@@ -68,6 +79,10 @@ def launch(
         dist_url (str, optional): rendezvous address, e.g. ``tcp://127.0.0.1:29500``. None and ``"auto"`` select a free
             port of this machine.
         args (tuple): arguments of ``main_func``.
+        timeout (timedelta, optional): timeout of the rendezvous and of each collective. Default: see above and
+            ``DIST_TIMEOUT_MINUTES``; without a config, PyTorch's default.
+        device (str, optional): ``MODEL.DEVICE``. Processes on a CPU do not use CUDA. Default: see above; without a
+            config, ``"auto"``.
 
     Returns:
         The result of ``main_func``; None if it ran in other processes.
@@ -91,7 +106,8 @@ def launch(
                     print_exit_message(cause)
 
         wait = torchrun.wait_for_other_agents if torchrun.is_worker() else None
-        return _run_in_group(main_func, args, local_rank, local_size, report_causes, wait, init_method="env://")
+        group: dict[str, Any] = {"init_method": "env://", "timeout": timeout, "device": device}
+        return _run_in_group(main_func, args, local_rank, local_size, report_causes, wait, **group)
     if num_gpus_per_machine < 1 or num_machines < 1 or not 0 <= machine_rank < num_machines:
         raise ConfigError(
             "invalid number of GPUs or machines, or invalid machine rank: expected at least one GPU, at least one "
@@ -107,8 +123,14 @@ def launch(
                 "  fix: add --dist-url tcp://<address of machine 0>:29500"
             )
         dist_url = f"tcp://127.0.0.1:{_free_port()}"
-    _spawn(main_func, num_gpus_per_machine, num_machines, machine_rank, dist_url, args)
+    group = {"init_method": dist_url, "timeout": timeout, "device": device}
+    _spawn(main_func, num_gpus_per_machine, num_machines, machine_rank, group, args)
     return None
+
+
+def group_timeout() -> timedelta | None:
+    """Return the timeout with which ``launch`` initialized the process group; None for PyTorch's default."""
+    return _group_timeout
 
 
 def _free_port() -> int:
@@ -124,6 +146,9 @@ def _run_in_group(
     local_size: int,
     report_causes: Callable[[list[Outcome]], None],
     wait_before_exit: Callable[[], None] | None = None,
+    *,
+    timeout: timedelta | None = None,
+    device: str | None = None,
     **group: Any,
 ) -> Any:
     """Initialize the process group and run ``main_func(*args)``. If this fails, all processes of the run exit.
@@ -131,15 +156,29 @@ def _run_in_group(
     Args:
         local_rank, local_size: rank within this machine, and number of processes on it.
         report_causes, wait_before_exit: see ``FailureMonitor``.
-        group: keyword arguments of ``init_process_group``. CPU tensors use gloo, CUDA tensors NCCL.
+        timeout, device: see ``launch``.
+        group: further keyword arguments of ``init_process_group``. CPU tensors use gloo, CUDA tensors NCCL.
 
     Raises:
         ConfigError: if the rendezvous fails.
     """
+    global _group_timeout
+    failure = None
+    if timeout is None or device is None:
+        try:
+            configured = _read_settings(args)
+            timeout, device = timeout or configured[0], device or configured[1]
+        except Exception as error:
+            failure = error  # raised below, so that it is reported once for all ranks
     backend = "gloo"
-    if torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
+    uses_cuda = device is None or device.startswith(("auto", "cuda"))
+    if uses_cuda and torch.cuda.is_available() and torch.cuda.device_count() >= local_size:
         torch.cuda.set_device(local_rank)  # before the first collective, or all ranks would use device 0
         backend = "cpu:gloo,cuda:nccl"
+        group["device_id"] = torch.device("cuda", local_rank)
+    if timeout is not None:
+        group["timeout"] = timeout
+    _group_timeout = timeout
     try:
         dist.init_process_group(backend, **group)
         host = urlsplit(group["init_method"]).hostname or os.environ.get("MASTER_ADDR")
@@ -153,6 +192,8 @@ def _run_in_group(
     results: list[Any] = []
 
     def run() -> None:
+        if failure is not None:
+            raise failure
         results.append(main_func(*args))
         comm.synchronize()
 
@@ -164,6 +205,30 @@ def _run_in_group(
     gc.collect()
     dist.destroy_process_group()
     return results[0] if results else None
+
+
+def _read_settings(args: tuple[Any, ...]) -> tuple[timedelta | None, str]:
+    """Read ``timeout`` and ``device`` of ``launch`` from the config that ``args`` names.
+
+    If the config is invalid, the defaults are returned: ``main_func`` may define further keys; else it reports the
+    error.
+    """
+    named = next((each for each in args if hasattr(each, "config_file") and hasattr(each, "opts")), None)
+    if named is None:
+        return None, "auto"
+    plugin = getattr(named, "plugin", "")
+    before = logging.root.manager.disable
+    logging.disable()  # main_func reads the config again, and logs the same lines
+    try:
+        cfg = read_config(named.config_file, named.opts or [], plugin=plugin)
+    except UserError:
+        if plugin:  # it is not run again
+            raise
+        return None, "auto"
+    finally:
+        logging.disable(before)
+    minutes = cfg.DIST_TIMEOUT_MINUTES
+    return timedelta(minutes=minutes) if minutes else None, cfg.MODEL.DEVICE
 
 
 def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
@@ -178,7 +243,12 @@ def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
 
 
 def _spawn(
-    main_func: Callable[..., Any], local_size: int, num_machines: int, machine_rank: int, dist_url: str, args: Any
+    main_func: Callable[..., Any],
+    local_size: int,
+    num_machines: int,
+    machine_rank: int,
+    group: dict[str, Any],
+    args: Any,
 ) -> None:
     """Run ``main_func`` in ``local_size`` new processes; if one fails, end the others and print the cause.
 
@@ -197,10 +267,10 @@ def _spawn(
     with _environment(OMP_NUM_THREADS=threads), handling(forward):
         for local_rank in range(local_size):
             rank = machine_rank * local_size + local_rank
-            group = {"init_method": dist_url, "world_size": num_machines * local_size, "rank": rank}
+            own = {"world_size": num_machines * local_size, "rank": rank}
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_worker, args=(main_func, local_rank, local_size, group, sys.argv, args, sender)
+                target=_worker, args=(main_func, local_rank, local_size, group | own, sys.argv, args, sender)
             )
             # Ctrl-C during the imports of the new process would print a traceback.
             with handling(signal.SIG_IGN, [signal.SIGINT]):

@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.environment import inspect_environment
+from fastamp.engine.launch import group_timeout
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
@@ -73,6 +75,14 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
             "overwrite evaluation results.\n  fix: choose another OUTPUT_DIR for the evaluation",
             cfg.OUTPUT_DIR,
             training,
+        )
+    minutes = cfg.DIST_TIMEOUT_MINUTES
+    if minutes and comm.is_distributed() and group_timeout() != timedelta(minutes=minutes):
+        logger.warning(
+            "DIST_TIMEOUT_MINUTES %g has no effect: the process group was initialized without the config.\n"
+            "  fix: pass timeout=datetime.timedelta(minutes=%g) to launch, or to torch.distributed.init_process_group",
+            minutes,
+            minutes,
         )
     machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
     logger.info("environment:\n%s", machine.table())

@@ -136,6 +136,10 @@ def _optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     return getattr(torch.optim, name)
 
 
+def _no_graph_capture() -> None:
+    """Replace PyTorch's check for the capture of CUDA graphs."""
+
+
 def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     """Build the optimizer ``SOLVER.OPT`` over the parameter groups of a model.
 
@@ -186,6 +190,10 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"invalid arguments for SOLVER.OPT={name}: {error}.\n  fix: {_FIX_OPTIONS}") from error
         break
+    if all(p.device.type == "cpu" for group in groups for p in group["params"]):
+        # Since PyTorch 2.13, optimizers such as Adam examine the current CUDA stream at each step, which initializes
+        # CUDA and takes memory of the GPU even if all parameters are on the CPU.
+        optimizer._accelerator_graph_capture_health_check = _no_graph_capture
     if solver.LR_SCALING != "none":
         logger.info(
             "scaled the learning rate from %g for %d images per step (SOLVER.BASE_LR, SOLVER.REFERENCE_BATCH) to %g "

@@ -114,7 +114,7 @@ def random_state() -> dict[str, Any]:
         "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), *(float(x) for x in rest)),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # a run on a CPU does not initialize CUDA
         state["cuda"] = torch.cuda.get_rng_state()  # only the current device: a query allocates memory on a device
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
@@ -127,7 +127,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), int(position), int(has_gauss), gauss))
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and "cuda" in state:
+    if torch.cuda.is_initialized() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
     if torch.backends.mps.is_available() and "mps" in state:
         torch.mps.set_rng_state(state["mps"])

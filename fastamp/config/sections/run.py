@@ -11,6 +11,14 @@ KEYS = (
         "Use deterministic algorithms, so that two runs with the same seed are bit-identical; an operation without a "
         "deterministic algorithm is an error.",
     ),
+    Key(
+        "DIST_TIMEOUT_MINUTES",
+        0.0,
+        "Several processes: timeout of the rendezvous and of collective operations, e.g. of processes that wait while "
+        "rank 0 ranks a large test set; 0 is PyTorch's default (30 minutes).",
+        low=0,
+        high=525600,
+    ),
     Key("LOG_PERIOD", 50, "Interval between writes to the log, metrics.json and TensorBoard, in iterations.", low=1),
     Key(
         "LOG_ACTIVATION_STATS",

@@ -249,6 +249,6 @@ def _append_report(metrics: dict[str, Any], output_dir: str) -> None:
 def _free_memory() -> None:
     """Free the memory that earlier trials in this process used."""
     gc.collect()
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
