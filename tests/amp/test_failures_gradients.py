@@ -66,6 +66,7 @@ class Spoiled(Net):
 REQUIRING = [detached_and_required, rewrapped, of_another_model]
 
 
+@pytest.mark.failure("loss that does not depend on the model")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
 def test_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
@@ -93,6 +94,7 @@ def test_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
     assert found[spoil] in str(error.value)
 
 
+@pytest.mark.failure("loss that does not depend on the model")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
 def test_second_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
@@ -107,6 +109,7 @@ def test_second_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
         train(model, [sgd(model)], dtype)
 
 
+@pytest.mark.failure("loss that does not depend on the model")
 @pytest.mark.parametrize("spoil", [detached, *REQUIRING])
 def test_loss_that_becomes_detached_after_the_first_steps_raises(spoil):
     """Only the first steps trace the autograd graph; the error must be raised without this trace too."""
@@ -122,6 +125,7 @@ def test_loss_that_becomes_detached_after_the_first_steps_raises(spoil):
         assert "0 with a gradient" in str(error.value)
 
 
+@pytest.mark.failure("frozen model or optimizer")
 @pytest.mark.parametrize("dtype", ALL)
 def test_training_a_completely_frozen_model_raises(dtype):
     frozen = make_net().requires_grad_(False)
@@ -137,6 +141,7 @@ def test_training_a_completely_frozen_model_raises(dtype):
         train(model, [sgd(model)], dtype, hooks=[freeze])
 
 
+@pytest.mark.failure("frozen model or optimizer")
 @pytest.mark.parametrize("dtype", ALL)
 def test_optimizer_that_holds_only_frozen_parameters_raises(dtype):
     """The optimizer holds the frozen head but not the trainable body."""
@@ -155,6 +160,7 @@ def test_optimizer_that_holds_only_frozen_parameters_raises(dtype):
         train(model, [optimizer], dtype)
 
 
+@pytest.mark.failure("frozen model or optimizer")
 def test_step_error_names_parameters_if_optimizer_holds_only_frozen_ones():
     model = make_net()
     step = OptimizationStep(model, [sgd(model.head.requires_grad_(False))])
@@ -164,6 +170,7 @@ def test_step_error_names_parameters_if_optimizer_holds_only_frozen_ones():
     assert "all parameters in the optimizer are frozen, e.g. head.weight" in str(error.value)
 
 
+@pytest.mark.failure("frozen model or optimizer")
 def test_default_trainer_rejects_completely_frozen_model(demo, tmp_path):
     class Frozen(DefaultTrainer):
         @classmethod
@@ -174,6 +181,7 @@ def test_default_trainer_rejects_completely_frozen_model(demo, tmp_path):
         Frozen(tiny.tiny_config(tmp_path))
 
 
+@pytest.mark.failure("gradients cleared before the step")
 @pytest.mark.parametrize("dtype", ALL)
 def test_clearing_gradients_before_the_step_raises(dtype):
     model = make_net()
@@ -225,6 +233,7 @@ def two_optimizers(model):
     return [first, torch.optim.Adam(model.second.parameters(), lr=0.01, weight_decay=0.1)]
 
 
+@pytest.mark.failure("second optimizer without gradients")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_scaler_fails_if_one_optimizer_has_no_gradients(dtype):
     model = make_net(Alternating)
@@ -237,6 +246,7 @@ def test_plain_pytorch_scaler_fails_if_one_optimizer_has_no_gradients(dtype):
         scaler.step(optimizers[1])
 
 
+@pytest.mark.failure("second optimizer without gradients")
 @pytest.mark.parametrize("dtype", ALL)
 def test_optimizer_without_gradients_does_not_step(dtype):
     class Record(HookBase):
@@ -256,6 +266,7 @@ def test_optimizer_without_gradients_does_not_step(dtype):
     assert moved == [[True] * 4, [True] * 4, [False, True, False, True]]
 
 
+@pytest.mark.failure("Inf in the gradients of one of two optimizers")
 def test_all_optimizers_skip_the_step_if_one_gradient_is_infinite():
     a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     optimizers, scaler = [torch.optim.SGD([p], lr=0.1) for p in (a, b)], plain_scaler()

@@ -78,6 +78,7 @@ def replaced_layers(model):
 FOREIGN = [flat_buffers, copied_model, rebuilt_model, assigned_state, replaced_layers]
 
 
+@pytest.mark.failure("optimizer with tensors that are not the model's")
 def test_plain_pytorch_trains_flat_buffers_if_gradients_are_zeroed_in_place():
     """The negative control: with flat buffers, training fails only if ``zero_grad`` sets the gradients to None."""
     model, optimizer = flat_buffers(make_net())
@@ -86,6 +87,7 @@ def test_plain_pytorch_trains_flat_buffers_if_gradients_are_zeroed_in_place():
     assert losses[-1] < losses[0] - 0.05
 
 
+@pytest.mark.failure("optimizer with tensors that are not the model's")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("build", FOREIGN)
 def test_trainer_rejects_optimizer_with_foreign_tensors_before_the_first_step(build, dtype):
@@ -102,6 +104,7 @@ def test_trainer_rejects_optimizer_with_foreign_tensors_before_the_first_step(bu
     assert f"4 trainable parameters in the model, {held} tensors in the optimizers, 0 in both" in str(error.value)
 
 
+@pytest.mark.failure("optimizer with tensors that are not the model's")
 @pytest.mark.parametrize("dtype", ALL)
 def test_step_raises_if_optimizer_holds_foreign_tensors(dtype):
     """A custom training loop has no trainer that checks the optimizer before the first step."""
@@ -115,6 +118,7 @@ def test_step_raises_if_optimizer_holds_foreign_tensors(dtype):
     assert "4 trainable parameters in the model, 0 of them in the optimizer, 4 with a gradient" in str(error.value)
 
 
+@pytest.mark.failure("optimizer with tensors that are not the model's")
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_default_trainer_rejects_optimizer_with_foreign_tensors(demo, tmp_path, precision):
     class Copied(DefaultTrainer):
@@ -126,6 +130,7 @@ def test_default_trainer_rejects_optimizer_with_foreign_tensors(demo, tmp_path, 
         Copied(tiny.tiny_config(tmp_path, "SOLVER.AMP", precision)).train()
 
 
+@pytest.mark.failure("optimizer with tensors that are not the model's")
 def test_loading_weights_does_not_replace_parameters_held_by_the_optimizer(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"))
     path = trainer.checkpointer.save("weights", tag=False)
@@ -152,6 +157,7 @@ def head_missing(model):
     return model, sgd(model.body)
 
 
+@pytest.mark.failure("parameters missing from the optimizer")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("change", [replaced_head, head_missing])
 def test_head_missing_from_the_optimizer_raises(change, dtype):
@@ -167,6 +173,7 @@ def test_head_missing_from_the_optimizer_raises(change, dtype):
         train(model, [optimizer], dtype)
 
 
+@pytest.mark.failure("parameters missing from the optimizer")
 def test_check_optimizers_lists_missing_parameters_unless_frozen():
     model, optimizer = head_missing(make_net())
     with pytest.raises(TrainingError, match=r"head.weight, head.bias"):
@@ -175,6 +182,7 @@ def test_check_optimizers_lists_missing_parameters_unless_frozen():
     check_optimizers(model, [optimizer])
 
 
+@pytest.mark.failure("parameters missing from the optimizer")
 def test_check_optimizers_names_head_replaced_after_optimizer_was_built():
     model, optimizer = replaced_head(make_net())
     with pytest.raises(TrainingError) as error:

@@ -55,6 +55,7 @@ def statistics(step):
 # One overflowing batch, on one rank of two.
 
 
+@pytest.mark.failure("overflow on one rank: statistics")
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_plain_pytorch_ddp_broadcasts_non_finite_statistics_from_rank_0(ranks, dtype, bad_rank):
@@ -68,6 +69,7 @@ def test_plain_pytorch_ddp_broadcasts_non_finite_statistics_from_rank_0(ranks, d
         assert ranks[rank][scenario]["plain evaluation"].isnan().all() == (bad_rank == 0)
 
 
+@pytest.mark.failure("overflow on one rank: statistics")
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("bad_rank", [0, 1])
 def test_skipped_step_restores_running_statistics_on_all_ranks(ranks, dtype, bad_rank):
@@ -82,6 +84,7 @@ def test_skipped_step_restores_running_statistics_on_all_ranks(ranks, dtype, bad
 # A head outside DDP becomes NaN on one rank.
 
 
+@pytest.mark.failure("overflow on one rank: parameters")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "plain")
@@ -91,6 +94,7 @@ def test_plain_pytorch_ranks_diverge_after_an_overflow_on_one_rank(ranks, dtype)
         assert not torch.equal(first[-1]["model"][name], second[-1]["model"][name])
 
 
+@pytest.mark.failure("overflow on one rank: parameters")
 @pytest.mark.parametrize("dtype", LOW)
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, dtype):
     first, second = histories(ranks, f"head outside, {dtype}", "ours")
@@ -103,6 +107,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, dtype):
 # A DDP communication hook that compresses scaled gradients to float16.
 
 
+@pytest.mark.failure("gradients compressed to float16")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_fp16_compress_hook_skips_most_steps_with_loss_scaling(ranks, dtype):
     scenario = f"compression, {dtype}"
@@ -112,12 +117,14 @@ def test_plain_pytorch_fp16_compress_hook_skips_most_steps_with_loss_scaling(ran
             assert scales(ranks[rank][scenario][whose]) == [65536.0] * STEPS
 
 
+@pytest.mark.failure("gradients compressed to float16")
 def test_fp16_compress_hook_with_loss_scaling_raises(ranks):
     for rank in (0, 1):
         message = ranks[rank]["compression, torch.float16"]["Fp16Hook"]
         assert isinstance(message, str) and "fp16_compress_hook" in message and "bf16_compress_hook" in message
 
 
+@pytest.mark.failure("gradients compressed to float16")
 @pytest.mark.parametrize("dtype, kind", [
     (torch.float16, "Bf16Hook"), (torch.bfloat16, "Bf16Hook"), (torch.bfloat16, "Fp16Hook"),
 ])  # fmt: skip
@@ -131,6 +138,7 @@ def test_training_with_accepted_compression_hook_matches_uncompressed_training(r
     assert not same(first[-1]["model"], without[-1]["model"])  # the negative control: compression has an effect
 
 
+@pytest.mark.failure("gradients compressed to float16")
 def test_fp16_compress_hook_of_nested_ddp_model_raises(ranks):
     assert isinstance(ranks[0]["compression, torch.float16"]["InnerFp16Hook"], str)
 
@@ -141,6 +149,7 @@ def parallel_with(hook):
     return model
 
 
+@pytest.mark.failure("gradients compressed to float16")
 @pytest.mark.parametrize("name, hook, fails", [
     ("fp16", default_hooks.fp16_compress_hook, True),
     ("bf16", default_hooks.bf16_compress_hook, False),
@@ -160,24 +169,35 @@ def test_check_communication_rejects_only_fp16_hooks_with_loss_scaling(name, hoo
 # Parameters or losses that differ between ranks.
 
 
+@pytest.mark.failure("parameters that differ between ranks")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_parameters_outside_ddp_diverge_silently(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "plain")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 
 
+@pytest.mark.failure("parameters that differ between ranks")
 @pytest.mark.parametrize("dtype", LOW)
 def test_parameters_that_differ_between_ranks_raise_after_the_epoch(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "drift"):
         assert isinstance(message, str) and "second.weight" in message and "net." not in message
 
 
+@pytest.mark.failure("parameters that differ between ranks")
 @pytest.mark.parametrize("dtype", LOW)
 def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
     first, second = histories(ranks, f"divergence, {dtype}", "sharded")
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 
 
+@pytest.mark.failure("losses that differ between ranks")
+@pytest.mark.parametrize("dtype", LOW)
+def test_plain_pytorch_trains_with_losses_that_differ_between_ranks(ranks, dtype):
+    first, second = histories(ranks, f"divergence, {dtype}", "plain losses")
+    assert skips(first) == [False] * (STEPS - 1) and same(first[-1]["model"], second[-1]["model"])
+
+
+@pytest.mark.failure("losses that differ between ranks")
 @pytest.mark.parametrize("dtype", LOW)
 def test_losses_that_differ_between_ranks_raise(ranks, dtype):
     for message in histories(ranks, f"divergence, {dtype}", "losses"):

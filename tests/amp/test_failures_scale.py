@@ -70,6 +70,7 @@ def plain_clipping(dtype, *, unscale):
     return model, losses
 
 
+@pytest.mark.failure("clipping of scaled gradients")
 @pytest.mark.parametrize("dtype", LOW)
 def test_clipping_applies_to_unscaled_gradients(dtype):
     _, wrong = plain_clipping(dtype, unscale=False)
@@ -85,6 +86,7 @@ def test_clipping_applies_to_unscaled_gradients(dtype):
         torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.failure("clipping of scaled gradients")
 def test_clip_coefficient_does_not_depend_on_the_loss_scale():
     coefficients = []
     for scaler in (None, LossScaler(init_scale=1024.0)):
@@ -101,6 +103,7 @@ def test_clip_coefficient_does_not_depend_on_the_loss_scale():
 # A learning rate schedule that advances on skipped steps.
 
 
+@pytest.mark.failure("schedule that advances on skipped steps")
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_warmup_ends_although_all_steps_are_skipped(dtype):
@@ -113,6 +116,7 @@ def test_plain_pytorch_warmup_ends_although_all_steps_are_skipped(dtype):
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1) and same(before, values(model))
 
 
+@pytest.mark.failure("schedule that advances on skipped steps")
 @pytest.mark.parametrize("dtype", ALL)
 def test_learning_rate_schedule_advances_only_on_applied_steps(tmp_path, dtype):
     class Rates(HookBase):
@@ -134,6 +138,7 @@ def test_learning_rate_schedule_advances_only_on_applied_steps(tmp_path, dtype):
 # Collapse of the loss scale.
 
 
+@pytest.mark.failure("collapse of the loss scale")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_loss_scale_falls_below_1e_7_after_40_overflows(dtype):
     model, scaler = make_net(), plain_scaler()
@@ -150,6 +155,7 @@ def test_plain_pytorch_loss_scale_falls_below_1e_7_after_40_overflows(dtype):
     assert regrowing == 80_000
 
 
+@pytest.mark.failure("collapse of the loss scale")
 @pytest.mark.parametrize("dtype", ALL)
 def test_loss_scale_does_not_fall_below_default_min_scale(dtype):
     model = make_net()
@@ -160,6 +166,7 @@ def test_loss_scale_does_not_fall_below_default_min_scale(dtype):
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+@pytest.mark.failure("collapse of the loss scale")
 def test_loss_scale_does_not_fall_below_custom_min_scale():
     scaler = LossScaler(init_scale=65536.0, min_scale=128.0)
     for _ in range(40):
@@ -171,6 +178,7 @@ AT_MINIMUM = "SOLVER.AMP.MIN_SCALE"
 NO_SCALE = "Inf or NaN"
 
 
+@pytest.mark.failure("collapse of the loss scale")
 @pytest.mark.parametrize("dtype, on_failure, cause", [
     (torch.float16, "error", AT_MINIMUM),
     (torch.bfloat16, "error", NO_SCALE),
@@ -191,6 +199,7 @@ def test_too_many_skipped_steps_raise_precision_failure(dtype, on_failure, cause
     assert same(before, values(model))
 
 
+@pytest.mark.failure("collapse of the loss scale")
 @pytest.mark.parametrize("dtype", [
     torch.bfloat16,
     torch.float32,
@@ -204,6 +213,7 @@ def test_precision_failure_does_not_suggest_the_current_dtype(dtype):
     assert dtype == torch.bfloat16 or "SOLVER.AMP False" not in str(error.value)
 
 
+@pytest.mark.failure("collapse of the loss scale")
 @pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
 def test_on_failure_switches_dtype_after_repeated_float16_overflows(on_failure, caplog):
     """Images with values beyond the range of float16 make all float16 steps overflow."""
@@ -220,6 +230,7 @@ def test_on_failure_switches_dtype_after_repeated_float16_overflows(on_failure, 
 # 145 consecutive skips, then a finite batch.
 
 
+@pytest.mark.failure("145 skipped steps in a row")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_parameters_become_non_finite_after_145_skipped_steps(dtype):
     model, scaler = make_net(), plain_scaler()
@@ -231,6 +242,7 @@ def test_plain_pytorch_parameters_become_non_finite_after_145_skipped_steps(dtyp
     assert math.isfinite(loss) and not any(finite([p]) for p in model.parameters())
 
 
+@pytest.mark.failure("145 skipped steps in a row")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("min_scale", [1.0, 2.0**-149])
 def test_parameters_stay_finite_after_145_skipped_steps(dtype, min_scale):

@@ -40,12 +40,14 @@ class Low(Net):
         return super().forward(batch | {"images": batch["images"].to(self.body[0].weight.dtype)})
 
 
+@pytest.mark.failure("parameters in 16 bits")
 def test_plain_pytorch_scaler_rejects_float16_parameters():
     model = make_net(Low).half()
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
         plain_step(model, sgd(model), GOOD, torch.float32, plain_scaler())
 
 
+@pytest.mark.failure("parameters in 16 bits")
 def test_plain_pytorch_bfloat16_parameters_lose_small_updates_without_an_error():
     """In bfloat16, rounding absorbs most updates at learning rate 1e-3; the float32 model is the control."""
     moved = []
@@ -58,6 +60,7 @@ def test_plain_pytorch_bfloat16_parameters_lose_small_updates_without_an_error()
     assert moved[0] < 0.2 and moved[1] > 0.8
 
 
+@pytest.mark.failure("parameters in 16 bits")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("change, found", [
     (lambda model: model.half(), "4 .*body.0.weight, body.0.bias, head.weight"),
@@ -71,6 +74,7 @@ def test_trainer_rejects_model_with_low_precision_parameters(change, found, dtyp
         make_trainer(model, [sgd(model)], [GOOD], dtype).train(0, 1, 1)
 
 
+@pytest.mark.failure("parameters in 16 bits")
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_default_trainer_rejects_model_with_low_precision_parameters(demo, tmp_path, precision):
     class Half(DefaultTrainer):
@@ -119,6 +123,8 @@ NOTHING = {
 }
 
 
+@pytest.mark.failure("gradients that are all zero")
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name", NOTHING)
 def test_plain_pytorch_does_not_warn_if_parameters_do_not_change(name, dtype, caplog):
@@ -131,6 +137,7 @@ def test_plain_pytorch_does_not_warn_if_parameters_do_not_change(name, dtype, ca
         assert len(losses) == 1 and same(before, values(model)) and not caplog.text
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name", ["tiny rate", "idle"])
 def test_unchanged_parameters_raise_after_three_steps(name, dtype):
@@ -143,6 +150,7 @@ def test_unchanged_parameters_raise_after_three_steps(name, dtype):
     assert "gradient norms 0.62" in str(error.value) and f"learning rates {rate} to {rate}" in str(error.value)
 
 
+@pytest.mark.failure("gradients that are all zero")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("name, message", [
     ("rate 0", "the learning rate is 0"),
@@ -156,6 +164,7 @@ def test_zero_gradients_and_zero_learning_rate_warn_once(name, message, dtype, c
     assert message in warning.getMessage()
 
 
+@pytest.mark.failure("gradients that are all zero")
 @pytest.mark.parametrize("dtype", ALL)
 def test_zero_gradients_warn_although_weight_decay_changes_parameters(dtype, caplog):
     """Weight decay changes the parameters, so unchanged parameters are not the only sign of zero gradients."""
@@ -166,6 +175,7 @@ def test_zero_gradients_warn_although_weight_decay_changes_parameters(dtype, cap
     assert "gradients are exactly zero" in caplog.text and not same(before, values(model))
 
 
+@pytest.mark.failure("gradients that are all zero")
 def test_verdict_contains_zero_gradient_fraction_if_gradient_norm_is_tiny():
     for weight, expected in ((1.0, None), (1e-4, 0.05), (0.0, 1.0)):
         model = make_net(Weighted, weight=weight)
@@ -178,6 +188,7 @@ def test_verdict_contains_zero_gradient_fraction_if_gradient_norm_is_tiny():
             assert fraction.item() == pytest.approx(expected, abs=0.051)
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 def test_tiny_learning_rate_raises_despite_batch_norm_updates(dtype):
     model = make_net(normalize=True)
@@ -185,12 +196,14 @@ def test_tiny_learning_rate_raises_despite_batch_norm_updates(dtype):
         make_trainer(model, [sgd(model, lr=1e-12)], [GOOD] * 10, dtype).train(0, 1, 10)
 
 
+@pytest.mark.failure("gradients that are all zero")
 def test_float16_gradient_underflow_logs_zero_gradient_warning(caplog):
     model = make_net(Weighted, weight=1e-12)
     make_trainer(model, [sgd(model)], [GOOD] * 5, torch.float16).train(0, 1, 5)
     assert "gradients are exactly zero" in caplog.text and "float16" in caplog.text
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 def test_training_that_changes_the_parameters_logs_no_warning(dtype, caplog):
     model = make_net(normalize=True)
@@ -198,6 +211,7 @@ def test_training_that_changes_the_parameters_logs_no_warning(dtype, caplog):
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 def test_parameter_update_monitor_ignores_skipped_steps(dtype):
     model = make_net()
@@ -212,6 +226,7 @@ def warm_up_from_zero(optimizer, iteration):
     optimizer.param_groups[0]["lr"] = 0.01 * iteration
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 def test_warmup_from_zero_logs_no_warning(dtype, caplog):
     model = make_net()
@@ -239,6 +254,7 @@ def reads(monkeypatch):
     return reads
 
 
+@pytest.mark.failure("parameters that do not change")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("clipping", [None, clip])
 @pytest.mark.parametrize("weight", [1.0, 1e-4])
@@ -258,6 +274,7 @@ def test_applied_optimizer_step_copies_to_the_host_only_once(reads, dtype, clipp
         assert verdict.ok and (verdict.zero_fraction is not None) == (weight < 1)
 
 
+@pytest.mark.failure("parameters that do not change")
 def test_skipped_optimizer_step_copies_to_the_host_twice(reads):
     """The second copy lists the non-finite parameters. This test is also the negative control of ``reads``."""
     model = nn.Linear(4, 1)

@@ -57,6 +57,7 @@ def evaluate(model, dtype):
         return model(GOOD)
 
 
+@pytest.mark.failure("overflow in one batch: statistics")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_evaluation_stays_nan_after_one_overflowing_batch(dtype):
     model, scaler = make_net(normalize=True), plain_scaler()
@@ -67,6 +68,7 @@ def test_plain_pytorch_evaluation_stays_nan_after_one_overflowing_batch(dtype):
     assert evaluate(model, dtype).isnan().all()
 
 
+@pytest.mark.failure("overflow in one batch: statistics")
 @pytest.mark.parametrize("dtype", ALL)
 @pytest.mark.parametrize("accum_steps", [1, 2])
 def test_skipped_step_restores_batch_norm_statistics(dtype, accum_steps):
@@ -83,6 +85,7 @@ def test_skipped_step_restores_batch_norm_statistics(dtype, accum_steps):
     assert finite([evaluate(model, dtype)])
 
 
+@pytest.mark.failure("overflow in one batch: statistics")
 @pytest.mark.parametrize("dtype", ALL)
 def test_check_finite_names_non_finite_statistics_if_buffers_are_not_restored(dtype):
     model = make_net(normalize=True)
@@ -92,6 +95,16 @@ def test_check_finite_names_non_finite_statistics_if_buffers_are_not_restored(dt
     assert evaluate(model, dtype).isnan().all()
     with pytest.raises(TrainingError, match=r"2 .*body.1.running_mean"):
         check_finite(model)
+
+
+@pytest.mark.failure("NaN in the model at evaluation")
+def test_plain_pytorch_evaluates_and_saves_a_non_finite_model(tmp_path):
+    model = make_net()
+    with torch.no_grad():
+        model.head.weight[0, 0] = float("nan")
+    assert evaluate(model, torch.float32)[:, 0].isnan().all()
+    torch.save(model.state_dict(), tmp_path / "weights.pth")
+    assert not finite(torch.load(tmp_path / "weights.pth", weights_only=True).values())
 
 
 class Poison(HookBase):
@@ -106,6 +119,7 @@ class Poison(HookBase):
                 self.trainer.model.heads.weight[0, 0] = float("inf")
 
 
+@pytest.mark.failure("NaN in the model at evaluation")
 @pytest.mark.parametrize("period, evaluations", [("1", 1), ("4", 0)])
 def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch, period, evaluations):
     evaluated, evaluate = [], defaults.evaluate_sets
@@ -120,6 +134,7 @@ def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch,
     assert len(evaluated) == evaluations
 
 
+@pytest.mark.failure("overflow in one batch: statistics")
 def test_restore_buffers_on_skip_prevents_non_finite_running_statistics(demo, tmp_path, monkeypatch, capfd):
     """Train with one infinite batch: the run succeeds with the key on, and fails with the key off."""
     original = DefaultTrainer.build_train_loader.__func__
@@ -169,6 +184,7 @@ def plain_norms(dtype, batches):
     return norms
 
 
+@pytest.mark.failure("gradient norm of a skipped step")
 @pytest.mark.parametrize("dtype", LOW)
 def test_averaged_metrics_exclude_skipped_steps(dtype):
     meter = plain_norms(dtype, [GOOD, BAD, *[GOOD] * 20])
@@ -211,6 +227,7 @@ def plain_skips(model, scaler):
     return skipped
 
 
+@pytest.mark.failure("checkpoint without the loss scale")
 def test_plain_pytorch_resume_without_scaler_state_skips_steps_again():
     model, scaler = make_net(Steep), plain_scaler()
     first = plain_skips(model, scaler)
@@ -221,6 +238,7 @@ def test_plain_pytorch_resume_without_scaler_state_skips_steps_again():
     assert plain_skips(model, scaler) == 0
 
 
+@pytest.mark.failure("checkpoint without the loss scale")
 def test_trainer_state_dict_restores_the_loss_scale(tmp_path):
     trainer = steep_trainer(torch.float16)
     trainer.train(0, 1, 30)
@@ -238,6 +256,7 @@ def test_trainer_state_dict_restores_the_loss_scale(tmp_path):
     assert fresh.step.skipped_total == skipped
 
 
+@pytest.mark.failure("checkpoint without the loss scale")
 def test_resume_restores_the_loss_scale_from_the_checkpoint(demo, tmp_path):
     options = ("SOLVER.AMP", "fp16", "SOLVER.MAX_EPOCH", "1", "SOLVER.AMP.GROWTH_INTERVAL", "2")
     options += ("SOLVER.AMP.INIT_SCALE", "64", "SOLVER.AMP.PREFLIGHT", "off")
@@ -250,6 +269,7 @@ def test_resume_restores_the_loss_scale_from_the_checkpoint(demo, tmp_path):
     assert resumed.trainer.step.scaler.state_dict() == state
 
 
+@pytest.mark.failure("checkpoint without the loss scale")
 @pytest.mark.parametrize("before, now, message", [
     (torch.bfloat16, torch.float16, "65536"),
     (torch.float32, torch.float16, "65536"),
@@ -277,6 +297,7 @@ UPDATES, DECAY = 5000, 0.9999
 EXPECTED = 1 - DECAY**UPDATES  # average of weight 1, starting from 0
 
 
+@pytest.mark.failure("weight average in 16 bits")
 @pytest.mark.parametrize("dtype, last", [(torch.float16, 0.25), (torch.bfloat16, 0.03125)])
 def test_plain_pytorch_low_precision_weight_average_ignores_small_updates(dtype, last):
     average, weight = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
@@ -285,6 +306,7 @@ def test_plain_pytorch_low_precision_weight_average_ignores_small_updates(dtype,
     assert average.item() == last and EXPECTED > 0.39
 
 
+@pytest.mark.failure("weight average in 16 bits")
 def test_float32_weight_average_accumulates_small_updates():
     model = nn.Linear(1, 1)
     with torch.no_grad():
@@ -296,6 +318,7 @@ def test_float32_weight_average_accumulates_small_updates():
     assert average.tensors()["weight"].item() == pytest.approx(EXPECTED, rel=1e-3)
 
 
+@pytest.mark.failure("weight average in 16 bits")
 @pytest.mark.parametrize("dtype", ALL)
 def test_weight_average_after_training_matches_float64_reference(dtype):
     """The reference is a float64 average over the applied steps only."""
@@ -355,6 +378,7 @@ def plain_window(dtype, *, inside):
     return model, norm, len(steps)
 
 
+@pytest.mark.failure("scaler calls during accumulation")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_scaler_calls_during_accumulation_corrupt_gradients(dtype):
     right, norm, steps = plain_window(dtype, inside=None)
@@ -368,6 +392,7 @@ def test_plain_pytorch_scaler_calls_during_accumulation_corrupt_gradients(dtype)
         plain_window(dtype, inside="update")
 
 
+@pytest.mark.failure("scaler calls during accumulation")
 @pytest.mark.parametrize("dtype", ALL)
 def test_accumulation_over_four_batches_applies_one_optimizer_step(dtype):
     model = make_net()
@@ -383,6 +408,7 @@ def test_accumulation_over_four_batches_applies_one_optimizer_step(dtype):
         torch.testing.assert_close(ours, together, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.failure("scaler calls during accumulation")
 def test_step_accumulates_gradients_of_weighted_micro_batches():
     model, step_scaler = make_net(), LossScaler(init_scale=65536.0)
     step = OptimizationStep(model, [sgd(model)], scaler=step_scaler)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import warnings
 
 import pytest
 import torch
@@ -89,6 +90,124 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
+class PlainRun:
+    """Plain PyTorch training loop that raises warnings as errors.
+
+    Args:
+        kind: class of the model.
+        rates: learning rate of each top-level module. Default 0.1 for all.
+    """
+
+    def __init__(self, kind=Net, rates=()):
+        torch.manual_seed(0)
+        self.model = kind()
+        groups = [
+            {"params": part.parameters(), "lr": dict(rates).get(name, 0.1)}
+            for name, part in self.model.named_children()
+        ]
+        self.optimizer = torch.optim.SGD(groups)
+        self.scaler = None
+
+    def train(self, steps, before_step=lambda number: None, scale=lambda number: 1.0):
+        """Train on batches multiplied by ``scale(number)``; return the loss of each step."""
+        losses = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for number in range(steps):
+                self.optimizer.zero_grad()
+                loss = self.model(*batch(scale(number)))["loss"]
+                (self.scaler.scale(loss) if self.scaler else loss).backward()
+                before_step(number)
+                if self.scaler:
+                    self.scaler.step(self.optimizer)
+                    self.scaler.update()
+                else:
+                    self.optimizer.step()
+                losses.append(loss.item())
+        return losses
+
+
+@pytest.mark.failure("module that does not change")
+@pytest.mark.failure("module frozen by accident")
+@pytest.mark.failure("zero gradients in one module")
+def test_plain_pytorch_does_not_warn_if_the_backbone_does_not_train(caplog):
+    def zero(number):
+        for p in plain.model.backbone.parameters():
+            p.grad.zero_()
+
+    def reset(number):
+        plain.model.backbone.load_state_dict(start)
+
+    for rates, change in (((), zero), ((), "freeze"), ({"backbone": 1e-30}, None), ((), reset)):
+        plain = PlainRun(rates=rates)
+        if change == "freeze":
+            plain.model.backbone.requires_grad_(False)
+        start = {name: p.clone() for name, p in plain.model.backbone.state_dict().items()}
+        losses = plain.train(20, change if callable(change) else lambda number: None)
+        reset(0) if change is reset else None
+        assert losses[-1] < losses[0]  # the head trains
+        assert all(torch.equal(p, start[name]) for name, p in plain.model.backbone.state_dict().items())
+    assert not caplog.records
+
+
+@pytest.mark.failure("loss scale that stays small")
+@pytest.mark.failure("loss scale that does not grow after a resume")
+@pytest.mark.parametrize("interval, counted", [(2000, 0), (10, 25)], ids=["17 overflows", "lowered interval"])
+def test_plain_pytorch_loss_scale_does_not_grow_and_is_not_reported(interval, counted, caplog):
+    plain = PlainRun()
+    plain.scaler = torch.amp.GradScaler("cpu", growth_interval=interval)
+    if counted:
+        plain.scaler.load_state_dict(plain.scaler.state_dict() | {"scale": 1.0, "_growth_tracker": counted})
+    plain.train(217, scale=lambda number: math.inf if number < 17 and not counted else 1.0)
+    assert plain.scaler.get_scale() <= 1.0 and not caplog.records
+
+
+@pytest.mark.failure("most steps skipped")
+def test_plain_pytorch_does_not_end_if_most_steps_are_skipped(caplog):
+    plain = PlainRun()
+    plain.scaler = torch.amp.GradScaler("cpu")
+    weights, changes = plain.model.heads.weight.clone(), 0
+    for _ in range(20):  # one good step, 25 overflows
+        plain.train(1)
+        changes += not torch.equal(weights, plain.model.heads.weight)
+        weights = plain.model.heads.weight.clone()
+        plain.train(25, scale=lambda number: math.inf)
+        assert torch.equal(weights, plain.model.heads.weight)
+    assert changes < 20 and not caplog.records
+
+
+@pytest.mark.failure("weights that diverged")
+@pytest.mark.parametrize("rate", [math.nan, 1e38])
+def test_plain_pytorch_continues_after_the_weights_diverged(rate, caplog):
+    plain = PlainRun()
+    plain.scaler = torch.amp.GradScaler("cpu")
+    plain.train(2)
+    for group in plain.optimizer.param_groups:
+        group["lr"] = rate
+    plain.train(1)
+    for group in plain.optimizer.param_groups:
+        group["lr"] = 0.1
+    losses = plain.train(20)
+    assert not any(map(math.isfinite, losses)) and not caplog.records
+
+
+@pytest.mark.failure("model changed after the first epoch")
+@pytest.mark.parametrize("change", ["head replaced", "weights assigned"])
+def test_plain_pytorch_does_not_report_a_changed_model(change, caplog):
+    """A head converted to bfloat16: see ``test_failures_start.py``."""
+    plain = PlainRun()
+    plain.train(5)
+    if change == "head replaced":
+        plain.model.heads = nn.Linear(8, 4)
+    else:
+        state = {name: p.clone() for name, p in plain.model.state_dict().items()}
+        plain.model.load_state_dict(state, assign=True)
+    weights = plain.model.heads.weight.detach().clone()
+    plain.train(20)
+    assert torch.equal(plain.model.heads.weight, weights) and not caplog.records
+
+
+@pytest.mark.failure("float16 underflow in the backbone")
 def test_float16_backbone_underflow_below_float32_head_warns(caplog):
     model, _ = make(factor=1e-9)
     weights = model.backbone.weight.clone()
@@ -106,6 +225,7 @@ def test_float16_backbone_underflow_below_float32_head_warns(caplog):
     assert not any("100.0 %" in each for each in warnings_of(caplog))
 
 
+@pytest.mark.failure("zero gradients in one module")
 def test_zeroed_backbone_gradients_warn_only_once(caplog):
     model, step = make()
     run(model, step, 160, hook=lambda number: "zero the backbone" if number >= 5 else None)
@@ -113,6 +233,7 @@ def test_zeroed_backbone_gradients_warn_only_once(caplog):
     assert "'backbone'" in message and "100.0 %" in message
 
 
+@pytest.mark.failure("zero gradients in one module")
 @pytest.mark.parametrize("log_period, expected", [(10, 1), (50, 0)])
 def test_modules_are_checked_every_log_period(caplog, log_period, expected):
     cfg = get_cfg()
@@ -123,12 +244,14 @@ def test_modules_are_checked_every_log_period(caplog, log_period, expected):
     assert len([each for each in warnings_of(caplog) if "'backbone'" in each]) == expected
 
 
+@pytest.mark.failure("zero gradients in one module")
 def test_zero_gradient_warning_repeats_if_module_stops_training_again(caplog):
     model, step = make()
     run(model, step, 210, hook=lambda number: "zero the backbone" if number < 60 or number > 120 else None)
     assert len(warnings_of(caplog)) == 2
 
 
+@pytest.mark.failure("zero gradients in one module")
 def test_zero_learning_rate_warning_does_not_suppress_later_zero_gradient_warning(caplog):
     model, step = make(lr=0.0)
     run(model, step, 5)
@@ -142,6 +265,7 @@ def test_zero_learning_rate_warning_does_not_suppress_later_zero_gradient_warnin
     assert "'backbone'" in message and "100.0 %" in message
 
 
+@pytest.mark.failure("loss scale that stays small")
 @pytest.mark.parametrize("scale, expected", [(64.0, 1), (1024.0, 0)])
 def test_small_loss_scale_warns_despite_an_earlier_learning_rate_warning(scale, expected, caplog):
     model, step = make(lr=0.0, scaler=LossScaler(init_scale=scale))
@@ -149,6 +273,7 @@ def test_small_loss_scale_warns_despite_an_earlier_learning_rate_warning(scale, 
     assert sum("SOLVER.AMP.GROWTH_INTERVAL" in each for each in warnings_of(caplog)) == expected
 
 
+@pytest.mark.failure("module frozen by accident")
 def test_frozen_backbone_missing_from_freeze_layers_warns(caplog):
     model, step = make()
     model.backbone.requires_grad_(False)
@@ -157,6 +282,7 @@ def test_frozen_backbone_missing_from_freeze_layers_warns(caplog):
     assert "'backbone'" in message and "MODEL.FREEZE_LAYERS" in message
 
 
+@pytest.mark.failure("module frozen by accident")
 @pytest.mark.parametrize("name", ["backbone", "backbone.layer1"])
 def test_backbone_listed_in_freeze_layers_does_not_warn(name, caplog):
     model, step = make()
@@ -166,6 +292,7 @@ def test_backbone_listed_in_freeze_layers_does_not_warn(name, caplog):
     assert not warnings_of(caplog)
 
 
+@pytest.mark.failure("zero gradients in one module")
 def test_modules_with_zero_learning_rate_or_sparse_gradients_do_not_warn(caplog):
     class Centers(nn.Module):
         sparse_gradients = True
@@ -185,6 +312,7 @@ def test_modules_with_zero_learning_rate_or_sparse_gradients_do_not_warn(caplog)
     assert not warnings_of(caplog)
 
 
+@pytest.mark.failure("module that does not change")
 def test_backbone_parameters_that_do_not_change_warn(caplog):
     model, _ = make()
     groups = [{"params": model.backbone.parameters(), "lr": 1e-30}, {"params": model.heads.parameters()}]
@@ -194,6 +322,7 @@ def test_backbone_parameters_that_do_not_change_warn(caplog):
     assert "'backbone'" in message and "SOLVER.LR_FACTORS" in message
 
 
+@pytest.mark.failure("loss scale that stays small")
 def test_loss_scale_that_stays_small_for_200_steps_warns(caplog):
     scaler = LossScaler()
     model, step = make(scaler=scaler)
@@ -205,6 +334,7 @@ def test_loss_scale_that_stays_small_for_200_steps_warns(caplog):
     assert scaler.scale == 1.0 and "SOLVER.AMP.GROWTH_INTERVAL" in message
 
 
+@pytest.mark.failure("loss scale that does not grow after a resume")
 def test_loss_scale_grows_if_growth_interval_was_lowered_on_resume():
     scaler = LossScaler(init_scale=1.0, growth_interval=10)
     scaler.load_state_dict({"scale": 1.0, "good_steps": 25})
@@ -212,6 +342,7 @@ def test_loss_scale_grows_if_growth_interval_was_lowered_on_resume():
     assert scaler.scale == 2.0
 
 
+@pytest.mark.failure("most steps skipped")
 def test_training_raises_if_more_than_half_of_the_steps_are_skipped(caplog):
     model, step = make()
     with pytest.raises(PrecisionFailure, match=str(SKIP_WINDOW)):
@@ -220,6 +351,7 @@ def test_training_raises_if_more_than_half_of_the_steps_are_skipped(caplog):
     assert len(warnings_of(caplog)) < 25
 
 
+@pytest.mark.failure("weights that diverged")
 @pytest.mark.parametrize("rate", [math.nan, 1e38])
 def test_first_skipped_step_raises_if_weights_diverged(rate):
     model, step = make()
@@ -231,6 +363,7 @@ def test_first_skipped_step_raises_if_weights_diverged(rate):
     assert step.skipped_in_a_row == 1
 
 
+@pytest.mark.failure("weights that diverged")
 def test_overflow_with_finite_weights_skips_the_step_without_an_error():
     model, step = make()
     run(model, step, 1, hook=lambda number: "overflow")
@@ -249,6 +382,7 @@ class Listed(Net):
         return super().forward(self.more["a"](self.extra[0](x)), targets)
 
 
+@pytest.mark.failure("layers in plain lists or dicts")
 def test_warning_names_layers_in_plain_lists_and_dicts(caplog):
     model, step = make(Listed)
     weights = model.extra[0].weight.clone()
@@ -275,6 +409,7 @@ def epochs_with(change, caplog):
     trainer.train(0, 2, 4)
 
 
+@pytest.mark.failure("model changed after the first epoch")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -294,6 +429,7 @@ def test_model_changed_after_the_first_epoch_raises(change, words, caplog):
         epochs_with(change, caplog)
 
 
+@pytest.mark.failure("module that does not change")
 def test_parameters_reset_between_steps_warn(caplog):
     model, step = make()
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -320,6 +456,7 @@ class Disabled(nn.Module):
             return self.layer(x).relu()
 
 
+@pytest.mark.failure("autocast disabled in one module")
 @pytest.mark.parametrize("forced", [False, True])
 def test_child_module_that_disables_autocast_warns_unless_in_force_fp32(forced, caplog):
     caplog.set_level(logging.INFO, "fastamp.amp")
@@ -332,6 +469,7 @@ def test_child_module_that_disables_autocast_warns_unless_in_force_fp32(forced, 
     assert [("'body'" in each) for each in warnings_of(caplog)] == ([] if forced else [True])
 
 
+@pytest.mark.failure("autocast disabled in one module")
 def test_plain_pytorch_does_not_warn_if_child_module_disables_autocast(caplog):
     model = make_net()
     model.body = Disabled()

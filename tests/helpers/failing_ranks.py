@@ -194,6 +194,8 @@ def divergence(dtype: torch.dtype, rank: int) -> dict[str, Any]:
     batches = [make_batch(seed=10 * step + rank) | {"factor": torch.ones(())} for step in range(STEPS)]
     model = make_net(TwoHeads)
     seen: dict[str, Any] = {"plain": plain(model, second_head_outside(model), batches, dtype)}
+    model = make_net(RankLosses)
+    seen["plain losses"] = plain(model, DistributedDataParallel(model), batches, dtype)
     for name, net, kind in (
         ("drift", TwoHeads, HeadOutside),
         ("sharded", ShardedHead, HeadOutside),

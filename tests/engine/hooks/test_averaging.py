@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from loops import make_batch, make_net, make_trainer, sgd, values
+from loops import make_batch, make_net, make_trainer, plain_step, sgd, values
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fastamp.config import get_cfg
 from fastamp.engine import HookBase
@@ -30,6 +31,7 @@ def train(steps, **options):
     return average.tensors(), initial, record.steps
 
 
+@pytest.mark.failure("EMA without warm-up")
 def test_ema_warmup_matches_a_naive_loop_with_timm_decay():
     average, initial, steps = train(20)
     expected = {name: value.double() for name, value in initial.items()}
@@ -40,6 +42,20 @@ def test_ema_warmup_matches_a_naive_loop_with_timm_decay():
         torch.testing.assert_close(average[name].double(), value, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.failure("EMA without warm-up")
+def test_plain_pytorch_ema_keeps_initial_weights_in_a_short_run():
+    model = make_net()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999))
+    initial, optimizer = values(model)["head.weight"], sgd(model)
+    average.update_parameters(model)  # the first update copies the weights
+    for _ in range(20):
+        plain_step(model, optimizer, make_batch(), torch.float32)
+        average.update_parameters(model)
+    weight, averaged = model.head.weight, average.module.head.weight
+    assert (weight - averaged).norm() > 0.95 * (weight - initial).norm()
+
+
+@pytest.mark.failure("EMA without warm-up")
 def test_warmup_removes_initial_weights_from_ema_of_a_short_run():
     def kept(average, initial, steps):
         moved = steps[-1]["head.weight"] - initial["head.weight"]
@@ -49,6 +65,7 @@ def test_warmup_removes_initial_weights_from_ema_of_a_short_run():
     assert kept(*train(20)) < 0.5
 
 
+@pytest.mark.failure("EMA without warm-up")
 @pytest.mark.parametrize("state, expected", [({}, False), ({"warmup": False}, False), ({"warmup": True}, True)])
 def test_resume_keeps_the_ema_warmup_setting_of_the_checkpoint(state, expected, caplog):
     hook = EMA(WeightAverage(make_net(), "ema"), 0.9, warmup=not expected)
@@ -59,5 +76,6 @@ def test_resume_keeps_the_ema_warmup_setting_of_the_checkpoint(state, expected, 
     assert again.warmup is expected
 
 
+@pytest.mark.failure("EMA without warm-up")
 def test_ema_warmup_is_enabled_by_default():
     assert get_cfg().SOLVER.EMA.WARMUP is True

@@ -1,0 +1,70 @@
+"""The table of failures in the guide to mixed precision lists exactly the failures that the tests reproduce."""
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "fastamp/amp/README.md"
+SCRIPTS = ROOT / "tests/failures"
+
+
+def marked_tests(path):
+    """Return test name -> (cases of its ``failure`` marks, source), for each test of a file."""
+    return {
+        node.name: (
+            [
+                mark.args[0].value
+                for mark in node.decorator_list
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.failure"
+            ],
+            ast.unparse(node),
+        )
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    }
+
+
+@pytest.fixture(scope="module")
+def cases():
+    """Return case -> list of (file, source of the test)."""
+    found = defaultdict(list)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        if "@pytest.mark.failure(" in path.read_text(encoding="utf-8"):
+            for marked, source in marked_tests(path).values():
+                for case in marked:
+                    found[case].append((path, source))
+    return found
+
+
+def rows_of(text):
+    """Return failure -> (plain PyTorch, fastamp, linked files), for each row of the table."""
+    table = text.partition("| failure | plain PyTorch | fastamp | tests |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
+    assert len({row[0] for row in rows}) == len(rows)
+    return {case: (plain, ours, re.findall(r"\]\(([^)]*)\)", links)) for case, plain, ours, links in rows}
+
+
+def test_table_lists_the_failures_of_the_tests(cases):
+    rows = rows_of(GUIDE.read_text(encoding="utf-8"))
+    assert sorted(rows) == sorted(cases)
+    scripts = {path.resolve() for path in SCRIPTS.glob("*.py")}
+    linked_scripts = set()
+    for case, (plain, ours, links) in rows.items():
+        files = {(GUIDE.parent / link).resolve() for link in links}
+        assert plain and ours and files - scripts == {path for path, _ in cases[case]}, case
+        linked_scripts |= files & scripts
+    assert linked_scripts == scripts
+
+
+def test_each_failure_is_reproduced_in_plain_pytorch(cases):
+    """The name or the code of a test of each case contains ``plain``."""
+    assert [case for case, tests in cases.items() if not any("plain" in source for _, source in tests)] == []
+
+
+@pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("test_*failures*.py")), ids=lambda path: path.stem)
+def test_each_test_of_a_failure_names_its_case(path):
+    assert [name for name, (cases, _) in marked_tests(path).items() if not cases] == []
