@@ -205,6 +205,6 @@ class CommonMetricPrinter(EventWriter):
         if "time" in histories:
             seconds = histories["time"].median(_MAX_VALUES)
             parts.append(f"time {seconds:.4f} s  eta {format_duration(seconds * (self._max_iter - storage.iter - 1))}")
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         parts.append(f"mem {peak_memory_mb(device):.0f} MiB")
         logger.info("%s", "  ".join(parts))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from fastamp.amp import resolve_device
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError
@@ -115,7 +116,8 @@ def as_train_loader(loader: Any, cfg: Any) -> Any:
     if not missing:
         return loader
     if isinstance(loader, torch.utils.data.DataLoader):
-        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH)
+        on_cuda = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
+        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda)
     raise ConfigError(
         f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"
         "  fix: return the result of build_reid_train_loader(cfg, train_set=...), or a torch.utils.data.DataLoader"

@@ -60,7 +60,7 @@ def build_reid_train_loader(
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
     if train_set is not None:
-        return build_custom_train_loader(cfg, train_set, sampler)
+        return build_custom_train_loader(cfg, train_set, sampler, pin_memory=_device(cfg).type == "cuda")
     if sampler is not None:
         raise ConfigError(
             "build_reid_train_loader: sampler requires train_set.\n"

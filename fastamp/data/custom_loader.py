@@ -28,6 +28,7 @@ class CustomTrainLoader:
         iters_per_epoch (int): number of batches in an epoch.
         num_workers (int): number of worker processes. Default 0.
         collate (Callable): function that combines a list of items to a batch. Default: PyTorch's ``default_collate``.
+        pin_memory (bool): load batches into pinned memory, for a model on CUDA. Default False.
 
     Raises:
         ConfigError: if ``iters_per_epoch`` is 0.
@@ -41,6 +42,7 @@ class CustomTrainLoader:
         iters_per_epoch: int,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] = default_collate,
+        pin_memory: bool = False,
     ) -> None:
         if iters_per_epoch < 1:
             raise ConfigError(
@@ -48,16 +50,17 @@ class CustomTrainLoader:
                 "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
             )
         self.dataset, self.batches, self.iters_per_epoch = dataset, batches, iters_per_epoch
-        self.num_workers, self.collate = num_workers, collate
+        self.num_workers, self.collate, self.pin_memory = num_workers, collate, pin_memory
         self._start = 0
 
     @classmethod
-    def wrap(cls, loader: DataLoader, *, batch_size: int) -> "CustomTrainLoader":
+    def wrap(cls, loader: DataLoader, *, batch_size: int, pin_memory: bool = False) -> "CustomTrainLoader":
         """Wrap a ``DataLoader`` over a map-style dataset.
 
         Args:
             loader (DataLoader): loader of this rank.
             batch_size (int): images per batch over all ranks, for the length of an epoch.
+            pin_memory (bool): see the class. Default False.
         """
         sampler = loader.batch_sampler
         if sampler is None:
@@ -71,6 +74,7 @@ class CustomTrainLoader:
             iters_per_epoch=max(1, len(loader.dataset) // batch_size),  # type: ignore[arg-type]
             num_workers=loader.num_workers,
             collate=loader.collate_fn,
+            pin_memory=pin_memory,
         )
 
     def start_at(self, start_iter: int) -> None:
@@ -97,7 +101,7 @@ class CustomTrainLoader:
             batch_sampler=_Once(stream),
             num_workers=self.num_workers,
             collate_fn=self.collate,
-            pin_memory=torch.cuda.is_available(),
+            pin_memory=self.pin_memory,
             generator=torch.Generator().manual_seed(self._start),
         )
         yield from loader
@@ -113,7 +117,9 @@ class _Once:
         return self._batches
 
 
-def build_custom_train_loader(cfg: Any, dataset: Dataset, sampler: Iterable[int] | EpochSampler | None = None) -> Any:
+def build_custom_train_loader(
+    cfg: Any, dataset: Dataset, sampler: Iterable[int] | EpochSampler | None = None, *, pin_memory: bool = False
+) -> Any:
     """Build an infinite training loader over a map-style dataset.
 
     Args:
@@ -123,6 +129,7 @@ def build_custom_train_loader(cfg: Any, dataset: Dataset, sampler: Iterable[int]
         sampler (Iterable[int] | EpochSampler, optional): indices of the images of this rank, or an ``EpochSampler``,
             whose batches are split among the ranks. Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require
             ``dataset.img_items``, a list of ``(path, pid, camid)``.
+        pin_memory (bool): see ``CustomTrainLoader``. Default False.
 
     Returns:
         CustomTrainLoader: loader of the batches of this rank.
@@ -144,7 +151,13 @@ def build_custom_train_loader(cfg: Any, dataset: Dataset, sampler: Iterable[int]
     else:
         batches = functools.partial(_batches, sampler, batch_size_per_rank(size, world_size))
     workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-    return CustomTrainLoader(dataset, batches, iters_per_epoch=iters_per_epoch, num_workers=workers)
+    return CustomTrainLoader(
+        dataset,
+        batches,
+        iters_per_epoch=iters_per_epoch,
+        num_workers=workers,
+        pin_memory=pin_memory,
+    )
 
 
 def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> tuple[DataLoader, int]:

@@ -1,6 +1,7 @@
 """With MODEL.DEVICE cpu, no command initializes CUDA or pins memory, even on a machine with a GPU."""
 
 import types
+from pathlib import Path
 
 import pytest
 import tiny
@@ -101,6 +102,17 @@ def test_loaders_pin_memory_only_for_cuda(demo, tmp_path, gpu_not_to_be_used, mo
         assert not loader._loader.pin_memory
     cfg = tiny.tiny_config(tmp_path, "MODEL.DEVICE", "cuda")
     assert build_reid_train_loader(cfg)._loader.pin_memory
+
+
+def test_only_modules_that_choose_a_device_ask_for_a_gpu():
+    """Other modules use the device of the config, or ask whether CUDA is initialized."""
+    package = Path(__file__).parents[2] / "fastamp"
+    asking = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if "cuda.is_available" in file.read_text()
+    }
+    assert asking == {"amp/policy.py", "diagnostics/environment_queries.py", "engine/launch.py"}
 
 
 def test_out_of_memory_on_a_cpu_does_not_use_cuda(gpu_not_to_be_used):
