@@ -123,7 +123,7 @@ class ReidDataset(Dataset):
             "camids": torch.from_numpy(self.camids[rows]),
             "viewids": torch.from_numpy(self.items.viewids[rows]),
             "indices": torch.tensor(indices),
-            "img_paths": [self.items.path(index) for index in indices],
+            "img_paths": self.items.paths(rows),
         }
         if not self.augment:
             batch["augmentation"] = parameters
@@ -171,8 +171,7 @@ class ReidDataset(Dataset):
         return augment.apply(image, augment.draw([epoch], [position], tuple(image.shape[-2:])))[0]
 
     def _read(self, index: int) -> Tensor:
-        item = self.items[index]
-        return self.transforms.read(item.path, box=item.box)
+        return self.transforms.read(self.items.path(index), box=self.items.box(index))
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -1,6 +1,7 @@
 """Counter-based random numbers, keyed by seed, stream, epoch and position."""
 
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -48,11 +49,30 @@ def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.n
     Returns:
         np.ndarray: (B, count) float64 in [0, 1), multiples of 2**-32.
     """
-    blocks = -(-count // 4)
-    counters = np.empty((len(positions), blocks, 4), dtype=np.uint64)
-    counters[..., 0] = np.arange(blocks)
+    return keyed_uniforms(seed=seed, counts={stream: count}, epochs=epochs, positions=positions)[stream]
+
+
+def keyed_uniforms(
+    *, seed: int, counts: Mapping[str, int], epochs: np.ndarray, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Draw the random numbers of several streams; see ``keyed_uniform``. One pass is faster than one pass per stream.
+
+    Args:
+        seed, epochs, positions: see ``keyed_uniform``.
+        counts (Mapping[str, int]): name of each stream -> number of random numbers per pair.
+
+    Returns:
+        dict[str, np.ndarray]: name of each stream -> (B, count) float64.
+    """
+    blocks = [-(-count // 4) for count in counts.values()]
+    counters = np.empty((len(positions), sum(blocks), 4), dtype=np.uint64)
+    counters[..., 0] = np.concatenate([np.arange(number) for number in blocks])
     counters[..., 1] = np.asarray(positions)[:, None]
     counters[..., 2] = np.asarray(epochs)[:, None]
-    counters[..., 3] = zlib.crc32(stream.encode())
-    words = philox(counters, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
-    return words.reshape(len(positions), blocks * 4)[:, :count] * 2.0**-32
+    counters[..., 3] = np.repeat([zlib.crc32(stream.encode()) for stream in counts], blocks)
+    words = philox(counters, (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF)) * 2.0**-32
+    ends = np.cumsum(blocks).tolist()
+    return {
+        stream: words[:, end - number : end].reshape(len(words), number * 4)[:, :count]
+        for (stream, count), number, end in zip(counts.items(), blocks, ends, strict=True)
+    }

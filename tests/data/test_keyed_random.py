@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fastamp.data.keyed_random import keyed_uniform, philox
+from fastamp.data.keyed_random import keyed_uniform, keyed_uniforms, philox
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,15 @@ def test_keyed_uniform_does_not_depend_on_batch():
     jointly = draw(epochs=[3] * 100, positions=range(100))
     separately = np.concatenate([draw(epochs=[3], positions=[position]) for position in range(100)])
     assert np.array_equal(jointly, separately)
+
+
+def test_streams_drawn_together_equal_streams_drawn_separately():
+    counts, keys = {"flip": 1, "crop": 5, "none": 0, "erase": 8}, {"epochs": [3] * 9, "positions": range(9)}
+    together = keyed_uniforms(seed=1, counts=counts, **{name: np.array(value) for name, value in keys.items()})
+    assert list(together) == list(counts)
+    for stream, count in counts.items():
+        assert together[stream].shape == (9, count)
+        assert np.array_equal(together[stream], draw(stream=stream, count=count, **keys))
 
 
 @pytest.mark.parametrize(

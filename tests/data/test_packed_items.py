@@ -170,6 +170,9 @@ def test_packed_items_behave_like_list_of_tuples():
     renamed = packed.replace(pids=packed.pids.map(lambda pid: f"s_{pid}"), camids=packed.camids.map(str))
     assert [item[:3] for item in renamed] == [(item.path, f"s_{item.pid}", str(item.camid)) for item in expected]
     assert [packed.find(item.path) for item in expected] == [0, 1, 2, 3, 4] and packed.find("b.png") is None
+    rows = np.array([4, 0, 4, 2])
+    assert packed.paths(rows) == [expected[row].path for row in rows] and packed.paths(rows[:0]) == []
+    assert [packed.box(row) for row in range(5)] == [item.box for item in expected]
     empty = PackedItems.of([])
     assert not empty and empty == [] and empty + packed == expected and packed + empty == expected
 

@@ -97,6 +97,18 @@ def test_pad_and_crop_equals_torchvision(images, mode, padding):
         assert torch.equal(after, tvf.crop(tvf.pil_to_tensor(pil), top, left, *SIZE))
 
 
+@pytest.mark.parametrize("size", [(5, 60), (70, 4), (46, 30)])
+def test_black_crop_of_another_size_equals_pil(images, size):
+    """Crops outside of the image are black."""
+    crop = PadAndRandomCrop(padding=20, mode="constant", size=size)
+    top, left = torch.tensor([0, 80 - size[0]] * len(images)), torch.tensor([64 - size[1], 0] * len(images))
+    parameters = {"top": top[: len(images)], "left": left[: len(images)]}
+    for index, (before, after) in enumerate(zip(images, crop.apply(images, parameters), strict=True)):
+        pil = tvf.pad(tvf.to_pil_image(before), 20)
+        corner = parameters["top"][index].item(), parameters["left"][index].item()
+        assert torch.equal(after, tvf.crop(tvf.pil_to_tensor(pil), *corner, *size))
+
+
 def test_crop_positions_are_uniform():
     parameters = draw(PadAndRandomCrop(padding=2, mode="constant"), 10_000)
     for name in ("top", "left"):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.data.keyed_random import keyed_uniform
+from fastamp.data.keyed_random import keyed_uniforms
 from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
 
@@ -214,12 +214,18 @@ class Augmentation:
         Raises:
             ConfigError: if a transform does not support images of this size.
         """
-        keys = {"epochs": np.asarray(epochs, dtype=np.uint64), "positions": np.asarray(positions, dtype=np.uint64)}
+        if not self.transforms:
+            return []
+        uniforms = keyed_uniforms(
+            seed=self.seed,
+            counts={stream: each.draws for stream, each in zip(self._streams, self.transforms, strict=True)},
+            epochs=np.asarray(epochs, dtype=np.uint64),
+            positions=np.asarray(positions, dtype=np.uint64),
+        )
         parameters = []
         for transform, stream in zip(self.transforms, self._streams, strict=True):
             transform.check_size(size)
-            uniforms = keyed_uniform(seed=self.seed, stream=stream, count=transform.draws, **keys)
-            parameters.append(transform.parameters(uniforms, size))
+            parameters.append(transform.parameters(uniforms[stream], size))
             size = transform.output_size(size)
         return parameters
 
