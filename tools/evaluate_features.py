@@ -57,7 +57,7 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
     if missing:
         text = f"{path} has no {', '.join(missing)}."
         if all("camids" in name for name in missing):
-            text += "\n  fix: add them, or set TEST.PROTOCOL no_camera"
+            text += "\n  fix: add them, or set TEST.PROTOCOL to no_camera"
         else:
             text += did_you_mean(missing[0], [name for name in found if name not in names])
         raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Soak test: kill and resume a training repeatedly, and compare the result with an undisturbed run.
+"""Soak test: kill and resume a training run repeatedly, and compare the result with an undisturbed run.
 
 soak.py --config-file configs/Demo/quickstart.yml [--kills 30] [KEY VALUE ...]: the first run is undisturbed. The second
 run is killed at random moments (SIGKILL, including its data-loading processes) and resumed. After a third of the kills,

@@ -446,7 +446,7 @@ class ParameterUpdateMonitor:
                 "all gradients are exactly zero in the first %d steps: the parameters do not change.\n"
                 "  cause: dead activations, a margin that all samples satisfy, a loss weight of 0, or float16 "
                 "underflow (gradients below 6e-8 divided by the loss scale).\n"
-                "  fix:   check the loss weights and margins; with float16, set SOLVER.AMP.DTYPE bfloat16",
+                "  fix:   check the loss weights and margins; with float16, set SOLVER.AMP.DTYPE to bfloat16",
                 FIRST_STEPS,
             )
         elif self.change < SMALLEST_CHANGE:

@@ -22,7 +22,7 @@ __getattr__ = moved_names(
 
 IN_TRAINING = (
     "reduce SOLVER.IMS_PER_BATCH (SOLVER.ACCUM_STEPS keeps the number of images per step constant) or INPUT.SIZE_TRAIN"
-    "; set SOLVER.AMP True if it is False; set MODEL.BACKBONE.CHECKPOINTING True for a ViT"
+    "; set SOLVER.AMP to True if it is False; set MODEL.BACKBONE.CHECKPOINTING to True for a ViT"
 )
 IN_EVALUATION = "reduce TEST.IMS_PER_BATCH or INPUT.SIZE_TEST"
 

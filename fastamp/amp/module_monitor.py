@@ -131,7 +131,7 @@ class ModuleMonitor:
                 "hardly trains.\n"
                 "  cause: gradients below 6e-8 divided by the loss scale underflow in float16, a hook or the loss sets "
                 "them to zero, or the losses do not depend on this part.\n"
-                "  fix:   set SOLVER.AMP.DTYPE bfloat16, or increase SOLVER.AMP.INIT_SCALE; in float32, check the "
+                "  fix:   set SOLVER.AMP.DTYPE to bfloat16, or increase SOLVER.AMP.INIT_SCALE; in float32, check the "
                 "losses",
             )
             report(
@@ -169,7 +169,7 @@ class ModuleMonitor:
                 "gradients underflow in float16.\n"
                 "  cause: repeated overflows reduced the loss scale, which grows only after "
                 "SOLVER.AMP.GROWTH_INTERVAL consecutive finite steps.\n"
-                "  fix:   reduce SOLVER.AMP.GROWTH_INTERVAL, or set SOLVER.AMP.DTYPE bfloat16",
+                "  fix:   reduce SOLVER.AMP.GROWTH_INTERVAL, or set SOLVER.AMP.DTYPE to bfloat16",
             )
 
     def _check_frozen(self, frozen: tuple[str, ...]) -> None:

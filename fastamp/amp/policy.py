@@ -52,7 +52,7 @@ def resolve_device(name: str) -> torch.device:
             build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
             raise ConfigError(
                 f"MODEL.DEVICE is {name!r}, but PyTorch finds no CUDA device (PyTorch {torch.__version__} {build}).\n"
-                "  fix: set MODEL.DEVICE auto (or cpu), or install a matching driver and PyTorch build"
+                "  fix: set MODEL.DEVICE to auto (or cpu), or install a matching driver and PyTorch build"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise ConfigError(
@@ -61,7 +61,7 @@ def resolve_device(name: str) -> torch.device:
             )
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError(
-            "MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: set MODEL.DEVICE auto or cpu"
+            "MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: set MODEL.DEVICE to auto or cpu"
         )
     return device
 
@@ -207,7 +207,7 @@ class PrecisionPolicy:
                 f"  device type of the policy: {self.device_type}\n"
                 "  cause: the parameters are on another device type, all modules are forced to float32 "
                 "(SOLVER.AMP.FORCE_FP32), or the model disables autocast.\n"
-                "  fix: enable autocast in the model, shorten SOLVER.AMP.FORCE_FP32, or set SOLVER.AMP False"
+                "  fix: enable autocast in the model, shorten SOLVER.AMP.FORCE_FP32, or set SOLVER.AMP to False"
             )
         if recorder.products:
             recorder.report(model)
@@ -392,10 +392,10 @@ def _check_runs(device: torch.device, dtype: torch.dtype) -> None:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, which is unsupported on this {device.type} device "
-            f"({str(error).splitlines()[0]}).\n  fix: set SOLVER.AMP.DTYPE auto"
+            f"({str(error).splitlines()[0]}).\n  fix: set SOLVER.AMP.DTYPE to auto"
         ) from error
     if not finite:
         raise ConfigError(
             f"SOLVER.AMP.DTYPE is {dtype_name(dtype)}, but a matrix product of ones in this dtype is not finite "
-            f"on this {device.type} device.\n  fix: set SOLVER.AMP.DTYPE auto"
+            f"on this {device.type} device.\n  fix: set SOLVER.AMP.DTYPE to auto"
         )

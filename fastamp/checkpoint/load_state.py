@@ -70,9 +70,9 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
     """Convert a state dict to the parameter names of ``model``.
 
     Modules are visited from the outermost to the innermost. A module that supports the parameter names of other
-    programs defines ``convert_state_dict(state, notes) -> state``. This method receives the tensors of the module,
+    libraries defines ``convert_state_dict(state, notes) -> state``. This method receives the tensors of the module,
     without the module's prefix, and returns them under the names in the module's state dict; unknown names are left
-    unchanged. ``state`` is not modified.
+    unchanged. It may append remarks to ``notes``. The state dict that is passed to this function is not modified.
 
     Returns:
         ``(converted, notes)``: the converted state dict, and remarks for the import report.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 _STEM_NOTE = (
-    "{who} use a padded stem pooling: set MODEL.BACKBONE.STEM_POOL padded to get the same features (the default, ceil, "
+    "{who} use a padded stem pooling: set MODEL.BACKBONE.STEM_POOL to padded for the same features (the default, ceil, "
     "is FastReID's since 2020-08-14)"
 )
 

@@ -236,7 +236,7 @@ def _unsupported_object(error: Exception) -> str:
 
 
 def _describe_damage(path: Path) -> str:
-    """Describe the damage of an unreadable file."""
+    """Describe how an unreadable file is damaged."""
     if path.stat().st_size == 0:
         return "it is empty"
     with path.open("rb") as file:

@@ -169,7 +169,7 @@ def get_event_storage() -> EventStorage:
 
     if _STORAGES:
         return _STORAGES[-1]
-    assert running_trainers, "get_event_storage() was called outside `with EventStorage(...)` and outside a training"
+    assert running_trainers, "get_event_storage() was called outside a training run and `with EventStorage(...)`"
     return running_trainers[-1].storage
 
 

@@ -66,7 +66,7 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer, iters_per_epoch: int) -> 
         raise ConfigError(
             f"build_lr_scheduler: expected a schedule over epochs, got SOLVER.SCHED={cfg.SOLVER.SCHED} with "
             f"SOLVER.SWA.ENABLED={cfg.SOLVER.SWA.ENABLED}.\n"
-            "  fix: use fastamp.solver.build_lr_schedule, or set SOLVER.SCHED MultiStepLR and SOLVER.SWA.ENABLED False"
+            "  fix: use fastamp.solver.build_lr_schedule, or set SOLVER.SCHED to MultiStepLR, SOLVER.SWA to False"
         )
 
     def warmup(base_lr: float, calls: int) -> float:

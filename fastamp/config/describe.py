@@ -16,9 +16,9 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
     """Describe config keys by section, with default, description and constraints, in lines of at most 100 columns.
 
     Args:
-        prefix: a section or a key, in any case; "" for all. Default "".
-        cfg: config whose keys are described, including a project's; values that differ from the default are shown.
-            Default None: the defaults.
+        prefix: a section or a key, case-insensitive; "" for all keys. Default "".
+        cfg: config whose keys are described, including keys that a project declares; values that differ from the
+            default are shown. Default None: the default config.
 
     Raises:
         ConfigError: if no key or section has this name. The message suggests the nearest one.
@@ -48,7 +48,7 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     Args:
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
             that of ``describe_config``.
-        cfg: config with the keys, including a project's. Default None: the defaults.
+        cfg: config with the keys, including keys that a project declares. Default None: the default config.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
 
     Raises:

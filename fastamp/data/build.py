@@ -383,7 +383,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     if backbone.SIE_VIEWS and (viewids == viewids[0]).all():
         logger.warning(
             "MODEL.BACKBONE.SIE_VIEWS is %d, but all images of %s have view %d.\n"
-            "  fix: use a dataset with several views, or set MODEL.BACKBONE.SIE_VIEWS 0",
+            "  fix: use a dataset with several views, or set MODEL.BACKBONE.SIE_VIEWS to 0",
             backbone.SIE_VIEWS,
             title,
             viewids[0],

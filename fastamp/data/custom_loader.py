@@ -192,7 +192,7 @@ def _labels(dataset: Dataset, *, required_by: str) -> tuple[np.ndarray, np.ndarr
         raise ConfigError(
             f"DATALOADER.SAMPLER_TRAIN={required_by} requires identities and cameras, but "
             f"{type(dataset).__name__} has no list img_items of (path, pid, camid).\n"
-            "  fix: set DATALOADER.SAMPLER_TRAIN TrainingSampler, or pass sampler=..."
+            "  fix: set DATALOADER.SAMPLER_TRAIN to TrainingSampler, or pass sampler=..."
         )
     pids, camids = (np.unique([str(item[column]) for item in items], return_inverse=True)[1] for column in (1, 2))
     return pids, camids

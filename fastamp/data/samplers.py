@@ -25,7 +25,10 @@ class EpochSampler:
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``; every call returns the same indices."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``.
+
+        Calls with the same ``epoch`` return the same indices.
+        """
         raise NotImplementedError
 
 
@@ -53,7 +56,7 @@ class TrainingSampler(EpochSampler):
         return cls(size=len(labels), seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             yield from rng.permutation(self.size).tolist()
@@ -79,7 +82,7 @@ class ImbalancedDatasetSampler(EpochSampler):
         return cls(labels=labels, seed=cfg.SEED)
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             draws = rng.random(len(self._ends)) * self._ends[-1]
@@ -171,7 +174,7 @@ class NaiveIdentitySampler(IdentitySampler):
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
         rng = generator(self.seed, epoch)
         while True:
             chunks = [self._chunk(rng, number) for number in range(len(self.identities))]
@@ -208,7 +211,7 @@ class BalancedIdentitySampler(IdentitySampler):
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
         rng = generator(self.seed, epoch)
         whole_batches = len(self.identities) // self.identities_per_batch * self.identities_per_batch
         while True:
@@ -299,7 +302,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
         )
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """Return the infinite index stream of ``epoch``."""
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
         rng = generator(self.seed, epoch)
         queues: list[list[int]] = [[] for _ in self.identities_per_set]
         while True:

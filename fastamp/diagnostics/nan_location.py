@@ -95,7 +95,7 @@ class NonFiniteLocation:
         if self.kind == "loss-scale overflow":
             scale = f"{self.safe_scale:g}" if self.safe_scale else "a smaller power of two"
             return (
-                f"set SOLVER.AMP.INIT_SCALE {scale} (lower MIN_SCALE if it is larger), or SOLVER.AMP.DTYPE bfloat16, "
+                f"set SOLVER.AMP.INIT_SCALE to {scale} (lower MIN_SCALE if necessary), SOLVER.AMP.DTYPE to bfloat16, "
                 "which uses no loss scale"
             )
         # A function between two layers computes in float32 if its input is float32.

@@ -122,7 +122,7 @@ def describe_evaluation(model: nn.Module, batch: dict[str, Any], policy: Precisi
     if location is None:
         return note
     overflows = location.kind == "forward overflow"
-    return location.describe() + "\n  or:    set SOLVER.AMP.EVAL_DTYPE float32 to evaluate in float32" * overflows
+    return location.describe() + "\n  or:    set SOLVER.AMP.EVAL_DTYPE to float32 to evaluate in float32" * overflows
 
 
 def largest_finite_scale(passes: IsolatedPasses, policy: PrecisionPolicy, start: float) -> float | None:

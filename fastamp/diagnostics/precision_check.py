@@ -267,7 +267,7 @@ def _check_embeddings(
         check.overflow = (
             f"in evaluation the features are not finite in {name}, but finite in float32.\n"
             f"{_describe_location(check.location, note)}\n"
-            "  or:    set SOLVER.AMP.EVAL_DTYPE float32 to evaluate in float32"
+            "  or:    set SOLVER.AMP.EVAL_DTYPE to float32 to evaluate in float32"
         )
     elif low.dim() == 2:
         cosine = embedding_cosine(low, features)

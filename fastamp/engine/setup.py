@@ -102,7 +102,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
 
 
 def set_cublas_workspace(cfg: CfgNode) -> None:
-    """Set the environment variable that cuBLAS requires for deterministic results, if ``DETERMINISTIC`` is True.
+    """Set ``CUBLAS_WORKSPACE_CONFIG``, which cuBLAS requires for deterministic results, if ``DETERMINISTIC`` is True.
 
     PyTorch checks the variable only once, at the first matrix product on a CUDA device in the process. If the variable
     is not set by then, all later matrix products in deterministic mode raise an error. A valid value that the user has

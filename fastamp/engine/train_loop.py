@@ -486,7 +486,7 @@ class SimpleTrainer(TrainerBase):
         self._step_began = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the loop and of the step, the number of applied steps, and the fallback dtype, if any."""
+        """Return the state of the loop and of ``OptimizationStep``, ``steps_taken``, and the fallback dtype, if any."""
         fallback = None
         if self.policy.dtype != self._first_dtype:
             fallback = {"from": dtype_name(self._first_dtype), "to": dtype_name(self.policy.dtype)}

@@ -290,8 +290,8 @@ def check_features(
             )
         if features.dim() != 2 or not len(features) == len(pids) == len(camids):
             raise DataError(
-                f"shape mismatch in the {name} set: expected (N, D) features, N identities and N cameras; got "
-                f"{tuple(features.shape)}, {len(pids)} and {len(camids)}"
+                f"shape mismatch in the {name} set: expected features (N, D), with one identity and camera for each "
+                f"image; got features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras"
             )
         _check_finite(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
@@ -312,7 +312,7 @@ def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None
             f"{name} features are not finite: {len(bad)} of {len(features)} contain NaN or Inf (first indices: "
             f"{', '.join(map(str, bad[:5]))})\n"
             "  cause: training diverged, the weights or normalization buffers are corrupt, or float16 overflowed\n"
-            "  fix: lower SOLVER.BASE_LR or use an earlier checkpoint; with float16, set SOLVER.AMP.EVAL_DTYPE float32"
+            "  fix: lower SOLVER.BASE_LR, or use an older checkpoint; for float16, set SOLVER.AMP.EVAL_DTYPE to float32"
         )
     dtype = torch.float32 if features.dtype != torch.float64 else dtype
     limit = math.sqrt(torch.finfo(dtype).max / features.shape[1]) / 2
@@ -333,7 +333,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
     if curve is None:
         logger.warning(
             "accept rates (TEST.ROC) are not computed, because there are no genuine or no impostor pairs.\n"
-            "  fix: set TEST.ROC False, or use a test set with matches and with several identities"
+            "  fix: set TEST.ROC to False, or use a test set with matches and with several identities"
         )
         return None
     unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
@@ -367,5 +367,5 @@ def _explain_no_match(count: int, protocol: Protocol) -> str:
     return (
         f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
         "  cause: query and gallery have no identity in common, or each identity has images from only one camera\n"
-        "  fix: for images without camera labels, set TEST.PROTOCOL no_camera"
+        "  fix: for images without camera labels, set TEST.PROTOCOL to no_camera"
     )

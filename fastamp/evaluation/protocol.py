@@ -338,7 +338,7 @@ class Protocol:
         if self.trapezoid:
             raise ConfigError(
                 f"TEST.AP_METHOD=trapezoid is not supported with TEST.PROTOCOL={self.rule}, because each query has "
-                "only one match.\n  fix: set TEST.AP_METHOD standard"
+                "only one match.\n  fix: set TEST.AP_METHOD to standard"
             )
 
     @classmethod

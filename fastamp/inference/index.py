@@ -330,7 +330,7 @@ def open_gallery(
     path = Path(gallery).expanduser()
     if path.is_dir():
         raise DataError(
-            f"{path} is a folder; expected the file of an index or an extraction.\n"
+            f"{path} is a folder; expected an index file or a file with extracted features.\n"
             f"  fix: fastamp extract {of.checkpoint if of else 'CHECKPOINT'} {path} -o gallery.npz"
         )
     if path.suffix != ".npz":

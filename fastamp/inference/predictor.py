@@ -344,7 +344,7 @@ class Predictor:
         if not torch.isfinite(features).all():
             raise DataError(
                 f"features are not finite with {self.policy.describe()}.\n"
-                "  fix: set SOLVER.AMP.EVAL_DTYPE float32; if that fails too, use another checkpoint"
+                "  fix: set SOLVER.AMP.EVAL_DTYPE to float32; if that fails too, use another checkpoint"
             )
         return features
 

@@ -73,9 +73,9 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
         file.close()
         if found and time.monotonic() > deadline:
             raise ConfigError(
-                f"{key} {os.fspath(folder)} is locked: another process writes to it.\n"
+                f"{key} {os.fspath(folder)} is locked: another process is writing to it.\n"
                 f"  found: {found}\n"
-                f"  fix:   choose another {key}, or wait until that process ends, or stop it"
+                f"  fix:   choose another {key}, wait until that process ends, or stop it"
             )
         if found:
             time.sleep(0.1)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that stop a training: Ctrl-C, termination by a scheduler, and its warning before that."""
+"""Signals that stop a training run: Ctrl-C, termination by a scheduler, and its warning before that."""
 
 Handler = Callable[[int, Any], Any] | signal.Handlers
 

@@ -72,7 +72,7 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
 def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     """Read the search space from the --space file, else from the default file for the recipe.
 
-    With --scheduler pbt, the default space is limited to keys that can change during a training.
+    With --scheduler pbt, the default space is limited to keys that can change during training.
     """
     if args.space:
         return read_space(args.space, cfg)
@@ -85,7 +85,7 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
 
 
 def largest_value(cfg: CfgNode, space: Space, key: str) -> int:
-    """Return the largest value that a key can have: in the search space, else in the config."""
+    """Return the largest value of ``key`` in the search space; its config value if the space does not contain it."""
     if key in space.parameters:
         return max(space.parameters[key].extremes())
     return next(value for each, value in cfg.keys_below() if each.path == key)

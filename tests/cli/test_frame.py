@@ -153,7 +153,7 @@ def test_fastamp_exits_with_0_on_success_and_2_for_invalid_input(demo, tmp_path,
     assert end.value.code == 2
 
 
-def test_train_and_eval_exit_with_0_and_missing_weights_with_2(demo, tmp_path):
+def test_exit_code_is_0_for_train_and_eval_and_2_if_weights_are_missing(demo, tmp_path):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", *options]) == 0
     assert main(["eval", *options, "MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]) == 0

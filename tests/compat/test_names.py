@@ -445,6 +445,6 @@ def test_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize("name", ["evaluate_rank"])
-def test_cuhk03_protocol_is_refused_with_the_key_to_set(name):
+def test_cuhk03_protocol_error_names_the_config_key_to_set(name):
     with pytest.raises(ConfigError, match="TEST.PROTOCOL"):
         load("fastreid.evaluation", name)(*identities(), use_metric_cuhk03=True)

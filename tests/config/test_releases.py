@@ -222,7 +222,7 @@ def read_layers_of(path):
     yield path.name, dict(leaves(mapping))
 
 
-def test_translation_logs_source_of_values_and_release_defaults(root, caplog):
+def test_converting_an_old_config_logs_translated_keys_and_defaults_of_the_release(root, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         load(root / "v0.1.1/configs/Base-AGW.yml")
     assert "Base-bagtricks.yml: INPUT.DO_PAD True -> INPUT.PADDING.ENABLED True" in caplog.messages

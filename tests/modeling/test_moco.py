@@ -94,7 +94,7 @@ def test_moco_raises_if_batch_is_larger_than_memory_bank():
 # ---- key encoder
 
 
-def test_moco_key_encoder_is_moving_average_of_model_without_gradients():
+def test_moco_key_encoder_is_moving_average_of_model_and_has_no_gradients():
     model = make("MODEL.MOCO.MOMENTUM", "0.9")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     names = {name for name, _ in model.named_parameters()}

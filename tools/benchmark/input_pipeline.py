@@ -144,7 +144,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="training steps on CUDA (default: %(default)s)")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    keep_freed_memory()  # as a training does on a CPU
+    keep_freed_memory()  # as a training run does on a CPU
     print(inspect_environment(device).table())
     if device.type == "cuda":
         rows = []

@@ -40,7 +40,7 @@ KEYS = (
         "TEST.REPORT",
         False,
         "Write OUTPUT_DIR/report.html after each evaluation: results, curves, rank lists and mixed precision in "
-        "one file. --eval-only in the folder of a training writes report_eval.html instead.",
+        "one file. --eval-only in the folder of a training run writes report_eval.html instead.",
     ),
     Key(
         "TEST.PER_QUERY",

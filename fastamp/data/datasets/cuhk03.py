@@ -86,7 +86,8 @@ class CUHK03(ImageDataset):
             raise ConfigError(
                 f"DATASETS.CUHK03.SPLIT must be in 0..{len(splits) - 1} for the {self._protocol} protocol, "
                 f"got {split_id}.\n"
-                f"  fix: set DATASETS.CUHK03.SPLIT 0{'' if self._protocol == 'classic' else ', or CLASSIC True'}"
+                "  fix: set DATASETS.CUHK03.SPLIT to 0"
+                + ("" if self._protocol == "classic" else ", or DATASETS.CUHK03.CLASSIC to True")
             )
         logger.info("CUHK03: %s images, split %d of the %s protocol", self._kind, split_id, self._protocol)
         try:

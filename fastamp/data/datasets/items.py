@@ -146,7 +146,7 @@ class Column:
         return code if self.table is None else self.table[code]
 
     def take(self, rows: np.ndarray | slice) -> "Column":
-        """Return a column with the given rows."""
+        """Return the given rows as a new column."""
         return Column(self.codes[rows], self.table)
 
     def unique(self) -> tuple[list[Any], np.ndarray]:

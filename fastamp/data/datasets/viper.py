@@ -57,7 +57,7 @@ class VIPeR(FilenameDataset):
     def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:
         if not 0 <= split < SPLITS:
             raise ConfigError(
-                f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}.\n  fix: set DATASETS.VIPER.SPLIT 0"
+                f"DATASETS.VIPER.SPLIT must be in 0..{SPLITS - 1}, got {split}.\n  fix: set DATASETS.VIPER.SPLIT to 0"
             )
         super().__init__(root)
         self._number = split

@@ -174,7 +174,7 @@ class GaussianBlur(BatchTransform):
         if blur.KERNEL_SIZE % 2 == 0:
             raise ConfigError(
                 f"INPUT.BLUR.KERNEL_SIZE must be odd, got {blur.KERNEL_SIZE}.\n"
-                f"  fix: set INPUT.BLUR.KERNEL_SIZE {blur.KERNEL_SIZE + 1}"
+                f"  fix: set INPUT.BLUR.KERNEL_SIZE to {blur.KERNEL_SIZE + 1}"
             )
         if blur.SIGMA[0] > blur.SIGMA[1]:
             raise ConfigError(
@@ -189,7 +189,7 @@ class GaussianBlur(BatchTransform):
             raise ConfigError(
                 f"INPUT.BLUR.KERNEL_SIZE must be odd and at most {2 * min(size) - 1} for images of size {list(size)}, "
                 f"got {self.kernel_size}.\n"
-                f"  fix: set INPUT.BLUR.KERNEL_SIZE {2 * min(size) - 1}"
+                f"  fix: set INPUT.BLUR.KERNEL_SIZE to {2 * min(size) - 1}"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:

@@ -167,7 +167,7 @@ class PadAndRandomCrop(BatchTransform):
             raise ConfigError(
                 f"INPUT.PADDING.SIZE must be in 0..{largest} for mode {self.mode!r} and images of size {list(size)}, "
                 f"got {self.padding}.\n"
-                f"  fix: set INPUT.PADDING.SIZE {largest}, or INPUT.PADDING.MODE constant"
+                f"  fix: set INPUT.PADDING.SIZE to {largest}, or INPUT.PADDING.MODE constant"
             )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:

@@ -91,7 +91,7 @@ class FreezeClassifier(HookBase):
         if not self._parameters:
             raise ConfigError(
                 f"SOLVER.FREEZE_FC_ITERS is {iterations}, but no head of the model has a classifier.\n"
-                "  fix: set SOLVER.FREEZE_FC_ITERS 0"
+                "  fix: set SOLVER.FREEZE_FC_ITERS to 0"
             )
         self.iterations = iterations
         self._frozen = False

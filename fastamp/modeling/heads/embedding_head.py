@@ -186,12 +186,12 @@ class EmbeddingHead(nn.Module):
         if has_fc:
             notes.append(
                 "torchreid's features are the output of its fc layer, which MODEL.HEADS.NAME EmbeddingHead does not "
-                "have: set MODEL.HEADS.NAME FCHead to reproduce them"
+                "have: set MODEL.HEADS.NAME to FCHead to reproduce them"
             )
         if any(key.startswith("b1.") for key in state):
             notes.append(
                 "TransReID trained the copies of the last block in its JPM, not the last block of the backbone, which "
-                "MODEL.HEADS.NAME EmbeddingHead uses: set MODEL.HEADS.NAME JPMHead to reproduce its features"
+                "MODEL.HEADS.NAME EmbeddingHead uses: set MODEL.HEADS.NAME to JPMHead to reproduce its features"
             )
         number = len(self.bottleneck) - 1  # index of the batch norm
         renamed = {}

@@ -17,7 +17,7 @@ LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 def build_losses(cfg: Any) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
-    A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> ()``, where
+    A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
     ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
     compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
     all ranks.

@@ -33,7 +33,7 @@ def center_loss(features: torch.Tensor, targets: torch.Tensor, centers: torch.Te
         centers (torch.Tensor): (K, D) float32.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     return (features - centers[targets]).square().sum(1).mean()
 

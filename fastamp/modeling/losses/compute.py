@@ -28,7 +28,7 @@ class Losses(nn.ModuleDict):
         self.gather = gather
 
     def forward(self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute the losses, name -> () float32, from the outputs of the head in training mode."""
+        """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
         return compute_losses(self, outputs, targets, gather=self.gather)
 
 
@@ -42,7 +42,7 @@ def compute_losses(
     """Compute each loss from the outputs of a head. If a head returns several outputs, each loss is a weighted sum.
 
     Args:
-        losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> ()``.
+        losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> scalar``.
         outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode, or a list of (weight,
             outputs).
         targets (torch.Tensor): (B,) int64 class labels.
@@ -51,7 +51,7 @@ def compute_losses(
             average over the subsets of all ranks together.
 
     Returns:
-        dict[str, torch.Tensor]: loss name -> () float32.
+        dict[str, torch.Tensor]: loss name -> scalar float32.
     """
     if isinstance(outputs, list):
         per_output = [

@@ -44,7 +44,7 @@ def cross_entropy_total(
         alpha (float): factor of the adaptive smoothing. Default 0.2.
 
     Returns:
-        tuple[torch.Tensor, torch.Tensor]: ``(sum, count)``, () float32 and () int64.
+        tuple[torch.Tensor, torch.Tensor]: ``(sum, count)``, scalar float32 and () int64.
     """
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
@@ -64,7 +64,7 @@ def cross_entropy_loss(
         logits, targets, epsilon, alpha: see ``cross_entropy_total``.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     total, count = cross_entropy_total(logits, targets, epsilon=epsilon, alpha=alpha)
     return total / count.clamp(min=1)

@@ -19,7 +19,7 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, *, temperatu
         temperature (float): T, divisor of the logits of student and teacher. Default 16.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     log_s, log_t = (F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher))
     return ((log_t.exp() - log_s.exp()) * (log_t - log_s)).sum(1).mean() * (temperature**2 / 2)

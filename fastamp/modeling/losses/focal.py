@@ -35,7 +35,7 @@ def focal_loss(logits: torch.Tensor, targets: torch.Tensor, alpha: float = 0.25,
         gamma (float): focusing parameter, at least 0. Default 2.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     right = F.log_softmax(logits, dim=1).gather(1, targets[:, None]).squeeze(1)
     # expm1 avoids cancellation in 1 - p. The clamp avoids 0, where the gradient of the power can be infinite.

@@ -59,7 +59,7 @@ def pairwise_circle_loss(
         gamma (float): scale factor of the similarities. Default 128.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()
@@ -84,7 +84,7 @@ def pairwise_cosface(
         gamma (float): scale factor of the similarities. Default 128.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()

@@ -54,7 +54,7 @@ class PMLLoss(nn.Module):
     Learned weights of the loss, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
 
     Args:
-        loss (nn.Module): module with ``forward(embeddings, labels, indices_tuple) -> ()``.
+        loss (nn.Module): module with ``forward(embeddings, labels, indices_tuple) -> scalar``.
         miner (nn.Module | None): module with ``forward(embeddings, labels) -> indices_tuple``; None uses all pairs.
         loss_name (str): name of the loss in the logs.
         scale (float): weight of this loss in the total loss.

@@ -36,7 +36,7 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
         temperature (float): T, greater than 0. Default 0.1.
 
     Returns:
-        torch.Tensor: () float32; 0 if no anchor has a positive.
+        torch.Tensor: scalar float32; 0 if no anchor has a positive.
     """
     normalized = F.normalize(features, dim=1)
     diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)

@@ -107,7 +107,7 @@ def triplet_loss(
             wrong for distances above about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
 
     Returns:
-        torch.Tensor: () float32.
+        torch.Tensor: scalar float32.
 
     Raises:
         ConfigError: if ``weighting`` is unknown.

@@ -21,7 +21,7 @@ class Baseline(ImageModel):
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
         heads (nn.Module): head, e.g. ``EmbeddingHead``.
-        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> ()``.
+        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
         gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
     """
 
@@ -76,7 +76,7 @@ class Baseline(ImageModel):
                 images.
 
         Returns:
-            In evaluation mode the features (B, D), float32; in training mode a dict, loss name -> () float32.
+            In evaluation mode the features (B, D), float32; in training mode a dict, loss name -> scalar float32.
         """
         batch = self.as_batch(batch)
         maps = self.feature_maps(batch)
@@ -96,7 +96,7 @@ class Baseline(ImageModel):
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """Compute the losses, name -> () float32, from the outputs of the head in training mode."""
+        """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
         return self.losses(outputs, targets)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:

@@ -34,16 +34,16 @@ class MGN(ImageModel):
 
     A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
     blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for the whole feature map. In
-    addition, branch 2 has two heads for the upper and lower half of its feature map, and branch 3 has three heads for
-    the thirds. As in FastReID, each head has a separate reduction and classifier. A classification loss is averaged
-    over the eight heads. A loss over pairs is averaged over five features: the feature of each of the three whole
+    addition, branch 2 has two heads, for the upper and lower halves of its feature map, and branch 3 has three heads,
+    one for each third. As in FastReID, each head has a separate reduction and classifier. A classification loss is
+    averaged over the eight heads. A loss over pairs is averaged over five features: the feature of each of the three whole
     feature maps, the concatenated features of the halves, and the concatenated features of the thirds.
 
     Args:
         backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
             branches.
         heads (dict[str, nn.Module]): name in ``HEADS`` -> head.
-        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> ()``.
+        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
         gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
         pixels: ``pixel_mean`` and ``pixel_std``; see ``ImageModel``.
     """
@@ -124,7 +124,7 @@ class MGN(ImageModel):
 
         Returns:
             In evaluation mode the features of all heads, (B, 8 D), float32, concatenated in the order of ``HEADS``. In
-            training mode a dict, ``<loss name>_<head>`` -> () float32.
+            training mode a dict, ``<loss name>_<head>`` -> scalar float32.
         """
         batch = self.as_batch(batch)
         maps = self._head_maps(batch)

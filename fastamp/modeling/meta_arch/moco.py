@@ -180,7 +180,7 @@ class MemoryBank(nn.Module):
             targets (torch.Tensor): (B,) int64 class labels.
 
         Returns:
-            torch.Tensor: () float32.
+            torch.Tensor: scalar float32.
 
         Raises:
             ConfigError: if the batches of all ranks together contain more images than the memory bank has slots.

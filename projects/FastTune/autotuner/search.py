@@ -22,7 +22,7 @@ from fastamp.utils.errors import ConfigError, writing
 
 ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
 SCHEDULERS = ("asha", "hyperband", "pbt", "none")
-# Keys that may change when a training continues from a checkpoint; all other keys must stay the same.
+# Keys that may change when a run resumes from a checkpoint; all other keys must stay the same.
 MUTABLE = (
     "SOLVER.BASE_LR",
     "SOLVER.*_LR_FACTOR",
@@ -40,7 +40,7 @@ EARLIER = {"refine": "search"}
 
 
 def is_mutable(key: str) -> bool:
-    """Return True if the key can change during a training."""
+    """Return True if the key can change during training."""
     return any(fnmatchcase(key, pattern) for pattern in MUTABLE)
 
 
@@ -73,7 +73,7 @@ class Search:
 
     Raises:
         ConfigError: if the algorithm and the scheduler are incompatible, or the scheduler is ``"pbt"`` and the space
-            contains keys that cannot change during a training.
+            contains keys that cannot change during training.
     """
 
     title: str
@@ -110,7 +110,7 @@ class Search:
         fixed = [key for key in self.space.parameters if not is_mutable(key)]
         if fixed:
             raise ConfigError(
-                f"--scheduler pbt changes values during a training, but {', '.join(fixed)} cannot change.\n"
+                f"--scheduler pbt changes values during training; {', '.join(fixed)} must stay constant.\n"
                 f"  fix: search only {', '.join(MUTABLE)}, or choose another --scheduler"
             )
 

@@ -56,7 +56,7 @@ class Parameter:
     values: tuple[Any, ...]
 
     def decode(self, number: Any) -> Any:
-        """Convert a sampled number to a value: choices and steps are sampled by index."""
+        """Convert a sampled number to a parameter value. For choices and stepped ranges, the number is an index."""
         number = plain(number)
         if self.kind == "choice":
             return self.values[int(number)]

@@ -1,4 +1,4 @@
-"""Trial of a search: a training with DefaultTrainer that reports after each evaluation."""
+"""Trial of a search: a training run with DefaultTrainer that reports after each evaluation."""
 
 import gc
 import json
