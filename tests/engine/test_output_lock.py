@@ -47,7 +47,10 @@ def test_second_training_run_exits_with_2_and_names_the_lock_holder(running, cap
     before = content(folder)
     assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1")]) == 2
     stderr = capsys.readouterr().err
-    assert f"error: OUTPUT_DIR {folder} is locked: another process writes to it" in stderr and "Traceback" not in stderr
+    assert (
+        f"error: OUTPUT_DIR {folder} is locked: another process is writing to it" in stderr
+        and "Traceback" not in stderr
+    )
     assert f"process {process.pid} on " in stderr and "since 20" in stderr and "fix: " in stderr
     assert content(folder) == before | {"log.txt": b""}
     with pytest.raises(ConfigError, match=f"process {process.pid}"):  # as a script without default_setup
@@ -86,7 +89,7 @@ def test_multi_process_run_locks_output_dir_on_rank_0(running, demo_root):
     words, root = (HELPERS / "ranks.py", folder, "2", "SOLVER.AMP", "off"), {"FASTAMP_DATASETS": str(demo_root)}
     run = preloaded.run(*words, **root)
     assert run.returncode == 2 and "Traceback" not in run.stderr, run.stderr
-    assert run.stderr.count("another process writes to it") == 1 and f"process {process.pid}" in run.stderr
+    assert run.stderr.count("another process is writing to it") == 1 and f"process {process.pid}" in run.stderr
     process.kill()
     process.join()
     run = preloaded.run(*words, "SOLVER.MAX_EPOCH", "1", **root)

@@ -36,8 +36,8 @@ class MGN(ImageModel):
     blocks. The last stage of branches 2 and 3 has stride 1. Each branch has a head for the whole feature map. In
     addition, branch 2 has two heads, for the upper and lower halves of its feature map, and branch 3 has three heads,
     one for each third. As in FastReID, each head has a separate reduction and classifier. A classification loss is
-    averaged over the eight heads. A loss over pairs is averaged over five features: the feature of each of the three whole
-    feature maps, the concatenated features of the halves, and the concatenated features of the thirds.
+    averaged over the eight heads. A loss over pairs is averaged over five features: the feature of each of the three
+    whole feature maps, the concatenated features of the halves, and the concatenated features of the thirds.
 
     Args:
         backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
