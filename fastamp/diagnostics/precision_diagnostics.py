@@ -219,7 +219,7 @@ class PrecisionDiagnostics:
     ) -> str:
         message = "pre-flight: " + report.problem
         if not report.in_float32:
-            message += "\n  or:    set SOLVER.AMP.PREFLIGHT to fallback, to use a precision that passes; or SOLVER.AMP to False"
+            message += "\n  or:    set SOLVER.AMP.PREFLIGHT to fallback, or SOLVER.AMP to False"
         if report.kernel:  # a replay of the training step would not reproduce it
             return message
         return self._with_file(
