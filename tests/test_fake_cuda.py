@@ -64,10 +64,11 @@ def tiny_config(*opts):
 
 
 def make_trainer(cfg, model, dtype=torch.bfloat16, **options):
-    policy = PrecisionPolicy("cuda", dtype)
+    policy, batches = PrecisionPolicy("cuda", dtype), Batches(tuple(cfg.INPUT.SIZE_TRAIN))
+    batches.batch["images"] = batches.batch["images"].to(DEVICE)  # as the data loader does
     return SimpleTrainer(
         model,
-        Batches(tuple(cfg.INPUT.SIZE_TRAIN)),
+        batches,
         list(build_optimizers(cfg, model).values()),
         policy=policy,
         scaler=LossScaler() if policy.needs_loss_scaling else None,
@@ -81,7 +82,9 @@ def train(cfg, monkeypatch, dtype=torch.bfloat16, answer=lambda count: [1.0] * c
     model = build_model(cfg)
     with fake_cuda(monkeypatch, answer) as reads:
         trainer = make_trainer(cfg, to_fake_cuda(model), dtype)
+        uploads = reads.uploads
         trainer.train(0, 1, STEPS)
+        assert reads.uploads - uploads == STEPS  # the targets
         return trainer, reads.count
 
 

@@ -67,4 +67,5 @@ def test_each_failure_is_reproduced_in_plain_pytorch(cases):
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parent.glob("test_*failures*.py")), ids=lambda path: path.stem)
 def test_each_test_of_a_failure_names_its_case(path):
-    assert [name for name, (cases, _) in marked_tests(path).items() if not cases] == []
+    unmarked = [name for name, (cases, _) in marked_tests(path).items() if not cases]
+    assert unmarked == [], f'add @pytest.mark.failure("case"), where case is a row of the table in {GUIDE}'
