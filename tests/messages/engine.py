@@ -16,11 +16,12 @@ from torch import nn
 from fastamp.amp import LossScaler
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.preflight import preflight
-from fastamp.engine import DefaultTrainer, HookBase, SimpleTrainer, launch
+from fastamp.engine import DefaultTrainer, HookBase, SimpleTrainer, default_setup, launch
 from fastamp.engine.dry_run import dry_run
 from fastamp.engine.hooks import FreezeClassifier
 from fastamp.modeling import BACKBONE_REGISTRY, META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch import Baseline
+from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 
 SITES = ["fastamp/engine", "fastamp/diagnostics"]
@@ -310,6 +311,13 @@ def processes(record, patch):
         for name, value in {"WORLD_SIZE": "2", "RANK": "7", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}.items():
             environment.setenv(name, value)
         launch(print)
+    with patch.context() as environment:
+        environment.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+        record.train("DETERMINISTIC", "True")
+    with record("DIST_TIMEOUT_MINUTES 5, a process group with another timeout"), patch.context() as group:
+        for name, value in {"is_distributed": True, "get_world_size": 2, "get_rank": 0}.items():
+            group.setattr(comm, name, lambda value=value: value)
+        default_setup(tiny.tiny_config(record.root / "several", "DIST_TIMEOUT_MINUTES", "5"))
 
 
 def files(record):
