@@ -117,3 +117,26 @@ def test_set_tf32_sets_allow_tf32_in_pytorch_versions_without_fp32_precision(all
         assert matmul.allow_tf32 is False
         raise KeyError
     assert matmul.allow_tf32 is allowed
+
+
+CUDA_SCRIPT = """
+import sys
+import torch
+from fastamp.amp.tf32 import set_tf32
+
+exec(sys.argv[1])
+set_tf32(False)
+torch.manual_seed(0)
+images, filters = torch.randn(8, 64, 16, 16), torch.randn(64, 64, 3, 3)
+rows = torch.randn(256, 512)
+for function, args in ((torch.conv2d, (images, filters)), (torch.mm, (rows, rows.t()))):
+    exact = function(*(each.double() for each in args))
+    error = (function(*(each.cuda() for each in args)).cpu() - exact).abs().max() / exact.abs().max()
+    assert error < 1e-5, (function, error)  # about 3e-4 in TF32
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("before", list(EARLIER_SETTINGS))
+def test_convolutions_and_products_on_cuda_are_float32_without_tf32(before):
+    subprocess.run([sys.executable, "-c", CUDA_SCRIPT, EARLIER_SETTINGS[before]], check=True)

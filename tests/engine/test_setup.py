@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 
@@ -114,3 +115,25 @@ def test_matrix_product_before_deterministic_setup_raises_explained_error(result
     )
     explained = str(explain_device_error(error, "iteration 7", {}, IN_TRAINING))
     assert all(word in explained for word in ("DETERMINISTIC", "iteration 7", f"{NAME}=:4096:8", "fix:"))
+
+
+CUDA_SCRIPT = """
+import sys
+import torch
+from fastamp.cli import main
+from fastamp.config import read_config
+from fastamp.engine import default_setup
+
+main(["doctor", "--env", *sys.argv[1:]])
+default_setup(read_config("", sys.argv[1:]))
+matrix = torch.ones(2, 2, device="cuda")
+print((matrix @ matrix).sum().item())
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cublas_is_deterministic_after_the_doctor(tmp_path, monkeypatch):
+    monkeypatch.delenv(NAME, raising=False)
+    options = ["MODEL.DEVICE", "cuda", "OUTPUT_DIR", str(tmp_path), "DETERMINISTIC", "True"]
+    done = subprocess.run([sys.executable, "-c", CUDA_SCRIPT, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "8.0" in done.stdout, done.stderr
