@@ -239,7 +239,7 @@ class Augmentation:
         Returns:
             Tensor: (B, C, H, W) uint8; the height and width may differ from those of ``images``.
         """
-        if self.transforms and images.device.type != "cpu":
+        if self.transforms and images.is_cuda:
             parameters = upload(parameters, images.device)
         for transform, transform_parameters in zip(self.transforms, parameters, strict=True):
             images = transform.apply(images, transform_parameters)

@@ -184,13 +184,13 @@ class _TorchvisionOperations(TorchvisionTransform):
 
         Returns:
             dict: ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``:
-                (B, steps) float64; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations
+                (B, steps) float32; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations
                 that are not affine.
         """
         parameters = super().parameters(uniforms, size)
         shape = (len(uniforms), self.steps)
         operation = torch.full(shape, _OPERATIONS.index("Identity"))
-        magnitude, matrix = torch.zeros(shape, dtype=torch.float64), torch.zeros(*shape, 3, 2)
+        magnitude, matrix = torch.zeros(shape), torch.zeros(*shape, 3, 2)
         with _preserve_global_rng():
             for number in _seed_each(parameters):
                 for step, (name, value) in enumerate(self.transform.draw(size)):
