@@ -34,7 +34,10 @@ def overhead():
         yield module
 
 
-@pytest.mark.parametrize("opts", [(), ("SOLVER.CLIP_GRADIENTS.ENABLED", "True")])
+CLIP = ("SOLVER.CLIP_GRADIENTS.ENABLED", "True")
+
+
+@pytest.mark.parametrize("opts", [(), CLIP, ("--dtype", "float16", *CLIP, "SOLVER.AMP.INIT_SCALE", "64")])
 def test_both_loops_train_the_same_weights(overhead, monkeypatch, tmp_path, opts):
     models = []
     build = overhead.build_model

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from train_step import batches, config
 
-from fastamp.amp import LossScaler, PrecisionPolicy, resolve_device
+from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
@@ -69,24 +69,20 @@ def bare_step(args: argparse.Namespace) -> Callable[[], None]:
     device = next(model.parameters()).device
     optimizer, source = build_optimizer(cfg, model), batches(args)
     policy, clip = PrecisionPolicy.from_config(cfg, device), build_gradient_clipping(cfg)
-    scaler = LossScaler.from_config(cfg, policy)
-    scaler = torch.amp.GradScaler(device.type, init_scale=scaler.scale) if scaler else None
+    scale = cfg.SOLVER.AMP.INIT_SCALE
+    scaler = torch.amp.GradScaler(device.type, init_scale=scale, enabled=policy.needs_loss_scaling)
     model.train()
 
     def step() -> None:
         with policy.autocast():
             loss = sum(model(next(source)).values())
-        (scaler.scale(loss) if scaler else loss).backward()
+        scaler.scale(loss).backward()
         if clip:
-            if scaler:
-                scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             clip(gradients, torch.nn.utils.get_total_norm(gradients))
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
 
     return step
