@@ -1,7 +1,7 @@
 """Build train and test data loaders from a config."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
-from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +78,32 @@ def build_reid_train_loader(
         relabel=True,
         augment=cfg.INPUT.AUGMENT_ON == "worker",
         skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
+        sources=datasets,
     )
     _check_camera_view_ids(cfg, dataset, cfg.DATASETS.NAMES)
     check_files(dataset.items, datasets, skip=dataset.skip_corrupt)
+    sets = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
+    batch_sampler = _build_batch_sampler(cfg, dataset, sets, start_iter, rank, world_size)
+    if rank == 0:
+        for each in datasets:
+            names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
+            log_splits(each, {name: getattr(each, name) for name in names})
+        logger.info(
+            "training set: %d images, %d identities; one epoch is %d iterations of %d images",
+            len(dataset),
+            dataset.num_classes,
+            batch_sampler.iters_per_epoch,
+            cfg.SOLVER.IMS_PER_BATCH,
+        )
+    num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
+    _attach_cache(dataset, cfg)
+    return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
+
+
+def _build_batch_sampler(
+    cfg: Any, dataset: ReidDataset, sets: np.ndarray, start_iter: int, rank: int, world_size: int
+) -> EpochBatchSampler:
+    """Build the batch sampler of a training set; ``sets`` is the index of the dataset of each image."""
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
@@ -97,10 +120,10 @@ def build_reid_train_loader(
         cfg,
         labels=dataset.labels,
         camids=dataset.camids,
-        sets=np.repeat(np.arange(len(parts)), [len(part) for part in parts]),
+        sets=sets,
         world_size=world_size,
     )
-    batch_sampler = EpochBatchSampler(
+    return EpochBatchSampler(
         sampler,
         batch_size=batch_size,
         iters_per_epoch=len(dataset) // max(1, batch_size),
@@ -108,20 +131,67 @@ def build_reid_train_loader(
         world_size=world_size,
         start_iter=start_iter,
     )
-    if rank == 0:
-        for each in datasets:
-            names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
-            log_splits(each, {name: getattr(each, name) for name in names})
-        logger.info(
-            "training set: %d images, %d identities; one epoch is %d iterations of %d images",
-            len(dataset),
-            dataset.num_classes,
-            batch_sampler.iters_per_epoch,
-            batch_size,
-        )
-    num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-    _attach_cache(dataset, cfg)
-    return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
+
+
+def find_training_problems(dataset: ImageDataset, cfg: Any) -> list[str]:
+    """List what would stop a training or an evaluation of this config on ``dataset``.
+
+    Files are read only if the config keeps the aspect ratio, until two images of different sizes are found.
+
+    Args:
+        dataset (ImageDataset): dataset to check.
+        cfg (CfgNode): config of the run; DATASETS.NAMES and DATASETS.TESTS are ignored.
+
+    Returns:
+        list[str]: error messages.
+    """
+    problems: list[str] = []
+    if dataset.train:
+        train = PackedItems.of(dataset.train)
+        _collect_problem(problems, _check_training_set, cfg, train, dataset)
+    test = [PackedItems.of(items) for items in (dataset.query, dataset.gallery) if items]
+    if len(test) == 2:
+        _collect_problem(problems, _check_test_set, cfg, PackedItems.concat(test), dataset)
+    return problems
+
+
+def _collect_problem(problems: list[str], check: Callable[..., None], *args: Any) -> None:
+    try:
+        check(*args)
+    except UserError as error:
+        problems.append(str(error))
+
+
+def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
+    cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
+    transforms = build_transforms(cfg, is_train=True)
+    dataset = ReidDataset(items, transforms, relabel=True, sources=[source])
+    _check_camera_view_ids(cfg, dataset, [source.title])
+    _build_batch_sampler(cfg, dataset, np.zeros(len(dataset), dtype=np.int64), 0, 0, 1)
+    _check_equal_sizes(dataset, cfg.SOLVER.IMS_PER_BATCH)
+
+
+def _check_test_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
+    cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
+    dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=False, sources=[source])
+    _check_camera_view_ids(cfg, dataset, [source.title])
+    _check_equal_sizes(dataset, cfg.TEST.IMS_PER_BATCH)
+
+
+def _check_equal_sizes(dataset: ReidDataset, batch_size: int) -> None:
+    """Load two images of different aspect ratios in one batch, if the resize keeps the aspect ratio."""
+    if batch_size < 2 or dataset.transforms.resize.output_size is not None:
+        return
+    shapes: dict[tuple[int, int], int] = {}
+    for row in range(len(dataset)):
+        try:
+            height, width = dataset.read(row).shape[1:]
+        except DataError:
+            continue  # reported as unreadable
+        shapes.setdefault((height, width), row)
+        if len(shapes) == 2:
+            dataset.__getitems__([(0, place, row) for place, row in enumerate(shapes.values())])
+            return
 
 
 def build_reid_test_loader(
@@ -167,7 +237,7 @@ def build_reid_test_loader(
                 f"  fix: add {split} images, or remove the dataset from DATASETS.TESTS"
             )
     items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
-    dataset = ReidDataset(items, transforms, relabel=False)
+    dataset = ReidDataset(items, transforms, relabel=False, sources=[source])
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
@@ -194,13 +264,14 @@ def build_reid_test_loader(
     return loader, len(source.query)
 
 
-def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
+def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> ImageDataset:
     """Build a dataset from its name in the config.
 
     Args:
         name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
         cfg (CfgNode, optional): config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the
             default config.
+        skip_invalid (bool): exclude invalid lines of a CSV file; see ``CsvDataset``. Default False.
 
     Returns:
         ImageDataset: the dataset, whose splits may be read at first use.
@@ -212,7 +283,8 @@ def build_dataset(name: str, cfg: Any = None) -> ImageDataset:
     cfg = get_cfg() if cfg is None else cfg
     kind, colon, path = name.partition(":")
     if colon and kind in PATH_DATASETS:
-        return PATH_DATASETS[kind].from_config(cfg, path)
+        options = {"skip_invalid": True} if skip_invalid and kind == "csv" else {}
+        return PATH_DATASETS[kind].from_config(cfg, path, **options)
     if colon and name not in DATASET_REGISTRY:
         raise ConfigError(
             f"DATASETS.NAMES: unknown prefix {kind!r} in {name!r}; choices: {', '.join(PATH_DATASETS)}."

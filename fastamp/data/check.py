@@ -1,9 +1,12 @@
 """Check datasets for unreadable images, conflicting labels, duplicates across splits and queries without a match."""
 
+import csv
 import hashlib
 import io
+import logging
+import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,16 +17,24 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
+from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, check_pixels, open_with_pil, read_image
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import DataError
-from fastamp.utils.files import check_not_device
+from fastamp.utils.errors import DataError, writing
+from fastamp.utils.files import check_not_device, write_atomically
+from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "query", "gallery")
 # Difference hash of 256 bits: each compares neighboring cells of a 16 x 17 grid. Measured on the demo dataset: resized
 # and recompressed copies differ in 8 to 27 bits (medians; at most 39), different images in at least 49.
 _HASH_SIDE, _NEAR_DUPLICATE_BITS = 16, 30
+HASH_BITS = _HASH_SIDE**2
+# Near-duplicates differ in fewer bits than this fraction of the distance below which 1 % of the pairs of different
+# identities are. Images of one fixed camera, whose background is equal, differ in few bits.
+_FRACTION_OF_DIFFERENT, _PERCENTILE, _SAMPLED_PAIRS = 0.6, 1, 20_000
 _MAX_EXAMPLES = 5
 
 
@@ -36,12 +47,16 @@ class Finding:
         examples (list[str]): the first occurrences, one line each.
         count (int): number of occurrences.
         is_error (bool): True if the problem makes results wrong, False for a warning.
+        fix (str): what to change.
+        excluded (frozenset): ``(split, row)`` of the images that ``write_clean`` excludes.
     """
 
     fault: str
     examples: list[str]
     count: int
     is_error: bool = True
+    fix: str = ""
+    excluded: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass
@@ -53,11 +68,13 @@ class Report:
             counts.
         findings (list[Finding]): problems, errors first.
         sizes (Counter): (width, height) -> number of images.
+        notes (list[str]): how near-duplicates were found.
     """
 
     rows: list[tuple[str, int, int, int]]
     findings: list[Finding] = field(default_factory=list)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def has_errors(self) -> bool:
@@ -75,13 +92,22 @@ class _ImageSummary:
     hash_bits: np.ndarray | None = None
 
 
-def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Report:
+def check_dataset(
+    dataset: ImageDataset,
+    *,
+    max_pixels: int = MAX_PIXELS,
+    near_duplicate_bits: int | None = None,
+    training_problems: Sequence[str] = (),
+) -> Report:
     """Read every image in a dataset and check the labels and splits.
 
     Args:
         dataset (ImageDataset): dataset to check.
         max_pixels (int): maximum width x height of an image; larger images are reported as unreadable. Default
             100,000,000.
+        near_duplicate_bits (int, optional): maximum number of different bits, of ``HASH_BITS``, between the hashes of
+            near-duplicates. Default: 30, or fewer if the images of different identities are similar.
+        training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
 
     Returns:
         Report: image counts, image sizes and findings.
@@ -98,22 +124,83 @@ def check_dataset(dataset: ImageDataset, *, max_pixels: int = MAX_PIXELS) -> Rep
         )
         summaries = dict(zip(images, inspected, strict=True))
     report.sizes.update(each.size for each in summaries.values() if not each.fault)
+    checked = _CheckedDataset(dataset, splits, summaries)
     report.findings += [
-        *_find_unreadable(summaries),
-        *_find_shared_identities(dataset, splits),
-        *_find_unmatched_queries(splits.get("query", []), splits.get("gallery", [])),
-        *_find_duplicates(splits, summaries),
-        *_find_conflicting_labels(splits, summaries),
-        *_find_rare_identities(splits.get("train", [])),
+        *_find_invalid_lines(dataset),
+        *checked.find_unreadable(),
+        *checked.find_shared_identities(),
+        *checked.find_unmatched_queries(),
+        *checked.find_duplicates(near_duplicate_bits, report.notes),
+        *checked.find_conflicting_labels(),
+        *checked.find_rare_identities(),
+        *checked.find_missing_splits(),
+        *_findings("problems that would stop a run", list(training_problems), is_error=False),
     ]
     report.findings.sort(key=lambda finding: not finding.is_error)
     return report
+
+
+def write_clean(dataset: ImageDataset, report: Report, path: Path) -> tuple[int, int]:
+    """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
+
+    The file has the columns of ``CsvDataset``, and the further columns of the CSV file that ``dataset`` was read from.
+    A random split is written as the column ``split``. Queries without a match in the remaining gallery are excluded,
+    too.
+
+    Args:
+        dataset (ImageDataset): dataset to write.
+        report (Report): result of ``check_dataset``.
+        path (Path): CSV file to write. Paths below its folder are written relative to it.
+
+    Returns:
+        ``(number of images in the file, number of excluded images)``.
+
+    Raises:
+        DataError: if no images remain.
+        WriteError: if the file cannot be written.
+    """
+    excluded = {each for finding in report.findings for each in finding.excluded}
+    kept = {
+        split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
+        for split in SPLITS
+    }
+    total = sum(len(getattr(dataset, split)) for split in SPLITS)
+    cameras = _cameras_of(item for _, item in kept["gallery"])
+    kept["query"] = [(row, item) for row, item in kept["query"] if cameras.get(item.pid, set()) - {item.camid}]
+    if not any(kept.values()):
+        raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
+    is_csv = isinstance(dataset, CsvDataset)
+    extra_names, extra_values = dataset.unused_columns() if is_csv else ([], {})
+    has_cameras = getattr(dataset, "has_cameras", True)
+    has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
+    folder = os.path.abspath(path.parent)
+    lines = []
+    for split, items in kept.items():
+        for row, item in items:
+            number = dataset.line(split, row) if is_csv else len(lines)
+            image = os.path.abspath(item.path)
+            if os.path.commonpath((folder, image)) == folder:
+                image = os.path.relpath(image, folder)
+            values = [image, dataset.identity(item.pid), split]
+            values += [dataset.camera(item.camid)] if has_cameras else []
+            values += (item.box or ("",) * 4) if has_boxes else []
+            lines.append((number, [*values, *extra_values.get(number, ())]))
+    header = ["path", "pid", "split", *["camid"] * has_cameras, *["x0", "y0", "x1", "y1"] * has_boxes, *extra_names]
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([header, *(values for _, values in sorted(lines, key=lambda line: line[0]))])
+        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+    return len(lines), total - len(lines)
 
 
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
     """Write a PNG with sample images, one row per identity: training identities, then query identities.
 
     Each query row shows the query images of an identity, framed in blue, and then the gallery images of this identity.
+    Names are drawn with a font that contains their characters; without such a font, the characters are escaped and a
+    warning is logged.
 
     Args:
         dataset (ImageDataset): dataset that contains the images.
@@ -125,7 +212,7 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
     Raises:
         OSError: if the file cannot be written.
     """
-    width, height, gap, line = 64, 128, 4, 14
+    width, height, gap, line = 64, 128, 4, 16
     train, query, gallery = (_by_identity(getattr(dataset, split)) for split in SPLITS)
     rng = np.random.default_rng(seed)
     rows: list[tuple[str, list[ImageItem], int]] = []
@@ -140,8 +227,12 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
     step = height + line + gap
     sheet = Image.new("RGB", (columns * (width + gap) + gap, max(1, len(rows)) * step + gap), "white")
     draw = ImageDraw.Draw(sheet)
+    escaped: list[str] = []
     for row, (title, items, framed) in enumerate(rows):
-        draw.text((gap, gap + row * step), title, fill="black")
+        drawn, font = drawable_text(title)
+        if drawn != title:
+            escaped.append(title)
+        draw.text((gap, gap + row * step), drawn, fill="black", font=load_font(font, 12))
         for column, item in enumerate(items):
             try:
                 pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height)
@@ -156,6 +247,13 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
                 draw.rectangle(((corner[0] - 2, corner[1] - 2), end), outline="blue", width=2)
     path.parent.mkdir(parents=True, exist_ok=True)
     sheet.save(path)
+    if escaped:
+        logger.warning(
+            "contact sheet: no font for %r (%d names); these characters are written as codes\n"
+            "  fix: install a font with these characters, e.g. Noto Sans CJK (apt-get install fonts-noto-cjk)",
+            escaped[0],
+            len(escaped),
+        )
 
 
 def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]:
@@ -187,91 +285,227 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
     return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
 
 
-def _find_unreadable(summaries: dict) -> Iterable[Finding]:
-    faults = [f"{path}: {each.fault}" for (path, _), each in summaries.items() if each.fault]
-    return _findings("unreadable images", faults)
-
-
-def _find_shared_identities(dataset: ImageDataset, splits: dict[str, list[ImageItem]]) -> Iterable[Finding]:
-    names = {split: {dataset.identity(item.pid) for item in items} for split, items in splits.items()}
-    tested = names.get("query", set()) | names.get("gallery", set())
-    return _findings(
-        "identities in both training and test",
-        sorted(names.get("train", set()) & (tested - {"0", "-1"})),
-    )
-
-
-def _find_unmatched_queries(query: Sequence[ImageItem], gallery: Sequence[ImageItem]) -> Iterable[Finding]:
+def _cameras_of(items: Iterable[ImageItem]) -> dict[int | str, set[int | str]]:
+    """Return the cameras of each identity."""
     cameras: dict[int | str, set[int | str]] = defaultdict(set)
-    for item in gallery:
+    for item in items:
         cameras[item.pid].add(item.camid)
-    unmatched = [item.path for item in query if not cameras[item.pid]]
-    same = [item.path for item in query if cameras[item.pid] and cameras[item.pid] <= {item.camid}]
-    yield from _findings("queries without a gallery image of their identity", unmatched)
-    yield from _findings("queries whose only matches are from the same camera", same)
+    return cameras
 
 
-def _find_duplicates(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find exact copies and near-duplicates that are in different splits."""
-    for number, first in enumerate(SPLITS):
-        for second in SPLITS[number + 1 :]:
-            first_items = [item for item in splits.get(first, []) if not summaries[item.path, item.box].fault]
-            second_items = [item for item in splits.get(second, []) if not summaries[item.path, item.box].fault]
-            if not first_items or not second_items:
-                continue
-            by_digest = {summaries[item.path, item.box].digest: item for item in first_items}
-            same = [
-                f"{by_digest[digest].path} = {item.path}"
-                for item in second_items
-                if (digest := summaries[item.path, item.box].digest) in by_digest
-            ]
-            yield from _findings(f"images in both {first} and {second}", same)
+def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
+    faults = list(getattr(dataset, "invalid_lines", {}).values())
+    yield from _findings("invalid lines", faults, fix="correct these lines")
+
+
+Row = tuple[str, int]
+
+
+class _CheckedDataset:
+    """Dataset whose images were read.
+
+    Args:
+        dataset: the dataset.
+        splits: images of each split that is not empty.
+        summaries: summary of each ``(path, box)``.
+    """
+
+    def __init__(
+        self, dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]], summaries: dict[tuple, _ImageSummary]
+    ) -> None:
+        self.dataset, self.splits, self.summaries = dataset, splits, summaries
+
+    def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, _ImageSummary]]:
+        """Yield ``((split, row), image, summary)`` for all images of these splits."""
+        for split in splits or self.splits:
+            for row, item in enumerate(self.splits.get(split, ())):
+                yield (split, row), item, self.summaries[item.path, item.box]
+
+    def label(self, row: Row, *, pid: bool = False) -> str:
+        """Return the path of an image, with its line in the CSV file and, on request, its identity."""
+        split, number = row
+        item = self.splits[split][number]
+        notes = [f"identity {self.dataset.identity(item.pid)}"] if pid else []
+        notes += [f"line {self.dataset.line(split, number)}"] if isinstance(self.dataset, CsvDataset) else []
+        return item.path + (f" ({', '.join(notes)})" if notes else "")
+
+    def find_unreadable(self) -> Iterable[Finding]:
+        """Find images that cannot be read."""
+        bad = [(row, each.fault) for row, _, each in self.rows() if each.fault]
+        yield from _findings(
+            "unreadable images",
+            list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
+            fix="restore the files, or correct the paths",
+            excluded=(row for row, _ in bad),
+        )
+
+    def find_shared_identities(self) -> Iterable[Finding]:
+        """Find identities that are in both the training and the test images."""
+        names = {split: {self.dataset.identity(item.pid) for item in items} for split, items in self.splits.items()}
+        tested = names.get("query", set()) | names.get("gallery", set())
+        shared = names.get("train", set()) & (tested - {"0", "-1"})
+        yield from _findings(
+            "identities in both training and test",
+            sorted(shared),
+            fix="use each identity either for training or for testing",
+            excluded=(row for row, item, _ in self.rows("train") if self.dataset.identity(item.pid) in shared),
+        )
+
+    def find_unmatched_queries(self) -> Iterable[Finding]:
+        """Find queries without a match, or with matches only from their own camera."""
+        cameras = _cameras_of(self.splits.get("gallery", ()))
+        unmatched = [row for row, item, _ in self.rows("query") if not cameras.get(item.pid)]
+        same = [row for row, item, _ in self.rows("query") if cameras.get(item.pid) == {item.camid}]
+        yield from _findings(
+            "queries without a gallery image of their identity",
+            [self.label(row, pid=True) for row in unmatched],
+            fix="add gallery images of these identities, or remove the queries",
+            excluded=unmatched,
+        )
+        yield from _findings(
+            "queries whose only matches are from the same camera",
+            [self.label(row, pid=True) for row in same],
+            fix="add gallery images of other cameras; if cameras do not matter, remove the column camid",
+            excluded=same,
+        )
+
+    def find_duplicates(self, near_duplicate_bits: int | None, notes: list[str]) -> Iterable[Finding]:
+        """Find exact copies and near-duplicates that are in different splits; add lower thresholds to ``notes``."""
+        for number, first in enumerate(SPLITS):
+            for second in SPLITS[number + 1 :]:
+                first_rows = [row for row, _, each in self.rows(first) if not each.fault]
+                second_rows = [row for row, _, each in self.rows(second) if not each.fault]
+                if not first_rows or not second_rows:
+                    continue
+                by_digest = {self._summary(row).digest: row for row in first_rows}
+                same = [
+                    (by_digest[digest], row)
+                    for row in second_rows
+                    if (digest := self._summary(row).digest) in by_digest
+                ]
+                digests = {self._summary(row).digest for _, row in same}
+                yield from _findings(
+                    f"images in both {first} and {second}",
+                    [f"{self.label(one)} = {self.label(other)}" for one, other in same],
+                    fix="list each image in one split",
+                    excluded=(
+                        [row for row in first_rows if self._summary(row).digest in digests]
+                        if first == "train"
+                        else [row for _, row in same]
+                    ),
+                )
+                threshold = near_duplicate_bits
+                if threshold is None:
+                    typical = self._typical_distance(first_rows, second_rows)
+                    threshold = min(_NEAR_DUPLICATE_BITS, int(_FRACTION_OF_DIFFERENT * typical))
+                    if threshold < _NEAR_DUPLICATE_BITS:
+                        notes.append(
+                            f"images of {first} and {second} are similar: {_PERCENTILE} % of the pairs of different "
+                            f"identities differ in at most {typical:.0f} of {HASH_BITS} bits; near-duplicates are "
+                            f"pairs that differ in at most {threshold} (--near-duplicates BITS sets this threshold)"
+                        )
+                near = self._near_duplicates(first_rows, second_rows, threshold)
+                yield from _findings(
+                    f"near-duplicates between {first} and {second}",
+                    [
+                        f"{self.label(one)} ~ {self.label(other)}: {bits} of {HASH_BITS} bits differ"
+                        for bits, one, other in near
+                    ],
+                    is_error=False,
+                    fix="compare these images, and keep near-duplicates in one split",
+                )
+
+    def _typical_distance(self, first_rows: Sequence[Row], second_rows: Sequence[Row]) -> float:
+        """Estimate the distance, in bits, below which 1 % of the pairs of different identities are."""
+        rng = np.random.default_rng(0)
+        rows = [
+            [side[number] for number in rng.integers(len(side), size=_SAMPLED_PAIRS)]
+            for side in (first_rows, second_rows)
+        ]
+        names = {row: self.dataset.identity(self._item(row).pid) for row in {*rows[0], *rows[1]}}
+        pairs = [(a, b) for a, b in zip(*rows, strict=True) if names[a] != names[b]]
+        if not pairs:
+            return float(HASH_BITS)
+        first, second = (np.stack([self._summary(row).hash_bits for row in side]) for side in zip(*pairs, strict=True))
+        return float(np.percentile(np.unpackbits(first ^ second, axis=1).sum(axis=1), _PERCENTILE))
+
+    def _near_duplicates(
+        self, first_rows: Sequence[Row], second_rows: Sequence[Row], threshold: int
+    ) -> list[tuple[int, Row, Row]]:
+        """List ``(different bits, row, row)`` of pairs that are near-duplicates but not copies, most similar first."""
+        index = faiss.IndexBinaryFlat(HASH_BITS)
+        index.add(np.stack([self._summary(row).hash_bits for row in first_rows]))
+        distances, nearest = index.search(np.stack([self._summary(row).hash_bits for row in second_rows]), 1)
+        found = []
+        for row, distance, number in zip(second_rows, distances[:, 0].tolist(), nearest[:, 0].tolist(), strict=True):
+            item, near = self._item(row), self._item(first_rows[number])
+            is_copy = self._summary(row).digest == self._summary(first_rows[number]).digest
+            # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in
+            # fastamp.evaluation.protocol.
+            is_junk = near.pid == item.pid and near.camid == item.camid
+            if distance <= threshold and not is_copy and not is_junk:
+                found.append((distance, first_rows[number], row))
+        return sorted(found)
+
+    def find_conflicting_labels(self) -> Iterable[Finding]:
+        """Find images that a split lists under several identities, or more than once under the same identity."""
+        for split in self.splits:
+            by_digest: dict[bytes, list[Row]] = defaultdict(list)
+            for row, item, each in self.rows(split):
+                by_digest[each.digest or f"{item.path}{item.box}".encode()].append(row)
+            copies = [same for same in by_digest.values() if len(same) > 1]
+            two = [same for same in copies if len({self._item(row).pid for row in same}) > 1]
+            rest = [same for same in copies if len({self._item(row).pid for row in same}) == 1]
             yield from _findings(
-                f"near-duplicates between {first} and {second}",
-                list(_find_near_duplicates(first_items, second_items, summaries)),
+                f"images of {split} listed under several identities",
+                [" = ".join(self.label(row, pid=True) for row in same[:3]) for same in two],
+                fix="correct the identities",
+                excluded=(row for same in two for row in same),
+            )
+            yield from _findings(
+                f"images of {split} listed more than once",
+                [" = ".join(map(self.label, same[:3])) for same in rest],
                 is_error=False,
+                fix="remove the repetitions",
+                excluded=(row for same in rest for row in same[1:]),
             )
 
+    def find_rare_identities(self) -> Iterable[Finding]:
+        """Find training sets of one identity, and identities with one training image."""
+        counts = Counter(item.pid for item in self.splits.get("train", ()))
+        names = {pid: self.dataset.identity(pid) for pid in counts}
+        if len(counts) == 1:
+            fix = "add images of other identities"
+            yield from _findings("only one training identity", list(names.values()), fix=fix)
+        singles = [names[pid] for pid, count in counts.items() if count == 1]
+        yield from _findings(
+            "identities with a single training image",
+            singles,
+            is_error=False,
+            fix="add images of these identities; the triplet loss needs two of each",
+        )
 
-def _find_conflicting_labels(splits: dict[str, list[ImageItem]], summaries: dict) -> Iterable[Finding]:
-    """Find images that a split lists under several identities, or more than once under the same identity."""
-    for split, items in splits.items():
-        by_digest: dict[bytes, list[ImageItem]] = defaultdict(list)
-        for item in items:
-            each = summaries[item.path, item.box]
-            by_digest[each.digest or f"{item.path}{item.box}".encode()].append(item)
-        copies = [same for same in by_digest.values() if len(same) > 1]
-        two = [same for same in copies if len({item.pid for item in same}) > 1]
-        lines = [" = ".join(f"{item.path} ({item.pid})" for item in same[:3]) for same in two]
-        yield from _findings(f"images of {split} listed under several identities", lines)
-        rest = [same for same in copies if same not in two]
-        lines = [" = ".join(item.path for item in same[:3]) for same in rest]
-        yield from _findings(f"images of {split} listed more than once", lines, is_error=False)
+    def find_missing_splits(self) -> Iterable[Finding]:
+        """Find splits without images, without which the dataset cannot be used for training or for testing."""
+        for names, key in ((("train",), "DATASETS.NAMES"), (("query", "gallery"), "DATASETS.TESTS")):
+            missing = [name for name in names if name not in self.splits]
+            yield from _findings(
+                f"splits without images, which {key} needs",
+                missing,
+                is_error=False,
+                fix=f"add {' and '.join(names)} images, or do not use the dataset in {key}",
+            )
 
+    def _item(self, row: Row) -> ImageItem:
+        return self.splits[row[0]][row[1]]
 
-def _find_near_duplicates(
-    first_items: Sequence[ImageItem], second_items: Sequence[ImageItem], summaries: dict
-) -> Iterable[str]:
-    index = faiss.IndexBinaryFlat(8 * len(summaries[first_items[0].path, first_items[0].box].hash_bits))
-    index.add(np.stack([summaries[item.path, item.box].hash_bits for item in first_items]))
-    distances, nearest = index.search(np.stack([summaries[item.path, item.box].hash_bits for item in second_items]), 1)
-    for item, distance, number in zip(second_items, distances[:, 0], nearest[:, 0], strict=True):
-        nearest_item = first_items[number]
-        is_copy = summaries[item.path, item.box].digest == summaries[nearest_item.path, nearest_item.box].digest
-        # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in fastamp.evaluation.protocol.
-        is_junk = nearest_item.pid == item.pid and nearest_item.camid == item.camid
-        if distance <= _NEAR_DUPLICATE_BITS and not is_copy and not is_junk:
-            yield f"{nearest_item.path} ~ {item.path}"
-
-
-def _find_rare_identities(train: Sequence[ImageItem]) -> Iterable[Finding]:
-    counts = Counter(item.pid for item in train)
-    if train and len(counts) == 1:
-        yield from _findings("only one training identity", [str(next(iter(counts)))])
-    singles = [str(pid) for pid, count in counts.items() if count == 1]
-    yield from _findings("identities with a single training image", singles, is_error=False)
+    def _summary(self, row: Row) -> _ImageSummary:
+        item = self._item(row)
+        return self.summaries[item.path, item.box]
 
 
-def _findings(fault: str, examples: list[str], *, is_error: bool = True) -> Iterable[Finding]:
+def _findings(
+    fault: str, examples: list[str], *, is_error: bool = True, fix: str = "", excluded: Iterable[Row] = ()
+) -> Iterable[Finding]:
     if examples:
-        yield Finding(fault, examples[:_MAX_EXAMPLES], len(examples), is_error)
+        yield Finding(fault, examples[:_MAX_EXAMPLES], len(examples), is_error, fix, frozenset(excluded))

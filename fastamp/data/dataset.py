@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp.data.cache import ImageCache
+from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
+from fastamp.data.missing_images import find_origin
 from fastamp.data.samplers import SampleKey
 from fastamp.data.transforms import Transforms
 from fastamp.utils.errors import DataError
@@ -32,6 +34,7 @@ class ReidDataset(Dataset):
         augment (bool): if True, apply the augmentation. If False, the batch contains the parameters of the augmentation
             under the key ``augmentation``, for ``Transforms.augment``. Default True.
         skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
+        sources (Sequence[ImageDataset]): datasets of the images, for names of identities and cameras and for messages.
 
     Attributes:
         items (PackedItems): the images.
@@ -53,7 +56,9 @@ class ReidDataset(Dataset):
         relabel: bool,
         augment: bool = True,
         skip_corrupt: bool = False,
+        sources: Sequence[ImageDataset] = (),
     ) -> None:
+        self.sources = sources
         self.items = PackedItems.of(items)
         self.transforms = transforms
         self.augment = augment
@@ -77,6 +82,10 @@ class ReidDataset(Dataset):
                 "  fix: use integers in the class of this dataset"
             )
         self.labels, self.camids = pids.codes, camids.codes
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A spawned worker does not need the datasets, which hold a copy of all items.
+        return self.__dict__ | {"sources": ()}
 
     def use_cache(self, cache: ImageCache) -> None:
         """Read resized images from ``cache`` instead of decoding image files."""
@@ -146,12 +155,14 @@ class ReidDataset(Dataset):
             return self._read(index)
         except DataError as error:
             if not self.skip_corrupt:
-                if not self.relabel or "fix:" in str(error):
-                    raise
-                raise DataError(
-                    f"{error}\n  fix: restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to "
-                    "skip"
-                ) from error
+                found, fix, given = str(error).partition("\n  fix:")
+                origin = find_origin(self.sources, self.items.path(index))
+                if origin:
+                    found += f"\n  listed in {origin}"
+                if self.relabel and not fix:
+                    fix = "\n  fix:"
+                    given = " restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to skip"
+                raise DataError(f"{found}{fix}{given}") from error
             self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
         for number in np.roll(same, -np.searchsorted(same, index)).tolist()[1:]:

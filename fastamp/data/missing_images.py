@@ -1,25 +1,28 @@
-"""Detect missing image files before training."""
+"""Detect missing and unreadable image files before training."""
 
 import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 
 from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.datasets.custom import clean_command
 from fastamp.data.datasets.items import PackedItems, encode
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 10
+# Testing each file is slow on a network file system.
+_MAX_OPENED = 20_000
 # Folders with far more entries than requested files are not listed.
 _ENTRIES_PER_FILE, _ENTRIES = 100, 10_000
 
 
 def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: bool = False) -> None:
-    """Check that the file of every image exists.
+    """Check that the file of every image exists. Up to 20,000 files are also checked for permission and content.
 
     Args:
         items (PackedItems): images to check.
@@ -28,24 +31,58 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
             identities. Default False.
 
     Raises:
-        DataError: if files are missing. The message lists the first 10 and, for images from a CSV file, their line
-            numbers.
+        DataError: if files are missing, empty or not readable. The message lists the first 10 and, for images from a
+            CSV file, their line numbers.
     """
-    rows = missing_files(items).tolist()
-    if not rows:
-        return
-    lines = []
-    for path in itertools.islice(dict.fromkeys(map(items.path, rows)), _MAX_LISTED):
-        origin = next(filter(None, (dataset.origin(path) for dataset in datasets)), "")
-        lines.append(f"\n    {path}" + (f" ({origin})" if origin else ""))
+    missing = missing_files(items).tolist()
+    unreadable = {} if len(items) > _MAX_OPENED else unreadable_files(items, excluded=set(missing))
     titles = ", ".join(dataset.title for dataset in datasets)
-    found = f"{len(rows)} of {len(items)} image files of {titles} not found; the first:{''.join(lines)}"
+    blocks = []
+    for faults, what in ((dict.fromkeys(missing, ""), "not found"), (unreadable, "cannot be read")):
+        reasons = {items.path(row): reason for row, reason in faults.items()}
+        lines = []
+        for path, reason in itertools.islice(reasons.items(), _MAX_LISTED):
+            origin = find_origin(datasets, path)
+            lines.append(f"\n    {path}" + (f" ({origin})" if origin else "") + (f": {reason}" if reason else ""))
+        if lines:
+            blocks.append(f"{len(faults)} of {len(items)} image files of {titles} {what}; the first:{''.join(lines)}")
+    if not blocks:
+        return
+    found = "\n".join(blocks)
     if skip:
         logger.warning("%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", found)
         return
-    raise DataError(
-        f"{found}\n  fix: restore the files, or correct the paths (those in a CSV file are relative to its folder)"
-    )
+    fix = "restore the files, or correct the paths (those in a CSV file are relative to its folder)"
+    listed = [dataset.title for dataset in datasets if dataset.title.startswith("csv:")]
+    if listed:
+        fix += f"; or write a CSV file without these lines: {clean_command(listed[0])}"
+    raise DataError(f"{found}\n  fix: {fix}")
+
+
+def find_origin(datasets: Iterable[ImageDataset], path: str) -> str:
+    """Return the annotation file and line number that list the image at ``path``; "" if unknown."""
+    return next(filter(None, (dataset.origin(path) for dataset in datasets)), "")
+
+
+def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> dict[int, str]:
+    """Find files that are empty or cannot be opened, without decoding them.
+
+    Args:
+        items (PackedItems): images to check.
+        excluded (Container[int]): rows to skip.
+
+    Returns:
+        dict: row in ``items`` -> reason, ascending.
+    """
+    found = {}
+    for row in range(len(items)):
+        if row not in excluded:
+            path = items.path(row)
+            if not os.access(path, os.R_OK):
+                found[row] = "permission denied"
+            elif not os.path.getsize(path):
+                found[row] = "the file is empty"
+    return found
 
 
 def missing_files(items: PackedItems) -> np.ndarray:

@@ -63,14 +63,14 @@ class DefaultTrainer(FastReIDMethods):
     def __init__(self, cfg: CfgNode) -> None:
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
+        # Built before the model, so that missing images and test sets fail early.
+        self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
         self.model = self.build_model(cfg)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
-        # Built before the training, so that a missing test set fails early.
-        self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
         self.best_metric = self.build_best_metric()
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.average = self.build_weight_average(cfg, self.model)

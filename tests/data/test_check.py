@@ -1,6 +1,7 @@
 """Dataset checks find each problem added to a dataset, and no problem in a valid dataset."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,8 @@ import pytest
 from PIL import Image
 
 from fastamp.data.build import build_dataset
-from fastamp.data.check import check_dataset
+from fastamp.data.check import check_dataset, contact_sheet, write_clean
+from fastamp.utils import fonts
 
 
 @pytest.fixture
@@ -35,8 +37,8 @@ def edit(folder, old, new):
     file.write_text(text.replace(old, new))
 
 
-def findings_of(folder):
-    report = check_dataset(build_dataset(f"csv:{folder / 'set.csv'}"))
+def findings_of(folder, name="set.csv"):
+    report = check_dataset(build_dataset(f"csv:{folder / name}"))
     return {finding.fault: finding for finding in report.findings}, report
 
 
@@ -97,9 +99,9 @@ def single_image(folder):
 @pytest.mark.parametrize(
     "plant, fault, example, is_error",
     [
-        (corrupt, "unreadable images", "3_1.jpg: cannot identify", True),
-        (truncate, "unreadable images", "3_1.jpg: image file is truncated", True),
-        (missing, "unreadable images", "3_1.jpg: [Errno 2]", True),
+        (corrupt, "unreadable images", "3_1.jpg (line 15): cannot identify", True),
+        (truncate, "unreadable images", "3_1.jpg (line 15): image file is truncated", True),
+        (missing, "unreadable images", "3_1.jpg (line 15): [Errno 2]", True),
         (shared_identity, "identities in both training and test", "7", True),
         (no_match, "queries without a gallery image of their identity", "7_0.jpg", True),
         (same_camera, "queries whose only matches are from the same camera", "7_0.jpg", True),
@@ -178,3 +180,118 @@ def test_demo_dataset_has_no_errors(tmp_path):
     report = check_dataset(Demo(root=str(tmp_path)))
     assert not report.has_errors, json.dumps([finding.fault for finding in report.findings])
     assert sum(report.sizes.values()) == sum(row[1] for row in report.rows) and Path(tmp_path).exists()
+
+
+def test_write_clean_excludes_the_bad_rows_and_the_file_trains(folder, tmp_path, capsys):
+    import tiny
+
+    for plant in (corrupt, shared_identity, copy, listed_twice):
+        plant(folder)
+    edit(folder, "0_0.jpg,0,0,train", "0_0.jpg,,0,train")  # an invalid line
+    edit(folder, "7_0.jpg,7,0,query", "7_0.jpg,70,0,query")
+    edit(folder, "path,pid,camid,split", "path,pid,camid,split,hat")
+    lines = (folder / "set.csv").read_text().splitlines()
+    (folder / "set.csv").write_text("\n".join([lines[0], *(f"{line},h{n}" for n, line in enumerate(lines[1:], 2))]))
+    clean = tmp_path / "new" / "clean.csv"
+    argv = [f"csv:{folder / 'set.csv'}", "--output", str(tmp_path), "--write-clean", str(clean)]
+    assert check_data.cli(argv) == 1
+    out = capsys.readouterr().out
+    assert "ERROR: 1 invalid lines" in out and f"wrote {clean}" in out and "line 2: no value for pid" in out
+    assert check_data.cli(argv) == 2  # an existing file is kept
+    by_fault, report = findings_of(clean.parent, "clean.csv")
+    assert not report.has_errors and "images of train listed more than once" not in by_fault
+    text = clean.read_text()
+    for name in ("3_1.jpg", "2_0.jpg", "0_0.jpg", "7_0.jpg"):
+        assert f"{name}," not in text
+    assert text.startswith("path,pid,split,camid,hat\n") and f"{folder}/5_0.jpg,5,train,0,h23\n" in text
+    tiny.train(tmp_path / "run", "DATASETS.NAMES", f"csv:{clean}", "DATASETS.TESTS", f"csv:{clean}",
+               "DATALOADER.NUM_INSTANCE", "4", "SOLVER.IMS_PER_BATCH", "12")  # fmt: skip
+
+
+def test_write_clean_writes_a_random_split_and_boxes(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = ["path,pid,x0,y0,x1,y1"]
+    for number in range(24):
+        Image.fromarray(rng.integers(0, 256, (32, 16, 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        rows.append(f"{number}.png,{number // 4},0,0,16,{20 + number % 4}")
+    (tmp_path / "set.csv").write_text("\n".join(rows))
+    dataset = build_dataset(f"csv:{tmp_path / 'set.csv'}")
+    assert write_clean(dataset, check_dataset(dataset), tmp_path / "clean.csv") == (24, 0)
+    again = build_dataset(f"csv:{tmp_path / 'clean.csv'}")
+    for split in ("train", "query", "gallery"):
+        assert {(item.path, item.box) for item in getattr(again, split)} == {
+            (item.path, item.box) for item in getattr(dataset, split)
+        }
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [
+        (("SOLVER.IMS_PER_BATCH", "64"), "smaller than one batch"),
+        (("SOLVER.IMS_PER_BATCH", "16", "DATALOADER.SAMPLER_TRAIN", "NaiveIdentitySampler", "DATALOADER.NUM_INSTANCE",
+          "2"), "too few identities"),
+        (("SOLVER.IMS_PER_BATCH", "12", "MODEL.BACKBONE.SIE_CAMERAS", "1"), "SIE_CAMERAS"),
+        (("SOLVER.IMS_PER_BATCH", "12", "INPUT.SIZE_TRAIN", "(64,)"), "INPUT.SIZE_TRAIN"),
+        (("SOLVER.IMS_PER_BATCH", "12", "INPUT.SIZE_TEST", "(64,)"), "INPUT.SIZE_TEST"),
+        (("SOLVER.IMS_PER_BATCH", "12"), None),
+    ],
+)  # fmt: skip
+def test_check_data_reports_what_would_stop_a_run(folder, tmp_path, capsys, options, problem):
+    for name in ("0_0.jpg", "7_1.jpg"):
+        with Image.open(folder / name) as image:
+            image.resize((40, 64)).save(folder / name)
+    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(tmp_path / "out"), *options]) == 0
+    out = capsys.readouterr().out
+    assert ("would stop a run" in out) == (problem is not None) and (problem or "") in out
+
+
+def test_similar_images_are_not_all_near_duplicates(tmp_path):
+    rng = np.random.default_rng(0)
+    scene = np.asarray(Image.fromarray(rng.integers(0, 256, (12, 6, 3), dtype=np.uint8)).resize((64, 128)), float)
+    rows = ["path,pid,camid,split"]
+    for pid in range(20):
+        for number in range(4):
+            pixels = scene + rng.normal(0, 4, scene.shape)
+            top, left = rng.integers(20, 80), rng.integers(10, 40)
+            pixels[top : top + 30, left : left + 14] = rng.integers(0, 256, 3)
+            Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(tmp_path / f"{pid}_{number}.png")
+            split = "train" if pid < 10 else "gallery" if number else "query"
+            rows.append(f"{pid}_{number}.png,{pid},{number % 2},{split}")
+    (tmp_path / "set.csv").write_text("\n".join(rows))
+    dataset = build_dataset(f"csv:{tmp_path / 'set.csv'}")
+
+    def near_duplicates(**options):
+        report = check_dataset(dataset, **options)
+        return sum(each.count for each in report.findings if "near-duplicates" in each.fault), report
+
+    fixed, _ = near_duplicates(near_duplicate_bits=30)
+    found, report = near_duplicates()
+    assert fixed > 50 and found <= 4
+    assert any("are similar" in note and "bits" in note for note in report.notes)
+    none, _ = near_duplicates(near_duplicate_bits=0)
+    assert none == 0
+
+
+def test_near_duplicates_are_listed_with_their_distance(folder):
+    near_duplicate(folder)
+    (example,) = findings_of(folder)[0]["near-duplicates between train and gallery"].examples
+    assert re.search(r"4_2.jpg \(line 20\) ~ .*8_3.jpg \(line 37\): \d+ of 256 bits differ", example)
+
+
+@pytest.mark.parametrize("name, is_escaped", [("Анна", False), ("Ελένη", False), ("中文", True)])
+def test_contact_sheet_draws_names_in_any_script(folder, tmp_path, monkeypatch, caplog, name, is_escaped):
+    edit(folder, "0_0.jpg,0,", f"0_0.jpg,{name},")
+    bundled = [path for path in fonts._font_files() if path.name == "DejaVuSans.ttf"]
+    monkeypatch.setattr(fonts, "_font_files", lambda: tuple(bundled))
+    if not bundled:
+        pytest.skip("needs DejaVu Sans (matplotlib)")
+    contact_sheet(build_dataset(f"csv:{folder / 'set.csv'}"), tmp_path / "sheet.png", identities=20)
+    text, font = fonts.drawable_text(name)
+    assert (text == r"\u4e2d\u6587") if is_escaped else (text == name)
+    assert font == bundled[0] and ("no font for" in caplog.text) == is_escaped
+
+
+def test_text_without_any_font_is_escaped(monkeypatch):
+    monkeypatch.setattr(fonts, "_font_files", lambda: ())
+    assert fonts.drawable_text("ab ü\n") == (r"ab \xfc\n", None)
+    assert fonts.load_font(None, 12).getmask("a").size[0] > 0

@@ -37,7 +37,7 @@ SAMPLERS = (
 def write_sets(folder):
     """Write two CSV files and a folder of identities; the images are empty files."""
     rng = np.random.default_rng(0)
-    lines = {"mine.csv": ["path,pid,camid,split,x0,y0,x1,y1"], "other.csv": ["camid;path;pid"]}
+    lines = {"mine.csv": ["path,pid,camid,split,x0,y0,x1,y1"], "other.csv": ["camid;path;pid;split"]}
     for number in range(240):
         pid = ["ann", "bob", "-1", "7", "10", "é 人"][number % 6] if number % 5 else str(rng.integers(1, 30))
         split = ("train", "query", "gallery")[min(int(rng.integers(0, 6)), 5) % 4 % 3]
@@ -45,18 +45,18 @@ def write_sets(folder):
         path = f"images/{number % 3}/{number:03d} ü.png"
         lines["mine.csv"].append(f"{path},{pid},{rng.integers(0, 4)},{split},{left},{top},{left + 9}.4,{top + 7}")
         lines["other.csv"].append(
-            f"{['west', 'east', '3'][number % 3]};./images//{number % 3}/x{number}.png;p{number % 11}"
+            f"{['west', 'east', '3'][number % 3]};./images//{number % 3}/x{number}.png;p{number % 11};train"
         )
     for name, text in lines.items():
         (folder / name).write_text("\n".join(text) + "\n", encoding="utf-8")
         for line in text[1:]:
             path = folder / line.split(";" if ";" in line else ",")[1 if ";" in line else 0]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
+            path.write_bytes(b"x")
     for identity, image in itertools.product(range(9), range(5)):
         path = folder / f"people/p{identity}/c{image % 2}_{image}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        path.write_bytes(b"x")
 
 
 def config(*options):

@@ -177,7 +177,7 @@ def test_training_set_with_single_identity_raises(root, tmp_path):
 def test_set_weight_controls_the_batch_composition(root, tmp_path):
     csv_file = tmp_path / "mine.csv"
     files = sorted(shutil.copytree(next(root.rglob("bounding_box_train")), tmp_path / "csv_file").glob("*.jpg"))
-    csv_file.write_text("\n".join(["path,pid", *(f"{file},{file.name[:4]}" for file in files[:24])]))
+    csv_file.write_text("\n".join(["path,pid,split", *(f"{file},{file.name[:4]},train" for file in files[:24])]))
     names = f"('Demo', 'csv:{csv_file}')"
     options = [
         "DATASETS.NAMES",

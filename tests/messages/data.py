@@ -18,12 +18,15 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
+from fastamp.data.check import check_dataset, write_clean
+from fastamp.data.check import contact_sheet as contact_sheet_of_dataset
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import list_files, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.decode import read_image
 from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
+from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler
 from fastamp.data.split import hold_out
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
@@ -35,6 +38,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(record.root / "home"))
         tables(record)
+        checks(record)
         folders(record)
         data_set_names(record)
         public_data_sets(record, patch)
@@ -70,10 +74,27 @@ def tables(record):
         "semicolons": "path;pid,camid\na;1,2",
         "junk": "path,pid,camid,shape\na,-1,1,x\nb,1,1,y\nc,1,2,y",
         "no_camera": "path,pid\na.png,1",
+        "no_split": "path,pid,camid\n" + "".join(f"{n}.png,{n // 4},{n % 2}\n" for n in range(24)),
+        "repeated": "path,pid,split\na.png,1,train\nb.png,1,train\na.png,1,query",
+        "invalid_lines": "path,pid,split\na.png,,train\nb.png,1,trian",
     }.items():
         file = record.file(f"{name}.csv", text)
         with record(f"DATASETS.NAMES csv:{file}"):
             build_dataset(f"csv:{file}")
+
+
+def checks(record):
+    """Check datasets and write CSV files and contact sheets."""
+    file = record.file("unreadable.csv", "path,pid,split\na.png,1,query\nb.png,\u4e2d,train\nempty.png,2,train")
+    record.file("empty.png")
+    dataset = build_dataset(f"csv:{file}")
+    with record("check_files of missing and empty files"):
+        check_files(dataset.train, [dataset])
+    with record("write_clean of unreadable images"):
+        write_clean(dataset, check_dataset(dataset), record.root / "clean.csv")
+    with record("contact_sheet without a font"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.utils.fonts._font_files", lambda: ())
+        contact_sheet_of_dataset(dataset, record.root / "sheet.png")
 
 
 def folders(record):
@@ -316,7 +337,7 @@ def training_data(record):
     for policy in ("error", "skip"):
         with record(f"DATASETS.NAMES csv:{corrupt} DATALOADER.ON_CORRUPT {policy}"):
             opts = ("DATASETS.NAMES", f"csv:{corrupt}", "DATALOADER.ON_CORRUPT", policy, "SOLVER.IMS_PER_BATCH", "8",
-                    "DATALOADER.SAMPLER_TRAIN", "TrainingSampler")  # fmt: skip
+                    "DATALOADER.SAMPLER_TRAIN", "TrainingSampler", "DATASETS.FOLDER.TEST_FRACTION", "0")  # fmt: skip
             next(iter(build_reid_train_loader(tiny_config(record.root / "run", *opts))))
 
     class One(ImageDataset):

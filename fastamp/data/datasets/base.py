@@ -80,6 +80,10 @@ class ImageDataset:
         """Return the name of an identity without the dataset's prefix."""
         return str(pid).removeprefix(f"{self.name}_")
 
+    def camera(self, camid: int | str) -> str:
+        """Return the name of a camera without the dataset's prefix; "" if the dataset has no cameras."""
+        return str(camid).removeprefix(f"{self.name}_")
+
     @property
     def train(self) -> Sequence[ImageItem]:
         """Training images."""

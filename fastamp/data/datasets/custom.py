@@ -4,9 +4,11 @@ import csv
 import logging
 import os
 import re
+import shlex
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,18 @@ KEYS = (
     Key(
         "DATASETS.FOLDER.TEST_FRACTION",
         0.5,
-        "folder:PATH datasets: fraction of the identities used for testing.",
+        "folder:PATH datasets, and csv:FILE datasets without a column split: fraction of the identities used for "
+        "testing.",
         low=0,
         high=1,
     ),
-    Key("DATASETS.FOLDER.SEED", 0, "folder:PATH datasets: seed of the random split of the identities.", low=0),
+    Key(
+        "DATASETS.FOLDER.SEED",
+        0,
+        "folder:PATH datasets, and csv:FILE datasets without a column split: seed of the random split of the "
+        "identities.",
+        low=0,
+    ),
 )
 
 SPLITS = ("train", "query", "gallery")
@@ -50,6 +59,7 @@ _NUMBER = re.compile(r"-?[0-9]{1,18}")
 _EXCLUDED_ID = "-1"
 _MAX_HEADER = 2**16
 _MAX_COORDINATE = 2**31
+_MAX_LISTED = 10
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # Common folder names of splits, which are not identities.
 _SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
@@ -62,39 +72,69 @@ class CsvDataset(ImageDataset):
     In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``csv:`` plus the path, e.g. ``csv:/data/custom.csv``.
 
     The first line of the file names the columns: ``path`` (relative to the folder of the CSV file, or absolute) and
-    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery; default train) and ``x0``, ``y0``, ``x1``,
-    ``y1`` (box of the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and cameras
-    can be any text; images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are
-    not excluded. Columns are separated by commas, semicolons or tabs.
+    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery) and ``x0``, ``y0``, ``x1``, ``y1`` (box of
+    the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and cameras can be any text;
+    images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are not excluded.
+    Columns are separated by commas, semicolons or tabs.
+
+    Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
+    possible, e.g. with fewer than four identities, all images are training images.
 
     Args:
         path (str or Path): CSV file.
+        test_fraction (float): fraction of identities used for testing if there is no column ``split``. 0 uses all
+            identities for training, 1 uses all identities for testing. Default 0.5.
+        seed (int): seed of the random choice of identities. Default 0.
+        skip_invalid (bool): if True, exclude invalid lines and list them in ``invalid_lines``. If False, they are an
+            error. Default False.
+
+    Attributes:
+        file (Path): CSV file.
+        has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
+        invalid_lines (dict[int, str]): line number -> error message; empty unless ``skip_invalid``.
 
     Raises:
         DataError: if the file is not found, or a column or line is invalid.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(
+        self, path: str | Path, *, test_fraction: float = 0.5, seed: int = 0, skip_invalid: bool = False
+    ) -> None:
         self.dataset_name = f"csv:{path}"
-        file = _resolve_path(self.dataset_name, path)
+        self.file = file = _resolve_path(self.dataset_name, path)
         table = _read_table(file)
+        self.invalid_lines = table.invalid
+        if table.invalid and not skip_invalid:
+            raise _invalid_lines_error(file, table.invalid)
         if table.excluded:
             logger.info("%s: excluded %d images of identity %s", file, table.excluded, _EXCLUDED_ID)
         if not len(table.lines):
             raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
+        _warn_about_repeated_images(file, table)
         if table.camids is None:
             logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
-            camids = Column(table.lines)
+            camids, self._cameras = Column(table.lines), {}
         else:
             numbers = _number_names(set(table.camids.values), start=0)
             camids = Column(np.array([numbers[camid] for camid in table.camids.values])[table.camids.codes])
+            self._cameras = {number: name for name, number in numbers.items()}
+        split_of, self.has_cameras = table.splits, table.camids is not None
+        if split_of is None:
+            split_of, self.has_cameras = _draw_split(file, table, test_fraction, seed)
+            if not self.has_cameras:
+                # Each image has its own camera number, so that no gallery image is excluded.
+                named = self._cameras
+                self._cameras = {
+                    line: named.get(camid, "") for line, camid in zip(table.lines.tolist(), camids, strict=True)
+                }
+                camids = Column(table.lines)
         names, codes = table.pids.values, table.pids.codes
-        test_ids = _number_names({names[code] for code in np.unique(codes[table.splits > 0]).tolist()}, start=1)
+        test_ids = _number_names({names[code] for code in np.unique(codes[split_of > 0]).tolist()}, start=1)
         numbers_of = np.array([test_ids.get(name, 0) for name in names], dtype=np.int64)
         self._names = {number: name for name, number in test_ids.items()}
-        self._file, self._lines, splits = file, {}, []
+        self._lines, splits = {}, []
         for number, split in enumerate(SPLITS):
-            rows = np.flatnonzero(table.splits == number)
+            rows = np.flatnonzero(split_of == number)
             if split == "train":
                 pids = Column.of(codes[rows], [f"{self.dataset_name}_{name}" for name in names])
             else:
@@ -109,22 +149,40 @@ class CsvDataset(ImageDataset):
             self._lines[split] = table.lines[rows]
         super().__init__(*splits)
 
+    def line(self, split: str, row: int) -> int:
+        """Return the line number in the CSV file of the image in row ``row`` of ``split``."""
+        return int(self._lines[split][row])
+
     def origin(self, path: str) -> str:
         """Return the CSV file and the number of the first line that lists the image at ``path``; "" if none does."""
-        for split, lines in self._lines.items():
+        for split in self._lines:
             index = getattr(self, split).find(path)
             if index is not None:
-                return f"{self._file}, line {lines[index]}"
+                return f"{self.file}, line {self.line(split, index)}"
         return ""
 
+    def unused_columns(self) -> tuple[list[str], dict[int, list[str]]]:
+        """Read the columns that the dataset does not use: ``(names, line number -> values)``."""
+        with _open_table(self.file) as (reader, names):
+            unused = [column for column, name in enumerate(names) if name not in _COLUMNS]
+            rows: dict[int, list[str]] = {}
+            for line in reader:
+                rows[reader.line_num] = [line[column].strip() if column < len(line) else "" for column in unused]
+        return [names[column] for column in unused], rows
+
     @classmethod
-    def from_config(cls, cfg: Any, path: str) -> "CsvDataset":
-        """Build the dataset from the path of the CSV file; ``cfg`` is not used."""
-        return cls(path)
+    def from_config(cls, cfg: Any, path: str, *, skip_invalid: bool = False) -> "CsvDataset":
+        """Build the dataset from the path of the CSV file and the config section ``DATASETS.FOLDER``."""
+        settings = cfg.DATASETS.FOLDER
+        return cls(path, test_fraction=settings.TEST_FRACTION, seed=settings.SEED, skip_invalid=skip_invalid)
 
     def identity(self, pid: int | str) -> str:
         """Return the identity as written in the CSV file."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
+
+    def camera(self, camid: int | str) -> str:
+        """Return the camera as written in the CSV file; "" if there is no column camid."""
+        return self._cameras.get(camid, "") if isinstance(camid, int) else super().camera(camid)
 
 
 class FolderDataset(ImageDataset):
@@ -142,6 +200,9 @@ class FolderDataset(ImageDataset):
         test_fraction (float): fraction of identities used for testing. 0 uses all identities for training, 1 uses all
             identities for testing. Default 0.5.
         seed (int): seed of the random choice of identities. Default 0.
+
+    Attributes:
+        has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
 
     Raises:
         DataError: if the folder is not found or has no images, or a file name does not match ``camera``.
@@ -190,19 +251,121 @@ class FolderDataset(ImageDataset):
             splits = ([], *query_and_gallery(items))
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
+        tested = [*splits[1], *splits[2]]
         start = len(_path_prefix(folder))
-        self._names = {item.pid: item.path[start:].partition("/")[0] for item in [*splits[1], *splits[2]]}
+        self._names = {item.pid: item.path[start:].partition("/")[0] for item in tested}
+        self._cameras = {}
+        if pattern:
+            self._cameras = {item.camid: pattern.search(os.path.basename(item.path)).group(1) for item in tested}
+        # Without usable cameras, ``query_and_gallery`` gives each image its own camera number.
+        self.has_cameras = pattern is not None and (not tested or len(self._cameras) < len(tested))
+        _log_split(self.dataset_name, map(len, splits), items, tested, test_fraction, seed)
         super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
         """Return the name of the subfolder that contains the images of the identity."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
+    def camera(self, camid: int | str) -> str:
+        """Return the camera as written in the file names; "" without DATASETS.FOLDER.CAMERA."""
+        return self._cameras.get(camid, "") if isinstance(camid, int) else super().camera(camid)
+
     @classmethod
     def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
         """Build the dataset from its path and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
         return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
+
+
+def _log_split(
+    title: str, counts: Iterable[int], items: Sequence[Any], tested: Sequence[Any], fraction: float, seed: int
+) -> None:
+    """Log how the identities were split into training and test identities."""
+    logger.info(
+        "%s: split by identity, %d of %d identities for testing (DATASETS.FOLDER.TEST_FRACTION %g, drawn with "
+        "DATASETS.FOLDER.SEED %d): %d training, %d query and %d gallery images",
+        title,
+        len({item.pid for item in tested}),
+        len({item.pid for item in items}),
+        fraction,
+        seed,
+        *counts,
+    )
+
+
+def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tuple[np.ndarray, bool]:
+    """Split the images of a CSV file without a column ``split`` as ``FolderDataset`` does.
+
+    Returns:
+        ``(splits, has_cameras)``: (N,) int8 indices into ``SPLITS``, and False if the cameras are ignored because the
+        test images have only one camera or no column ``camid``.
+    """
+    count = len(table.lines)
+    cameras = range(count) if table.camids is None else table.camids.codes.tolist()
+    items = [
+        ImageItem(str(row), table.pids.values[code], camera)
+        for row, (code, camera) in enumerate(zip(table.pids.codes.tolist(), cameras, strict=True))
+    ]
+    parts: tuple[Sequence[ImageItem], ...] = (items, [], [])
+    if fraction == 1:
+        parts = ([], *query_and_gallery(items))
+    elif fraction > 0:
+        try:
+            parts = hold_out(items, fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
+        except (ConfigError, DataError) as error:
+            logger.warning("%s: column split is missing; all images are for training, because %s", file, error)
+            return np.zeros(count, dtype=np.int8), table.camids is not None
+    splits = np.zeros(count, dtype=np.int8)
+    for number, part in enumerate(parts):
+        splits[[int(item.path) for item in part]] = number
+    tested = [*parts[1], *parts[2]]
+    _log_split(f"{file}: column split is missing", map(len, parts), items, tested, fraction, seed)
+    has_cameras = table.camids is not None and (not tested or len({item.camid for item in tested}) < len(tested))
+    return splits, has_cameras
+
+
+def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
+    """Log a warning if several lines list the same image with the same box."""
+    _, folder_of, names = table.paths
+    boxes = () if table.boxes is None else table.boxes.T.tolist()
+    columns = zip(folder_of.tolist(), names.encoded(np.arange(len(names))), *boxes, strict=True)
+    _, first, inverse = np.unique(
+        np.fromiter(map(hash, columns), np.int64, len(names)), return_index=True, return_inverse=True
+    )
+    first_row = first[inverse.reshape(-1)]
+    repeated = np.flatnonzero(first_row != np.arange(len(names))).tolist()
+    if repeated:
+        examples = [
+            f"line {table.lines[row]} repeats line {table.lines[first_row[row]]} ({names[row]})" for row in repeated
+        ]
+        logger.warning(
+            "%s: %d lines repeat the image of another line: %s\n"
+            "  fix: remove these lines, or write a file without them: %s",
+            file,
+            len(repeated),
+            _list_first(examples),
+            clean_command(f"csv:{file}"),
+        )
+
+
+def _invalid_lines_error(file: Path, invalid: dict[int, str]) -> DataError:
+    """Return the error for invalid lines in a CSV file."""
+    fix = f"or write a file without invalid lines: {clean_command(f'csv:{file}')}"
+    if len(invalid) == 1:
+        (text,) = invalid.values()
+        return DataError(f"{text}\n  fix: correct the line, {fix}")
+    first = "".join(f"\n    {text}" for text in list(invalid.values())[:_MAX_LISTED])
+    return DataError(f"{file}: {len(invalid)} invalid lines; the first:{first}\n  fix: correct the lines, {fix}")
+
+
+def clean_command(name: str) -> str:
+    """Return the command that writes a CSV file without the images of a dataset that cannot be used."""
+    return f"fastamp check-data {shlex.quote(name)} --write-clean OUT.csv"
+
+
+def _list_first(examples: Sequence[str]) -> str:
+    rest = len(examples) - _MAX_LISTED
+    return "; ".join(examples[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
 def _resolve_path(name: str, path: str | Path) -> Path:
@@ -265,25 +428,28 @@ class _Table:
         paths: return value of ``PathBuilder.build``.
         pids: identities as written in the file.
         camids: cameras as written in the file; None if there is no column ``camid``.
-        splits: (N,) int8 indices into ``SPLITS``.
+        splits: (N,) int8 indices into ``SPLITS``; None if there is no column ``split``.
         boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
         excluded: number of images with identity ``_EXCLUDED_ID``, which the table does not contain.
+        invalid: line number -> error message of each invalid line, which the table does not contain.
     """
 
     lines: np.ndarray
     paths: tuple[PackedText, np.ndarray, PackedText]
     pids: _CategoricalText
     camids: _CategoricalText | None
-    splits: np.ndarray
+    splits: np.ndarray | None
     boxes: np.ndarray | None
     excluded: int
+    invalid: dict[int, str]
 
 
-def _read_table(file: Path) -> _Table:
-    """Read a CSV file into arrays.
+@contextmanager
+def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
+    """Open a CSV file and yield a reader of the lines below the header, and the lowercase column names.
 
     Raises:
-        DataError: if the file cannot be read, or a column or line is invalid.
+        DataError: if the file cannot be read, or is not a CSV file.
     """
     try:
         check_not_device(file)
@@ -297,13 +463,22 @@ def _read_table(file: Path) -> _Table:
             stream.seek(0)
             delimiter = next((each for each in ",;\t" if each in header), ",")
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            names = [name.strip().lower() for name in next(reader, [])]
-            _check_header(file, names)
-            return _read_lines(file, reader, names)
+            yield reader, [name.strip().lower() for name in next(reader, [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(
             f"{file}: cannot read the CSV file: {error}.\n  fix: save the table as a readable CSV file in UTF-8"
         ) from error
+
+
+def _read_table(file: Path) -> _Table:
+    """Read a CSV file into arrays.
+
+    Raises:
+        DataError: if the file cannot be read, or the header is invalid.
+    """
+    with _open_table(file) as (reader, names):
+        _check_header(file, names)
+        return _read_lines(file, reader, names)
 
 
 def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
@@ -316,27 +491,30 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
     split_of = {split: number for number, split in enumerate(SPLITS)}
     folders: dict[str, str] = {}
+    invalid: dict[int, str] = {}
     excluded = 0
     for line in reader:
         values = [value.strip() for value in line]
         if not any(values):
             continue
         number = reader.line_num
-        if len(values) != len(names) or "" in values or not "".join(values).isprintable():
-            _check_line(f"{file}, line {number}", names, values)
-        if values[pid_column] == _EXCLUDED_ID:
-            excluded += 1
+        try:
+            if len(values) != len(names) or "" in values or not "".join(values).isprintable():
+                _check_line(f"{file}, line {number}", names, values)
+            if values[pid_column] == _EXCLUDED_ID:
+                excluded += 1
+                continue
+            if split_column is not None and values[split_column] not in split_of:
+                split = values[split_column]
+                hint = did_you_mean(split, SPLITS)
+                raise DataError(f"{file}, line {number}: unknown split {split!r}; choices: {', '.join(SPLITS)}.{hint}")
+            if "x0" in column_of:
+                boxes.extend(_parse_box([values[column_of[name]] for name in _BOX], f"{file}, line {number}"))
+        except DataError as error:
+            invalid[number] = str(error)
             continue
-        if split_column is None:
-            splits.append(0)
-        elif values[split_column] in split_of:
+        if split_column is not None:
             splits.append(split_of[values[split_column]])
-        else:
-            split = values[split_column]
-            hint = did_you_mean(split, SPLITS)
-            raise DataError(f"{file}, line {number}: unknown split {split!r}; choices: {', '.join(SPLITS)}.{hint}")
-        if "x0" in column_of:
-            boxes.extend(_parse_box([values[column_of[name]] for name in _BOX], f"{file}, line {number}"))
         folder, name = split_path(values[path_column])
         if name in ("", ".", "..") or (not folder and name[0] == "~"):
             paths.append(*split_path(str(file.parent / expand(values[path_column]))))
@@ -353,9 +531,10 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         paths=paths.build(),
         pids=pids.build(),
         camids=None if camid_column is None else camids.build(),
-        splits=np.array(splits, dtype=np.int8),
+        splits=None if split_column is None else np.array(splits, dtype=np.int8),
         boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in column_of else None,
         excluded=excluded,
+        invalid=invalid,
     )
 
 

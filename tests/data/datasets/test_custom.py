@@ -10,6 +10,7 @@ from PIL import Image
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.dataset import ReidDataset
+from fastamp.data.missing_images import check_files
 from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -232,3 +233,86 @@ def test_dataset_listed_twice_raises(tmp_path):
     dataset = build_dataset(make_folder(tmp_path), folder_config(TEST_FRACTION=0.0))
     with pytest.raises(DataError, match="listed twice"):
         training_items([dataset, dataset])
+
+
+def test_csv_without_split_is_split_as_a_folder(tmp_path, caplog):
+    caplog.set_level("INFO")
+    make_folder(tmp_path / "people")
+    files = sorted((tmp_path / "people").rglob("*.JPG"))
+    rows = [f"people/{file.parent.name}/{file.name},{file.parent.name},{file.name[3]}" for file in files]
+    settings = {"TEST_FRACTION": 0.3, "SEED": 2}
+    listed = build_dataset(write_csv(tmp_path, rows, "path,pid,camid"), folder_config(**settings))
+    folder = build_dataset(f"folder:{tmp_path / 'people'}", folder_config(CAMERA=r"cam(\d)", **settings))
+    for split in ("train", "query", "gallery"):
+        ours, theirs = ({item.path for item in getattr(each, split)} for each in (listed, folder))
+        assert ours == theirs and ours
+    for title in ("column split is missing", "folder:"):
+        assert any(title in line and "3 of 10 identities" in line and "SEED 2" in line for line in caplog.messages)
+    assert {listed.camera(item.camid) for item in listed.query} == {"0", "1", "2"}
+    assert {folder.camera(item.camid) for item in folder.query} == {"0", "1", "2"}
+    assert {listed.camera(item.camid) for item in listed.train} == {"0", "1", "2"}
+
+
+def test_csv_without_split_and_with_one_camera_ignores_the_camera(tmp_path):
+    rows = [f"{pid}_{number}.png,{pid},door" for pid in range(6) for number in range(3)]
+    dataset = build_dataset(write_csv(tmp_path, rows, "path,pid,camid"))
+    images = [*dataset.query, *dataset.gallery]
+    assert dataset.query and len({item.camid for item in images}) == len(images) and not dataset.has_cameras
+    assert {dataset.camera(item.camid) for item in images} == {"door"}
+
+
+@pytest.mark.parametrize("rows", [["a.png,1", "b.png,2"], [f"{pid}.png,{pid}" for pid in range(9)]])
+def test_csv_that_cannot_be_split_is_for_training(tmp_path, caplog, rows):
+    dataset = build_dataset(write_csv(tmp_path, rows, "path,pid"))
+    assert len(dataset.train) == len(rows) and not dataset.query and not dataset.gallery
+    assert "all images are for training" in caplog.text
+
+
+def test_csv_names_of_cameras_and_lines_are_kept(tmp_path):
+    dataset = build_dataset(write_csv(tmp_path))
+    assert [dataset.camera(item.camid) for item in dataset.train] == ["west", "east"]
+    assert [dataset.camera(item.camid) for item in dataset.gallery] == ["7", "7"]
+    assert dataset.line("gallery", 1) == 6 and dataset.origin(dataset.query[0].path).endswith("my data.csv, line 4")
+    without = build_dataset(write_csv(tmp_path, [f"{n}.png,{n // 4}" for n in range(16)], "path,pid"))
+    assert without.query and without.camera(without.query[0].camid) == ""
+
+
+def test_csv_lists_all_invalid_lines_and_can_skip_them(tmp_path):
+    rows = [*ROWS, "f.png,,west,train", "g.png,1,west,trian", "h.png,1,west,query"]
+    name = write_csv(tmp_path, rows)
+    with pytest.raises(DataError, match="(?s)2 invalid lines.*line 7: no value for pid.*line 8.*trian.*--write-clean"):
+        build_dataset(name)
+    dataset = build_dataset(name, skip_invalid=True)
+    assert list(dataset.invalid_lines) == [7, 8] and len(dataset.query) == 2 and dataset.line("query", 1) == 9
+
+
+def test_csv_warns_about_repeated_images(tmp_path, caplog):
+    name = write_csv(tmp_path, ["a.png,1,0,0,5,9", "a.png,1,5,0,9,9", "b.png,2,0,0,5,9", "a.png,3,0,0,5,9"],
+                     "path,pid,x0,y0,x1,y1")  # fmt: skip
+    build_dataset(name)
+    (message,) = [line for line in caplog.messages if "lines repeat" in line]
+    assert "1 lines" in message and "line 5 repeats line 2 (a.png)" in message
+
+
+def test_missing_and_empty_files_are_listed_with_their_line_before_training(tmp_path):
+    for name in ("a", "c", "d"):
+        Image.new("RGB", (4, 8)).save(tmp_path / f"{name}.png")
+    (tmp_path / "d.png").write_bytes(b"")
+    rows = [f"{name}.png,{pid},train" for pid, name in enumerate("abcd")]
+    name = write_csv(tmp_path, rows, "path,pid,split")
+    dataset = build_dataset(name)
+    with pytest.raises(DataError) as caught:
+        check_files(dataset.train, [dataset])
+    text = str(caught.value)
+    assert f"1 of 4 image files of {name} not found" in text and f"b.png ({tmp_path}/my data.csv, line 3)" in text
+    assert f"d.png ({tmp_path}/my data.csv, line 5): the file is empty" in text
+    assert f"fastamp check-data '{name}' --write-clean" in text
+
+
+def test_corrupt_image_error_names_its_line(tmp_path):
+    (tmp_path / "a.png").write_bytes(b"no image")
+    source = build_dataset(write_csv(tmp_path, ["a.png,1,train"], "path,pid,split"))
+    transforms = build_transforms(get_cfg(), is_train=False)
+    dataset = ReidDataset(source.train, transforms, relabel=True, sources=[source])
+    with pytest.raises(DataError, match=r"(?s)a.png.*listed in .*my data.csv, line 2\n  fix: restore"):
+        dataset[0]
