@@ -157,7 +157,7 @@ def test_fake_cuda_training_raises_if_a_loss_has_value_dependent_shapes(monkeypa
         make_trainer(tiny_config(), to_fake_cuda(model)).train(0, 1, 1)
 
 
-def test_values_on_the_device_are_those_of_the_cpu(monkeypatch):
+def test_loss_on_fake_cuda_has_the_same_value_as_on_the_cpu(monkeypatch):
     outputs, targets = {"features": torch.randn(IMAGES, 16)}, torch.arange(IMAGES) // 2
     expected = SelectingLoss()(outputs, targets)
     with fake_cuda(monkeypatch, values=True) as reads:

@@ -183,9 +183,9 @@ def _check_archive(path: Path) -> None:
     if not _is_zip(path):
         if tarfile.is_tarfile(path):
             raise WeightsError(
-                f"weights file {path} is a tar archive or damaged.\n"
-                "  fix: if the archive contains a .pth file, unpack it; if PyTorch 0.1 wrote the file, save it again "
-                "with a later version"
+                f"weights file {path} is a tar archive, which PyTorch 0.1 wrote and which is no longer supported.\n"
+                "  fix: if the archive contains a .pth file, unpack it; otherwise load the file with an older version "
+                "of PyTorch, and save it again"
             )
         return
     with zipfile.ZipFile(path) as archive:

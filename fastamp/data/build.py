@@ -436,9 +436,9 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     backbone, title = cfg.MODEL.BACKBONE, ", ".join(names)
     if backbone.SIE_CAMERAS and not dataset.items.camids.is_integer:
         raise ConfigError(
-            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but the cameras of {title} are not integers. Only "
-            "integers identify the same camera in training and test.\n"
-            "  fix: set MODEL.BACKBONE.SIE_CAMERAS to 0, or train on a single dataset with integer cameras"
+            f"MODEL.BACKBONE.SIE_CAMERAS is {backbone.SIE_CAMERAS}, but the camera IDs of {title} are not integers, so "
+            "cameras of training and test images cannot be matched.\n"
+            "  fix: set MODEL.BACKBONE.SIE_CAMERAS to 0, or train on a single dataset with integer camera IDs"
         )
     viewids = dataset.items.viewids
     for key, number, plural, ids in (

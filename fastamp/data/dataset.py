@@ -77,9 +77,9 @@ class ReidDataset(Dataset):
                 item for item in self.items if not (isinstance(item.pid, Integral) and isinstance(item.camid, Integral))
             )
             raise DataError(
-                f"identities and cameras of query and gallery images must be integers; got identity "
-                f"{wrong.pid!r} and camera {wrong.camid!r} for {wrong.path}.\n"
-                "  fix: use integers in the class of this dataset"
+                f"identities and camera IDs of query and gallery images must be integers; got identity "
+                f"{wrong.pid!r} and camera ID {wrong.camid!r} for {wrong.path}.\n"
+                "  fix: assign integers in the Python class that reads this dataset"
             )
         self.labels, self.camids = pids.codes, camids.codes
 

@@ -123,7 +123,7 @@ _LOOKALIKE_DETAILS = ("pattern", "bag", "lower", "hair", "accent", "lower_color"
 
 
 def draw_appearance(rng: np.random.Generator) -> Appearance:
-    """Draw a random person; ``accent`` always contrasts with ``upper``."""
+    """Sample the appearance of a person. The accent color always contrasts with the color of the upper garment."""
     upper = _pick(rng, FABRICS)
     return Appearance(
         height=rng.uniform(0.92, 1.06),

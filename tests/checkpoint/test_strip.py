@@ -81,7 +81,7 @@ def test_strip_replaces_model_weights_by_the_evaluated_average(demo, averaged, t
     assert "stripped" in caplog.text and "ema" in caplog.text
 
 
-def test_strip_keeps_model_weights_if_the_average_is_not_evaluated(demo, tmp_path):
+def test_strip_keeps_model_weights_instead_of_ema_if_ema_evaluate_is_false(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.EMA", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.EMA.EVALUATE", "False")
     content = strip(tmp_path / "model_final.pth", tmp_path / "small.pth")
     assert content["stripped"] == "model"

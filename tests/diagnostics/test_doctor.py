@@ -59,7 +59,7 @@ def passes_check(model, policy, names=()):
         return not checker(model, policy)().problem
 
 
-def test_fp32_search_returns_no_modules_for_a_normal_model():
+def test_search_for_fp32_modules_finds_none_in_a_model_that_passes_in_low_precision():
     assert search(Net(), FLOAT16) == ([], []) and search(Net(), BFLOAT16) == ([], [])
 
 

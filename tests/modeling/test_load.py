@@ -64,7 +64,7 @@ def test_load_model_returns_averaged_weights_if_config_evaluates_the_average(dem
     assert all(torch.equal(trainer_model.state_dict()[name], value) for name, value in state.items())
 
 
-def test_load_model_raises_without_weights_or_valid_policy_and_config_entries(checkpoint, tmp_path):
+def test_load_model_raises_if_weights_config_or_policy_are_missing_or_invalid(checkpoint, tmp_path):
     with pytest.raises(ConfigError, match="MODEL.WEIGHTS"):
         load_model(get_cfg(), device="cpu")
     content = torch.load(checkpoint, weights_only=True)

@@ -1,4 +1,4 @@
-"""Trial of a search: a training run with DefaultTrainer that reports after each evaluation."""
+"""Trial of a hyper-parameter search: a training run that reports its metrics to Ray Tune after each evaluation."""
 
 import gc
 import json
