@@ -176,7 +176,7 @@ class PrecisionDiagnostics:
     def _explain(
         self, failure: PrecisionFailure, step: OptimizationStep, policy: PrecisionPolicy, iteration: int
     ) -> str:
-        """Replay a failed step, write a crash dump, and return a message that names the module and the replay command."""
+        """Replay a failed step, write a crash dump, and return a message with the module and the replay command."""
         scale = failure.verdict.loss_scale
         with without_collectives(step.model):
             location, note, micro_batch, losses = replay_failure(

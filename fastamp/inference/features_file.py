@@ -228,7 +228,7 @@ def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[
             f"model mismatch: the features in {gallery.path} were extracted with a different model.\n"
             f"  file:  {gallery.checkpoint} ({gallery.config_hash})\n"
             f"  model: {checkpoint} ({config_hash})\n"
-            "  fix: use the model of the file, or extract again with this model"
+            "  fix: use the model that extracted the features, or extract them again with this model"
         )
 
 

@@ -124,7 +124,7 @@ def check_data(cfg: CfgNode, space: Space, training: list[ImageItem]) -> None:
     batch = largest_batch(cfg, space) if IDENTITIES in space.parameters else largest_value(cfg, space, BATCH)
     if batch > len(training):
         raise ConfigError(
-            f"search space: {BATCH} can be as large as {batch}, but the training split has only {len(training)} images.\n"
+            f"search space: {BATCH} can be {batch}, but the training split has only {len(training)} images.\n"
             f"  fix: lower {BATCH}"
         )
 

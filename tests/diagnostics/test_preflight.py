@@ -209,7 +209,7 @@ def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path,
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
 
-def test_preflight_warn_continues_training_after_a_failure(demo, tmp_path, capfd):
+def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, tmp_path, capfd):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     assert train_net.cli(planted(tmp_path, *opts)) == 2
     log, error = (tmp_path / "log.txt").read_text(), capfd.readouterr().err

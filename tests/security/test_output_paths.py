@@ -32,7 +32,7 @@ def test_evaluation_folder_names_of_different_datasets_differ():
     assert folder_name("Market1501") == "Market1501"
 
 
-def test_evaluation_of_dataset_path_with_dots_writes_only_into_output_dir(demo, tmp_path, capfd):
+def test_evaluation_writes_only_into_output_dir_if_the_dataset_path_contains_parent_folders(demo, tmp_path, capfd):
     data = tmp_path / "deep" / "data"
     data.mkdir(parents=True)
     for number in range(4):

@@ -263,7 +263,7 @@ class FolderDataset(ImageDataset):
         super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
-        """Return the name of the subfolder that contains the images of the identity."""
+        """Return the name of the subfolder with the images of identity ``pid``."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
     def camera(self, camid: int | str) -> str:

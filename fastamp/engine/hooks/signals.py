@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 class StopOnSignal(HookBase):
     """After SIGINT, SIGTERM or SIGUSR1, finish the step, save a checkpoint and stop the training.
 
-    With several processes, a signal to one process stops all processes in the same iteration. A signal that is received
-    after the verdict of a step stops them after the next step.
+    With several processes, a signal to one process stops all processes in the same iteration. The processes agree
+    on the stop when they agree on whether to apply a step; a signal that arrives later takes effect one step later.
 
     A second signal stops the process immediately. A repetition of the same signal within ``SAME_WITHIN`` seconds is
     ignored, because a process may receive a signal twice: from the terminal or scheduler, and forwarded by the parent

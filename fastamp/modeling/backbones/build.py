@@ -132,8 +132,8 @@ def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
         raise ConfigError(
             f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but the feature map is "
             f"{' x '.join(map(str, train))} (channels x height x width).\n"
-            f"  fix: set MODEL.BACKBONE.FEAT_DIM to {train[0]}, the number of channels, or as in FastReID to the product, "
-            f"{width}"
+            f"  fix: set MODEL.BACKBONE.FEAT_DIM to {train[0]}, the number of channels, or to the product {width}, as "
+            "in FastReID"
         )
     return width
 
