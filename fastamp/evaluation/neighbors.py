@@ -76,11 +76,17 @@ def nearest_neighbors(
     Raises:
         ConfigError: if the backend is unknown.
     """
+    distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
+    return search_neighbors(distances, k, backend=backend)
+
+
+def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "auto") -> Neighbors:
+    """Find the nearest gallery features of each query from squared Euclidean distances; see ``nearest_neighbors``."""
     check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
+    queries, gallery = distances.query_features, distances.gallery_features
     k = min(k, len(gallery))
     if k == 0:
         return Neighbors(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
-    distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
     size = _FAISS_ROWS if backend == "faiss" else distances.block_rows
     start, stop = comm.shard_range(len(queries), size)
     find = _faiss_candidates if backend == "faiss" else _torch_candidates

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.neighbors import nearest_neighbors
+from fastamp.evaluation.neighbors import search_neighbors
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
+from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, check_choice
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 
@@ -90,7 +91,8 @@ class ReRankedDistances(DistanceBlocks):
         metric: ``"cosine"`` normalizes the features first, ``"euclidean"`` does not.
         options: settings of re-ranking.
         backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
-        memory_budget_mb: memory for distances in MiB. Default: 256.
+        memory_budget_mb: memory for distances in MiB. If the distances of all queries fit, they are computed once, for
+            the neighbor search and for the result. Default: 256.
 
     Raises:
         ConfigError: if the metric or backend is unknown.
@@ -123,9 +125,13 @@ class ReRankedDistances(DistanceBlocks):
         )
         # FastReID adds the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
         self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
-        search = {"backend": backend, "memory_budget_mb": memory_budget_mb}
-        count = max(options.num_neighbors, options.k2)
-        neighbors = nearest_neighbors(features, features, count, **search)
+        search = {"metric": "euclidean", "memory_budget_mb": memory_budget_mb}
+        self._kept = self._keep_distances() if backend != "faiss" else None
+        if self._kept is None:
+            distances = FeatureDistances(features, features, **search)
+        else:
+            distances = _JointDistances(features, self._kept, **search)
+        neighbors = search_neighbors(distances, max(options.num_neighbors, options.k2), backend=backend)
         weights = _weights(features, neighbors.indices, neighbors.farthest, options)
         self._farthest = torch.from_numpy(neighbors.farthest[: len(query_features)]).to(self.device)
         self._query_weights = weights[: len(query_features)]
@@ -135,7 +141,10 @@ class ReRankedDistances(DistanceBlocks):
     def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
         """Compute the re-ranked distances of queries ``start:stop``, see ``DistanceBlocks``."""
         lambda_value = self.options.lambda_value
-        self._original.rows(start, stop, out)
+        if self._kept is None:
+            self._original.rows(start, stop, out)
+        else:
+            out.copy_(self._kept[start:stop])
         if self.options.variant != "fastreid":
             out /= self._farthest[start:stop, None].clamp_min(torch.finfo(torch.float32).tiny)
         if self.options.variant == "torchreid":
@@ -145,10 +154,53 @@ class ReRankedDistances(DistanceBlocks):
         jaccard = overlap.div_(2 - overlap).neg_().add_(1)
         out.mul_(lambda_value * self._scale).add_(jaccard, alpha=1 - lambda_value)
 
+    def _keep_distances(self) -> torch.Tensor | None:
+        """Compute the original distances in the blocks of ``blocks``; None if they exceed the memory budget.
+
+        In a distributed run, each rank needs the distances of all queries for the search, but computes only its part.
+        """
+        num_queries, num_gallery = self.shape
+        if comm.get_world_size() > 1 or num_queries * num_gallery * self.dtype.itemsize > self.memory_budget_mb * 2**20:
+            return None
+        kept = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for start, block in zip(range(0, num_queries, self.block_rows), kept.split(self.block_rows), strict=True):
+            self._original.rows(start, start + len(block), block)
+        return kept
+
     @property
     def block_rows(self) -> int:
         """Number of queries per block; each block requires two additional buffers of the same size."""
         return max(1, super().block_rows // 3)
+
+
+class _JointDistances(FeatureDistances):
+    """Squared Euclidean distances between all images: Q queries, then G gallery images.
+
+    Only the distances within both sets are computed.
+
+    Args:
+        features: (Q + G, D) float32.
+        query_to_gallery: (Q, G) float32, squared distances of the queries to the gallery images.
+        **options: see ``FeatureDistances``.
+    """
+
+    def __init__(self, features: torch.Tensor, query_to_gallery: torch.Tensor, **options: Any) -> None:
+        super().__init__(features, features, **options)
+        self._query_to_gallery = query_to_gallery
+        self._within = [FeatureDistances(side, side, **options) for side in features.split(query_to_gallery.shape)]
+
+    def rows(self, start: int, stop: int, out: torch.Tensor) -> None:
+        """Write the distances of images ``start`` to ``stop`` (exclusive) into ``out``; see ``DistanceBlocks``."""
+        num_queries, (queries, gallery) = len(self._query_to_gallery), self._within
+        middle = min(max(start, num_queries), stop)
+        upper, lower = out.split((middle - start, stop - middle))
+        if len(upper):
+            queries.rows(start, middle, upper[:, :num_queries])
+            upper[:, num_queries:] = self._query_to_gallery[start:middle]
+        if len(lower):
+            first, last = middle - num_queries, stop - num_queries
+            lower[:, :num_queries] = self._query_to_gallery[:, first:last].T
+            gallery.rows(first, last, lower[:, num_queries:])
 
 
 def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from naive_ranking import REFERENCE, load, random_set
 
 from fastamp.evaluation import Protocol, compute_metrics
-from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
+from fastamp.evaluation.rerank import ReRankedDistances, ReRanking, _JointDistances
+from fastamp.layers.distance import FeatureDistances
 from fastamp.utils.errors import ConfigError
 
 NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
@@ -91,6 +92,35 @@ def test_reranking_increases_map_equally_with_torch_and_faiss():
     ]
     assert ranked[0].mean_ap > plain + 0.05
     assert torch.equal(ranked[0].ap, ranked[1].ap)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+@pytest.mark.parametrize("num_queries, num_gallery", [(70, 130), (1, 199), (199, 1)])
+def test_kept_distances_do_not_change_the_result(metric, num_queries, num_gallery):
+    """A budget of 0 MiB keeps no distances and computes one row at a time."""
+    features = torch.randn(num_queries + num_gallery, 16, generator=torch.Generator().manual_seed(0))
+    queries, gallery = features.split((num_queries, num_gallery))
+    results, kept = [], []
+    for budget in (0, 256):
+        blocks = ReRankedDistances(
+            queries, gallery, metric=metric, options=ReRanking(k1=8, k2=3), memory_budget_mb=budget
+        )
+        kept.append(blocks._kept)
+        results.append(torch.cat([block.clone() for _, block in blocks.blocks()]))
+    assert kept[0] is None and kept[1] is not None
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_queries", [0, 3, 10])
+@pytest.mark.parametrize("start, stop", [(0, 10), (0, 3), (2, 4), (3, 10), (9, 10)])
+def test_joint_distances_equal_distances_of_all_pairs(num_queries, start, stop):
+    features = torch.randn(10, 5)
+    known = FeatureDistances(features[:num_queries], features[num_queries:], metric="euclidean")
+    query_to_gallery = torch.empty(known.shape)
+    known.rows(0, num_queries, query_to_gallery)
+    found = torch.full((stop - start, 10), torch.nan)
+    _JointDistances(features, query_to_gallery, metric="euclidean").rows(start, stop, found)
+    torch.testing.assert_close(found, torch.cdist(features, features)[start:stop].square(), rtol=1e-5, atol=1e-5)
 
 
 def test_reranking_is_finite_with_more_identical_features_than_neighbors():
