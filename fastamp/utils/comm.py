@@ -274,11 +274,10 @@ def data_parallel(model: nn.Module) -> nn.Module:
     """
     if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
         return model
-    equal = _equal_buffers(model)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(equal))
-    differ = any(name not in equal for name, _ in model.named_buffers())
+    # Without any other buffers, DDP broadcasts none. Its argument broadcast_buffers is deprecated since PyTorch 2.15.
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(_equal_buffers(model)))
     # With bucket views, gradients are not copied to and from the buckets, and need half the memory.
-    return DistributedDataParallel(model, broadcast_buffers=differ, gradient_as_bucket_view=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def _equal_buffers(model: nn.Module) -> set[str]:
