@@ -64,6 +64,10 @@ class ModuleMonitor:
         self._sums: dict[str, torch.Tensor] = {}
         self._reported: set[tuple[str, str]] = set()
 
+    def set_period(self, period: int) -> None:
+        """Set the number of applied steps between two checks."""
+        self.period = period
+
     @torch.no_grad()
     def before_step(self, frozen: Iterable[str] = ()) -> None:
         """Measure the gradients and copy the parameters if a check is due at this step.
@@ -88,7 +92,8 @@ class ModuleMonitor:
                 nonzero_total = torch.stack(nonzero).sum() if nonzero else torch.zeros((), device=parameters[0].device)
                 self._zeros.append(1 - nonzero_total / total)
                 self._before[name] = parameters, [p.clone() for p in parameters]
-                sums = torch.stack([p.sum() for p in parameters])
+                # Two numbers per parameter: the sums alone of a few small parameters can be equal by chance.
+                sums = torch.stack([p.sum() for p in parameters] + torch._foreach_norm(parameters))
                 last = self._sums.get(name)
                 known = last is not None and last.shape == sums.shape
                 self._same.append((last == sums).all() if known else torch.zeros_like(nonzero_total, dtype=torch.bool))

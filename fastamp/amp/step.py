@@ -212,7 +212,6 @@ class OptimizationStep:
         max_consecutive_skips: largest allowed number of consecutive skipped steps. Default 25.
         guard_buffers: whether ``zero_grad`` copies the buffers that forward passes modify and ``skip`` restores them,
             see ``ForwardBuffers``. Default True.
-        monitor_period: number of applied steps between two checks of ``ModuleMonitor``. Default 50.
         rank_maxima: numbers whose maxima over all ranks are computed in the all-reduce of the verdict; None (default)
             adds no numbers.
 
@@ -235,7 +234,6 @@ class OptimizationStep:
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
-        monitor_period: int = 50,
         rank_maxima: comm.RankMaxima | None = None,
     ) -> None:
         self.model = model
@@ -259,27 +257,32 @@ class OptimizationStep:
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
-        self._module_monitor = ModuleMonitor(model, self.optimizers, period=monitor_period)
+        self._module_monitor = ModuleMonitor(model, self.optimizers)
 
     @classmethod
     def from_config(
         cls, cfg: Any, model: nn.Module, optimizers: Sequence[Optimizer], policy: PrecisionPolicy, clip: Clip | None
     ) -> "OptimizationStep":
         """Build the optimizer step from ``SOLVER.AMP``, with loss scaling if ``policy`` needs it."""
-        return cls(
+        step = cls(
             model,
             optimizers,
             scaler=LossScaler.from_config(cfg, policy),
             clip=clip,
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
             guard_buffers=cfg.SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP,
-            monitor_period=cfg.LOG_PERIOD,
         )
+        step.set_monitor_period(cfg.LOG_PERIOD)
+        return step
 
     @property
     def loss_scale(self) -> float:
         """Current loss scale; 1 without loss scaling."""
         return self.scaler.scale if self.scaler else 1.0
+
+    def set_monitor_period(self, period: int) -> None:
+        """Set the number of applied steps between two checks of ``ModuleMonitor``. Default 50."""
+        self._module_monitor.set_period(period)
 
     def set_frozen(self, modules: Sequence[str]) -> None:
         """Set the names of the frozen modules. A loss that depends only on frozen modules is then not an error.

@@ -278,7 +278,7 @@ class SimpleTrainer(TrainerBase):
             continues in this dtype, at most once per run; ``"error"`` (default) raises ``PrecisionFailure``.
         precision_diagnostics (PrecisionDiagnostics, optional): runs the pre-flight check and writes crash dumps. None
             (default) disables both.
-        scaler, clip, max_consecutive_skips, guard_buffers, monitor_period: see ``OptimizationStep``.
+        scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:
         on_failure, precision_diagnostics: see Args. A newly assigned value takes effect at the next step.
@@ -299,7 +299,6 @@ class SimpleTrainer(TrainerBase):
         clip: Clip | None = None,
         max_consecutive_skips: int = 25,
         guard_buffers: bool = True,
-        monitor_period: int = 50,
     ) -> None:
         super().__init__()
         self.model = model
@@ -318,7 +317,6 @@ class SimpleTrainer(TrainerBase):
             clip=clip,
             max_consecutive_skips=max_consecutive_skips,
             guard_buffers=guard_buffers,
-            monitor_period=monitor_period,
             rank_maxima=self.rank_maxima,
         )
         self.attach_internal_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
@@ -337,7 +335,7 @@ class SimpleTrainer(TrainerBase):
     ) -> "SimpleTrainer":
         """Build the trainer from a config, on the device of the model's parameters."""
         policy = cls.build_policy(cfg, next(model.parameters()).device)
-        return cls(
+        trainer = cls(
             model,
             data_loader,
             optimizers,
@@ -349,8 +347,9 @@ class SimpleTrainer(TrainerBase):
             clip=build_gradient_clipping(cfg),
             max_consecutive_skips=cfg.SOLVER.AMP.MAX_CONSECUTIVE_SKIPS,
             guard_buffers=cfg.SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP,
-            monitor_period=cfg.LOG_PERIOD,
         )
+        trainer.step.set_monitor_period(cfg.LOG_PERIOD)
+        return trainer
 
     @classmethod
     def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
