@@ -268,7 +268,7 @@ def test_train_net_exits_with_2_for_invalid_config_values(assert_input_error, ke
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_train_net_exits_with_2_if_configured_cuda_is_unavailable(assert_input_error):
-    assert_input_error("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE auto"])
+    assert_input_error("MODEL.DEVICE", "cuda", message=["MODEL.DEVICE is 'cuda'", "MODEL.DEVICE to auto"])
 
 
 def test_train_net_exits_with_2_for_batch_of_one_image(assert_input_error):
