@@ -93,7 +93,7 @@ class ModuleMonitor:
                 self._zeros.append(1 - nonzero_total / total)
                 self._before[name] = parameters, [p.clone() for p in parameters]
                 # Two numbers per parameter: the sums alone of a few small parameters can be equal by chance.
-                sums = torch.stack([p.sum() for p in parameters] + torch._foreach_norm(parameters))
+                sums = torch.stack([*(p.sum() for p in parameters), *torch._foreach_norm(parameters)])
                 last = self._sums.get(name)
                 known = last is not None and last.shape == sums.shape
                 self._same.append((last == sums).all() if known else torch.zeros_like(nonzero_total, dtype=torch.bool))
