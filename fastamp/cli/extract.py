@@ -1,10 +1,11 @@
-"""Extract features from the images of a folder, a CSV file or a dataset to one .npz file.
+"""Extract features from the images of a folder, a CSV file or a dataset to one .npz, .csv or .parquet file.
 
 To continue an interrupted extraction, run the same command again.
 
 examples:
   fastamp extract logs/run/model_best.pth images/ -o features.npz
   fastamp extract logs/run/model_best.pth Market1501 -o gallery.npz --splits gallery
+  fastamp extract logs/run/model_best.pth csv:my_images.csv -o features.parquet
 """
 
 import argparse
@@ -24,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         "-o",
         required=True,
-        metavar="OUT.npz",
-        help="output file; partial results are kept in OUT.npz.parts until it is complete",
+        metavar="OUT",
+        help="output file, whose name ends in .npz, .csv or .parquet (pip install fastamp[parquet]); partial results "
+        "are kept in OUT.parts until it is complete",
     )
     parser.add_argument(
         "--splits", nargs="+", choices=SPLITS, default=SPLITS, help="splits of a dataset (default: all)"

@@ -1,8 +1,10 @@
 """Search a gallery for the images that are most similar to query images.
 
-The gallery is an extraction (.npz), for which an index is built first, or an index file.
+The gallery is a folder of images, an extraction (.npz), for which an index is built first, or an index file. The
+features of a folder are extracted to a file next to it, which later searches use.
 
 examples:
+  fastamp search logs/run/model_best.pth query.jpg --gallery photos/
   fastamp search logs/run/model_best.pth query.jpg --gallery gallery.npz
   fastamp search logs/run/model_best.pth queries/ --gallery gallery.index --top 20 --json
 """
@@ -31,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gallery",
         required=True,
-        metavar="FILE",
-        help="output of `fastamp extract`, or an index file",
+        metavar="GALLERY",
+        help="folder of images, .npz output of `fastamp extract`, or an index file",
     )
     parser.add_argument(
         "--index", metavar="FILE", help="index file to build or load (default: GALLERY with the suffix .index)"
@@ -93,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
 def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
     """Convert the search results of one query to table rows; each row is a dict of plain values."""
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
+    if result.cameras is not None:
+        columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
     values = {name: column[query].tolist() for name, column in columns.items()}

@@ -14,6 +14,7 @@ from fastamp.config import CfgNode
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import DatasetEvaluator, Protocol, inference_on_dataset, print_results
 from fastamp.report import EvaluatedSet, Run
+from fastamp.report.queries import write_queries
 from fastamp.utils import comm
 from fastamp.utils.files import folder_name
 
@@ -66,7 +67,13 @@ def evaluate_sets(
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
             found.results[name] = metrics
-            found.sets.append(evaluated_set(name, metrics, evaluator, loader, num_query))
+            each = evaluated_set(name, metrics, evaluator, loader, num_query)
+            found.sets.append(each)
+            if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and each.images:
+                path = folder / "queries.csv"
+                queries = each.images if evaluator.protocol.random_query_gallery_split else each.query
+                write_queries(path, evaluator.ranking, queries, each.source)
+                logger.info("wrote %s", path)
         if getattr(evaluator, "pairs", None) is not None:
             found.pairs[name] = evaluator.pairs.state_dict()
     if found.results:

@@ -19,6 +19,7 @@ from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.utils import comm
@@ -164,6 +165,7 @@ class ReidEvaluator(DatasetEvaluator):
 
     Attributes:
         result: result of the last evaluation; None without ``report_options``.
+        ranking: results of each query of the last evaluation, on the main process.
         pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
             no genuine or no impostor pairs.
     """
@@ -184,6 +186,7 @@ class ReidEvaluator(DatasetEvaluator):
         self.output_dir = output_dir
         self.report_options = report_options or (ReportOptions() if cfg.TEST.REPORT else None)
         self.result: EvaluationResult | None = None
+        self.ranking: RankingResult | None = None
         self.reset()
 
     def metric_names(self) -> list[str]:
@@ -243,6 +246,7 @@ class ReidEvaluator(DatasetEvaluator):
         self.result = result if self.report_options else None
         if not comm.is_main_process():
             return None
+        self.ranking = result.ranking
         self._write(result)
         self.pairs = sample_pairs(
             *((features, features) if protocol.random_query_gallery_split else (features[:n], features[n:])),

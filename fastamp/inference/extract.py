@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
 from fastamp.inference.features_file import Extraction, open_arrays, read_array, read_extraction, write_arrays
+from fastamp.inference.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.files import real_path, write_atomically
@@ -40,6 +41,8 @@ _PART_SECONDS, _PART_BYTES = 30.0, 2**26
 _MARKER = "of.json"
 _PART = re.compile(r"[0-9]{12}\.npz")
 _UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
+# All features in one temporary file, from which a table is written.
+_TABLE_SOURCE = f".{_MARKER}.table.tmp"
 
 
 @dataclass(frozen=True)
@@ -49,14 +52,17 @@ class Listing:
     items: PackedItems
     pids: np.ndarray
     split: np.ndarray | None = None
+    cameras: np.ndarray | None = None
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return paths, identities, cameras and, if known, splits and boxes of the images in ``rows``."""
+        """Return paths, identities, cameras and, if known, splits, boxes and camera names of the images in ``rows``."""
         items = self.items.take(rows)
         columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
         columns["camids"] = items.camids.codes
         if self.split is not None:
             columns["split"] = self.split[rows]
+        if self.cameras is not None:
+            columns["cameras"] = self.cameras[rows]
         if items.boxes is not None and any(item.box for item in items):
             columns["boxes"] = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
         return columns
@@ -109,12 +115,20 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     values, inverse = items.pids.unique()
     pids = [dataset.identity(pid) for pid in values]
     are_integers = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", pid) for pid in pids)
+    values, codes = items.camids.unique()
+    names = [dataset.camera(camera) for camera in values]
+    has_names = any(name not in ("", str(camera)) for name, camera in zip(names, values, strict=True))
     cameras = items.camids
     if not cameras.is_integer:
         cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
     split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
     items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
-    return Listing(items, np.array(pids, dtype=np.int64 if are_integers else None)[inverse], split)
+    return Listing(
+        items,
+        np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
+        split,
+        np.array(names)[codes] if has_names else None,
+    )
 
 
 def extract(
@@ -135,7 +149,8 @@ def extract(
     Args:
         predictor: trained model.
         source: see ``list_images``.
-        out: output file, see ``Extraction``; its name must end in ``.npz``.
+        out: output file; its name must end in ``.npz`` (see ``Extraction``), or ``.csv`` or ``.parquet`` (see
+            ``write_table``).
         splits: see ``list_images``.
         skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
         num_workers: number of processes for decoding images. Default: TEST.NUM_WORKERS.
@@ -149,11 +164,12 @@ def extract(
         DataError: if there are no images, or an image cannot be read.
     """
     out = Path(out).expanduser()
-    if out.suffix != ".npz" or out.is_dir() or not out.parent.is_dir():
+    if out.suffix not in (".npz", *SUFFIXES) or out.is_dir() or not out.parent.is_dir():
         raise ConfigError(
-            f"cannot write the extraction to {out}: expected a file name that ends in .npz in an existing folder.\n"
-            "  fix: choose another --output"
+            f"cannot write the extraction to {out}: expected a file name that ends in .npz, .csv or .parquet in an "
+            "existing folder.\n  fix: choose another --output"
         )
+    check_table_format(out)
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
@@ -176,14 +192,24 @@ def extract(
             "metric": np.array(predictor.cfg.TEST.METRIC),
         }
         blocks = (parts.read(path, "features") for path in parts.paths)
+        shape = (len(rows), width)
         with writing(out):
-            write_atomically(out, lambda file: write_arrays(file, columns, blocks, (len(rows), width)))
+            if out.suffix == ".npz":
+                write_atomically(out, lambda file: write_arrays(file, columns, blocks, shape))
+                extraction = read_extraction(out)
+            else:
+                archive = parts.folder / _TABLE_SOURCE
+                with archive.open("wb") as file:
+                    write_arrays(file, columns, blocks, shape)
+                extraction = replace(read_extraction(archive), path=out)
+                write_table(out, extraction)
+                archive.unlink()  # the features remain mapped
     except BaseException:
         parts.close()
         raise
     parts.remove()
     logger.info("wrote %s: %d features of dimension %d", out, len(rows), width)
-    return read_extraction(out), skipped
+    return extraction, skipped
 
 
 def _compute(

@@ -31,6 +31,7 @@ _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "camids": ("iu", ("N",)),
     "split": ("U", ("N",)),
     "boxes": ("iu", ("N", 4)),
+    "cameras": ("U", ("N",)),
 }
 _WRITE_AGAIN = "create the file with fastamp extract"
 _NOT_PLAIN = 0x61  # flags of encrypted or patched zip entries
@@ -53,6 +54,7 @@ class Extraction:
         split: (N,) str, ``query``, ``gallery`` or ``train``; None without splits.
         boxes: (N, 4) int64, box of each image in its file: left, top, right, bottom (right and bottom exclusive);
             None if each image is an entire file.
+        cameras: (N,) str, cameras as named in the dataset; None if they have no names besides ``camids``.
         fingerprint: checksum of features and paths.
     """
 
@@ -67,6 +69,7 @@ class Extraction:
     split: np.ndarray | None = None
     boxes: np.ndarray | None = None
     fingerprint: str = ""
+    cameras: np.ndarray | None = None
 
 
 def write_arrays(

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import zlib
 from dataclasses import dataclass
 from os import PathLike
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.data.datasets.custom import image_files
 from fastamp.inference.features_file import (
     Extraction,
     check_columns,
@@ -55,6 +57,7 @@ _META = (
     "pids",
     "camids",
     "boxes",
+    "cameras",
     "config_hash",
     "checkpoint",
     "metric",
@@ -63,6 +66,7 @@ _META = (
     "size",
     "crc",
 )
+_OPTIONAL = ("boxes", "cameras")
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class SearchResult:
         camids: (Q, k) int64, -1 for unknown cameras.
         boxes: (Q, k, 4) int64, box of each image in its file; None if each image is an entire file.
         metric: ``"cosine"`` or ``"euclidean"``.
+        cameras: (Q, k) str, cameras as named in the dataset; None if they have no names besides ``camids``.
     """
 
     scores: np.ndarray
@@ -86,6 +91,7 @@ class SearchResult:
     camids: np.ndarray
     boxes: np.ndarray | None
     metric: str
+    cameras: np.ndarray | None = None
 
 
 class GalleryIndex:
@@ -104,7 +110,7 @@ class GalleryIndex:
         self.kind, self.metric, self.config_hash, self.checkpoint, self.fingerprint = (
             str(meta[name]) for name in ("kind", "metric", "config_hash", "checkpoint", "fingerprint")
         )
-        self._columns = {name: meta.get(name) for name in ("paths", "pids", "camids", "boxes")}
+        self._columns = {name: meta.get(name) for name in ("paths", "pids", "camids", "boxes", "cameras")}
 
     def __len__(self) -> int:
         return self._index.ntotal
@@ -263,7 +269,7 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
     path = Path(path).expanduser()
     with open_arrays(path, "index", fix=_BUILD_AGAIN) as archive:
         names = [name.removesuffix(".npy") for name in archive.namelist()]
-        missing = [name for name in _META if name != "boxes" and name not in names]
+        missing = [name for name in _META if name not in _OPTIONAL and name not in names]
         if missing:
             raise ValueError(f"missing entries: {', '.join(missing)}")
         if verify and (record := archive.testzip()):
@@ -313,9 +319,12 @@ def open_gallery(
 ) -> GalleryIndex:
     """Load an index file, or the index of an extraction file, which is first built if it is missing or outdated.
 
+    The features of a folder of images are extracted to a file next to it, ``FOLDER.HASH.npz`` with the hash of the
+    model, or next to ``index``. Later calls use this file, unless the images have changed.
+
     Args:
-        gallery: index file, or extraction file, whose name ends in ``.npz``.
-        of: predictor whose model must match the model of the gallery. Default: None, no check.
+        gallery: index file; extraction file, whose name ends in ``.npz``; or folder of images.
+        of: predictor whose model must match the model of the gallery; required for a folder. Default: None, no check.
         index: index file of an extraction. Default: the file next to the extraction with the suffix ``.index``.
         kind: kind of index to build, see ``build_index``. An existing index of a different kind is replaced.
             Default: ``"auto"``, which accepts an existing index of any kind.
@@ -329,10 +338,12 @@ def open_gallery(
     """
     path = Path(gallery).expanduser()
     if path.is_dir():
-        raise DataError(
-            f"{path} is a folder; expected an index file or a file with extracted features.\n"
-            f"  fix: fastamp extract {of.checkpoint if of else 'CHECKPOINT'} {path} -o gallery.npz"
-        )
+        if of is None:
+            raise DataError(
+                f"{path} is a folder; expected an index file or a file with extracted features.\n"
+                f"  fix: fastamp extract CHECKPOINT {path} -o gallery.npz, or pass the predictor (of=...)"
+            )
+        path = _extract_folder(path, of, index)
     if path.suffix != ".npz":
         return load_index(path)
     extraction = read_extraction(path)
@@ -347,6 +358,33 @@ def open_gallery(
             "rebuilding the index %s, because it was built from different features or is of a different kind", out
         )
     return build_index(extraction, out, kind=kind)
+
+
+def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | None) -> Path:
+    """Extract the images in a folder, or find the file of an earlier extraction; see ``open_gallery``."""
+    from fastamp.inference.extract import extract  # imports the predictor, which imports this module
+
+    folder = folder.absolute()
+    out = folder.parent / f"{folder.name}.{predictor.config_hash[:8]}.npz"
+    if index is not None:
+        out = Path(index).expanduser().with_suffix(".npz")
+    if out.exists():
+        try:
+            found = read_extraction(out)
+            files, changed = image_files(folder), out.stat().st_mtime
+            # The inode change time detects moved files, too. Unreadable images are not in the extraction.
+            is_current = all(max(os.stat(file).st_mtime, os.stat(file).st_ctime) <= changed for file in files)
+            if is_current and found.config_hash == predictor.config_hash and {*found.paths.tolist()} <= {*files}:
+                return out
+        except (DataError, OSError) as error:
+            logger.info("%s is replaced: %s", out, error)
+    logger.info("extracting the features of the images in %s to %s, for this and later searches", folder, out)
+    _, skipped = extract(predictor, folder, out, skip_corrupt=True)
+    if skipped:
+        logger.warning(
+            "%d images of the gallery cannot be read and are skipped: %s", len(skipped), "; ".join(skipped[:10])
+        )
+    return out
 
 
 def _build_filled(kind: str, extraction: Extraction) -> Any:

@@ -10,7 +10,7 @@ import torch
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
-from fastamp.data.datasets.base import ImageItem, count_items
+from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.diagnostics import environment_queries
 from fastamp.evaluation import DatasetEvaluator, EvaluationResult
 from fastamp.report.history import History
@@ -31,6 +31,7 @@ class EvaluatedSet:
         metrics (dict[str, Any]): metrics returned by the evaluator.
         result (EvaluationResult | None): result with details; None for custom evaluators that do not provide one.
         query, gallery (Sequence[ImageItem]): images; empty if unknown.
+        source (ImageDataset | None): dataset that names identities and cameras; None to show their numbers.
     """
 
     name: str
@@ -38,7 +39,16 @@ class EvaluatedSet:
     result: EvaluationResult | None
     query: Sequence[ImageItem]
     gallery: Sequence[ImageItem]
+    source: ImageDataset | None = None
     judgement = renamed_attribute("judgement", "result")
+
+    def identity(self, pid: int | str) -> str:
+        """Return the name of an identity."""
+        return self.source.identity(pid) if self.source else str(pid)
+
+    def camera(self, camid: int | str) -> str:
+        """Return the name of a camera; "" if the dataset has no cameras."""
+        return self.source.camera(camid) if self.source else str(camid)
 
     @property
     def images(self) -> list[ImageItem]:
@@ -86,7 +96,9 @@ def evaluated_set(
     items = items_of(loader)
     result = getattr(evaluator, "result", None)
     result = result if isinstance(result, EvaluationResult) else None
-    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:])
+    sources = getattr(getattr(loader, "dataset", None), "sources", ())
+    source = sources[0] if sources else None
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source)
 
 
 def items_of(loader: Any) -> list[ImageItem]:

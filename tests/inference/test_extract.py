@@ -1,9 +1,11 @@
 """Tests of extraction: equality with evaluation, columns, and bit-identical resume."""
 
+import csv
 import json
 import multiprocessing
 import shutil
 import signal
+import sys
 
 import evaluate_features
 import numpy as np
@@ -281,3 +283,70 @@ def test_reading_a_truncated_or_incomplete_extraction_raises(predictor, images, 
     np.savez(tmp_path / "other.npz", features=np.zeros((3, 2)))
     with pytest.raises(DataError, match="paths, pids"):
         read_extraction(tmp_path / "other.npz")
+
+
+def named_set(images, tmp_path):
+    """Write a CSV file with named identities and cameras, and a split."""
+    files = sorted(images.rglob("[0-9].jpg"))[:8]
+    rows = [
+        f"{file},{'ann' if n < 4 else 'bob'},{('gate', 'café')[n % 2]},{'gallery' if n % 4 else 'query'}"
+        for n, file in enumerate(files)
+    ]
+    path = tmp_path / "named.csv"
+    path.write_text("\n".join(["path,pid,camid,split", *rows]))
+    return path
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_extraction_to_a_table_has_the_values_of_the_npz_file(predictor, images, tmp_path, suffix):
+    listed = named_set(images, tmp_path)
+    expected, _ = extract(predictor, listed, tmp_path / "out.npz")
+    found, _ = extract(predictor, listed, tmp_path / f"out{suffix}")
+    assert found.path == tmp_path / f"out{suffix}" and np.array_equal(found.features, expected.features)
+    assert {path.name for path in tmp_path.glob("out*")} == {"out.npz", f"out{suffix}"}
+    if suffix == ".csv":
+        with found.path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        width = expected.features.shape[1]
+        features = np.array([[row[f"f{number}"] for number in range(width)] for row in rows], dtype=np.float32)
+    else:
+        table = pytest.importorskip("pyarrow.parquet").read_table(found.path)
+        rows, metadata = table.to_pylist(), table.schema.metadata
+        features = np.array([row["features"] for row in rows], dtype=np.float32)
+        assert metadata[b"config_hash"].decode() == predictor.config_hash
+    assert np.array_equal(features, expected.features)
+    assert [row["path"] for row in rows] == expected.paths.tolist()
+    assert [row["pid"] for row in rows] == expected.pids.tolist()
+    assert [row["camid"] for row in rows] == expected.cameras.tolist() and {"gate", "café"} == set(expected.cameras)
+    assert [row["split"] for row in rows] == expected.split.tolist()
+
+
+def test_parquet_without_pyarrow_names_the_extra_before_the_extraction(predictor, images, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match=r'pip install "fastamp\[parquet\]"'):
+        extract(predictor, images, tmp_path / "out.parquet")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog):
+    caplog.set_level("INFO")
+    query = sorted(images.rglob("[0-9].jpg"))[3]
+    result = predictor.search(query, images, k=2)
+    assert result.paths[0, 0] == str(query)
+    (features,) = tmp_path.glob("images.*.npz")
+    written = features.stat().st_mtime_ns
+    assert predictor.search(query, images, k=1).paths[0, 0] == str(query)
+    assert features.stat().st_mtime_ns == written
+    shutil.copy(query, images / "a" / "new.jpg")
+    (images / "a" / "bad.jpg").write_text("no image")
+    assert set(predictor.search(query, images, k=2).paths[0]) == {str(query), str(images / "a" / "new.jpg")}
+    assert "1 images of the gallery cannot be read" in caplog.text and "bad.jpg" in caplog.text
+    written = features.stat().st_mtime_ns
+    predictor.search(query, images, k=2)
+    assert features.stat().st_mtime_ns == written
+
+
+def test_search_returns_the_camera_names_of_the_gallery(predictor, images, tmp_path):
+    extraction, _ = extract(predictor, named_set(images, tmp_path), tmp_path / "out.npz")
+    result = predictor.search(extraction.paths[0], extraction.path, k=3)
+    assert set(result.cameras[0]) <= {"gate", "café"} and set(result.pids[0]) <= {"ann", "bob"}

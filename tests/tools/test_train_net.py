@@ -101,7 +101,8 @@ def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, 
         "TAR@FAR=0.01",
     ):
         assert text in log
-    assert {path.name for path in (output / "evaluation/Demo").iterdir()} == {"per_query.npz", "roc.npz", "roc.png"}
+    files = {path.name for path in (output / "evaluation/Demo").iterdir()}
+    assert files == {"per_query.npz", "queries.csv", "roc.npz", "roc.png"}
 
 
 def first_convolution(path):

@@ -1,0 +1,104 @@
+"""Extractions as CSV and Parquet tables, for other programs."""
+
+import csv
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from fastamp.inference.features_file import Extraction
+from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.files import write_atomically
+
+SUFFIXES = (".csv", ".parquet")
+_BLOCK = 4096
+
+
+def check_table_format(path: Path) -> None:
+    """Check that a table of this format can be written.
+
+    Raises:
+        ConfigError: if the name ends in ``.parquet`` and pyarrow is not installed.
+    """
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                f"writing {path} requires pyarrow, which is not installed.\n"
+                '  fix: pip install "fastamp[parquet]", or use a name that ends in .npz or .csv'
+            ) from error
+
+
+def write_table(path: Path, extraction: Extraction) -> None:
+    """Write an extraction as a table with one row per image: ``path``, ``pid``, ``camid`` and, if known, ``split``,
+    ``x0``, ``y0``, ``x1``, ``y1``; then the features.
+
+    Cameras are written by name if the dataset names them. A CSV file has the features in the columns ``f0``, ``f1``,
+    ...; a Parquet file has them in the column ``features`` (lists of float32), and ``config_hash``, ``checkpoint`` and
+    ``metric`` in the metadata of its schema.
+
+    Args:
+        path: file to write, whose name ends in ``.csv`` or ``.parquet``.
+        extraction: extraction to write.
+
+    Raises:
+        WriteError: if the file cannot be written.
+    """
+    write = _write_parquet if path.suffix == ".parquet" else _write_csv
+    with writing(path):
+        write_atomically(path, lambda file: write(file, extraction))
+
+
+def _blocks(extraction: Extraction) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    """Yield ``(column name -> values, features)`` of consecutive rows."""
+    cameras = extraction.camids if extraction.cameras is None else extraction.cameras
+    for start in range(0, len(extraction.features), _BLOCK):
+        rows = slice(start, start + _BLOCK)
+        columns = {"path": extraction.paths[rows], "pid": extraction.pids[rows], "camid": cameras[rows]}
+        if extraction.split is not None:
+            columns["split"] = extraction.split[rows]
+        if extraction.boxes is not None:
+            columns |= dict(zip(("x0", "y0", "x1", "y1"), extraction.boxes[rows].T, strict=True))
+        yield {name: values.tolist() for name, values in columns.items()}, np.asarray(extraction.features[rows])
+
+
+def _write_csv(file: IO[bytes], extraction: Extraction) -> None:
+    header = True
+    for columns, features in _blocks(extraction):
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        if header:
+            writer.writerow([*columns, *(f"f{number}" for number in range(features.shape[1]))])
+            header = False
+        # NumPy's shortest text from which the same float32 is read.
+        numbers = features.astype("U16").tolist()
+        writer.writerows([*row, *values] for *row, values in zip(*columns.values(), numbers, strict=True))
+        file.write(text.getvalue().encode("utf-8", "surrogateescape"))
+
+
+def _write_parquet(file: IO[bytes], extraction: Extraction) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    writer = None
+    try:
+        for columns, features in _blocks(extraction):
+            arrays = {
+                name: pyarrow.array(
+                    [each.encode("utf-8", "replace").decode() if isinstance(each, str) else each for each in values]
+                )
+                for name, values in columns.items()
+            }
+            flat = pyarrow.array(np.ascontiguousarray(features).reshape(-1))
+            arrays["features"] = pyarrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
+            table = pyarrow.table(arrays)
+            metadata = {name: getattr(extraction, name) for name in ("config_hash", "checkpoint", "metric")}
+            table = table.replace_schema_metadata(metadata)
+            writer = writer or pyarrow.parquet.ParquetWriter(file, table.schema)
+            writer.write_table(table)
+    finally:
+        if writer is not None:
+            writer.close()

@@ -1,0 +1,47 @@
+"""Table of all queries with their results, the worst first."""
+
+import csv
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.evaluation.rank import RankingResult
+from fastamp.utils.errors import writing
+from fastamp.utils.files import write_atomically
+
+
+def write_queries(
+    path: Path, ranking: RankingResult, queries: Sequence[ImageItem], source: ImageDataset | None
+) -> None:
+    """Write a CSV file with one line per query: its file, identity, camera, average precision (%) and first match.
+
+    Queries are sorted by average precision, and those without a match are last, with empty values.
+
+    Args:
+        path: file to write; its folder is created if necessary.
+        ranking: result of each query.
+        queries: images of the queries, in the order of ``ranking``.
+        source: dataset that names identities and cameras; None writes their numbers.
+
+    Raises:
+        WriteError: if the file cannot be written.
+    """
+    valid, first = ranking.valid.numpy(), ranking.first_match.numpy()
+    order = np.lexsort((ranking.ap.numpy(), ~valid))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(("path", "pid", "camid", "ap", "first_match"))
+    for number in order.tolist():
+        item = queries[number]
+        names = (source.identity(item.pid), source.camera(item.camid)) if source else (item.pid, item.camid)
+        values = ("", "")
+        if valid[number]:
+            # With random galleries, the mean over the trials.
+            values = (f"{100 * ranking.ap[number]:.2f}", f"{1 + first[number][first[number] >= 0].mean():g}")
+        writer.writerow((item.path, *names, *values))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
