@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     listing = actions.add_parser("list", help="print config keys with default and description")
     listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining = actions.add_parser("explain", help="print all details of one key")
-    explaining.add_argument("key", metavar="KEY", help="config key, in any case; former names are accepted")
+    explaining.add_argument(
+        "key", metavar="KEY", help="config key or its last part, in any case; former names are accepted"
+    )
     for each in (listing, explaining):
         each.add_argument(
             "--config-file", default="", metavar="FILE", help="also print the values set by this YAML file"
@@ -61,13 +63,32 @@ def run(args: argparse.Namespace) -> int:
     if args.action == "list":
         print(describe_config(args.prefix, read_config(args.config_file, [], plugin=args.plugin)))
     elif args.action == "explain":
-        print(explain_key(args.key, read_config("", [], plugin=args.plugin), args.config_file))
+        cfg = read_config("", [], plugin=args.plugin)
+        print(explain_key(args.key, cfg, args.config_file, components=component_choices))
     elif args.action == "convert":
         convert(args.file, args.output, release=args.release, plugin=args.plugin)
     else:
         first, second = (config_of(source, args.plugin) for source in (args.first, args.second))
         print("\n".join(describe_changes(second, first.dump(), args.first)) or "no difference")
     return 0
+
+
+def component_choices() -> dict[str, list[str]]:
+    """Return the component names that each config key accepts, including those of plugins."""
+    from fastamp.engine import train_loop  # noqa: F401  registers all components
+    from fastamp.modeling.losses.pml import supported_names
+    from fastamp.solver.build import optimizer_names
+    from fastamp.utils.registry import registered_names
+
+    names = registered_names()
+    names["DATASETS.NAMES"] += ["csv:FILE", "folder:FOLDER"]
+    names["DATASETS.TESTS"] = names["TEST.PRECISE_BN.DATASET"] = names["DATASETS.NAMES"]
+    names["MODEL.BACKBONE.NAME"].append("timm/NAME")
+    losses, names["MODEL.LOSSES.PML.MINER"] = supported_names()
+    names["MODEL.LOSSES.NAME"] += [f"pml/{name}" for name in losses] or ["pml/NAME"]
+    names["SOLVER.OPT"] = [*optimizer_names(), "LAMB"]
+    names["SOLVER.TRAINER"].insert(0, "auto")
+    return names
 
 
 @renamed_arguments(parts="plugin")

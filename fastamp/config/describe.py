@@ -1,7 +1,7 @@
 """Documentation of config keys as text for a terminal."""
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from fastamp.config.config import CfgNode, get_cfg
 from fastamp.config.defaults import FASTREID_SPELLINGS, RENAMED, SHORTHANDS, former_paths
@@ -42,14 +42,23 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
     return "\n".join(lines)
 
 
-def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") -> str:
+def explain_key(
+    name: str,
+    cfg: CfgNode | None = None,
+    config_file: str = "",
+    *,
+    components: Callable[[], Mapping[str, Sequence[str]]] | None = None,
+) -> str:
     """Describe one key: default, description, type, constraints, aliases, and the values set by a config file.
 
     Args:
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
-            that of ``describe_config``.
+            that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
+            SOLVER.BASE_LR, and if several keys have this last part, e.g. ``NAME``, they are listed.
         cfg: config with the keys, including keys that a project declares. Default None: the default config.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
+        components: function that returns the component names that each key accepts; it is called only for keys that
+            may name a component. Default None: component names are not listed.
 
     Raises:
         ConfigError: if no key or section has this name (the message suggests the nearest one), or the file is invalid.
@@ -57,13 +66,27 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
     cfg = get_cfg() if cfg is None else cfg
     spellings = current_names() | FASTREID_SPELLINGS
     path = _current(name, spellings | RENAMED)
-    key = next((key for key, _ in cfg.keys_below() if key.path.lower() == path), None)
+    keys = [key for key, _ in cfg.keys_below()]
+    key = next((key for key in keys if key.path.lower() == path), None)
+    others: list[str] = []
     if key is None:
-        return describe_config(name, cfg)
+        if any(f"{each.path.lower()}.".startswith(f"{path}.") for each in keys):
+            return describe_config(name, cfg)
+        found = _find_by_last_part(path, keys)
+        if not found:
+            return describe_config(name, cfg)  # raises
+        key, *rest = found
+        others = [each.path for each in rest]
+        if key.path.lower().endswith(f".{path}") and others:
+            lines = [f"{each.path}: {show_value(each.default)}" for each in found]
+            return "\n".join([f"{len(found)} keys end in {name.upper()}; explain one of them:", *lines])
     section, _, last = key.path.rpartition(".")
     facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
-    if key.choices:
-        facts.append(f"choices: {', '.join(map(str, key.choices))}")
+    choices = key.choices
+    if not choices and components is not None and "string" in key.expected:
+        choices = components().get(key.path, ())
+    if choices:
+        facts.append(f"choices: {', '.join(map(str, choices))}")
     if key.aliases:
         facts.append(f"aliases: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
     facts += [f"name in FastReID: {old}" for old, new in spellings.items() if new == key.path]
@@ -72,12 +95,33 @@ def explain_key(name: str, cfg: CfgNode | None = None, config_file: str = "") ->
         facts.append(f"shorthand: `{section} VALUE`, which also sets {section}.ENABLED True")
     if last == "ENABLED":
         facts.append(f"shorthand: `{section} True` and `{section} False`")
+    if others:
+        facts.append(f"other keys with this name: {', '.join(others)}")
     if config_file:
         facts += _where_set(key, cfg, config_file)
     lines = [*_wrap(f"{key.path}: {show_value(key.default)}", "", "      "), *_wrap(key.meaning, "    ", "    ")]
     for fact in facts:
         lines += _wrap(fact, "    ", "      ")
     return "\n".join(lines)
+
+
+def _find_by_last_part(name: str, keys: Sequence[Key]) -> list[Key]:
+    """Find keys by the last part of their path, in lower case.
+
+    Returns:
+        The keys whose path ends in ``.name``. If there are none, the keys whose last part contains ``name`` as a word,
+        best match first: those that end in it, then those with the fewest words.
+    """
+    exact = [key for key in keys if key.path.lower().endswith(f".{name}")]
+    if exact:
+        return exact
+
+    def rank(key: Key) -> tuple[bool, int, int]:
+        last = key.path.lower().rpartition(".")[2]
+        return not last.endswith(f"_{name}"), last.count("_"), key.path.count(".")
+
+    found = [key for key in keys if name and f"_{name}_" in f"_{key.path.lower().rpartition('.')[2]}_"]
+    return sorted(found, key=rank)
 
 
 def _current(name: str, spellings: Mapping[str, str]) -> str:

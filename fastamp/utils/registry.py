@@ -5,6 +5,13 @@ from typing import Any
 
 from fastamp.utils.errors import ConfigError, did_you_mean
 
+_REGISTRIES: list["Registry"] = []
+
+
+def registered_names() -> dict[str, list[str]]:
+    """Return the registered names for each config key that selects a component of a registry."""
+    return {key: list(registry) for registry in _REGISTRIES for key in registry.kind.split(" / ")}
+
 
 class Registry:
     """Registry that maps names in a config to components.
@@ -24,6 +31,7 @@ class Registry:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._components: dict[str, Any] = {}
+        _REGISTRIES.append(self)
 
     def register(self, name: str | None = None) -> Callable[[Any], Any]:
         """Create a decorator that registers a class or function.

@@ -141,3 +141,42 @@ def test_config_convert_lists_keys_without_counterpart_and_accepts_a_release(tmp
         assert main(["config", "convert", str(old), *words]) == 0
         pools.append(yaml.safe_load(capsys.readouterr().out)["MODEL"]["HEADS"]["POOL_LAYER"])
     assert pools == ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"]
+
+
+@pytest.mark.parametrize(
+    "key, choices",
+    [
+        ("MODEL.META_ARCHITECTURE", "Baseline MGN MoCo Distiller"),
+        ("MODEL.BACKBONE.NAME", "build_resnet_backbone build_vit_backbone timm/NAME"),
+        ("MODEL.BACKBONE.NORM", "BN syncBN GN"),
+        ("MODEL.HEADS.NORM", "BN syncBN"),
+        ("MODEL.HEADS.NAME", "EmbeddingHead"),
+        ("MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPooling Identity"),
+        ("MODEL.HEADS.CLS_LAYER", "Linear ArcSoftmax"),
+        ("MODEL.LOSSES.NAME", "TripletLoss SupConLoss pml/"),
+        ("DATALOADER.SAMPLER_TRAIN", "NaiveIdentitySampler"),
+        ("DATASETS.NAMES", "Market1501 csv:FILE folder:FOLDER"),
+        ("DATASETS.TESTS", "MSMT17 csv:FILE"),
+        ("TEST.PRECISE_BN.DATASET", "MSMT17"),
+        ("SOLVER.OPT", "Adam SGD LAMB"),
+        ("SOLVER.SCHED", "MultiStepLR OneCycleLR"),
+        ("SOLVER.TRAINER", "auto AMPTrainer"),
+        ("TEST.PROTOCOL", "market1501 vehicleid"),
+    ],
+)
+def test_config_explain_lists_the_choices_of_component_keys(config, key, choices):
+    code, lines = config("explain", key)
+    text = " ".join(line.strip() for line in lines).partition("choices: ")[2]
+    assert code == 0 and all(name in text for name in choices.split()), text
+
+
+def test_config_explain_finds_keys_by_their_last_part(config):
+    code, lines = config("explain", "LR")
+    assert code == 0 and lines[0].startswith("SOLVER.BASE_LR: ")
+    assert "SOLVER.ETA_MIN_LR" in " ".join(lines)
+    assert config("explain", "max_epoch")[1][0].startswith("SOLVER.MAX_EPOCH: ")
+    assert config("explain", "amp.dtype")[1][0].startswith("SOLVER.AMP.DTYPE: ")
+    code, lines = config("explain", "name")
+    assert code == 0 and "keys end in NAME" in lines[0] and "MODEL.BACKBONE.NAME: build_resnet_backbone" in lines
+    assert config("explain", "no_such_name")[0] == 2
+    assert config("explain", "SOLVER")[1][0] == "[SOLVER]"

@@ -152,12 +152,7 @@ def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
 
 def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) -> type[nn.Module]:
     """Look up a class in ``losses`` or ``miners`` of pytorch-metric-learning."""
-    parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
-    choices = {
-        each: value
-        for each, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, parent) and each not in _EXCLUDED
-    }
+    choices = _supported(module, base)
     if name not in choices:
         raise ConfigError(
             f"{key}: {prefix + name!r} is not one of the supported {base} of pytorch-metric-learning."
@@ -165,6 +160,24 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
             f"  choices: {', '.join(prefix + each for each in sorted(choices))}"
         )
     return choices[name]
+
+
+def _supported(module: ModuleType, base: str) -> dict[str, type[nn.Module]]:
+    parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
+    return {
+        each: value
+        for each, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, parent) and each not in _EXCLUDED
+    }
+
+
+def supported_names() -> tuple[list[str], list[str]]:
+    """List the supported losses and miners of pytorch-metric-learning; empty lists if it is not installed."""
+    try:
+        losses, miners = _import_package("")
+    except ConfigError:
+        return [], []
+    return sorted(_supported(losses, "losses")), sorted(_supported(miners, "miners"))
 
 
 def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
