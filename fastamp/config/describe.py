@@ -54,7 +54,7 @@ def explain_key(
     Args:
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
             that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
-            SOLVER.BASE_LR, and if several keys have this last part, e.g. ``NAME``, they are listed.
+            SOLVER.BASE_LR, and if several keys match equally well, e.g. ``NAME``, they are listed.
         cfg: config with the keys, including keys that a project declares. Default None: the default config.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
         components: function that returns the component names that each key accepts; it is called only for keys that
@@ -75,11 +75,11 @@ def explain_key(
         found = _find_by_last_part(path, keys)
         if not found:
             return describe_config(name, cfg)  # raises
+        if len(found) > 1 and _match_rank(path, found[0]) == _match_rank(path, found[1]):
+            lines = [f"{each.path}: {show_value(each.default)}" for each in found]
+            return "\n".join([f"{len(found)} keys match {name}; explain one of them:", *lines])
         key, *rest = found
         others = [each.path for each in rest]
-        if key.path.lower().endswith(f".{path}") and others:
-            lines = [f"{each.path}: {show_value(each.default)}" for each in found]
-            return "\n".join([f"{len(found)} keys end in {name.upper()}; explain one of them:", *lines])
     section, _, last = key.path.rpartition(".")
     facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
     choices = key.choices
@@ -106,22 +106,18 @@ def explain_key(
 
 
 def _find_by_last_part(name: str, keys: Sequence[Key]) -> list[Key]:
-    """Find keys by the last part of their path, in lower case.
+    """Find the keys whose last part contains ``name`` as a word, or whose path ends in ``.name``; best match first."""
 
-    Returns:
-        The keys whose path ends in ``.name``. If there are none, the keys whose last part contains ``name`` as a word,
-        best match first: those that end in it, then those with the fewest words.
-    """
-    exact = [key for key in keys if key.path.lower().endswith(f".{name}")]
-    if exact:
-        return exact
+    def matches(path: str) -> bool:
+        return path.endswith(f".{name}") or f"_{name}_" in f"_{path.rpartition('.')[2]}_"
 
-    def rank(key: Key) -> tuple[bool, int, int]:
-        last = key.path.lower().rpartition(".")[2]
-        return not last.endswith(f"_{name}"), last.count("_"), key.path.count(".")
+    return sorted((key for key in keys if matches(key.path.lower())), key=lambda key: _match_rank(name, key))
 
-    found = [key for key in keys if name and f"_{name}_" in f"_{key.path.lower().rpartition('.')[2]}_"]
-    return sorted(found, key=rank)
+
+def _match_rank(name: str, key: Key) -> tuple[bool, int, int]:
+    """Rank matches: first keys that end in ``name``, then those in fewer sections, then those with fewer words."""
+    path = key.path.lower()
+    return not path.endswith(name), path.count("."), path.rpartition(".")[2].count("_")
 
 
 def _current(name: str, spellings: Mapping[str, str]) -> str:

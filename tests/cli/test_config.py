@@ -173,10 +173,10 @@ def test_config_explain_lists_the_choices_of_component_keys(config, key, choices
 def test_config_explain_finds_keys_by_their_last_part(config):
     code, lines = config("explain", "LR")
     assert code == 0 and lines[0].startswith("SOLVER.BASE_LR: ")
-    assert "SOLVER.ETA_MIN_LR" in " ".join(lines)
+    assert "SOLVER.ETA_MIN_LR" in " ".join(lines) and "MODEL.LOSSES.CENTER.LR" in " ".join(lines)
     assert config("explain", "max_epoch")[1][0].startswith("SOLVER.MAX_EPOCH: ")
     assert config("explain", "amp.dtype")[1][0].startswith("SOLVER.AMP.DTYPE: ")
     code, lines = config("explain", "name")
-    assert code == 0 and "keys end in NAME" in lines[0] and "MODEL.BACKBONE.NAME: build_resnet_backbone" in lines
+    assert code == 0 and "keys match name" in lines[0] and "MODEL.BACKBONE.NAME: build_resnet_backbone" in lines
     assert config("explain", "no_such_name")[0] == 2
     assert config("explain", "SOLVER")[1][0] == "[SOLVER]"

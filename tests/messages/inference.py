@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import sys
 import zipfile
 
 import numpy as np
@@ -119,6 +120,13 @@ def extractions(record, predictor, folder):
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "bad.npz", "--device", "cpu")
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "skipped.npz", "--device", "cpu",
                    "--skip-corrupt", output=True)  # fmt: skip
+    record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
+    record.root.joinpath(f"images.{predictor.config_hash[:8]}.npz").write_text("not an extraction")
+    record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
+    record.fastamp("extract", checkpoint, folder, "-o", record.root / "a.csv", "--device", "cpu", "--skip-corrupt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pyarrow", None)
+        record.fastamp("extract", checkpoint, folder, "-o", record.root / "a.parquet", "--device", "cpu")
     only_bad = record.root / "only_bad"
     only_bad.mkdir()
     (only_bad / "bad.png").write_text("not an image")
@@ -228,7 +236,7 @@ def indices(record, predictor, checkpoint, gallery):
         "search of NaN": lambda: index.search(np.full((1, 16), np.nan)),
         "load_index of a missing file": lambda: load_index(record.root / "nowhere.index"),
         "load_index of an extraction": lambda: load_index(gallery),
-        "open_gallery of a folder": lambda: open_gallery(record.root, of=predictor),
+        "open_gallery of a folder": lambda: open_gallery(record.root),
     }.items():
         with record(title):
             call()
@@ -264,7 +272,6 @@ def indices(record, predictor, checkpoint, gallery):
     other = ("--device", "cpu", "--opts", "INPUT.SIZE_TEST", "(32, 32)")
     record.fastamp("search", checkpoint, image, "--gallery", gallery, *other)
     record.fastamp("search", checkpoint, record.root / "no_images", "--gallery", gallery, "--device", "cpu")
-    record.fastamp("search", checkpoint, image, "--gallery", record.root, "--device", "cpu")
 
 
 def comparisons(record, predictor, checkpoint, folder):
