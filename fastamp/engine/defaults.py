@@ -1,6 +1,7 @@
 """Default trainer, built from a config."""
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -29,8 +30,11 @@ from fastamp.engine.evaluation import (
     unwrap_single,
 )
 from fastamp.engine.hooks.build import build_training_hooks
+from fastamp.engine.previous_runs import move_earlier_run
 from fastamp.engine.reporting import history_of, items_of, write_metrics, write_training_report
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
+from fastamp.engine.setup import check_links
+from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import ReidEvaluator, update_bn_statistics
 from fastamp.modeling import build_model
@@ -38,10 +42,11 @@ from fastamp.report import Run
 from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
 from fastamp.utils import comm
 from fastamp.utils.env import RandomState
-from fastamp.utils.errors import ConfigError, UserError, WriteError
+from fastamp.utils.errors import ConfigError, UserError, WriteError, writing
 from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
+from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +66,7 @@ class DefaultTrainer(FastReIDMethods):
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        log_to_console()
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         # Built before the model, so that missing images and test sets fail early.
@@ -109,7 +115,7 @@ class DefaultTrainer(FastReIDMethods):
                     extra["average"]["kind"],
                     last,
                 )
-            logger.info("resuming from %s at iteration %d", last, self.trainer.start_iter)
+            logger.info("resuming from %s, saved after iteration %d", last, self.trainer.start_iter)
         elif self.cfg.MODEL.WEIGHTS:
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
@@ -126,36 +132,37 @@ class DefaultTrainer(FastReIDMethods):
         Raises:
             UserError: if another process has locked OUTPUT_DIR, a file cannot be written, or training fails.
         """
-        output_dir = self.cfg.OUTPUT_DIR
+        output_dir = Path(self.cfg.OUTPUT_DIR)
         if comm.is_main_process():
             lock_folder(output_dir, "OUTPUT_DIR")
         try:
-            return self._train()
+            with writing(output_dir):
+                output_dir.mkdir(parents=True, exist_ok=True)
+            check_links(output_dir)
+            with log_to_file(output_dir, rank=comm.get_rank()):
+                return self._train()
         finally:
+            end_run_in_log()
             unlock_folder(output_dir)
 
     def _train(self) -> dict[str, Any]:
         cfg, start = self.cfg, self.trainer.start_iter
         output_dir = Path(cfg.OUTPUT_DIR)
         self.data_loader.start_at(self.trainer.batches_before(start))
+        if start == 0 and self._resumed is None:
+            move_earlier_run(output_dir)
         if comm.is_main_process():
-            if start == 0 and (output_dir / "last_checkpoint").exists():
-                logger.warning(
-                    "OUTPUT_DIR %s already contains another run, whose files will be overwritten.\n"
-                    "  fix: resume the earlier run with --resume, or choose another OUTPUT_DIR",
-                    output_dir,
-                )
-            output_dir.mkdir(parents=True, exist_ok=True)
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
             self.writers += self.build_writers(start)
+        total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         logger.info(
-            "training from iteration %d: %d epochs of %d iterations",
-            start,
+            "training %d epochs of %d iterations%s",
             cfg.SOLVER.MAX_EPOCH,
             self.trainer.iters_per_epoch,
+            f", from iteration {start + 1} of {total}" if start else "",
         )
-        if start >= cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch:
+        if start >= total:
             logger.info(
                 "training is already complete: only evaluating\n  fix: to continue training, increase SOLVER.MAX_EPOCH"
             )
@@ -163,6 +170,7 @@ class DefaultTrainer(FastReIDMethods):
                 return unwrap_single(self._evaluate_finished_run(start))
             finally:
                 self._close_writers()
+        began = time.monotonic()
         try:
             with self.stop.watching(), explain_lost_workers():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
@@ -173,6 +181,8 @@ class DefaultTrainer(FastReIDMethods):
             raise WriteError(f"{error}\n{hint}") from error
         finally:
             self._close_writers()
+        if comm.is_main_process():
+            summarize_run(cfg, self.eval_hook.results, seconds=time.monotonic() - began, resumed=start > 0)
         return unwrap_single(self.eval_hook.results)
 
     def _evaluate_finished_run(self, start: int) -> dict[str, dict[str, Any]]:
@@ -446,10 +456,12 @@ class DefaultTrainer(FastReIDMethods):
         Raises:
             ConfigError: if the report (``TEST.REPORT``) cannot be written; the results have already been logged.
         """
+        log_to_console()
         policy = evaluation_policy(cfg, model)
         loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
         found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator)
         report_evaluation(cfg, model, policy, found.sets)
+        warn_below_baselines(found.results)
         return unwrap_single(found.results)
 
     @classmethod

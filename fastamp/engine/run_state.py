@@ -96,8 +96,14 @@ def describe_last_checkpoint(checkpointer: Checkpointer) -> str:
 
 def _describe_best(path: Path) -> str:
     """Describe the best model; return an empty string if its file is damaged."""
+    best = read_best(path)
+    return f"best model: {path} ({best['metric']} {best['value']:.2f})" if best else ""
+
+
+def read_best(path: Path) -> dict[str, Any] | None:
+    """Read metric, value and iteration of the best model from ``model_best.pth``; None if that fails."""
     try:
         best = read_checkpoint(path, lazily=True)["best"]
-        return f"best model: {path} ({best['metric']} {best['value']:.2f})" if best else ""
+        return {"metric": str(best["metric"]), "value": float(best["value"]), "iteration": int(best["iteration"])}
     except (WeightsError, KeyError, TypeError, ValueError):
-        return ""
+        return None

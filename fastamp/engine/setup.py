@@ -13,6 +13,7 @@ from fastamp.config import CfgNode
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.launch import group_timeout
+from fastamp.report.run import config_changes
 from fastamp.utils import comm
 from fastamp.utils.env import keep_freed_memory, seed_all
 from fastamp.utils.errors import ConfigError
@@ -23,6 +24,8 @@ from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
 
+# Long texts go to log.txt only.
+_FILE_ONLY = {"file_only": True}
 # The values that PyTorch accepts in deterministic mode.
 _CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 
@@ -59,7 +62,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     set_cublas_workspace(cfg)  # before anything uses the device
     device = resolve_device(cfg.MODEL.DEVICE)
     rank = comm.get_rank()
-    _check_links(Path(cfg.OUTPUT_DIR))
+    check_links(Path(cfg.OUTPUT_DIR))
     try:
         setup_logger(cfg.OUTPUT_DIR, rank=rank)
     except OSError as error:
@@ -85,20 +88,27 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
             minutes,
         )
     machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
-    logger.info("environment:\n%s", machine.table())
+    logger.info("environment:\n%s", machine.table(), extra=_FILE_ONLY)
     for problem in machine.problems:
         logger.warning("%s", problem)
     if args is not None:
-        logger.info("arguments: %s", args)
+        logger.info("arguments: %s", args, extra=_FILE_ONLY)
     for line in cfg.translation_notes():
         logger.info("config file: %s", line)
-    logger.info("config:\n%s", cfg.dump())
+    logger.info("config:\n%s", cfg.dump(), extra=_FILE_ONLY)
+    logger.info("%s", _describe_changes(cfg))
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # checkpoints save the random state of the current device
     seed_all(cfg.SEED + rank)
     _set_deterministic(cfg.DETERMINISTIC, benchmark=cfg.CUDNN_BENCHMARK)
+
+
+def _describe_changes(cfg: CfgNode) -> str:
+    """List the config keys whose values differ from their defaults."""
+    rows = [f"  {key}: {value}  (default {default})" for key, value, default, _ in config_changes(cfg)]
+    return "\n".join(["config, differences from the defaults:", *(rows or ["  none"])])
 
 
 def set_cublas_workspace(cfg: CfgNode) -> None:
@@ -138,7 +148,7 @@ def _set_deterministic(deterministic: bool, *, benchmark: bool) -> None:
     torch.backends.cudnn.benchmark = benchmark and not deterministic
 
 
-def _check_links(output_dir: Path) -> None:
+def check_links(output_dir: Path) -> None:
     """Check that no symbolic link in OUTPUT_DIR redirects writes to another folder. OUTPUT_DIR may be untrusted.
 
     Only paths that a run opens in place are checked. All other files are written under a temporary name and then

@@ -1,4 +1,4 @@
-"""Progress bars on terminals (tqdm); other output streams only get log lines."""
+"""Progress bars on terminals and in notebooks (tqdm); other output streams only get log lines."""
 
 import logging
 import sys
@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
-from tqdm import tqdm
+from tqdm.auto import tqdm  # in a notebook: a widget
 
 from fastamp.utils import comm
 from fastamp.utils.files import discard_stdout
@@ -29,8 +29,15 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
+def in_notebook() -> bool:
+    """Return True if this process is the kernel of a notebook; tqdm uses the same criterion."""
+    return "ipykernel.zmqshell" in sys.modules
+
+
 class ProgressBar:
-    """Progress bar, drawn only by the main process on a terminal. ``seconds_left`` also works without a drawn bar.
+    """Progress bar, drawn only by the main process, on a terminal or in a notebook.
+
+    ``seconds_left`` also works without a drawn bar.
 
     Args:
         total: total number of steps.
@@ -52,7 +59,7 @@ class ProgressBar:
             file=stream,
             leave=False,
             dynamic_ncols=True,
-            disable=not (stream.isatty() and comm.is_main_process()),
+            disable=not ((stream.isatty() or in_notebook()) and comm.is_main_process()),
         )
 
     def seconds_left(self) -> float:
@@ -73,7 +80,13 @@ class ProgressBar:
 
 
 class ConsoleHandler(logging.StreamHandler):
-    """Stream handler that prints log lines above progress bars."""
+    """Stream handler that prints log lines above progress bars.
+
+    Records with the attribute ``file_only``, set by ``logger.info(..., extra={"file_only": True})``, are not printed.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool | logging.LogRecord:
+        return False if getattr(record, "file_only", False) else super().filter(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         with _Bar.external_write_mode(self.stream):

@@ -220,7 +220,7 @@ def test_resume_skips_damaged_checkpoints_and_uses_an_older_one(demo, tmp_path, 
     assert trainer.trainer.start_iter == 4
     for part in ("model_iter_0000008.pth", "truncated", "model_0000.pth", "checksum", f"using {third}"):
         assert part in caplog.text
-    assert f"resuming from {third} at iteration 4" in caplog.text
+    assert f"resuming from {third}, saved after iteration 4" in caplog.text
     differ = [line.split(": ", 1)[1] for line in caplog.messages if "config differs" in line]
     assert sorted(differ) == ["LOG_PERIOD: 2 -> 4", "SOLVER.CHECKPOINT_KEEP: 0 -> 1"]
     assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
@@ -315,7 +315,7 @@ def test_resume_in_new_process_after_sigkill_is_bit_identical(demo_root, tmp_pat
     resumed = killable(tmp_path, "never", demo_root)
     assert resumed.returncode == 0, resumed.stderr
     start = {"step": 15, "save": 6, "evaluation": 10}[moment]
-    assert "resuming from" in resumed.stdout and f"at iteration {start}" in resumed.stdout
+    assert "resuming from" in resumed.stdout and f"after iteration {start}" in resumed.stdout
     assert_same_weights(uninterrupted_process / "model_final.pth", tmp_path / "model_final.pth")
     assert iterations(tmp_path) == iterations(uninterrupted_process)
     names = {"model_best.pth", "model_final.pth", "model_0002.pth", "model_iter_0000020.pth"}

@@ -111,6 +111,7 @@ def trainings(record):
     record.train("OUTPUT_DIR", folder)
     record.train("--dry-run", "OUTPUT_DIR", folder)
     record.train("SOLVER.FREEZE_ITERS", "1", "SOLVER.WARMUP_EPOCHS", "1")
+    record.train("TEST.BASELINES", "True", "SOLVER.BASE_LR", "1e-6")
     link = record.root / "linked"
     link.mkdir()
     (link / "log.txt").symlink_to("/tmp/elsewhere.txt")

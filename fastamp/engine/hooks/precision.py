@@ -64,7 +64,7 @@ class PrecisionHook(HookBase):
         try:
             trainer.precision_diagnostics.check_skips(trainer.step, trainer.policy, iteration=trainer.iter)
         except PrecisionFailure as failure:
-            reason = f"fell back from {dtype_name(trainer.policy.dtype)} at iteration {trainer.iter}"
+            reason = f"fell back from {dtype_name(trainer.policy.dtype)} at iteration {trainer.iter + 1}"
             fallback = trainer.policy.fall_back(trainer.on_failure, reason)
             if fallback is None:
                 raise
@@ -131,6 +131,6 @@ class DeviceErrors(HookBase):
 
     def on_step_error(self, error: Exception) -> None:
         batch, self._batch = self._batch, {}
-        explained = explain_device_error(error, f"iteration {self.trainer.iter}", batch, IN_TRAINING)
+        explained = explain_device_error(error, f"iteration {self.trainer.iter + 1}", batch, IN_TRAINING)
         if explained is not None:
             raise explained from error

@@ -49,10 +49,10 @@ class PeriodicWriter(HookBase):
         self._written = done
         metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
         metrics["peak_memory_mb"] = peak_memory_mb(self.device)
-        metrics["epoch"] = trainer.epoch
+        metrics["epoch"] = trainer.epoch  # from 0, as in FastReID; so is the iteration
         for writer in self.writers:
             writer.write(trainer.iter, metrics)
-        logger.info("%s", console_line(done, trainer.max_iter, metrics))
+        logger.info("%s", console_line(done, trainer.max_iter, metrics, epochs=trainer.max_epoch))
 
     def after_train(self) -> None:
         self.close()
@@ -77,9 +77,17 @@ def _losses(metrics: dict[str, Any]) -> list[str]:
     return [name for name in metrics if name == "total_loss" or (name.startswith("loss_") and name != "loss_scale")]
 
 
-def console_line(done: int, total: int, metrics: dict[str, Any]) -> str:
-    """Format the metrics of a log period as one line."""
-    parts = [f"epoch {metrics['epoch']} iter {done}/{total}"]
+def console_line(done: int, total: int, metrics: dict[str, Any], *, epochs: int | None = None) -> str:
+    """Format the metrics of a log period as one line, with epochs and iterations counted from 1.
+
+    Args:
+        done (int): number of completed iterations.
+        total (int): number of iterations of the run.
+        metrics (dict[str, Any]): metrics as written to ``metrics.json``, whose ``epoch`` counts from 0.
+        epochs (int, optional): number of epochs of the run. Default: not shown.
+    """
+    of_epochs = "" if epochs is None else f"/{epochs}"
+    parts = [f"epoch {metrics['epoch'] + 1}{of_epochs} iter {done}/{total}"]
     parts += [f"{name} {metrics[name]:.4g}" for name in _losses(metrics)]
     if "grad_norm" in metrics:
         parts.append(f"grad_norm {metrics['grad_norm']:.3g}")

@@ -1,0 +1,97 @@
+"""A second training run in one OUTPUT_DIR moves the files of the first to previous-<n>; a resume does not."""
+
+import json
+import os
+
+import pytest
+import tiny
+
+from fastamp.cli import main
+from fastamp.engine import DefaultTrainer
+from fastamp.utils.errors import ConfigError
+
+CHECKPOINTS = {"model_best.pth", "model_final.pth", "model_0000.pth"}
+
+
+def train(folder, *opts):
+    options = tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "True", *opts)
+    assert main(["train", *options]) == 0
+
+
+def names(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+def events(folder):
+    return [path.name for path in folder.glob("events.out.tfevents.*")]
+
+
+def losses(folder):
+    rows = map(json.loads, (folder / "metrics.json").read_text().splitlines())
+    return [(row["iteration"], row.get("total_loss")) for row in rows]
+
+
+def test_second_run_does_not_mix_with_the_first(demo, tmp_path):
+    (tmp_path / "notes.txt").write_text("of the user")
+    train(tmp_path)
+    first = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    train(tmp_path, "SOLVER.BASE_LR", "1e-2", "SEED", "7")
+    previous = tmp_path / "previous-1"
+    moved = {path.name: path.read_bytes() for path in previous.iterdir() if path.is_file()}
+    assert moved == {name: content for name, content in first.items() if name != "notes.txt"}
+    assert CHECKPOINTS | {"metrics.json", "log.txt", "config.yaml", "report.html", "last_checkpoint"} <= moved.keys()
+    assert CHECKPOINTS | {"notes.txt", "metrics.json", "report.html", "last_checkpoint"} <= names(tmp_path)
+    assert len(events(tmp_path)) == len(events(previous)) == 1 and events(tmp_path) != events(previous)
+    assert losses(tmp_path) != losses(previous)
+    log = (tmp_path / "log.txt").read_text()
+    assert log.count("environment:") == 1 and "SEED: 7" in log and "previous-1" in log
+    assert "training finished" in log and "previous-1" not in (previous / "log.txt").read_text()
+    train(tmp_path)
+    assert "SEED: 7" in (tmp_path / "previous-2/log.txt").read_text()
+    assert losses(tmp_path) == losses(previous)
+
+
+def test_resume_and_evaluation_keep_all_files(demo, tmp_path):
+    train(tmp_path)
+    before = losses(tmp_path)
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "3")
+    assert main(["train", "--resume", *options]) == 0
+    assert losses(tmp_path)[: len(before)] == before and not (tmp_path / "previous-1").exists()
+    assert (tmp_path / "log.txt").read_text().count("environment:") == 2
+    assert main(["eval", *options, "MODEL.WEIGHTS", str(tmp_path / "model_best.pth")]) == 0
+    assert not (tmp_path / "previous-1").exists()
+
+
+def test_run_that_was_killed_before_its_first_checkpoint_is_moved(demo, tmp_path):
+    train(tmp_path)
+    for path in (*tmp_path.glob("*.pth"), tmp_path / "last_checkpoint"):
+        path.unlink()
+    train(tmp_path)
+    assert {"metrics.json", "log.txt"} <= names(tmp_path / "previous-1")
+
+
+def test_trainers_in_one_process_write_separate_logs(demo, tmp_path):
+    """Without default_setup, each training opens its own log.txt."""
+    for seed in ("1", "2"):
+        DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1", "SEED", seed)).train()
+    for folder in (tmp_path, tmp_path / "previous-1"):
+        assert (folder / "log.txt").read_text().count("training 1 epochs") == 1
+
+
+def test_link_with_the_name_of_the_new_folder_is_not_followed(demo, tmp_path):
+    train(tmp_path / "run")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "run/previous-1").symlink_to(tmp_path / "elsewhere")
+    train(tmp_path / "run")
+    assert names(tmp_path / "elsewhere") == set() and "metrics.json" in names(tmp_path / "run/previous-2")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
+def test_read_only_output_dir_is_a_user_error(demo, tmp_path):
+    tiny.train(tmp_path)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(ConfigError, match="cannot be written"):
+            tiny.train(tmp_path)
+    finally:
+        tmp_path.chmod(0o700)
