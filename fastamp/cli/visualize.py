@@ -1,7 +1,8 @@
-"""Draw rank lists, curves, score histograms and similarity maps of a trained model as PNG files.
+"""Draw rank lists, curves, score histograms and similarity maps of a trained model as PNG, PDF or SVG files.
 
 examples:
   fastamp visualize logs/run
+  fastamp visualize logs/run --kind rank-lists cmc --format pdf --dpi 300
   fastamp visualize logs/run/model_best.pth --kind rank-lists grad-cam --data Market1501
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from fastamp.utils.errors import ConfigError, WeightsError
 
+FORMATS = ("png", "pdf", "svg")
 KINDS = ("rank-lists", "cmc", "roc", "histogram", "grad-cam", "curves")
 
 
@@ -24,6 +26,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--length", type=int, default=10, metavar="K", help="gallery images per query (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random queries (default: %(default)s)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="png", help="file format of the figures (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--dpi",
+        type=int,
+        metavar="N",
+        help="pixels per inch of PNG files, and of the images in PDF and SVG files (default: 120 for png, else 300)",
+    )
     parser.add_argument("--output", metavar="DIR", help="output folder (default: pictures/ in the run folder)")
     parser.add_argument(
         "--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: %(default)s)"
@@ -48,6 +59,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.num < 1 or args.length < 1:
         raise ConfigError(f"--num and --length must be at least 1, got --num {args.num} --length {args.length}")
+    dpi = args.dpi or (120 if args.format == "png" else 300)
+    if not 20 <= dpi <= 1200:
+        raise ConfigError(f"--dpi must be in 20..1200, got {dpi}")
     new_figure(1, 1)  # fails early if matplotlib is missing
     checkpoint = checkpoint_of(Path(args.source))
     folder = Path(args.output) if args.output else checkpoint.parent / "pictures"
@@ -57,14 +71,19 @@ def run(args: argparse.Namespace) -> int:
         # Without an explicit --kind curves, a missing metrics.json is not an error.
         if metrics.exists() or kinds != set(KINDS):
             history = read_history(metrics)
-            write(panel_figure(training_panels(history) + health_panels(history)), folder / "curves.png")
+            write(
+                panel_figure(training_panels(history) + health_panels(history)),
+                folder / f"curves.{args.format}",
+                dpi=dpi,
+            )
     if kinds - {"curves"}:
         predictor = Predictor(checkpoint, device=args.device, opts=args.opts)
         for name in [args.data] if args.data else predictor.cfg.DATASETS.TESTS:
             options = ReportOptions(
                 kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed
             )
-            draw_set(predictor, name, kinds, options, folder / re.sub(r"[^\w.-]+", "_", name))
+            target = folder / re.sub(r"[^\w.-]+", "_", name)
+            draw_set(predictor, name, kinds, options, target, file_format=args.format, dpi=dpi)
     return 0
 
 

@@ -16,8 +16,31 @@ from fastamp.report.panel import Panel
 from fastamp.report.similarity_map import similarity_map
 
 
-def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: ReportOptions, folder: Path) -> None:
-    """Evaluate a test set and draw the requested figures."""
+def draw_set(
+    predictor: Predictor,
+    name: str,
+    kinds: set[str],
+    report_options: ReportOptions,
+    folder: Path,
+    *,
+    file_format: str = "png",
+    dpi: int = 120,
+) -> None:
+    """Evaluate a test set and draw the requested figures.
+
+    Args:
+        predictor: trained model.
+        name: test set.
+        kinds: kinds of figures.
+        report_options: number and length of the rank lists.
+        folder: output folder.
+        file_format: png, pdf or svg. Default: png.
+        dpi: see ``write_figure``. Default: 120.
+    """
+
+    def save(figure: Any, stem: str) -> None:
+        write(figure, folder / f"{stem}.{file_format}", dpi=dpi)
+
     cfg = predictor.cfg
     loader, num_query = build_reid_test_loader(cfg, name)
     evaluator = ReidEvaluator(cfg, num_query, report_options=report_options)
@@ -36,8 +59,8 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
         for kind, lists in examples.lists.items():
             if lists:
                 title = f"{kind} queries on {name}"
-                figure = rank_list_figure(lists, queries, gallery, protocol, title=title)
-                write(figure, folder / f"rank_list_{kind}.png")
+                figure = rank_list_figure(lists, queries, gallery, protocol, title=title, names=each, dpi=dpi)
+                save(figure, f"rank_list_{kind}")
     panels: dict[str, Callable[[], Panel | None]] = {
         "cmc": lambda: cmc_panel(result),
         "roc": lambda: roc_panel(examples),
@@ -49,9 +72,9 @@ def draw_set(predictor: Predictor, name: str, kinds: set[str], report_options: R
             if panel is None:
                 print(f"{name}: {kind} is not drawn, because there are no genuine or no impostor pairs")
                 continue
-            write(panel_figure([panel]), folder / f"{kind}.png")
+            save(panel_figure([panel]), kind)
     if "grad-cam" in kinds:
-        write(similarity_figure(_similar_pairs(predictor, each, loader.dataset)), folder / "grad_cam.png")
+        save(similarity_figure(_similar_pairs(predictor, each, loader.dataset), each), "grad_cam")
 
 
 def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
@@ -75,6 +98,7 @@ def _sides(each: EvaluatedSet) -> tuple[list, list]:
     return list(each.query), list(each.gallery)
 
 
-def write(figure: Any, path: Path) -> None:
-    write_figure(figure, path)
+def write(figure: Any, path: Path, *, dpi: int = 120) -> None:
+    """Write a figure and print its file name; see ``write_figure``."""
+    write_figure(figure, path, dpi=dpi)
     print(f"wrote {path}", flush=True)

@@ -13,6 +13,8 @@ from fastamp.report.panel import Line, Panel
 from fastamp.utils.moved import renamed_arguments
 
 _RANKS = 50
+# Range of all axes that show a rate in percent, so that charts and reports can be compared.
+_PERCENT = (0.0, 100.0)
 _BINS = 60
 # Maximum number of lines per chart; MGN has 13 losses.
 _MAX_LINES = 6
@@ -37,14 +39,13 @@ def cmc_panel(result: EvaluationResult) -> Panel:
     last = max(10, min(_RANKS, result.num_gallery))
     ranks = np.arange(1, last + 1)
     values = np.array([100 * ranking.cmc(int(rank)) for rank in ranks])
-    low = 10 * math.floor(max(0.0, values.min() - 5) / 10)
     return Panel(
         "Cumulative matching characteristic",
         "rank",
         "queries with a match, %",
         [Line("CMC", ranks.astype(float), values)],
         x_range=(1, last),
-        y_range=(low, 100),
+        y_range=_PERCENT,
     )
 
 
@@ -65,7 +66,7 @@ def roc_panel(examples: RetrievalExamples) -> Panel | None:
         [Line("ROC", far, 100 * tar, steps=True)],
         x_log=True,
         x_range=(low, 1),
-        y_range=(0, 100),
+        y_range=_PERCENT,
         note=pairs_note(examples),
     )
 
@@ -126,7 +127,7 @@ def training_panels(history: History) -> list[Panel]:
     for title, suffix in (("mAP on test sets", "/mAP"), ("Rank-1 on test sets", "/Rank-1")):
         names = [name for name in history.names(suffix=suffix) if "/baseline " not in name and "/floor " not in name]
         titles = {name: name.removesuffix(suffix) for name in names[:_MAX_LINES]}
-        panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True))
+        panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True, y_range=_PERCENT))
     panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))
     panels.append(_over_iterations(history, "Speed", "images/s", ["images_per_second"]))
     return [panel for panel in panels if panel.lines]
@@ -159,10 +160,14 @@ def _over_iterations(
     y_log: bool = False,
     steps: bool = False,
     dots: bool = False,
+    y_range: tuple[float, float] | None = None,
 ) -> Panel:
+    """Plot metrics; all panels of a run have the same range of iterations."""
+    last = 1 + max((series[-1][0] for series in history.series.values()), default=0)
     lines = []
     for name in names:
         if name in history.series:
             x, y = np.array(history.series[name], dtype=np.float64).T
             lines.append(Line((titles or {}).get(name, name), x + 1, y, steps=steps, dots=dots))
-    return Panel(title, "iteration", y_label, lines, y_log=y_log)
+    x_range = (0.0, float(last))
+    return Panel(title, "iteration", y_label, lines, y_log=y_log, x_range=x_range, y_range=y_range)

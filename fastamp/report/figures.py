@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +12,12 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.retrieval_examples import RankList
 from fastamp.report.curves import score_name, scores
 from fastamp.report.panel import Panel
+from fastamp.report.run import EvaluatedSet
 from fastamp.report.similarity_map import SimilarityMap
 from fastamp.report.thumbnails import thumbnail
 from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import write_atomically
+from fastamp.utils.fonts import drawable_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 _GREEN, _RED, _GRAY = "#1a7f37", "#cf222e", "#57606a"
 _IMAGE = (128, 256)
+_DPI = 120
+# Width of an image in the font of its text.
+_MAX_CHARACTERS = 20
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -40,17 +45,47 @@ def new_figure(width: float, height: float) -> "Figure":
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def write_figure(figure: "Figure", path: Path) -> None:
-    """Write a figure in the format of the file extension, e.g. PNG, and create the folder if necessary.
+def write_figure(figure: "Figure", path: Path, *, dpi: int = _DPI) -> None:
+    """Write a figure in the format of the file extension, and create the folder if necessary.
+
+    Text is drawn with fonts that contain its characters; characters without a font are escaped. PDF files contain their
+    fonts, and SVG files contain text as paths.
+
+    Args:
+        figure (Figure): figure to write.
+        path (Path): file to write; its suffix is the format: .png, .pdf, .svg or another format of matplotlib.
+        dpi (int): pixels per inch of a PNG file, and of the images in a PDF or SVG file. Default 120.
 
     Raises:
         ConfigError: if the file cannot be written.
     """
+    import matplotlib
+
+    _set_fonts(figure)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format=path.suffix[1:], dpi=120)
+    with matplotlib.rc_context({"pdf.fonttype": 42, "svg.fonttype": "path"}):
+        figure.savefig(buffer, format=path.suffix[1:], dpi=dpi)
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda file: file.write(buffer.getvalue()))
+
+
+def _set_fonts(figure: "Figure") -> None:
+    """Set the font of text that is not ASCII, and escape characters without a font."""
+    from matplotlib import font_manager
+    from matplotlib.text import Text
+
+    for text in figure.findobj(Text):
+        content = text.get_text()
+        if content.isascii():
+            continue
+        lines = [drawable_text(line) for line in content.split("\n")]
+        text.set_text("\n".join(line for line, _ in lines))
+        families = ["DejaVu Sans"]
+        for font in {font for _, font in lines if font is not None}:
+            font_manager.fontManager.addfont(font)
+            families.append(font_manager.FontProperties(fname=font).get_name())
+        text.set_fontfamily(list(dict.fromkeys(families)))
 
 
 def panel_figure(panels: Sequence[Panel]) -> "Figure":
@@ -97,37 +132,56 @@ def rank_list_figure(
     protocol: Protocol,
     *,
     title: str = "",
+    names: EvaluatedSet | None = None,
+    dpi: int = _DPI,
 ) -> "Figure":
     """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
+
+    Below each image are the score, the camera, the identity and the file name.
 
     Args:
         lists (Sequence[RankList]): at least one rank list.
         queries, gallery (Sequence[ImageItem]): images that the indices in ``lists`` refer to.
         protocol (Protocol): evaluation protocol, which defines the scores.
         title (str): title of the figure.
+        names (EvaluatedSet, optional): test set that names identities and cameras. Default: their numbers.
+        dpi (int): resolution of the images. Default 120.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
     columns = 1 + max(len(one.gallery) for one in lists)
-    figure = new_figure(1.15 * columns, 2.7 * len(lists) + 0.5)
+    figure = new_figure(1.3 * columns, 3.2 * len(lists) + 0.6)
+    size = (round(_IMAGE[0] * max(1.0, dpi / _DPI)), round(_IMAGE[1] * max(1.0, dpi / _DPI)))
+
+    def describe(item: ImageItem, first: str) -> str:
+        camera = names.camera(item.camid) if names else str(item.camid)
+        identity = names.identity(item.pid) if names else str(item.pid)
+        lines = [first, f"cam {camera}" if camera else "", identity, PurePath(item.path).name]
+        return "\n".join(_shorten(line) for line in lines if line)
+
     grid = figure.subplots(len(lists), columns, squeeze=False)
     for row, rank_list in zip(grid, lists, strict=True):
         for axes in row:
             axes.set_axis_off()
         query = queries[rank_list.query]
-        _show(row[0], query, _GRAY, f"query {query.pid}\ncam {query.camid}\nAP {100 * rank_list.ap:.1f} %")
+        _show(row[0], query, _GRAY, describe(query, f"query, AP {100 * rank_list.ap:.1f} %"), size)
         values = scores(rank_list.distances, protocol)
         for axes, number, value, match in zip(row[1:], rank_list.gallery, values, rank_list.matches, strict=False):
             item = gallery[int(number)]
-            text = f"{value:.2f}\ncam {item.camid}\n{item.pid}"
-            _show(axes, item, _GREEN if match else _RED, text)
-    figure.suptitle(_plain(f"{title}; below: {score_name(protocol)}, camera, identity".lstrip("; ")), fontsize=11)
+            _show(axes, item, _GREEN if match else _RED, describe(item, f"{value:.2f}"), size)
+    below = f"{title}; below: {score_name(protocol)}, camera, identity, file"
+    figure.suptitle(_plain(below.lstrip("; ")), fontsize=13)
     return figure
 
 
-def _show(axes: "Axes", item: ImageItem, color: str, text: str) -> None:
-    picture = thumbnail(item, _IMAGE)
+def _shorten(text: str) -> str:
+    """Shorten a line to the width of an image; the end of a file name is the part that differs."""
+    return text if len(text) <= _MAX_CHARACTERS else f"…{text[1 - _MAX_CHARACTERS :]}"
+
+
+def _show(axes: "Axes", item: ImageItem, color: str, text: str, size: tuple[int, int]) -> None:
+    picture = thumbnail(item, size)
     axes.set_axis_on()
     axes.set(xticks=[], yticks=[])
     if picture is None:
@@ -136,16 +190,22 @@ def _show(axes: "Axes", item: ImageItem, color: str, text: str) -> None:
         axes.imshow(np.asarray(picture))
     for side in axes.spines.values():
         side.set(color=color, linewidth=3.5)
-    axes.set_xlabel(_plain(text), fontsize=8, color=color)
+    axes.set_xlabel(_plain(text), fontsize=9, color=color)
 
 
-def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]]) -> "Figure":
+def similarity_figure(
+    pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]], names: EvaluatedSet | None = None
+) -> "Figure":
     """Draw pairs of images as rows, each image next to its similarity map.
+
+    Args:
+        pairs (Sequence[tuple]): two images and their similarity map.
+        names (EvaluatedSet, optional): test set that names identities and cameras. Default: their numbers.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    figure = new_figure(6.5, 3.1 * len(pairs) + 0.4)
+    figure = new_figure(7.5, 3.6 * len(pairs) + 0.6)
     grid = figure.subplots(len(pairs), 4, squeeze=False)
     for row, (first, second, found) in zip(grid, pairs, strict=True):
         for number, item in enumerate((first, second)):
@@ -159,10 +219,14 @@ def similarity_figure(pairs: Sequence[tuple[ImageItem, ImageItem, SimilarityMap]
             mapped.imshow(
                 found.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
             )
-            plain.set_title(_plain(f"identity {item.pid}, cam {item.camid}"), fontsize=8)
+            identity = names.identity(item.pid) if names else item.pid
+            camera = names.camera(item.camid) if names else item.camid
+            title = f"{identity}, cam {camera}" if camera != "" else f"{identity}"
+            lines = [title, PurePath(item.path).name]
+            plain.set_title(_plain("\n".join(_shorten(line) for line in lines)), fontsize=9)
         same = "same identity" if first.pid == second.pid else "different identities"
-        row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=8)
-    figure.suptitle("Similarity maps (Grad-CAM of the cosine similarity)", fontsize=10)
+        row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=9)
+    figure.suptitle("Similarity maps (Grad-CAM of the cosine similarity)", fontsize=13)
     return figure
 
 

@@ -57,7 +57,7 @@ def page(run: Run) -> str:
             written=time.strftime("%Y-%m-%d %H:%M"),
             style=Markup(style),
             style_digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
-            results=[results(each, len(run.sets)) for each in run.sets],
+            results=[results(each, len(run.sets), run.cfg) for each in run.sets],
             training=None if run.history is None else draw_panels(training_panels(run.history)),
             precision={"facts": precision_facts(run), "charts": draw_panels(health_panels(run.history or History()))},
             data=data_rows(run),

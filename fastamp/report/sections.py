@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
+from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
@@ -13,6 +14,7 @@ from fastamp.report.history import History
 from fastamp.report.run import EvaluatedSet, Run, data_counts
 from fastamp.report.svg import draw_panels
 from fastamp.report.thumbnails import data_address, thumbnail
+from fastamp.report.verdict import previous_run, verdict
 
 # Over all test sets. An image takes about 2.5 KB.
 _MAX_LISTS = 48
@@ -21,11 +23,12 @@ Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headers and rows."""
 
 
-def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
+def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
     """Prepare the values for the section of one test set; ``count`` is the number of test sets in the report."""
     metrics, result = each.metrics, each.result
     section = {
         "name": each.name,
+        "verdict": verdict(metrics, previous_run(cfg, each.name)),
         "tiles": _tiles(metrics),
         "counts": _counts(metrics),
         "tables": _tables(metrics),
@@ -37,7 +40,7 @@ def results(each: EvaluatedSet, count: int) -> dict[str, Any]:
         examples, protocol = result.examples, result.protocol
         panels = [cmc_panel(result), roc_panel(examples), score_panel(examples, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
-        section["cameras"] = None if examples.cameras is None else _camera_matrix(examples)
+        section["cameras"] = None if examples.cameras is None else _camera_matrix(examples, each)
         section["lists"] = _rank_lists(each, examples, protocol, most=max(1, _MAX_LISTS // (2 * count)))
         section["score_name"] = score_name(protocol)
     return section
@@ -82,7 +85,7 @@ def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
     return f"{metrics['mAP']:.1f}", f"{metrics['Rank-1']:.1f}"
 
 
-def _camera_matrix(examples: RetrievalExamples) -> dict[str, Any]:
+def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str, Any]:
     """Prepare the table of mAP for each pair of cameras."""
     matrix: CameraMatrix = examples.cameras
     rows = []
@@ -93,14 +96,20 @@ def _camera_matrix(examples: RetrievalExamples) -> dict[str, Any]:
             if count:
                 cell |= {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES))}
             cells.append(cell)
-        rows.append((camera, cells))
+        rows.append((each.camera(camera) or camera, cells))
     note = "mAP in percent if the gallery contains only the images of one camera."
     if examples.sampled < examples.queries:
         note += f" Random sample of {examples.sampled:,} of {examples.queries:,} queries."
     if matrix.num_omitted:
         note += f" {matrix.num_omitted} cameras with fewer images are omitted."
     title = "Camera pairs: query camera in rows, gallery camera in columns"
-    return {"title": title, "note": note, "gallery": matrix.gallery_cameras, "rows": rows}
+    return {
+        "title": title,
+        "note": note,
+        "gallery": [each.camera(camera) or camera for camera in matrix.gallery_cameras],
+        "rows": rows,
+        "scale": [f"{100 * shade // _SHADES}" for shade in range(_SHADES)],
+    }
 
 
 def _rank_lists(
@@ -112,18 +121,23 @@ def _rank_lists(
     if not gallery:
         return {}
     return {
-        kind: [_rank_list(rank_list, queries, gallery, protocol) for rank_list in lists[:most]]
+        kind: [_rank_list(rank_list, queries, gallery, protocol, each) for rank_list in lists[:most]]
         for kind, lists in examples.lists.items()
         if lists
     }
 
 
 def _rank_list(
-    rank_list: RankList, queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Protocol
+    rank_list: RankList,
+    queries: Sequence[ImageItem],
+    gallery: Sequence[ImageItem],
+    protocol: Protocol,
+    each: EvaluatedSet,
 ) -> dict[str, Any]:
     query = queries[rank_list.query]
-    title = f"identity {query.pid}: AP {100 * rank_list.ap:.1f} %, first match at rank {rank_list.first_match}"
-    pictures = [_picture(query, f"query, identity {query.pid}, camera {query.camid}", "query")]
+    name = each.identity(query.pid)
+    title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, first match at rank {rank_list.first_match}"
+    pictures = [_picture(query, f"query, identity {name}", "query", each)]
     for rank, (number, score, match) in enumerate(
         zip(
             rank_list.gallery.tolist(),
@@ -135,19 +149,21 @@ def _rank_list(
     ):
         item = gallery[number]
         kind = "correct" if match else "wrong"
-        alt = f"rank {rank}, {kind}: identity {item.pid}, camera {item.camid}"
-        pictures.append(_picture(item, alt, kind, score))
-    return {"title": title, "pictures": pictures}
+        alt = f"rank {rank}, {kind}: identity {each.identity(item.pid)}"
+        pictures.append(_picture(item, alt, kind, each, score))
+    return {"title": title, "path": query.path, "pictures": pictures}
 
 
-def _picture(item: ImageItem, alt: str, kind: str, score: float | None = None) -> dict[str, Any]:
+def _picture(item: ImageItem, alt: str, kind: str, each: EvaluatedSet, score: float | None = None) -> dict[str, Any]:
     """Prepare an image in a rank list, with an empty ``address`` if the image cannot be read."""
-    small = thumbnail(item)
+    small, camera = thumbnail(item), each.camera(item.camid)
     return {
         "kind": kind,
-        "alt": alt,
+        "alt": f"{alt}, camera {camera}" if camera else alt,
+        "path": item.path,
         "name": PurePath(item.path).name,
-        "camera": item.camid,
+        "identity": each.identity(item.pid),
+        "camera": f"cam {camera}" if camera.isdecimal() else camera,
         "score": "" if score is None else f"{score:.2f}",
         "address": "" if small is None else data_address(small),
         "size": (0, 0) if small is None else small.size,

@@ -4,10 +4,15 @@ import argparse
 import sys
 
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from fastamp.cli import visualize
+from fastamp.report import figures
+from fastamp.utils import fonts
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
+
+FONTS = fonts._font_files()
 
 
 def draw(*words):
@@ -32,6 +37,36 @@ def test_visualize_kind_option_draws_only_the_chosen_figure(demo, checkpoint, tm
     assert draw(checkpoint, "--kind", "cmc", "--output", tmp_path, "--device", "cpu") == 0
     assert [path.name for path in tmp_path.rglob("*.png")] == ["cmc.png"]
     assert f"wrote {tmp_path}/Demo/cmc.png" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file_format, start", [("pdf", b"%PDF"), ("svg", b"<?xml")])
+def test_visualize_writes_figures_for_papers(demo, checkpoint, tmp_path, file_format, start):
+    options = ("--kind", "rank-lists", "cmc", "--num", 1, "--length", 2, "--output", tmp_path, "--device", "cpu")
+    assert draw(checkpoint, "--format", file_format, "--dpi", 200, *options) == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "Demo").iterdir()}
+    assert {f"rank_list_worst.{file_format}", f"cmc.{file_format}"} <= files.keys()
+    assert all(content.startswith(start) for content in files.values())
+    assert file_format == "svg" or b"/FontFile2" in files["cmc.pdf"]  # embedded TrueType fonts
+
+
+def test_visualize_dpi_sets_the_size_of_the_image(demo, checkpoint, tmp_path):
+    sizes = []
+    for dpi in (60, 120):
+        draw(checkpoint, "--kind", "cmc", "--dpi", dpi, "--output", tmp_path / str(dpi), "--device", "cpu")
+        with Image.open(tmp_path / str(dpi) / "Demo" / "cmc.png") as image:
+            sizes.append(image.size)
+    assert sizes[1] == (2 * sizes[0][0], 2 * sizes[0][1])
+    with pytest.raises(ConfigError, match="--dpi must be in 20..1200, got 5"):
+        draw(checkpoint, "--dpi", 5)
+
+
+def test_figures_draw_names_and_files_and_escape_characters_without_a_font(tmp_path, monkeypatch):
+    monkeypatch.setattr(fonts, "_font_files", lambda: tuple(p for p in FONTS if p.name == "DejaVuSans.ttf"))
+    figure = figures.new_figure(2, 2)
+    figure.suptitle("Анна 中 $x")
+    figures.write_figure(figure, tmp_path / "a.svg")
+    (title,) = [text.get_text() for text in figure.findobj(Text) if "x" in text.get_text()]
+    assert title == r"Анна \u4e2d $x" and (tmp_path / "a.svg").stat().st_size > 1000
 
 
 def test_visualize_error_names_pip_extra_if_matplotlib_is_missing(checkpoint, monkeypatch):

@@ -305,7 +305,7 @@ def exports(record, predictor, checkpoint):
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(__import__("sys").modules, "onnx", None)
+        patch.setitem(sys.modules, "onnx", None)
         record.fastamp("export", checkpoint, record.root / "model.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:
 

@@ -12,6 +12,7 @@ from jinja2 import UndefinedError
 
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.report import write_report
+from fastamp.report.curves import cmc_panel, health_panels, training_panels
 from fastamp.report.page import page, templates
 from fastamp.utils.errors import ConfigError
 
@@ -136,3 +137,48 @@ def test_report_template_escapes_values_once_and_keeps_markup():
     )
     with pytest.raises(UndefinedError):  # an undefined value is an error, not an empty string
         template.render()
+
+
+class Names:
+    """Dataset that names identities and cameras."""
+
+    def identity(self, pid):
+        return f"name of {pid}"
+
+    def camera(self, camid):
+        return f"camera {camid}"
+
+
+def test_report_shows_the_names_and_files_of_the_dataset(run):
+    each = dataclasses.replace(run.sets[0], source=Names())
+    text = page(dataclasses.replace(run, sets=[each]))
+    elements = Elements(text)
+    worst = each.result.examples.lists["worst"][0]
+    item = each.query[worst.query]
+    assert (
+        f"identity name of {item.pid}".replace("\x00", "\ufffd").replace("\ud800", "\ufffd").replace("\u202e", "\ufffd")
+        in elements.text
+    )
+    assert item.path in elements.text and "camera 0" in elements.text
+    titles = {attributes.get("title") for name, attributes in elements.found if name == "img"}
+    assert item.path in titles
+
+
+def test_report_folds_rank_lists_and_config_and_has_a_color_scale(elements):
+    folds = [attributes for name, attributes in elements.found if name == "details"]
+    assert len(folds) == 5 and sum("open" in each for each in folds) == 2  # of 2 sets: the worst queries
+    scale = [a for name, a in elements.found if name == "ol" and "color scale" in (a.get("aria-label") or "")]
+    assert len(scale) == 2
+    for words in ("Below a baseline", "Above the baselines", "Not distinguishable"):
+        if words in elements.text:
+            break
+    else:
+        pytest.fail("no verdict")
+    assert "95 % confidence interval" in elements.text and "No previous run" in elements.text
+
+
+def test_charts_share_their_axes(run):
+    panels = [*training_panels(run.history), *health_panels(run.history)]
+    assert {panel.bounds()[0] for panel in panels} == {(0.0, 12.0)}
+    percent = [panel for panel in panels if panel.y_label == "%"] + [cmc_panel(run.sets[0].result)]
+    assert len(percent) > 1 and {panel.bounds()[1] for panel in percent} == {(0.0, 100.0)}
