@@ -1,6 +1,7 @@
 """Config entry of a checkpoint, and errors for missing or damaged entries."""
 
 import os
+from pathlib import Path
 
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode
@@ -47,6 +48,28 @@ def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
     return WeightsError(
         f"{checkpoint} contains no config, so the model cannot be built.\n"
         "  fix: convert the file with python tools/import_checkpoint.py, which adds a config"
+    )
+
+
+def checkpoint_of(source: str | os.PathLike[str]) -> Path:
+    """Find the checkpoint to evaluate: model_best.pth, else model_final.pth, if ``source`` is a folder.
+
+    Returns:
+        Path: path of the checkpoint; ``source`` itself if it is not a folder.
+
+    Raises:
+        WeightsError: if ``source`` is a folder that contains neither of these files.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        return source
+    for name in ("model_best.pth", "model_final.pth"):
+        if (source / name).is_file():
+            return source / name
+    found = sorted(path.name for path in source.glob("*.pth"))
+    raise WeightsError(
+        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
+        "  fix: give the path of a checkpoint"
     )
 
 

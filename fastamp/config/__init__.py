@@ -2,7 +2,7 @@
 
 from fastamp.config.changes import changed_values, describe_changes
 from fastamp.config.channels import per_channel
-from fastamp.config.config import CfgNode, FrozenConfigError, get_cfg
+from fastamp.config.config import CfgNode, FrozenConfigError, check_is_config, get_cfg
 from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
 from fastamp.config.read import load_plugin, read_config
@@ -18,6 +18,7 @@ __all__ = [
     "FrozenConfigError",
     "Key",
     "changed_values",
+    "check_is_config",
     "crop_size",
     "describe_changes",
     "describe_config",

@@ -158,6 +158,11 @@ class CfgNode(YacsCfgNode):
             ConfigError: if the length is odd, a key is unknown or a value is invalid.
         """
         self._check_not_frozen()
+        if not isinstance(cfg_list, Sequence):
+            raise ConfigError(
+                f"overrides: expected a list [KEY, VALUE, ...], got {brief(cfg_list)} ({type(cfg_list).__name__}).\n"
+                '  fix: pass a list such as ["SOLVER.BASE_LR", 1e-3]; for a dict, call cfg.merge_from_other_cfg(dict)'
+            )
         flag = next((word for word in cfg_list[::2] if str(word).startswith("--")), None)
         if flag is not None:
             raise ConfigError(
@@ -179,6 +184,11 @@ class CfgNode(YacsCfgNode):
         Raises:
             ConfigError: if a key is unknown or a value is invalid.
         """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"with_values: expected a dict, got {brief(values)} ({type(values).__name__}).\n"
+                '  fix: pass a dict such as {"SOLVER.BASE_LR": 1e-3}'
+            )
         copied = self.clone()
         copied.defrost()
         _apply(edit for name, value in values.items() for edit in copied._edits(name, value, ASSIGNMENT))
@@ -440,6 +450,20 @@ def _defaults() -> CfgNode:
     cfg.__dict__["_declares"] = False
     cfg.add_keys(KEYS.values())
     return cfg
+
+
+def check_is_config(cfg: Any) -> None:
+    """Check that an argument is a config.
+
+    Raises:
+        TypeError: if ``cfg`` has no section ``MODEL``, e.g. because it is the path of a config file.
+    """
+    if not hasattr(cfg, "MODEL"):
+        path = repr(cfg) if isinstance(cfg, str) else '"my.yml"'
+        raise TypeError(
+            f"expected a config (CfgNode), got {brief(cfg)} ({type(cfg).__name__}).\n"
+            f"  fix: from fastamp.config import read_config; cfg = read_config({path}, [])"
+        )
 
 
 def get_cfg() -> CfgNode:

@@ -15,7 +15,7 @@ from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.compat.trainer import FastReIDMethods, as_train_loader, only_optimizer
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
 from fastamp.data.loader import explain_lost_workers
@@ -66,6 +66,7 @@ class DefaultTrainer(FastReIDMethods):
     """
 
     def __init__(self, cfg: CfgNode) -> None:
+        check_is_config(cfg)
         log_to_console()
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fastamp.amp import resolve_device
-from fastamp.config import CfgNode
+from fastamp.config import CfgNode, check_is_config
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.launch import group_timeout
@@ -54,10 +54,12 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
         args (argparse.Namespace, optional): parsed command-line arguments.
 
     Raises:
+        TypeError: if ``cfg`` is not a config.
         ConfigError: if a value is invalid, a component is unknown, the device is not available, ``DETERMINISTIC`` is
             True but CUBLAS_WORKSPACE_CONFIG is not deterministic, or OUTPUT_DIR is not writable or is locked by another
             run.
     """
+    check_is_config(cfg)
     check_config(cfg)
     set_cublas_workspace(cfg)  # before anything uses the device
     device = resolve_device(cfg.MODEL.DEVICE)

@@ -1,7 +1,7 @@
 """Conversion of input images: paths, PIL images, arrays, tensors, and boxes in a frame."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,11 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
         DataError: if the image cannot be read, or has a wrong shape or dtype.
     """
     if isinstance(image, (str, os.PathLike)):
+        if os.path.isdir(image):
+            raise DataError(
+                f"expected an image, got the folder {os.fspath(image)}.\n"
+                "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
+            )
         return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels)
@@ -65,7 +70,7 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]
-    elif isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable):
+    elif isinstance(images, (str, os.PathLike, bytes, Mapping)) or not isinstance(images, Iterable):
         images = [images]
     images = list(images)
     if not images:
@@ -106,8 +111,14 @@ def as_boxes(boxes: Any) -> np.ndarray:
 def _check_layout(image: Any) -> None:
     """Raise DataError unless an image is a gray, RGB or RGBA uint8 array (H, W[, C]) or tensor (C, H, W)."""
     if not isinstance(image, (np.ndarray, Tensor)):
-        hint = ".\n  fix: convert it with numpy.asarray(image)" if hasattr(image, "__array_interface__") else ""
-        raise DataError(f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}{hint}")
+        fix = "pass a file name, or a uint8 array (H, W, 3)"
+        if hasattr(image, "__array_interface__"):
+            fix = "convert it with numpy.asarray(image)"
+        elif isinstance(image, bytes):
+            fix = "decode it with PIL.Image.open(io.BytesIO(image))"
+        raise DataError(
+            f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"
+        )
     dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
     channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
     gray = len(shape) == 2 and not isinstance(image, Tensor)

@@ -14,7 +14,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
+from fastamp.config import CfgNode
 from fastamp.data.transforms import Resize, build_transforms
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
@@ -27,7 +29,10 @@ from fastamp.layers.distance import pairwise_distance
 from fastamp.modeling import load_model
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
+from fastamp.utils.files import expand
+from fastamp.utils.logger import log_to_console
 from fastamp.utils.moved import renamed_attribute
+from fastamp.utils.progress import track
 from fastamp.utils.structure import structure_mismatch
 
 logger = logging.getLogger(__name__)
@@ -46,8 +51,11 @@ class Predictor:
     The model and the config are loaded from a checkpoint. Preprocessing, precision, weight averaging and flip test are
     the same as in evaluations during training.
 
+    ``predictor(images)`` is short for ``predictor.features(images)``.
+
     Args:
-        checkpoint: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config.
+        checkpoint: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config; run folder, whose
+            ``model_best.pth`` is loaded (``model_final.pth`` if there is none); or a config with ``MODEL.WEIGHTS``.
         device: ``auto`` (default: CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         opts: alternating keys and values that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
@@ -58,16 +66,36 @@ class Predictor:
         extra: entries of the checkpoint other than the weights.
 
     Raises:
+        TypeError: if ``checkpoint`` is neither a path nor a config.
         WeightsError: if the file is missing or damaged, or contains no config.
         ConfigError: if an option is invalid, or the device is not available or does not support the precision.
     """
 
-    def __init__(self, checkpoint: str | os.PathLike[str], *, device: str = "auto", opts: Sequence[str] = ()) -> None:
-        self.checkpoint = Path(checkpoint).expanduser()
-        loaded = load_model(self.checkpoint, device=device, opts=opts)
+    def __init__(
+        self,
+        checkpoint: str | os.PathLike[str] | CfgNode,
+        *,
+        device: str | torch.device = "auto",
+        opts: Sequence[str] = (),
+    ) -> None:
+        log_to_console()
+        loaded = load_model(checkpoint, device=device, opts=opts)
+        self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
         self._transforms = build_transforms(self.cfg, is_train=False)
+
+    def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
+        """Extract the features of images; see ``features`` for arguments, result and errors."""
+        return self.features(images, **options)
+
+    def __repr__(self) -> str:
+        cfg = self.cfg
+        return (
+            f"Predictor({str(self.checkpoint)!r}, model={cfg.MODEL.META_ARCHITECTURE}, "
+            f"backbone={cfg.MODEL.BACKBONE.NAME}, input={tuple(cfg.INPUT.SIZE_TEST)}, "
+            f"precision={dtype_name(self.policy.dtype)}, device={self.device})"
+        )
 
     @property
     def device(self) -> torch.device:
@@ -157,7 +185,8 @@ class Predictor:
             return self._transforms.resize(pixels) if pixels.numel() else None
 
         with torch.inference_mode(), ThreadPoolExecutor(available_cores()) as pool:
-            for start in range(0, len(images), size):
+            starts = range(0, len(images), size)
+            for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
                 loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
                 rows = [number for number, image in loaded.items() if image is not None]
                 if rows:
@@ -256,10 +285,16 @@ class Predictor:
             The k nearest gallery images for each query.
 
         Raises:
+            TypeError: if ``index`` is neither a gallery index nor a path.
             DataError: if an image or the index cannot be read, or the index was created with a different model.
             ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``k`` or ``effort`` is below
                 1.
         """
+        if not isinstance(index, (GalleryIndex, str, os.PathLike)):
+            raise TypeError(
+                f"expected a gallery index or the path of one, got {type(index).__name__}.\n"
+                "  fix: pass the output file of `fastamp extract`, or a GalleryIndex"
+            )
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
         features = self._features_of_all(query, color=color, camids=camids, viewids=viewids)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, resolve_device
-from fastamp.checkpoint.entries import damaged_entry_error, merge_from_checkpoint
+from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.meta_arch import build_model
@@ -38,15 +39,15 @@ class LoadedModel:
 
 
 def load_model(
-    source: CfgNode | str | os.PathLike[str], *, device: str | None = None, opts: Sequence[str] = ()
+    source: CfgNode | str | os.PathLike[str], *, device: str | torch.device | None = None, opts: Sequence[str] = ()
 ) -> LoadedModel:
     """Load a trained model in evaluation mode, with the precision policy for evaluation.
 
     Args:
         source (CfgNode | str | os.PathLike[str]): checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains
-            the config; or a config with ``MODEL.WEIGHTS``.
-        device (str | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Default
-            None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
+            the config; run folder, see ``checkpoint_of``; or a config with ``MODEL.WEIGHTS``.
+        device (str | torch.device | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
+            Default None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
         opts (Sequence[str]): alternating keys and values that override the config, e.g.
             ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
 
@@ -55,12 +56,19 @@ def load_model(
         contain ``SOLVER.AMP`` keys. For a config, the config sets the precision.
 
     Raises:
+        TypeError: if ``source`` is neither a path nor a config.
         WeightsError: if the weights are missing or damaged, if they do not match the model, or if the checkpoint
             contains no config.
         ConfigError: if an option is invalid, if ``MODEL.WEIGHTS`` is empty, if the device is not available, or if the
             device does not support the precision.
     """
     from_config = isinstance(source, CfgNode)
+    if not isinstance(source, CfgNode | str | os.PathLike):
+        raise TypeError(
+            f"expected the path of a checkpoint or run folder, or a config with MODEL.WEIGHTS; got "
+            f'{type(source).__name__}.\n  fix: pass a path, e.g. Predictor("logs/x/model_best.pth")'
+        )
+    device = str(device) if isinstance(device, torch.device) else device
     cfg = (
         _with_options(source, device, opts) if from_config else _config_from_checkpoint(source, device or "auto", opts)
     )
@@ -90,11 +98,11 @@ def load_model(
 
 def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
-    checkpoint = expand(checkpoint)
+    checkpoint = checkpoint_of(expand(checkpoint))
     cfg = get_cfg()
     merge_from_checkpoint(cfg, checkpoint)
     cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
-    cfg.merge_from_list(list(opts))
+    cfg.merge_from_list(opts)
     cfg.MODEL.WEIGHTS = str(checkpoint)
     cfg.freeze()
     return cfg
@@ -104,7 +112,8 @@ def _with_options(cfg: CfgNode, device: str | None, opts: Sequence[str]) -> CfgN
     """Copy a config, set the device and the KEY VALUE pairs in the copy, and freeze the copy."""
     cfg = cfg.clone()
     cfg.defrost()
-    cfg.merge_from_list([*(["MODEL.DEVICE", device] if device else []), *opts])
+    cfg.merge_from_list(["MODEL.DEVICE", device] if device else [])
+    cfg.merge_from_list(opts)
     cfg.freeze()
     return cfg
 

@@ -58,7 +58,7 @@ def test_on_failure_continues_training_in_another_dtype_after_repeated_skips(dem
     log = (tmp_path / "log.txt").read_text()
     assert "SOLVER.AMP.ON_FAILURE" in log
     saved = checkpoint(tmp_path)
-    assert saved["policy"]["dtype"] == on_failure and "from float16 at iteration 3" in log
+    assert saved["policy"]["dtype"] == on_failure and "from float16 at iteration 4" in log
     assert saved["trainer"]["steps_taken"] == 12 - 4
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     assert [row["skipped_in_a_row"] for row in rows if "total_loss" in row][-1] == 0

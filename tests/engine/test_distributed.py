@@ -36,7 +36,7 @@ def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
     assert stopped.returncode == 128 + 15
     assert stopped.stderr.count("resume with:") == 1 and "model_interrupted.pth" in stopped.stderr
     resumed = run(demo_root, tmp_path / "resumed", 2, *options, flags=("--resume",))
-    assert resumed.returncode == 0 and "at iteration 3" in resumed.stdout, resumed.stderr
+    assert resumed.returncode == 0 and "after iteration 3" in resumed.stdout, resumed.stderr
     report = (tmp_path / "resumed" / "report.html").read_text(encoding="utf-8")
     for words in ("<td>train</td><td>96</td>", "<td>query</td><td>8</td>", "Losses", "Worst queries"):
         assert words in report, words
@@ -67,7 +67,7 @@ def test_resume_with_different_process_count_matches_uninterrupted_run(demo_root
         assert process.returncode == 0, process.stderr
     for rank in range(now):
         log = (tmp_path / ("log.txt" if rank == 0 else f"log.txt.rank{rank}")).read_text()
-        assert f"resuming from {tmp_path / 'model_iter_0000002.pth'} at iteration 2" in log
+        assert f"resuming from {tmp_path / 'model_iter_0000002.pth'}, saved after iteration 2" in log
         assert f"number of processes changed from {before} to {now}" in log
         assert "SOLVER.CHECKPOINT_ITERS: 2 -> 0" in log
     assert (tmp_path / "log.txt").read_text().count("it is truncated") == 1

@@ -15,7 +15,7 @@ from messages import Recorder
 from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.checkpoint.entries import merge_from_checkpoint
+from fastamp.checkpoint.entries import checkpoint_of, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
@@ -115,6 +115,9 @@ def weights_files(record):
 
 def weights(record):
     """Load weights of other models."""
+    (record.root / "folder").mkdir()
+    with record("checkpoint_of a folder without checkpoints"):
+        checkpoint_of(record.root / "folder")
     state = Model().state_dict()
     cases = {
         "the same model": state,

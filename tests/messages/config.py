@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from messages import Recorder
 
-from fastamp.config import CfgNode, describe_config, get_cfg, read_config
+from fastamp.config import CfgNode, check_is_config, describe_config, get_cfg, read_config
 from fastamp.config.channels import per_channel
 from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.config import Key
@@ -131,6 +131,12 @@ def python(record):
         cfg.SOLVER.BASE_LR = np.zeros(3)
     with record("frozen.SOLVER.BASE_LR = 1"):
         frozen.SOLVER.BASE_LR = 1
+    with record("cfg.merge_from_list({'SEED': 1})"):
+        cfg.merge_from_list({"SEED": 1})
+    with record("cfg.with_values(['SEED', 1])"):
+        cfg.with_values(["SEED", 1])
+    with record("check_is_config('my.yml')"):
+        check_is_config("my.yml")
     with record("frozen.merge_from_list([])"):
         frozen.merge_from_list([])
     with record("cfg._keys = {}"):

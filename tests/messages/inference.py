@@ -70,6 +70,9 @@ def images(record, predictor, checkpoint):
     for title, call in {
         "features([])": lambda: predictor.features([]),
         "features(3)": lambda: predictor.features(3),
+        "features of bytes": lambda: predictor.features(b"image"),
+        "features of a folder": lambda: predictor.features(record.root),
+        "search in 3": lambda: predictor.search(array, 3),
         "features of a float image": lambda: predictor.features(PIL.Image.new("F", (4, 4))),
         "features of int32": lambda: predictor.features([array, array.astype(np.int32)]),
         "features of channels first": lambda: predictor.features(np.zeros((3, 8, 8), np.uint8)),

@@ -119,6 +119,8 @@ def batches(record):
         ("a dict without images", False, {"image": images}),
         ("a single image", False, images[0]),
         ("channels last", False, images.permute(0, 2, 3, 1)),
+        ("boolean images", False, images.bool()),
+        ("targets in a list", True, {"images": images, "targets": [0, 1]}),
         ("no targets", True, {"images": images}),
         (
             "a label out of range",
@@ -206,6 +208,8 @@ def memory(record):
 
 def stored_weights(record, run):
     """Load models from checkpoints, and import weights."""
+    with record("load_model of 5"):
+        load_model(5)
     with record("load_model without MODEL.WEIGHTS"):
         load_model(get_cfg())
     cfg = tiny_config(record.root / "run", "MODEL.WEIGHTS", str(run / "model_best.pth"))

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.config import check_is_config
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
@@ -29,6 +30,7 @@ def build_model(cfg: Any) -> nn.Module:
             into memory.
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
+    check_is_config(cfg)
     device = resolve_device(cfg.MODEL.DEVICE)
     name = cfg.MODEL.META_ARCHITECTURE
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):

@@ -109,6 +109,11 @@ class ImageModel(nn.Module):
                 f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {found}.\n"
                 "  fix: pass images[None] for a single image, or images.permute(0, 3, 1, 2) for images (B, H, W, C)"
             )
+        if images.dtype == torch.bool or images.is_complex():
+            raise ValueError(
+                f"images: expected pixels in 0..255 (uint8 or float), got {images.dtype}.\n"
+                "  fix: pass images of dtype uint8, before any normalization"
+            )
         return batch
 
     def feature_maps(self, batch: dict[str, Any], backbone: nn.Module | None = None) -> torch.Tensor:
@@ -141,6 +146,14 @@ class ImageModel(nn.Module):
                 "batch; for evaluation, call model.eval() first"
             )
         labels = batch["targets"]
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 1 or labels.is_floating_point():
+            found = type(labels).__name__
+            if isinstance(labels, torch.Tensor):
+                found = f"{str(labels.dtype).removeprefix('torch.')} {tuple(labels.shape)}"
+            raise ValueError(
+                f"targets: expected a tensor (B,) of class labels, int64, got {found}.\n"
+                "  fix: pass torch.tensor(labels), with one integer per image"
+            )
         # Labels on the device are not checked: reading them would block the host.
         if self._num_classes and labels.device.type == "cpu":
             self._check_labels(labels, batch.get("img_paths"))
