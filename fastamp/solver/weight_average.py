@@ -44,9 +44,10 @@ class WeightAverage:
         self._version = version
         saved = self._model.state_dict().keys()
         named = itertools.chain(self._model.named_parameters(), self._model.named_buffers())
-        self._live = live = {name: tensor.detach() for name, tensor in named if name in saved}
+        # Not detached: a detached tensor keeps the old data if the data of a parameter is replaced, as model.to does.
+        self._live = live = {name: tensor for name, tensor in named if name in saved}
         kept = {name: value for name, value in self._stored.items() if name in live and value.shape == live[name].shape}
-        self._stored = {name: kept[name] if name in kept else tensor.clone() for name, tensor in live.items()}
+        self._stored = {name: kept[name] if name in kept else tensor.detach().clone() for name, tensor in live.items()}
         # (averages, values of the model) of the floating-point tensors, and of the others.
         self._floating, self._others = (
             ([self._stored[name] for name in names], [live[name] for name in names])
@@ -96,7 +97,7 @@ class WeightAverage:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the averaged tensors, keyed by name in the model's state dict."""
-        return dict(self._live if self._applied else self._stored)
+        return {name: tensor.detach() for name, tensor in (self._live if self._applied else self._stored).items()}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the kind, the number of updates and the averaged tensors."""

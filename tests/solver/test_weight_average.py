@@ -103,3 +103,17 @@ def test_average_follows_replaced_and_added_modules():
     assert torch.equal(found["2.weight"], model[2].weight)  # starts with its current values
     with average.applied():
         torch.testing.assert_close(model[0].weight.detach(), (former + 2) / 2)
+
+
+def test_average_follows_parameters_whose_data_was_replaced():
+    model = nn.Conv2d(3, 4, 3)
+    average = WeightAverage(model, "ema")
+    before = model.weight.detach().clone()
+    model.to(memory_format=torch.channels_last)  # assigns weight.data
+    with torch.no_grad():
+        model.weight.add_(1)
+    average.update(0.5)
+    torch.testing.assert_close(average.tensors()["weight"], before + 0.5)
+    with average.applied():
+        torch.testing.assert_close(model.weight.detach(), before + 0.5)
+        assert not average.tensors()["weight"].requires_grad
