@@ -1,5 +1,7 @@
 """Snapshot of the buffers that forward passes modify, restored after a skipped step."""
 
+import itertools
+
 import torch
 from torch import nn
 
@@ -30,6 +32,7 @@ class ForwardBuffers:
         self._version = 0
         self._recording: list[nn.Module] = []
         self._groups: list[list[torch.Tensor]] = []
+        self._owners: list[list[tuple[nn.Module, str]]] = []  # module and name of each buffer in _groups
         self._saved: list[list[torch.Tensor]] | None = None
 
     @torch.no_grad()
@@ -47,11 +50,23 @@ class ForwardBuffers:
     def restore(self) -> None:
         """Restore the buffers from the last snapshot."""
         if self._saved is not None:
-            self._update()  # a forward pass may have assigned a new tensor to a buffer
-            _copy(self._groups, self._saved)
+            owners = self._owners
+            if self._update():  # a forward pass has assigned, added or removed a buffer
+                self._restore_by_owner(owners)
+            else:
+                _copy(self._groups, self._saved)
             for module in self._recording:
                 module.undo_writes()
         self._record_writes(False)
+
+    def _restore_by_owner(self, owners: list[list[tuple[nn.Module, str]]]) -> None:
+        """Restore the buffers that still exist; ``owners`` belongs to the snapshot."""
+        chain = itertools.chain.from_iterable
+        current = dict(zip(chain(self._owners), chain(self._groups), strict=True))
+        for owner, value in zip(chain(owners), chain(self._saved), strict=True):
+            if owner in current:
+                current[owner].copy_(value)
+        self._saved = None
 
     def discard(self) -> None:
         """Discard the recorded writes after an applied step."""
@@ -69,16 +84,18 @@ class ForwardBuffers:
         self._version = version
         modules = self._tensors.modules
         self._recording = [m for m in modules if hasattr(m, "undo_writes")]
-        buffers = [
-            buffer
-            for m in modules
-            if isinstance(m, _LAYERS) or "running_mean" in m._buffers
-            for buffer in m.buffers(recurse=False)
-        ]
-        buffers += [buffer for m in modules if getattr(m, "written_in_forward", False) for buffer in m.buffers()]
-        unique = list({id(buffer): buffer for buffer in buffers}.values())
+        layers = [m for m in modules if isinstance(m, _LAYERS) or "running_mean" in m._buffers]
+        for module in modules:
+            if getattr(module, "written_in_forward", False):
+                layers += module.modules()
+        unique: dict[int, tuple[tuple[nn.Module, str], torch.Tensor]] = {}
+        for layer in layers:
+            for name, buffer in layer.named_buffers(recurse=False):
+                unique.setdefault(id(buffer), ((layer, name), buffer))
         # Fused copies need groups with the same kind of dtype.
-        self._groups = [[b for b in unique if b.is_floating_point() is floating] for floating in (True, False)]
+        grouped = [[x for x in unique.values() if x[1].is_floating_point() is floating] for floating in (True, False)]
+        self._owners = [[owner for owner, _ in group] for group in grouped]
+        self._groups = [[buffer for _, buffer in group] for group in grouped]
         return True
 
 

@@ -102,3 +102,34 @@ def test_forward_buffers_restore_buffer_that_the_forward_pass_reassigns():
             buffers.restore()
             assert torch.equal(model[0].mean, before)
     assert torch.equal(model[0].mean, torch.tensor([2.5, 2.5]))
+
+
+class Registering(nn.Module):
+    """Module whose first forward pass registers a buffer in front of another one."""
+
+    written_in_forward = True
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.ones(2))
+
+    def forward(self, x):
+        if not hasattr(self, "count"):
+            former = self._buffers.pop("mean")
+            self.register_buffer("count", torch.zeros(2))
+            self.register_buffer("mean", former)
+        self.mean += x.mean(0)
+        return x - self.mean
+
+
+def test_forward_buffers_restore_existing_buffers_if_the_forward_pass_registers_another():
+    model = nn.Sequential(Registering())
+    buffers = ForwardBuffers(model)
+    buffers.save()
+    model(torch.full((4, 2), float("inf")))
+    buffers.restore()
+    assert torch.equal(model[0].mean, torch.ones(2))
+    buffers.save()
+    model(torch.full((4, 2), float("inf")))
+    buffers.restore()
+    assert torch.equal(model[0].mean, torch.ones(2)) and torch.equal(model[0].count, torch.zeros(2))
