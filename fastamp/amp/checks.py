@@ -231,11 +231,17 @@ def _reaches(loss: torch.Tensor, parameters: set[int]) -> bool:
     """Return True if the autograd graph of ``loss`` may contain a tensor whose ``id()`` is in ``parameters``."""
     if loss.grad_fn is None:
         return id(loss) in parameters
-    # Custom autograd functions, e.g. activation checkpointing, can use parameters that are not in the graph.
     return any(
-        isinstance(node, torch.autograd.function.BackwardCFunction) or id(getattr(node, "variable", None)) in parameters
-        for node in _nodes([loss])
+        _may_use_parameters(node) or id(getattr(node, "variable", None)) in parameters for node in _nodes([loss])
     )
+
+
+def _may_use_parameters(node: Any) -> bool:
+    """Return True if ``node`` belongs to a custom autograd function that may use parameters outside the graph.
+
+    Reentrant activation checkpointing does. Other functions set ``ctx.uses_parameters = False``.
+    """
+    return isinstance(node, torch.autograd.function.BackwardCFunction) and getattr(node, "uses_parameters", True)
 
 
 def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:

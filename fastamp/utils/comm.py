@@ -193,6 +193,7 @@ def gather_rows(column: torch.Tensor) -> torch.Tensor:
 class _AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.uses_parameters = False  # for ``check_losses``
         ctx.rows = slice(get_rank() * len(rows), (get_rank() + 1) * len(rows))
         parts = [torch.empty_like(rows) for _ in range(get_world_size())]
         dist.all_gather(parts, rows.contiguous())

@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from small_networks import Layers, build, config, count_parameters
+from torch import nn
 
+from fastamp.amp.checks import check_losses
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.backbones import osnet, osnet_ain
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import ConfigError, TrainingError, WeightsError
 
 OSNET, AIN = "build_osnet_backbone", "build_osnet_ain_backbone"
 IBN = ("MODEL.BACKBONE.WITH_IBN", "True")
@@ -129,6 +131,14 @@ def test_gradients_of_the_gate_equal_naive_computation(autocast):
         torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
     else:
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_loss_of_an_osnet_outside_the_model_raises():
+    other, images = build_backbone(config(OSNET, "x0_25", 128)), torch.rand(2, 3, 64, 32)
+    loss = {"loss_new": other(images).mean()}
+    check_losses(loss, model=other)
+    with pytest.raises(TrainingError, match="'loss_new'"):
+        check_losses(loss, model=nn.Linear(2, 2))
 
 
 def test_gradients_of_the_gate_equal_finite_differences():
