@@ -117,7 +117,7 @@ def as_train_loader(loader: Any, cfg: Any) -> Any:
         return loader
     if isinstance(loader, torch.utils.data.DataLoader):
         on_cuda = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
-        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda)
+        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
     raise ConfigError(
         f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"
         "  fix: return the result of build_reid_train_loader(cfg, train_set=...), or a torch.utils.data.DataLoader"

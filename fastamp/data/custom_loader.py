@@ -19,16 +19,18 @@ class CustomTrainLoader:
     """Infinite training loader over a map-style dataset.
 
     A resumed run continues with the next batch of the sampler. It is bit-identical to an uninterrupted run only if
-    loading an image draws no random numbers.
+    neither the sampler nor loading an image draws numbers from a global random generator.
 
     Args:
         dataset (Dataset): returns a dict with at least ``images``: (C, H, W) and ``targets``: int.
-        batches (Callable): function that returns an iterable over the indices of each batch of this rank. It is called
-            again when the iterable ends.
+        batches (Callable): function of the number of the pass, from 0, that returns an iterable over the indices of
+            each batch of this rank. It is called again when the iterable ends.
         iters_per_epoch (int): number of batches in an epoch.
         num_workers (int): number of worker processes. Default 0.
         collate (Callable): function that combines a list of items to a batch. Default: PyTorch's ``default_collate``.
         pin_memory (bool): load batches into pinned memory, for a model on CUDA. Default False.
+        seed (int): seed of the random generators in the workers, which also depend on the rank. Default 0.
+        worker_init_fn (Callable, optional): see ``torch.utils.data.DataLoader``.
 
     Raises:
         ConfigError: if ``iters_per_epoch`` is 0.
@@ -37,12 +39,14 @@ class CustomTrainLoader:
     def __init__(
         self,
         dataset: Dataset,
-        batches: Callable[[], Iterable[list[int]]],
+        batches: Callable[[int], Iterable[list[int]]],
         *,
         iters_per_epoch: int,
         num_workers: int = 0,
         collate: Callable[[list[Any]], Any] = default_collate,
         pin_memory: bool = False,
+        seed: int = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
         if iters_per_epoch < 1:
             raise ConfigError(
@@ -51,16 +55,19 @@ class CustomTrainLoader:
             )
         self.dataset, self.batches, self.iters_per_epoch = dataset, batches, iters_per_epoch
         self.num_workers, self.collate, self.pin_memory = num_workers, collate, pin_memory
+        self.seed, self.worker_init_fn = seed, worker_init_fn
         self._start = 0
 
     @classmethod
-    def wrap(cls, loader: DataLoader, *, batch_size: int, pin_memory: bool = False) -> "CustomTrainLoader":
+    def wrap(
+        cls, loader: DataLoader, *, batch_size: int, pin_memory: bool = False, seed: int = 0
+    ) -> "CustomTrainLoader":
         """Wrap a ``DataLoader`` over a map-style dataset.
 
         Args:
             loader (DataLoader): loader of this rank.
             batch_size (int): images per batch over all ranks, for the length of an epoch.
-            pin_memory (bool): see the class. Default False.
+            pin_memory (bool), seed (int): see the class.
         """
         sampler = loader.batch_sampler
         if sampler is None:
@@ -68,13 +75,21 @@ class CustomTrainLoader:
                 "build_train_loader returned a DataLoader without batch_sampler.\n"
                 "  fix: pass batch_size or batch_sampler to the DataLoader"
             )
+
+        def batches(number: int) -> Iterable[list[int]]:
+            _set_epoch(sampler, number)
+            _set_epoch(loader.sampler, number)
+            return sampler
+
         return cls(
             loader.dataset,
-            lambda: sampler,
+            batches,
             iters_per_epoch=max(1, len(loader.dataset) // batch_size),  # type: ignore[arg-type]
             num_workers=loader.num_workers,
             collate=loader.collate_fn,
             pin_memory=pin_memory,
+            seed=seed,
+            worker_init_fn=loader.worker_init_fn,
         )
 
     def start_at(self, start_iter: int) -> None:
@@ -83,9 +98,9 @@ class CustomTrainLoader:
 
     def _stream(self) -> Iterator[list[int]]:
         """Repeat ``batches`` forever."""
-        while True:
+        for number in itertools.count():
             empty = True
-            for indices in self.batches():
+            for indices in self.batches(number):
                 empty = False
                 yield indices
             if empty:
@@ -102,9 +117,14 @@ class CustomTrainLoader:
             num_workers=self.num_workers,
             collate_fn=self.collate,
             pin_memory=self.pin_memory,
-            generator=torch.Generator().manual_seed(self._start),
+            worker_init_fn=self.worker_init_fn,
+            generator=torch.Generator().manual_seed(self._worker_seed()),
         )
         yield from loader
+
+    def _worker_seed(self) -> int:
+        sequence = np.random.SeedSequence((self.seed, comm.get_rank(), self._start))
+        return int(sequence.generate_state(1, np.uint64)[0])
 
 
 class _Once:
@@ -147,9 +167,16 @@ def build_custom_train_loader(
         sampler = SAMPLER_REGISTRY.build(name, cfg, labels=labels, camids=camids, sets=sets, world_size=world_size)
     if isinstance(sampler, EpochSampler):
         epochs = functools.partial(_batches_of_epochs, sampler, size, iters_per_epoch)
-        batches = lambda: _rank_parts(epochs())  # noqa: E731
+
+        def batches(number: int) -> Iterable[list[int]]:
+            return _rank_parts(epochs())
     else:
-        batches = functools.partial(_batches, sampler, batch_size_per_rank(size, world_size))
+        own_size = batch_size_per_rank(size, world_size)
+
+        def batches(number: int) -> Iterable[list[int]]:
+            _set_epoch(sampler, number)
+            return _batches(sampler, own_size)
+
     workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     return CustomTrainLoader(
         dataset,
@@ -157,6 +184,7 @@ def build_custom_train_loader(
         iters_per_epoch=iters_per_epoch,
         num_workers=workers,
         pin_memory=pin_memory,
+        seed=cfg.SEED,
     )
 
 
@@ -196,6 +224,12 @@ def _labels(dataset: Dataset, *, required_by: str) -> tuple[np.ndarray, np.ndarr
         )
     pids, camids = (np.unique([str(item[column]) for item in items], return_inverse=True)[1] for column in (1, 2))
     return pids, camids
+
+
+def _set_epoch(sampler: Any, epoch: int) -> None:
+    """Set the epoch of a sampler such as ``DistributedSampler``, which otherwise repeats the order of epoch 0."""
+    if hasattr(sampler, "set_epoch"):
+        sampler.set_epoch(epoch)
 
 
 def _batches(sampler: Iterable[int], size: int) -> Iterator[list[int]]:

@@ -1,0 +1,69 @@
+"""Training loaders for custom datasets: random numbers of the workers, and the order of each pass."""
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from fastamp.config import get_cfg
+from fastamp.data.custom_loader import CustomTrainLoader, build_custom_train_loader
+from fastamp.utils import comm
+
+
+class Noise(Dataset):
+    """Dataset whose images are random numbers."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"images": torch.rand(1), "targets": index, "added": ADDED[0]}
+
+
+ADDED = [0.0]
+
+
+def add(worker):
+    ADDED[0] = 5.0
+
+
+def first_images(*, seed=0, start=0):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "1", "SEED", str(seed)])
+    loader = build_custom_train_loader(cfg, Noise(), sampler=range(8))
+    loader.start_at(start)
+    return next(iter(loader))["images"].flatten().tolist()
+
+
+def test_random_numbers_of_workers_depend_on_seed_rank_and_start(monkeypatch):
+    reference = first_images()
+    assert first_images() == reference
+    assert first_images(seed=1) != reference
+    assert first_images(start=1) != reference
+    monkeypatch.setattr(comm, "get_rank", lambda: 1)
+    assert first_images() != reference
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_each_pass_over_a_distributed_sampler_has_another_order(wrapped):
+    sampler = DistributedSampler(Noise(), num_replicas=1, rank=0, seed=3)
+    if wrapped:
+        loader = CustomTrainLoader.wrap(DataLoader(Noise(), batch_size=4, sampler=sampler), batch_size=4)
+    else:
+        cfg = get_cfg()
+        cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "0"])
+        loader = build_custom_train_loader(cfg, Noise(), sampler=sampler)
+    expected = []
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        expected += list(sampler)
+    for start in (0, 3):  # batches of 4 images
+        loader.start_at(start)
+        batches = itertools.islice(loader, 6 - start)
+        assert [index for batch in batches for index in batch["targets"].tolist()] == expected[4 * start :]
+
+
+def test_wrapped_loader_calls_worker_init_fn():
+    loader = DataLoader(Noise(), batch_size=4, num_workers=1, worker_init_fn=add)
+    assert next(iter(CustomTrainLoader.wrap(loader, batch_size=4)))["added"].tolist() == [5.0] * 4
