@@ -26,12 +26,10 @@ class HistoryBuffer:
 
     def __init__(self) -> None:
         self._values: deque[tuple[Any, int]] = deque(maxlen=_MAX_VALUES)
-        self._total, self._count = 0.0, 0
 
     def update(self, value: Any, iteration: int) -> None:
         """Append a value."""
         self._values.append((value.detach() if isinstance(value, torch.Tensor) else value, iteration))
-        self._count += 1
 
     def values(self) -> list[tuple[float, int]]:
         """Return ``(value, iteration)`` of the values."""
@@ -40,6 +38,10 @@ class HistoryBuffer:
     def latest(self) -> float:
         """Return the last value."""
         return float(self._values[-1][0])
+
+    def last_iteration(self) -> int:
+        """Return the iteration of the last value."""
+        return self._values[-1][1]
 
     def _last(self, window_size: int) -> list[float]:
         return [float(value) for value, _ in list(self._values)[-window_size:]]
@@ -125,13 +127,16 @@ class EventStorage:
 
     def latest(self) -> dict[str, tuple[float, int]]:
         """Return ``(last value, iteration)`` of each metric."""
-        return {name: history.values()[-1] for name, history in self._history.items()}
+        return {name: (history.latest(), history.last_iteration()) for name, history in self._history.items()}
 
     def latest_with_smoothing_hint(self, window_size: int = 20) -> dict[str, tuple[float, int]]:
         """Return ``latest()``, with the median of the last ``window_size`` values for metrics to be smoothed."""
         return {
-            name: (self._history[name].median(window_size) if self._hints.get(name, True) else value, iteration)
-            for name, (value, iteration) in self.latest().items()
+            name: (
+                history.median(window_size) if self._hints.get(name, True) else history.latest(),
+                history.last_iteration(),
+            )
+            for name, history in self._history.items()
         }
 
     def smoothing_hints(self) -> dict[str, bool]:
