@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fastamp.amp import checks
 
 FOLDER = Path(__file__).parents[2] / "tools/benchmark"
 
@@ -53,6 +56,22 @@ def test_second_gpu_benchmark_run_continues_after_last_finished_measurement(gpu,
     planned["b"] = lambda setup: calls.append("b") or {"images/s": 3.0}
     assert run(gpu, tmp_path / "gpu.json", "train", "")["train"] == {"a": {"images/s": 2.0}, "b": {"images/s": 3.0}}
     assert calls == ["a", "b", "b"]
+
+
+def test_gpu_benchmark_does_not_mix_toy_results_with_others(gpu, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "measurements", lambda part: {"a": lambda setup: {"images/s": 2.0}})
+    run(gpu, tmp_path / "gpu.json", "train", "")
+    with pytest.raises(SystemExit):
+        gpu.main(["--part", "train", "--device", "cpu", "--output", str(tmp_path / "gpu.json")])
+    assert "--output" in capsys.readouterr().err
+
+
+def test_step_without_read_has_no_checks_of_the_first_steps(gpu, monkeypatch):
+    setup = gpu.Setup(torch.device("cpu"), toy=True, seconds=0.05)
+    cfg = setup.config("R18", 8, "bf16")
+    step = gpu.fastamp_step(cfg, gpu.RepeatedBatch(cfg, setup.device), read=False)
+    monkeypatch.setattr(checks, "_reaches", lambda *args: pytest.fail("traced the autograd graph"))
+    step()
 
 
 def test_gpu_benchmark_table_compares_measured_values_with_targets(gpu):

@@ -27,6 +27,7 @@ from ranking import SIZES, generate, load
 from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.amp.checks import FIRST_STEPS
 from fastamp.amp.step import StepVerdict
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
@@ -156,6 +157,9 @@ def fastamp_step(cfg: Any, loader: Any, *, read: bool = True) -> Callable[[], No
     )
     model.train()
     if not read:
+        for _ in range(FIRST_STEPS + 1):  # these steps have additional checks, which end when the host reads them
+            trainer.run_step()
+            trainer.iter += 1
         verdict = StepVerdict(True, 1.0, trainer.step.loss_scale)
 
         def check_finite(gradients: Any) -> StepVerdict:
@@ -520,7 +524,9 @@ def main(argv: list[str] | None = None) -> None:
     setup = Setup(resolve_device(args.device), args.toy, args.seconds)
     if setup.device.type == "cpu":
         keep_freed_memory()  # as default_setup does
-    stored = json.loads(args.output.read_text()) if args.output.exists() else {}
+    stored = json.loads(args.output.read_text()) if args.output.exists() else {"toy": args.toy}
+    if stored.get("toy", False) is not args.toy:
+        parser.error(f"{args.output} has results with{'out' if args.toy else ''} --toy: choose another --output")
     environment = inspect_environment(setup.device, asked=args.device).table()
     print(environment, file=sys.stderr)
     stored["environment"] = environment
