@@ -4,6 +4,7 @@ examples:
   fastamp train --config-file configs/Market1501/sbs_R50-ibn.yml SOLVER.AMP on
   fastamp train --config-file my.yml --num-gpus 4 OUTPUT_DIR logs/run
   fastamp train --resume --config-file my.yml OUTPUT_DIR logs/run
+  fastamp train --config-file my.yml OUTPUT_DIR logs/run --seeds 0 1 2
 """
 
 import argparse
@@ -43,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run two iterations and a small evaluation, print an estimate of time and memory, and exit",
     )
     parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="train once per seed in OUTPUT_DIR/seed<N>; print mean, standard deviation and range of the metrics",
+    )
+    parser.add_argument(
         "--list-config",
         nargs="?",
         const="",
@@ -68,6 +77,25 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     cfg = setup(args)
     if args.eval_only:
         return DefaultTrainer.test_weights(cfg)
+    return _train(cfg, args)
+
+
+def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
+    """Train with each of ``args.seeds`` in one process and return the summary of the metrics."""
+    from fastamp.config import read_config
+    from fastamp.engine import default_setup
+    from fastamp.engine.seeds import train_seeds
+
+    def train(cfg: "CfgNode") -> dict[str, Any]:
+        default_setup(cfg, args)
+        return _train(cfg, args)
+
+    return train_seeds(read_config(args.config_file, args.opts, plugin=args.plugin), args.seeds, train)
+
+
+def _train(cfg: "CfgNode", args: argparse.Namespace) -> dict[str, Any]:
+    from fastamp.engine import DefaultTrainer
+
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=args.resume)
     return trainer.train()
@@ -90,11 +118,13 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.dry_run and args.eval_only:
         raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
+    if args.seeds and (args.dry_run or args.eval_only):
+        raise ConfigError("--seeds cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
     from fastamp.engine import launch
 
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
     if not args.dry_run:
-        launch(main, *processes, args=(args,))
+        launch(main_seeds if args.seeds else main, *processes, args=(args,))
         return 0
     # Created in the parent process: a failing child process is killed without time for cleanup.
     with _exit_on_signals(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:

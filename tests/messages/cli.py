@@ -73,6 +73,7 @@ def commands(record, run):
     torch.save(torch.load(best, weights_only=True)["model"], record.root / "bare.pth")
     record.fastamp("eval", "MODEL.WEIGHTS", record.root / "bare.pth")
     record.fastamp("train", "--dry-run", "--eval-only")
+    record.fastamp("train", "--seeds", "1", "--eval-only")
     record.fastamp("compare", best, "a.jpg", "b.jpg", "--device", "cpu", "--opts", "SEED")
     for backend in ("inductor", "eager"):
         with record(f"MODEL.COMPILE {backend}"), pytest.MonkeyPatch.context() as patch:

@@ -112,6 +112,8 @@ def trainings(record):
     record.train("--dry-run", "OUTPUT_DIR", folder)
     record.train("SOLVER.FREEZE_ITERS", "1", "SOLVER.WARMUP_EPOCHS", "1")
     record.train("TEST.BASELINES", "True", "SOLVER.BASE_LR", "1e-6")
+    record.train("--seeds", "1", "2", "--resume")
+    record.train("--seeds", "1", "1", "--resume")
     link = record.root / "linked"
     link.mkdir()
     (link / "log.txt").symlink_to("/tmp/elsewhere.txt")

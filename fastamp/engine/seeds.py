@@ -1,0 +1,113 @@
+"""Train one config with several seeds, and summarize the results."""
+
+import gc
+import json
+import logging
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from fastamp.config import CfgNode
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import write_atomically
+from fastamp.utils.logger import setup_logger
+
+logger = logging.getLogger(__name__)
+
+FILE = "seeds.json"
+
+
+def train_seeds(
+    cfg: CfgNode, seeds: Sequence[int], train: Callable[[CfgNode], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """Run one training per seed in ``OUTPUT_DIR/seed<N>``, then log mean, standard deviation and range of the metrics.
+
+    The metrics are those of the last evaluation of each run. They are written to ``OUTPUT_DIR/seeds.json``, also after
+    each run, with the runs so far.
+
+    Args:
+        cfg (CfgNode): config of all runs, except for ``SEED`` and ``OUTPUT_DIR``.
+        seeds (Sequence[int]): different values of ``SEED``.
+        train (Callable): trains a config and returns its metrics, see ``DefaultTrainer.train``.
+
+    Returns:
+        dict[str, dict[str, Any]]: ``summarize_seeds`` of all runs; empty on ranks other than 0.
+
+    Raises:
+        ConfigError: if a seed occurs twice or is not a valid ``SEED``.
+        UserError: if a run fails.
+    """
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}")
+    folder, names = Path(cfg.OUTPUT_DIR), cfg.DATASETS.TESTS
+    configs = {seed: cfg.with_values({"SEED": seed, "OUTPUT_DIR": str(folder / f"seed{seed}")}) for seed in seeds}
+    found: dict[int, dict[str, Any]] = {}
+    summary: dict[str, dict[str, Any]] = {}
+    for number, (seed, each) in enumerate(configs.items(), start=1):
+        results = train(each)
+        _free_memory()
+        if comm.is_main_process():
+            found[seed] = results if len(names) > 1 else {names[0]: results}
+            summary = summarize_seeds(found)
+            content = {"seeds": list(found), "requested": list(seeds), "metrics": summary}
+            text = json.dumps(content, indent=1).encode() + b"\n"
+            write_atomically(folder / FILE, lambda file, text=text: file.write(text))
+            logger.info("finished %d of %d seeds, the last in %s", number, len(seeds), each.OUTPUT_DIR)
+    if comm.is_main_process():
+        setup_logger(folder)  # the runs have logged to their own folders
+        logger.info("results of %d seeds, last evaluation, in percent:\n%s", len(seeds), _table(summary, seeds))
+        logger.info("wrote %s", folder / FILE)
+    return summary
+
+
+def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Compute mean, sample standard deviation and range of each metric over the seeds.
+
+    Args:
+        results (Mapping): seed -> dataset -> metrics. Metrics that are not finite numbers for every seed are skipped.
+
+    Returns:
+        dict[str, dict[str, Any]]: ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one
+        seed), ``min`` and ``max``.
+    """
+    first, summary = next(iter(results.values())), {}
+    for dataset, metrics in first.items():
+        for metric in metrics:
+            values = [each.get(dataset, {}).get(metric) for each in results.values()]
+            if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+                summary[f"{dataset}/{metric}"] = {
+                    "values": {str(seed): float(value) for seed, value in zip(results, values, strict=True)},
+                    "mean": statistics.fmean(values),
+                    "std": statistics.stdev(values) if len(values) > 1 else None,
+                    "min": float(min(values)),
+                    "max": float(max(values)),
+                }
+    return summary
+
+
+def _table(summary: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> str:
+    rows = [
+        [
+            name,
+            *(f"{value:.2f}" for value in each["values"].values()),
+            f"{each['mean']:.2f}",
+            "" if each["std"] is None else f"{each['std']:.2f}",
+            f"{each['min']:.2f} to {each['max']:.2f}",
+        ]
+        for name, each in summary.items()
+    ]
+    headers = ["metric", *(f"seed {seed}" for seed in seeds), "mean", "std", "range"]
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def _free_memory() -> None:
+    """Free the memory of the trainer of the previous seed."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
