@@ -365,7 +365,7 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
     from fastamp.inference.extract import extract  # imports the predictor, which imports this module
 
     folder = folder.absolute()
-    out = folder.parent / f"{folder.name}.{predictor.config_hash[:8]}.npz"
+    out = folder.parent / f"{folder.name}.{predictor.config_hash}.npz"
     if index is not None:
         out = Path(index).expanduser().with_suffix(".npz")
     if out.exists():

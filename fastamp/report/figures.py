@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 _GREEN, _RED, _GRAY = "#1a7f37", "#cf222e", "#57606a"
 _IMAGE = (128, 256)
 _DPI = 120
-# Width of an image in the font of its text.
-_MAX_CHARACTERS = 20
+# Width of an image in a rank list, and in a similarity map, in the font of its text.
+_RANK_LIST_WIDTH, _MAP_WIDTH = 15, 26
 
 
 def new_figure(width: float, height: float) -> "Figure":
@@ -137,7 +137,7 @@ def rank_list_figure(
 ) -> "Figure":
     """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
 
-    Below each image are the score, the camera, the identity and the file name.
+    Below each image are the score, the identity, the camera and the file name.
 
     Args:
         lists (Sequence[RankList]): at least one rank list.
@@ -154,30 +154,42 @@ def rank_list_figure(
     figure = new_figure(1.3 * columns, 3.2 * len(lists) + 0.6)
     size = (round(_IMAGE[0] * max(1.0, dpi / _DPI)), round(_IMAGE[1] * max(1.0, dpi / _DPI)))
 
-    def describe(item: ImageItem, first: str) -> str:
-        camera = names.camera(item.camid) if names else str(item.camid)
-        identity = names.identity(item.pid) if names else str(item.pid)
-        lines = [first, f"cam {camera}" if camera else "", identity, PurePath(item.path).name]
-        return "\n".join(_shorten(line) for line in lines if line)
-
     grid = figure.subplots(len(lists), columns, squeeze=False)
     for row, rank_list in zip(grid, lists, strict=True):
         for axes in row:
             axes.set_axis_off()
         query = queries[rank_list.query]
-        _show(row[0], query, _GRAY, describe(query, f"query, AP {100 * rank_list.ap:.1f} %"), size)
+        _show(
+            row[0],
+            query,
+            _GRAY,
+            f"query, AP {100 * rank_list.ap:.1f} %\n{_describe_image(query, names, _RANK_LIST_WIDTH)}",
+            size,
+        )
         values = scores(rank_list.distances, protocol)
         for axes, number, value, match in zip(row[1:], rank_list.gallery, values, rank_list.matches, strict=False):
             item = gallery[int(number)]
-            _show(axes, item, _GREEN if match else _RED, describe(item, f"{value:.2f}"), size)
-    below = f"{title}; below: {score_name(protocol)}, camera, identity, file"
+            _show(
+                axes,
+                item,
+                _GREEN if match else _RED,
+                f"{value:.2f}\n{_describe_image(item, names, _RANK_LIST_WIDTH)}",
+                size,
+            )
+    below = f"{title}; below: {score_name(protocol)}, identity, camera, file"
     figure.suptitle(_plain(below.lstrip("; ")), fontsize=13)
     return figure
 
 
-def _shorten(text: str) -> str:
-    """Shorten a line to the width of an image; the end of a file name is the part that differs."""
-    return text if len(text) <= _MAX_CHARACTERS else f"…{text[1 - _MAX_CHARACTERS :]}"
+def _describe_image(item: ImageItem, names: EvaluatedSet | None, width: int) -> str:
+    """Return identity, camera and file name of an image, one line each, with at most ``width`` characters per line."""
+    identity, camera = names.identity(item.pid) if names else str(item.pid), str(item.camid)
+    if names:
+        camera = names.camera(item.camid)
+    file, camera = PurePath(item.path).name, f"cam {camera}" if camera.isdecimal() else camera
+    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in (identity, camera) if line]
+    # The ends of the file names differ.
+    return "\n".join([*lines, file if len(file) <= width else f"…{file[1 - width :]}"])
 
 
 def _show(axes: "Axes", item: ImageItem, color: str, text: str, size: tuple[int, int]) -> None:
@@ -219,11 +231,7 @@ def similarity_figure(
             mapped.imshow(
                 found.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
             )
-            identity = names.identity(item.pid) if names else item.pid
-            camera = names.camera(item.camid) if names else item.camid
-            title = f"{identity}, cam {camera}" if camera != "" else f"{identity}"
-            lines = [title, PurePath(item.path).name]
-            plain.set_title(_plain("\n".join(_shorten(line) for line in lines)), fontsize=9)
+            plain.set_title(_plain(_describe_image(item, names, _MAP_WIDTH)), fontsize=9)
         same = "same identity" if first.pid == second.pid else "different identities"
         row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=9)
     figure.suptitle("Similarity maps (Grad-CAM of the cosine similarity)", fontsize=13)

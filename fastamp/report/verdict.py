@@ -1,8 +1,8 @@
 """Headline of a report: the result with its interval, compared with the baselines and with the previous run."""
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ def verdict(metrics: dict[str, Any], previous: PreviousRun | None) -> Verdict | 
             inside = interval[0] <= previous.mean_ap <= interval[1]
             noise = f", {'within' if inside else 'outside'} the confidence interval"
         sentences.append(
-            f"Previous run {previous.folder.name} ({previous.date}): mAP {previous.mean_ap:.1f} %; "
+            f"Previous run ({previous.folder.name}, {previous.date}): mAP {previous.mean_ap:.1f} %; "
             f"difference {change:+.1f} points{noise}."
         )
     return Verdict(kind, headline, sentences)
@@ -90,15 +90,17 @@ def verdict(metrics: dict[str, Any], previous: PreviousRun | None) -> Verdict | 
 def previous_run(cfg: CfgNode, name: str) -> PreviousRun | None:
     """Find the newest other run with results on the test set ``name`` and the same evaluation settings.
 
-    The folders next to OUTPUT_DIR are searched, at most the 50 newest.
+    Earlier runs in OUTPUT_DIR (``previous-<n>``) are searched first, then the folders next to it, at most 50.
     """
     output = Path(cfg.OUTPUT_DIR).absolute()
     try:
-        files = [file for file in output.parent.glob("*/metrics.json") if file.parent != output]
-        files.sort(key=lambda file: -file.stat().st_mtime)
+        files = [
+            *_newest_first(output.glob("previous-*/metrics.json")),
+            *_newest_first(file for file in output.parent.glob("*/metrics.json") if file.parent != output),
+        ]
     except (OSError, ValueError):
         return None
-    for file in islice(files, _MAX_RUNS):
+    for file in files[:_MAX_RUNS]:
         try:
             value = read_history(file).latest(f"{name}/mAP")
             if value is not None and _same_evaluation(cfg, file.parent / "config.yaml"):
@@ -107,6 +109,10 @@ def previous_run(cfg: CfgNode, name: str) -> PreviousRun | None:
         except (DataError, OSError, yaml.YAMLError):
             continue
     return None
+
+
+def _newest_first(files: Iterable[Path]) -> list[Path]:
+    return sorted(files, key=lambda file: -file.stat().st_mtime)
 
 
 def _same_evaluation(cfg: CfgNode, file: Path) -> bool:

@@ -124,7 +124,7 @@ def extractions(record, predictor, folder):
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "skipped.npz", "--device", "cpu",
                    "--skip-corrupt", output=True)  # fmt: skip
     record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
-    record.root.joinpath(f"images.{predictor.config_hash[:8]}.npz").write_text("not an extraction")
+    record.root.joinpath(f"images.{predictor.config_hash}.npz").write_text("not an extraction")
     record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "a.csv", "--device", "cpu", "--skip-corrupt")
     with pytest.MonkeyPatch.context() as patch:

@@ -37,7 +37,7 @@ def test_verdict_compares_the_interval_with_the_best_baseline(baseline, interval
 @pytest.mark.parametrize("value, words", [(45.0, "+5.0 points, within"), (70.0, "-20.0 points, outside")])
 def test_verdict_compares_with_the_previous_run(tmp_path, value, words):
     text = " ".join(verdict(metrics(), PreviousRun(tmp_path / "old", "2026-01-02", value)).sentences)
-    assert words in text and "Previous run old (2026-01-02)" in text
+    assert words in text and "Previous run (old, 2026-01-02)" in text
 
 
 def write_run(folder, value, *options):
@@ -63,3 +63,5 @@ def test_previous_run_is_the_newest_run_with_the_same_evaluation(tmp_path):
     found = previous_run(cfg, "Demo")
     assert (found.folder.name, found.mean_ap) == ("b", 20.0)
     assert previous_run(cfg, "Market1501") is None
+    write_run(tmp_path / "now" / "previous-1", 5.0)
+    assert previous_run(cfg, "Demo").mean_ap == 5.0
