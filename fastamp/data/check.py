@@ -68,7 +68,7 @@ class Report:
             counts.
         findings (list[Finding]): problems, errors first.
         sizes (Counter): (width, height) -> number of images.
-        notes (list[str]): how near-duplicates were found.
+        notes (list[str]): how a random split was drawn, and how near-duplicates were found.
     """
 
     rows: list[tuple[str, int, int, int]]
@@ -117,6 +117,7 @@ def check_dataset(
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
     report = Report([(split, *count_items(items)) for split, items in splits.items()])
+    report.notes += [dataset.split_note] if dataset.split_note else []
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
         inspected = track(

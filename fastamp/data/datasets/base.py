@@ -39,10 +39,12 @@ class ImageDataset:
         dataset_name (str): prefix of training identities and cameras.
         identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
             "vehicleid" in ``SmallVehicleID``. Default "".
+        split_note (str): how a random split was drawn. Default "".
     """
 
     dataset_name = ""
     identities_of = ""
+    split_note = ""
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}

@@ -120,7 +120,7 @@ class CsvDataset(ImageDataset):
             self._cameras = {number: name for name, number in numbers.items()}
         split_of, self.has_cameras = table.splits, table.camids is not None
         if split_of is None:
-            split_of, self.has_cameras = _draw_split(file, table, test_fraction, seed)
+            split_of, self.has_cameras, self.split_note = _draw_split(file, table, test_fraction, seed)
             if not self.has_cameras:
                 # Each image has its own camera number, so that no gallery image is excluded.
                 named = self._cameras
@@ -259,7 +259,8 @@ class FolderDataset(ImageDataset):
             self._cameras = {item.camid: pattern.search(os.path.basename(item.path)).group(1) for item in tested}
         # Without usable cameras, ``query_and_gallery`` gives each image its own camera number.
         self.has_cameras = pattern is not None and (not tested or len(self._cameras) < len(tested))
-        _log_split(self.dataset_name, map(len, splits), items, tested, test_fraction, seed)
+        self.split_note = _describe_split(map(len, splits), items, tested, test_fraction, seed)
+        logger.info("%s: %s", self.dataset_name, self.split_note)
         super().__init__(*map(PackedItems.of, splits))
 
     def identity(self, pid: int | str) -> str:
@@ -277,28 +278,24 @@ class FolderDataset(ImageDataset):
         return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
 
 
-def _log_split(
-    title: str, counts: Iterable[int], items: Sequence[Any], tested: Sequence[Any], fraction: float, seed: int
-) -> None:
-    """Log how the identities were split into training and test identities."""
-    logger.info(
-        "%s: split by identity, %d of %d identities for testing (DATASETS.FOLDER.TEST_FRACTION %g, drawn with "
-        "DATASETS.FOLDER.SEED %d): %d training, %d query and %d gallery images",
-        title,
-        len({item.pid for item in tested}),
-        len({item.pid for item in items}),
-        fraction,
-        seed,
-        *counts,
+def _describe_split(
+    counts: Iterable[int], items: Sequence[Any], tested: Sequence[Any], fraction: float, seed: int
+) -> str:
+    """Describe how the identities were split into training and test identities."""
+    train, query, gallery = counts
+    number, total = len({item.pid for item in tested}), len({item.pid for item in items})
+    return (
+        f"split by identity, {number} of {total} identities for testing (DATASETS.FOLDER.TEST_FRACTION {fraction:g}, "
+        f"drawn with DATASETS.FOLDER.SEED {seed}): {train} training, {query} query and {gallery} gallery images"
     )
 
 
-def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tuple[np.ndarray, bool]:
+def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tuple[np.ndarray, bool, str]:
     """Split the images of a CSV file without a column ``split`` as ``FolderDataset`` does.
 
     Returns:
-        ``(splits, has_cameras)``: (N,) int8 indices into ``SPLITS``, and False if the cameras are ignored because the
-        test images have only one camera or no column ``camid``.
+        ``(splits, has_cameras, note)``: (N,) int8 indices into ``SPLITS``; False if the cameras are ignored because the
+        test images have only one camera or no column ``camid``; and a description of the split.
     """
     count = len(table.lines)
     cameras = range(count) if table.camids is None else table.camids.codes.tolist()
@@ -313,15 +310,17 @@ def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tupl
         try:
             parts = hold_out(items, fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
         except (ConfigError, DataError) as error:
-            logger.warning("%s: column split is missing; all images are for training, because %s", file, error)
-            return np.zeros(count, dtype=np.int8), table.camids is not None
+            note = f"column split is missing; all images are for training, because {error}"
+            logger.warning("%s: %s", file, note)
+            return np.zeros(count, dtype=np.int8), table.camids is not None, note
     splits = np.zeros(count, dtype=np.int8)
     for number, part in enumerate(parts):
         splits[[int(item.path) for item in part]] = number
     tested = [*parts[1], *parts[2]]
-    _log_split(f"{file}: column split is missing", map(len, parts), items, tested, fraction, seed)
+    note = f"column split is missing: {_describe_split(map(len, parts), items, tested, fraction, seed)}"
+    logger.info("%s: %s", file, note)
     has_cameras = table.camids is not None and (not tested or len({item.camid for item in tested}) < len(tested))
-    return splits, has_cameras
+    return splits, has_cameras, note
 
 
 def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
