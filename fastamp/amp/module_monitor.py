@@ -92,7 +92,7 @@ class ModuleMonitor:
                 nonzero_total = torch.stack(nonzero).sum() if nonzero else torch.zeros((), device=parameters[0].device)
                 self._zeros.append(1 - nonzero_total / total)
                 self._before[name] = parameters, [p.clone() for p in parameters]
-                # Two numbers per parameter: the sums alone of a few small parameters can be equal by chance.
+                # Two numbers per parameter: softmax losses keep the sum of a classifier constant.
                 sums = torch.stack([*(p.sum() for p in parameters), *torch._foreach_norm(parameters)])
                 last = self._sums.get(name)
                 known = last is not None and last.shape == sums.shape
