@@ -30,7 +30,7 @@ ASSIGNED = {
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
     "in_float32.is_fp32_region", "backbone.variants",  # set on functions by decorators
-    "ctx.rows", "ctx.pixels",  # torch.autograd.Function
+    "ctx.rows", "ctx.pixels", "ctx.uses_parameters",  # torch.autograd.Function
     "hook.trainer",  # the contract of HookBase
     "args.scheduler", "args.srch_algo",  # argparse.Namespace
     # Result objects of the doctor.
