@@ -1,6 +1,7 @@
 """Checks of losses, gradients, parameters and optimizers, with messages that name the cause and the fix."""
 
 import itertools
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -338,10 +339,12 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         return
     sharded = {id(p) for each in model.modules() if getattr(each, "sharded", False) for p in each.parameters()}
     named = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
-    sums = torch.stack([p.double().sum() for p in named.values()]).cpu() if named else torch.empty(0)
-    of_ranks = comm.gather_rows(sums).view(comm.get_world_size(), -1)
-    equal = ((of_ranks == of_ranks[0]) | (of_ranks.isnan() & of_ranks[0].isnan())).all(0).tolist()
-    differing = [name for name, same in zip(named, equal, strict=True) if not same]
+    sums = torch.stack([p.double().sum() for p in named.values()]).tolist() if named else []
+    # As text, because NaN is not equal to itself. Adding 0 turns -0 into 0.
+    own = {name: (value + 0.0).hex() for name, value in zip(named, sums, strict=True)}
+    gathered = [json.loads(each) for each in comm.gather_bytes(json.dumps(own).encode())]
+    names = dict.fromkeys(itertools.chain.from_iterable(gathered))
+    differing = [name for name in names if len({each.get(name) for each in gathered}) > 1]
     if differing:
         raise TrainingError(
             f"{len(differing)} parameters differ between ranks, e.g. {', '.join(differing[:3])}: each rank trains "

@@ -190,6 +190,12 @@ def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
     assert not torch.equal(first[-1]["model"]["second.weight"], second[-1]["model"]["second.weight"])
 
 
+@pytest.mark.failure("parameters that differ between ranks")
+def test_parameters_that_one_rank_does_not_have_raise(ranks):
+    for message in histories(ranks, "additional layer", "message"):
+        assert message.startswith("1 parameters differ between ranks, e.g. 1.weight:")
+
+
 @pytest.mark.failure("losses that differ between ranks")
 @pytest.mark.parametrize("dtype", LOW)
 def test_plain_pytorch_trains_with_losses_that_differ_between_ranks(ranks, dtype):

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fastamp.amp.checks import check_replicas
 from fastamp.engine import HookBase, SimpleTrainer
 from fastamp.utils.errors import TrainingError
 
@@ -208,9 +209,23 @@ def divergence(dtype: torch.dtype, rank: int) -> dict[str, Any]:
     return seen
 
 
+def additional_layer(rank: int) -> str:
+    """Return the message of the check of replicas if rank 1 has a layer that rank 0 does not have."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    nn.init.constant_(model[0].weight, float("nan"))  # NaN on all ranks is not a difference
+    nn.init.constant_(model[0].bias, 0.0 if rank else -0.0)
+    if rank:
+        model.append(nn.Linear(1, 1, bias=False))
+    try:
+        check_replicas(model, ["loss_cls"])
+    except TrainingError as error:
+        return str(error)
+    return ""
+
+
 def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    seen = {}
+    seen: dict[str, Any] = {"additional layer": {"message": additional_layer(rank)}}
     for dtype in LOW:
         for bad_rank in (0, 1):
             seen[f"overflow on rank {bad_rank}, {dtype}"] = overflow(dtype, rank, bad_rank)
