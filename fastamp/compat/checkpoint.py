@@ -30,10 +30,10 @@ class PeriodicCheckpointer:
 
         Args:
             epoch (int): epoch that has ended.
-            kwargs: additional entries of the checkpoint. With ``metric_dict``, the checkpoint whose ``"metric"`` is
-                the highest so far is saved as ``model_best``.
+            kwargs: additional entries of the checkpoint. The checkpoint whose ``metric``, also given as
+                ``metric_dict={"metric": ...}``, is the highest so far is saved as ``model_best``.
         """
-        metrics = kwargs.pop("metric_dict", None) or {}
+        metrics = kwargs.pop("metric_dict", None) or kwargs
         extra = {"epoch": epoch, **kwargs}
         if metrics.get("metric", -1.0) > self.best_metric:
             self.best_metric = float(metrics["metric"])

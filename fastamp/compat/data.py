@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset, default_collate
 
 from fastamp.data.datasets.base import data_root
+from fastamp.data.datasets.items import ImageItem
 from fastamp.data.decode import open_with_pil
 from fastamp.utils.files import expand
 
@@ -62,7 +63,7 @@ class CommDataset(Dataset):
     """Map-style dataset of images with identities and cameras.
 
     Args:
-        img_items (Sequence[tuple]): ``(path, pid, camid)`` of each image.
+        img_items (Sequence[tuple]): ``(path, pid, camid)`` of each image, or ``ImageItem``.
         transform (Callable): function of a PIL image, e.g. the result of ``build_transforms``. Default None: the item
             contains the PIL image.
         relabel (bool): map identities and cameras to 0..N-1 in sorted order. Default True.
@@ -84,8 +85,11 @@ class CommDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Load an image: ``images``, ``targets`` and ``camids`` (int), and ``img_paths`` (str)."""
-        path, pid, camid = self.img_items[index][:3]
+        item = ImageItem(*self.img_items[index])
+        path, pid, camid = item[:3]
         image = read_image(path)
+        if item.box is not None:
+            image = image.crop(item.box)
         if self.transform is not None:
             image = self.transform(image)
         if self.relabel:

@@ -27,6 +27,7 @@ class ImageDataset(base.ImageDataset):
     """
 
     _junk_pids: Sequence[int] = ()
+    requires_gallery = False  # evaluators of projects may compare the queries with each other
 
     def __init__(
         self,
@@ -50,6 +51,16 @@ class ImageDataset(base.ImageDataset):
     def data(self) -> Sequence[ImageItem]:
         """Images of the split ``mode``."""
         return getattr(self, self.mode)
+
+    def test_items(self) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
+        """Return the query and the gallery images; identities or cameras that are strings are numbered from 1."""
+        items = [*self.query, *self.gallery]
+        for field in ("pid", "camid"):
+            values = {getattr(item, field) for item in items}
+            if any(isinstance(value, str) for value in values):
+                numbers = {value: number for number, value in enumerate(sorted(values, key=str), 1)}
+                items = [item._replace(**{field: numbers[getattr(item, field)]}) for item in items]
+        return items[: len(self.query)], items[len(self.query) :]
 
     def __len__(self) -> int:
         return len(self.data)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -135,12 +135,15 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def print_csv_format(results: Mapping[str, Mapping[str, Any]]) -> None:
+def print_csv_format(results: MutableMapping[str, Any]) -> None:
     """Log a table of metrics, one row per dataset.
 
     Args:
-        results (Mapping[str, Mapping]): dataset name -> metrics.
+        results (MutableMapping): dataset name -> metrics; or the metrics of one dataset, with its name as ``dataset``,
+            which is removed as in FastReID.
     """
+    if not all(isinstance(metrics, Mapping) for metrics in results.values()):
+        results = {results.pop("dataset", ""): results}
     columns = {
         name: None for metrics in results.values() for name, value in metrics.items() if isinstance(value, int | float)
     }

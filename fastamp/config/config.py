@@ -315,7 +315,8 @@ class CfgNode(YacsCfgNode):
         elif self.is_new_allowed() and head:
             yield self._set(name, value, source)  # not split at dots: keys of a free-form section may be globs
         else:
-            raise ConfigError(f"{source}: {self._unknown(name)}")
+            new = f"\n  for a new key: cfg.define({self._full(name)!r}, {brief(value)}, 'its meaning')"
+            raise ConfigError(f"{source}: {self._unknown(name)}{new if source == ASSIGNMENT else ''}")
 
     def _section_edits(self, value: Any, source: str, free_form: Key | None) -> Iterator[Edit]:
         """Yield the edits that set this section to ``value``: a mapping, or a shorthand such as ``True``."""

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fastamp.amp import resolve_device
+from fastamp.compat.data import CommDataset
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
@@ -34,6 +35,8 @@ def build_reid_train_loader(
     world_size: int | None = None,
     train_set: Dataset | None = None,
     sampler: Iterable[int] | None = None,
+    transforms: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
 ) -> TrainLoader | CustomTrainLoader:
     """Build the infinite loader for the training sets in DATASETS.NAMES.
 
@@ -50,15 +53,22 @@ def build_reid_train_loader(
             ``build_custom_train_loader``. With ``train_set``, ``start_iter``, ``rank`` and ``world_size`` must not be
             set.
         sampler (Iterable[int], optional): sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
+        transforms (Callable, optional): as in FastReID, function of a PIL image instead of the augmentations in INPUT.
+        kwargs: as in FastReID, further constructor arguments of the datasets in DATASETS.NAMES.
 
     Returns:
         TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a
-        ``CustomTrainLoader`` for a custom ``train_set``.
+        ``CustomTrainLoader`` for a custom ``train_set``, ``transforms`` or ``kwargs``.
 
     Raises:
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
+    if train_set is None and (transforms is not None or kwargs):
+        datasets = [build_dataset(name, cfg, **kwargs) for name in cfg.DATASETS.NAMES]
+        parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
+        transforms = transforms or build_transforms(cfg, is_train=True)
+        train_set = CommDataset([item for part in parts for item in part], transforms)
     if train_set is not None:
         return build_custom_train_loader(cfg, train_set, sampler, pin_memory=_device(cfg).type == "cuda")
     if sampler is not None:
@@ -202,6 +212,8 @@ def build_reid_test_loader(
     world_size: int | None = None,
     test_set: Dataset | None = None,
     num_query: int = 0,
+    transforms: Callable[[Any], Any] | None = None,
+    **kwargs: Any,
 ) -> tuple[TestLoader | DataLoader, int]:
     """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
 
@@ -214,6 +226,8 @@ def build_reid_test_loader(
         test_set (Dataset, optional): custom map-style dataset instead of ``dataset_name``, with ``num_query`` query
             images at its start; see ``build_custom_test_loader``.
         num_query (int): number of query images in ``test_set``. Default 0.
+        transforms (Callable, optional): as in FastReID, function of a PIL image instead of the resize in INPUT.
+        kwargs: as in FastReID, further constructor arguments of the dataset.
 
     Returns:
         tuple[TestLoader, int]: the loader and the number of query images. In each batch, ``indices`` contains the
@@ -223,20 +237,21 @@ def build_reid_test_loader(
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
         ConfigError: if a value is out of range or a name is unknown.
     """
+    if dataset_name is None and test_set is None:
+        raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
+    if test_set is None and (transforms is not None or kwargs):
+        source = build_dataset(dataset_name, cfg, **kwargs)
+        transforms = transforms or build_transforms(cfg, is_train=False)
+        query, gallery = source.test_items()
+        test_set, num_query = CommDataset([*query, *gallery], transforms, relabel=False), len(query)
     if test_set is not None:
         return build_custom_test_loader(cfg, test_set, num_query)
-    if dataset_name is None:
-        raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
-    for split in ("query", "gallery"):
-        if not getattr(source, split):
-            raise DataError(
-                f"dataset {dataset_name} has no {split} images; a test set requires query and gallery images.\n"
-                f"  fix: add {split} images, or remove the dataset from DATASETS.TESTS"
-            )
-    items = PackedItems.concat([PackedItems.of(source.query), PackedItems.of(source.gallery)])
+    for split in ("query", "gallery") if source.requires_gallery else ("query",):
+        check_split(dataset_name, split, len(getattr(source, split)))
+    items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
     dataset = ReidDataset(items, transforms, relabel=False, sources=[source])
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
@@ -264,7 +279,16 @@ def build_reid_test_loader(
     return loader, len(source.query)
 
 
-def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> ImageDataset:
+def check_split(dataset_name: str, split: str, images: int) -> None:
+    """Raise a ``DataError`` if the split ``"query"`` or ``"gallery"`` of a test set has no images."""
+    if not images:
+        raise DataError(
+            f"dataset {dataset_name} has no {split} images; a test set requires query and gallery images.\n"
+            f"  fix: add {split} images, or remove the dataset from DATASETS.TESTS"
+        )
+
+
+def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **kwargs: Any) -> ImageDataset:
     """Build a dataset from its name in the config.
 
     Args:
@@ -272,6 +296,7 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> 
         cfg (CfgNode, optional): config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the
             default config.
         skip_invalid (bool): exclude invalid lines of a CSV file; see ``CsvDataset``. Default False.
+        kwargs: further constructor arguments of a registered dataset.
 
     Returns:
         ImageDataset: the dataset, whose splits may be read at first use.
@@ -296,7 +321,9 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> 
     component = DATASET_REGISTRY.get(name)
     # A string, because FastReID's dataset classes join it with `os.path` or `+`.
     root = str(data_root())
-    return component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
+    if kwargs or not hasattr(component, "from_config"):
+        return component(root=root, **kwargs)
+    return component.from_config(cfg, root)
 
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:

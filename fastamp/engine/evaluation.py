@@ -11,8 +11,9 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
+from fastamp.data.build import check_split
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
-from fastamp.evaluation import DatasetEvaluator, Protocol, inference_on_dataset, print_results
+from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, inference_on_dataset, print_results
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
 from fastamp.utils import comm
@@ -97,11 +98,18 @@ def loader_and_evaluator(
 
     Returns:
         tuple: ``(loader, evaluator)``.
+
+    Raises:
+        DataError: if the evaluator is a ``ReidEvaluator``, but the test set has no gallery images.
     """
     loader, num_query = test if isinstance(test, tuple) else (test, 0)
     if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
-        return build_evaluator(cfg, name, folder)
-    return loader, build_evaluator(cfg, num_query, folder)
+        loader, evaluator = build_evaluator(cfg, name, folder)
+    else:
+        evaluator = build_evaluator(cfg, num_query, folder)
+    if isinstance(evaluator, ReidEvaluator) and hasattr(loader, "dataset"):
+        check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
+    return loader, evaluator
 
 
 def evaluation_policy(cfg: CfgNode, model: nn.Module) -> PrecisionPolicy:

@@ -40,11 +40,13 @@ class ImageDataset:
         identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
             "vehicleid" in ``SmallVehicleID``. Default "".
         split_note (str): how a random split was drawn. Default "".
+        requires_gallery (bool): whether a test set without gallery images is an error. Default True.
     """
 
     dataset_name = ""
     identities_of = ""
     split_note = ""
+    requires_gallery = True
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}
@@ -59,6 +61,10 @@ class ImageDataset:
             root (str): data root.
         """
         return cls(root=root)
+
+    def test_items(self) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
+        """Return the query and the gallery images of a test loader, with integer identities and cameras."""
+        return self.query, self.gallery
 
     @property
     def name(self) -> str:
