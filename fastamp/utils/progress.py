@@ -4,13 +4,16 @@ import logging
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
-from tqdm.auto import tqdm  # in a notebook: a widget
-
 from fastamp.utils import comm
 from fastamp.utils.files import discard_stdout
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # a notebook without ipywidgets gets text instead of a widget
+    from tqdm.auto import tqdm
 
 T = TypeVar("T")
 

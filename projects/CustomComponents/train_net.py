@@ -36,7 +36,7 @@ class FeatureNorm(nn.Module):  # MODEL.LOSSES.NAME: penalizes the distance of fe
 
 class PrintSteps(HookBase):
     def after_epoch(self):
-        print(f"epoch {self.trainer.epoch}: {self.trainer.steps_taken} optimizer steps taken")
+        print(f"epoch {self.trainer.epoch + 1}: {self.trainer.steps_taken} optimizer steps taken")
 
 
 def main(args):

@@ -27,7 +27,7 @@ def run(root, output, *argv):
 def test_custom_components_example_trains_and_resumes(demo_root, tmp_path):
     process = run(demo_root, tmp_path)
     assert process.returncode == 0, process.stderr
-    assert "loss_norm" in process.stdout and "epoch 0: 6 optimizer steps taken" in process.stdout
+    assert "loss_norm" in process.stdout and "epoch 1: 6 optimizer steps taken" in process.stdout
     assert "| Demo" in process.stdout
     state = tiny.weights(tmp_path / "model_final.pth")
     assert state["backbone.0.weight"].shape == (128, 3, 16, 16)
