@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from fastamp.data.loader import worker_count
+from fastamp.data.loader import start_worker, worker_count
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, InferenceSampler, batch_size_per_rank
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
@@ -117,7 +117,7 @@ class CustomTrainLoader:
             num_workers=self.num_workers,
             collate_fn=self.collate,
             pin_memory=self.pin_memory,
-            worker_init_fn=self.worker_init_fn,
+            worker_init_fn=functools.partial(_start_custom_worker, self.worker_init_fn),
             generator=torch.Generator().manual_seed(self._worker_seed()),
         )
         yield from loader
@@ -125,6 +125,13 @@ class CustomTrainLoader:
     def _worker_seed(self) -> int:
         sequence = np.random.SeedSequence((self.seed, comm.get_rank(), self._start))
         return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def _start_custom_worker(then: Callable[[int], None] | None, worker: int) -> None:
+    """Initialize a worker as in the other loaders, and then as the user of the loader asks."""
+    start_worker(worker)
+    if then is not None:
+        then(worker)
 
 
 class _Once:
@@ -207,7 +214,15 @@ def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> 
     )
     workers = worker_count("TEST.NUM_WORKERS", max(0, cfg.TEST.NUM_WORKERS))
     batches = [[index for _, _, index in keys] for keys in batch_sampler]
-    return DataLoader(dataset, batch_sampler=batches, num_workers=workers), num_query
+    loader = DataLoader(
+        dataset,
+        batch_sampler=batches,
+        num_workers=workers,
+        worker_init_fn=start_worker,
+        # Otherwise the workers' seeds would be drawn from the global generator, so that an evaluation affects training.
+        generator=torch.Generator(),
+    )
+    return loader, num_query
 
 
 def _labels(dataset: Dataset, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:

@@ -137,7 +137,7 @@ class _Loader:
             collate_fn=_identity_collate,
             pin_memory=device.type == "cuda",
             persistent_workers=persistent and num_workers > 0,
-            worker_init_fn=_start_worker,
+            worker_init_fn=start_worker,
             # Fork starts workers in milliseconds and needs no `if __name__ == "__main__"` in the user's script. It is
             # safe here because workers use neither CUDA nor thread pools. Other systems lack it, or it is not safe.
             multiprocessing_context="fork" if num_workers and sys.platform == "linux" else None,
@@ -384,7 +384,7 @@ def _identity_collate(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(worker: int) -> None:
+def start_worker(worker: int) -> None:
     """Initialize a worker: use one thread, and ignore signals sent to the whole process group.
 
     The main process handles these signals.

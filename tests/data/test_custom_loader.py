@@ -1,13 +1,16 @@
 """Training loaders for custom datasets: random numbers of the workers, and the order of each pass."""
 
 import itertools
+import os
+import signal
+import subprocess
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from fastamp.config import get_cfg
-from fastamp.data.custom_loader import CustomTrainLoader, build_custom_train_loader
+from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.utils import comm
 
 
@@ -18,7 +21,7 @@ class Noise(Dataset):
         return 8
 
     def __getitem__(self, index):
-        return {"images": torch.rand(1), "targets": index, "added": ADDED[0]}
+        return {"images": torch.rand(1), "targets": index, "added": ADDED[0], "pid": os.getpid()}
 
 
 ADDED = [0.0]
@@ -67,3 +70,29 @@ def test_each_pass_over_a_distributed_sampler_has_another_order(wrapped):
 def test_wrapped_loader_calls_worker_init_fn():
     loader = DataLoader(Noise(), batch_size=4, num_workers=1, worker_init_fn=add)
     assert next(iter(CustomTrainLoader.wrap(loader, batch_size=4)))["added"].tolist() == [5.0] * 4
+
+
+def loader_for(kind):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.IMS_PER_BATCH", "2", "DATALOADER.NUM_WORKERS", "1"])
+    cfg.merge_from_list(["TEST.IMS_PER_BATCH", "1", "TEST.NUM_WORKERS", "1"])
+    if kind == "test":
+        return build_custom_test_loader(cfg, Noise())[0]
+    if kind == "train":
+        return build_custom_train_loader(cfg, Noise(), sampler=range(8))
+    return CustomTrainLoader.wrap(DataLoader(Noise(), batch_size=2, num_workers=1), batch_size=2)
+
+
+@pytest.mark.parametrize("kind", ["train", "wrapped", "test"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_workers_survive_signals_that_stop_the_main_process_after_the_step(kind, number):
+    batches = iter(loader_for(kind))
+    worker = next(batches)["pid"][0].item()
+    subprocess.run(["kill", f"-{number.value}", str(worker)], check=True)  # a worker exits on SIGTERM from its parent
+    assert len(list(itertools.islice(batches, 5))) == 5
+
+
+def test_iteration_over_test_loader_does_not_change_the_global_generator():
+    before = torch.get_rng_state()
+    assert len(list(loader_for("test"))) == 8
+    assert torch.equal(torch.get_rng_state(), before)
