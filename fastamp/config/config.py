@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -128,6 +129,11 @@ class CfgNode(YacsCfgNode):
                 and of the current keys are mixed. The message names the file.
         """
         self._check_not_frozen()
+        if not isinstance(cfg_filename, str | os.PathLike):
+            raise ConfigError(
+                f"merge_from_file: expected the path of a YAML file, got {brief(cfg_filename)} "
+                f"({type(cfg_filename).__name__}).\n  fix: pass a path; for a dict, call cfg.merge_from_other_cfg(dict)"
+            )
         recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
         _apply(edit for source, mapping in recipe.layers for edit in self._mapping_edits(mapping, source))
         self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes()]

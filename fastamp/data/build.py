@@ -302,10 +302,16 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **k
         ImageDataset: the dataset, whose splits may be read at first use.
 
     Raises:
+        TypeError: if the name is not a string.
         ConfigError: if the name is unknown.
         DataError: if the dataset is not found.
     """
     cfg = get_cfg() if cfg is None else cfg
+    if not isinstance(name, str):
+        raise TypeError(
+            f"expected the name of a dataset, got {name!r} ({type(name).__name__}).\n"
+            "  fix: pass a registered name, csv:FILE or folder:FOLDER"
+        )
     kind, colon, path = name.partition(":")
     if colon and kind in PATH_DATASETS:
         options = {"skip_invalid": True} if skip_invalid and kind == "csv" else {}

@@ -53,9 +53,10 @@ def move_earlier_run(output_dir: Path) -> Path | None:
         move_earlier_log(output_dir, folder, rank=comm.get_rank(), world_size=comm.get_world_size())
     logger.warning(
         "OUTPUT_DIR %s contained an earlier run: moved its files to %s.\n"
-        "  fix: to continue the earlier run instead, move them back and train with --resume; if they are not needed, "
-        "delete the folder",
+        "  fix: to continue the earlier run instead, set OUTPUT_DIR to %s and add --resume; if its files are not "
+        "needed, delete this folder",
         output_dir,
+        folder,
         folder,
     )
     return folder

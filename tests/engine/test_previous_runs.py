@@ -49,6 +49,9 @@ def test_second_run_does_not_mix_with_the_first(demo, tmp_path):
     train(tmp_path)
     assert "SEED: 7" in (tmp_path / "previous-2/log.txt").read_text()
     assert losses(tmp_path) == losses(previous)
+    # The earlier run can be resumed where it is.
+    assert main(["train", "--resume", *tiny.tiny_options(previous, "SOLVER.MAX_EPOCH", "3")]) == 0
+    assert "training 3 epochs of 6 iterations, from iteration 13 of 18" in (previous / "log.txt").read_text()
 
 
 def test_resume_and_evaluation_keep_all_files(demo, tmp_path):

@@ -123,6 +123,12 @@ def test_overrides_may_have_python_values(checkpoint):
     assert found.IMS_PER_BATCH == 4 and found.FLIP.ENABLED
 
 
+@pytest.mark.parametrize("path", [5, None, {"SEED": 1}])
+def test_config_file_of_wrong_type_is_explained(path):
+    with pytest.raises(ConfigError, match=r"(?s)expected the path of a YAML file.*fix:"):
+        get_cfg().merge_from_file(path)
+
+
 @pytest.mark.parametrize("values", [[("SEED", 1)], 5, None])
 def test_values_of_wrong_type_are_explained(values):
     with pytest.raises(ConfigError, match=r"(?s)expected a dict.*fix:"):

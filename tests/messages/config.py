@@ -131,6 +131,8 @@ def python(record):
         cfg.SOLVER.BASE_LR = np.zeros(3)
     with record("frozen.SOLVER.BASE_LR = 1"):
         frozen.SOLVER.BASE_LR = 1
+    with record("cfg.merge_from_file(5)"):
+        cfg.merge_from_file(5)
     with record("cfg.merge_from_list({'SEED': 1})"):
         cfg.merge_from_list({"SEED": 1})
     with record("cfg.with_values(['SEED', 1])"):

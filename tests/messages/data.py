@@ -127,7 +127,7 @@ def folders(record):
 def data_set_names(record):
     """Use unknown names in DATASETS.NAMES."""
     for name in ("csv:", "csv:mine.csv", "folder:mine", "/data/mine.csv", "data/mine", "csv:a.csv,csv:b.csv",
-                 "cvs:mine", "Market"):  # fmt: skip
+                 "cvs:mine", "Market", 5):  # fmt: skip
         with record(f"DATASETS.NAMES {name}"), pytest.MonkeyPatch.context() as patch:
             patch.setenv("FASTAMP_DATASETS", str(record.root / "empty"))
             build_dataset(name)
