@@ -14,8 +14,8 @@ RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
 SMALL = (
     "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM",
     "512", "INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)", "SOLVER.MAX_EPOCH", "1",
-    "SOLVER.IMS_PER_BATCH", "16", "TEST.EVAL_PERIOD", "1", "DATALOADER.NUM_WORKERS", "0", "TEST.PER_QUERY", "True", "TEST.REPORT", "True",
-    "TEST.BASELINES", "True", "SOLVER.AMP", "off",
+    "SOLVER.IMS_PER_BATCH", "16", "SOLVER.AMP", "off", "TEST.EVAL_PERIOD", "1", "DATALOADER.NUM_WORKERS", "0",
+    "TEST.PER_QUERY", "True", "TEST.REPORT", "True", "TEST.BASELINES", "True",
 )  # fmt: skip
 
 
@@ -60,7 +60,7 @@ def test_own_cameras_from_the_check_to_the_worst_query(cameras, capsys):
     assert Path(worst["path"]).is_file() and worst["camid"] in ("north bay", "süd", "pier")
     assert re.fullmatch(r"Черепаха \d+", worst["pid"]) and float(worst["ap"]) <= 100
     report = Path("logs/turtles/report.html").read_text(encoding="utf-8")
-    assert worst["pid"] in report and "north bay" in report and Path(worst["path"]).name in report
+    assert re.search(r"identity Черепаха \d+: AP", report) and "north bay" in report and "photos/turtle" in report
     weights = "logs/turtles/model_best.pth"
     run("extract", weights, "csv:clean.csv", "-o", "features.csv", "--device", "cpu")
     with open("features.csv", encoding="utf-8", newline="") as file:
