@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastamp.amp.fp32 import force_fp32
 from fastamp.amp.tf32 import set_tf32
+from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, TrainingError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _CPU_BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")
-_DEVICES = "set MODEL.DEVICE to auto, cpu, cuda, cuda:N or mps"
+_DEVICES = "auto, cpu, cuda, cuda:N or mps"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -31,8 +32,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def resolve_device(name: str) -> torch.device:
+def requested_device(cfg: CfgNode) -> str:
+    """Return ``MODEL.DEVICE``, or ``"auto"`` if the key was not set and its default, CUDA, is not available."""
+    name = cfg.MODEL.DEVICE
+    is_missing = name == "cuda" and not cfg.is_set("MODEL.DEVICE") and not torch.cuda.is_available()
+    return "auto" if is_missing else name
+
+
+def resolve_device(name: str, key: str = "MODEL.DEVICE") -> torch.device:
     """Convert ``MODEL.DEVICE`` to a device. ``"auto"`` selects CUDA, else MPS, else the CPU.
+
+    Args:
+        name: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+        key: config key or flag that was set to this name, for messages. Default ``MODEL.DEVICE``.
 
     Raises:
         ConfigError: if the name is not a device, or the device is not available.
@@ -44,25 +56,23 @@ def resolve_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"MODEL.DEVICE: unknown device {name!r}.\n  fix: {_DEVICES}") from error
+        raise ConfigError(f"{key}: unknown device {name!r}.\n  fix: set {key} to {_DEVICES}") from error
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ConfigError(f"MODEL.DEVICE: unsupported device {name!r}.\n  fix: {_DEVICES}")
+        raise ConfigError(f"{key}: unsupported device {name!r}.\n  fix: set {key} to {_DEVICES}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             build = f"was built for CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
             raise ConfigError(
-                f"MODEL.DEVICE is {name!r}, but PyTorch finds no CUDA device (PyTorch {torch.__version__} {build}).\n"
-                "  fix: set MODEL.DEVICE to auto (or cpu), or install a matching driver and PyTorch build"
+                f"{key} is {name!r}, but PyTorch finds no CUDA device (PyTorch {torch.__version__} {build}).\n"
+                f"  fix: set {key} to auto (or cpu), or install a matching driver and PyTorch build"
             )
         if device.index is not None and device.index >= torch.cuda.device_count():
             raise ConfigError(
-                f"MODEL.DEVICE is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices.\n"
-                "  fix: set MODEL.DEVICE to cuda, or to cuda:N with a smaller N"
+                f"{key} is {name!r}, but PyTorch finds {torch.cuda.device_count()} CUDA devices.\n"
+                f"  fix: set {key} to cuda, or to cuda:N with a smaller N"
             )
     if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ConfigError(
-            "MODEL.DEVICE is 'mps', but PyTorch finds no MPS device.\n  fix: set MODEL.DEVICE to auto or cpu"
-        )
+        raise ConfigError(f"{key} is 'mps', but PyTorch finds no MPS device.\n  fix: set {key} to auto or cpu")
     return device
 
 

@@ -49,7 +49,7 @@ class CfgNode(YacsCfgNode):
         self, init_dict: Mapping[str, Any] | None = None, key_list: Any = None, new_allowed: bool = False
     ) -> None:
         super().__init__(None, key_list, new_allowed)
-        self.__dict__.update(_path="", _keys={}, _declares=True)
+        self.__dict__.update(_path="", _keys={}, _declares=True, _assigned=set())
         # Not `init_dict or {}`: a section that is not enabled has the truth value False.
         for name, value in ({} if init_dict is None else init_dict).items():
             self[name] = value
@@ -84,6 +84,18 @@ class CfgNode(YacsCfgNode):
                 yield self._keys[name], value
             elif isinstance(value, CfgNode):
                 yield from value.keys_below()
+
+    def is_set(self, path: str) -> bool:
+        """Return True if a key was set, even to its default value, and not only copied from another config's defaults.
+
+        Args:
+            path: dotted path below this node.
+        """
+        *sections, name = path.split(".")
+        node = self
+        for section in sections:
+            node = node[section]
+        return name in node._assigned
 
     def dump(self, **options: Any) -> str:
         """Serialize the config as YAML. Merging the YAML into the default config reproduces the config.
@@ -271,7 +283,7 @@ class CfgNode(YacsCfgNode):
     def __deepcopy__(self, memo: dict[int, Any]) -> "CfgNode":
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        copied.__dict__.update(self.__dict__, _keys=dict(self._keys))
+        copied.__dict__.update(self.__dict__, _keys=dict(self._keys), _assigned=set(self._assigned))
         for name, value in self.items():
             dict.__setitem__(copied, name, copy.deepcopy(value, memo))
         return copied
@@ -299,7 +311,9 @@ class CfgNode(YacsCfgNode):
 
     def _mapping_edits(self, mapping: Mapping[Any, Any], source: str) -> Iterator[Edit]:
         for name, value in mapping.items():
-            yield from self._edits(name, value, source)
+            is_default = isinstance(mapping, CfgNode) and name in mapping._keys and name not in mapping._assigned
+            for edit in self._edits(name, value, source):
+                yield partial(edit, mark=False) if is_default and isinstance(edit, partial) else edit
 
     def _edits(self, name: Any, value: Any, source: str) -> Iterator[Edit]:
         """Yield the edits that set the key or section ``name``, a dotted path below this node, to ``value``."""
@@ -357,7 +371,7 @@ class CfgNode(YacsCfgNode):
             converted = convert(key, value) if key else free_value(self._full(name), value)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
-        return partial(dict.__setitem__, self, name, converted)
+        return partial(_assign, self, name, converted)
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -482,6 +496,12 @@ def _apply(edits: Iterable[Edit]) -> None:
     """Collect all edits before applying them, so that an invalid edit leaves the config unchanged."""
     for edit in list(edits):
         edit()
+
+
+def _assign(node: CfgNode, name: str, value: Any, *, mark: bool = True) -> None:
+    dict.__setitem__(node, name, value)
+    if mark:
+        node._assigned.add(name)
 
 
 def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from fastamp.utils.errors import ConfigError
+from fastamp.config.recipes import find_recipe, list_recipes
+from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.files import check_not_device
 
 BASE_KEY = "_BASE_"
@@ -97,7 +98,7 @@ def read_layers(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]
     """Read a config file and its ``_BASE_`` files, in the order of merging.
 
     Args:
-        path: a YAML file; ``~`` is expanded.
+        path: a YAML file; ``~`` is expanded. If there is no such file, the recipe of this name.
 
     Returns:
         ``(path, mapping without _BASE_)`` for each file: base files first, ``path`` last.
@@ -106,7 +107,13 @@ def read_layers(path: str | os.PathLike[str]) -> list[tuple[str, dict[str, Any]]
         ConfigError: if a file is missing, unreadable, a ``.py`` file or not a YAML mapping, if ``_BASE_`` is not a path
             or a list of paths, or if a file includes itself through ``_BASE_``.
     """
-    return _read(os.path.expanduser(os.fspath(path)), ())
+    return _read(_existing_or_recipe(os.path.expanduser(os.fspath(path)), os.fspath(path)), ())
+
+
+def _existing_or_recipe(path: str, name: str) -> str:
+    """Return ``path`` if it exists; else the path of the recipe ``name``, if there is one; else ``path``."""
+    recipe = None if os.path.exists(path) else find_recipe(name)
+    return path if recipe is None else str(recipe)
 
 
 def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]:
@@ -126,8 +133,9 @@ def _read(path: str, chain: tuple[str, ...]) -> list[tuple[str, dict[str, Any]]]
         )
     layers = []
     for base in bases:
-        base_path = os.path.join(os.path.dirname(path), os.path.expanduser(base))
-        layers += _read(os.path.normpath(base_path), (*chain, path))
+        base_path = os.path.normpath(os.path.join(os.path.dirname(path), os.path.expanduser(base)))
+        # A bare file name, e.g. Base-bagtricks.yml, is not a recipe: old releases have base files of the same names.
+        layers += _read(_existing_or_recipe(base_path, base) if "/" in base else base_path, (*chain, path))
     return [*layers, (path, mapping)]
 
 
@@ -147,7 +155,8 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
         hint = "\n  fix: correct the path"
         if Path(path).name == "Base-Strongerbaseline.yml":
             hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
-        raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{hint}") from None
+        similar = "" if chain or Path(path).suffix else did_you_mean(path, list_recipes())
+        raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{similar}{hint}") from None
     except IsADirectoryError:
         raise ConfigError(
             f"{path}{base_of}: expected a config file, got a folder.\n  fix: give the path of a YAML file"

@@ -231,7 +231,8 @@ class _Translation:
         self._model()
         self._input()
         for key in self._settings:
-            if key not in self._translated:
+            # A default device is not set, see ``requested_device``.
+            if key not in self._translated and not (key == "MODEL.DEVICE" and not self._settings[key].source):
                 self._put({key: self[key]}, key)
 
     def __getitem__(self, key: str) -> Any:

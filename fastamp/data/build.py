@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.compat.data import CommDataset
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
@@ -455,7 +455,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
 def _device(cfg: Any) -> torch.device:
     """Return the device in MODEL.DEVICE, or the CPU if it is invalid: building the model will raise the error."""
     try:
-        return resolve_device(cfg.MODEL.DEVICE)
+        return resolve_device(requested_device(cfg))
     except ConfigError:
         return torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, per_channel
 from fastamp.evaluation import Protocol
 from fastamp.solver import swa_start
@@ -55,7 +55,7 @@ def _check_distributed(cfg: CfgNode) -> None:
             f"MODEL.DEVICE is {cfg.MODEL.DEVICE!r}, but {comm.get_world_size()} processes cannot share one device.\n"
             "  fix: set MODEL.DEVICE to cuda, which assigns one device to each process"
         )
-    device = resolve_device(cfg.MODEL.DEVICE)
+    device = resolve_device(requested_device(cfg))
     if device.type == "cuda" and "nccl" not in dist.get_backend_config():
         raise ConfigError(
             f"the number of processes exceeds the number of CUDA devices on this machine "

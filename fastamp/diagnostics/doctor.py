@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy
+from fastamp.amp import PrecisionPolicy, requested_device
 from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.checkpointer import Checkpointer
@@ -78,7 +78,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     policy.check_model(model)
     if policy.enabled and policy.dtype not in dtypes:
         dtypes = [policy.dtype, *dtypes]  # the verdict is about this dtype
-    machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
+    machine = inspect_environment(device, asked=requested_device(cfg))
     batch = {key: value[:batch_size] for key, value in next(iter(loader)).items()}
     progress = _Progress(2 + 5 * len(dtypes))
     reference = progress("float32: first batch", lambda: check_float32(model, batch, policy.in_float32()))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tabulate import tabulate
 
-from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import CrashDump
@@ -44,7 +44,7 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     cfg.merge_from_list(opts)
     cfg.freeze()
     check_config(cfg)
-    device = resolve_device(cfg.MODEL.DEVICE)
+    device = resolve_device(requested_device(cfg))
     try:
         model = build_model(cfg)
     except ConfigError as error:

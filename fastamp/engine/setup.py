@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, check_is_config
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.environment import inspect_environment
@@ -62,7 +62,7 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     check_is_config(cfg)
     check_config(cfg)
     set_cublas_workspace(cfg)  # before anything uses the device
-    device = resolve_device(cfg.MODEL.DEVICE)
+    device = resolve_device(requested_device(cfg))
     rank = comm.get_rank()
     check_links(Path(cfg.OUTPUT_DIR))
     try:
@@ -89,7 +89,9 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
             minutes,
             minutes,
         )
-    machine = inspect_environment(device, asked=cfg.MODEL.DEVICE)
+    if requested_device(cfg) != cfg.MODEL.DEVICE:
+        logger.info("MODEL.DEVICE is not set, and PyTorch finds no CUDA device: using %s", device)
+    machine = inspect_environment(device, asked=requested_device(cfg))
     logger.info("environment:\n%s", machine.table(), extra=_FILE_ONLY)
     for problem in machine.problems:
         logger.warning("%s", problem)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy, resolve_device
+from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.config import CfgNode, get_cfg
@@ -74,7 +74,7 @@ def load_model(
     )
     if not cfg.MODEL.WEIGHTS:
         raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
-    resolved = resolve_device(cfg.MODEL.DEVICE)
+    resolved = resolve_device(requested_device(cfg))
     model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten by MODEL.WEIGHTS
     extra = load_evaluated_weights(
         model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH

@@ -40,7 +40,7 @@ from autotuner.search import (
 from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, read_space
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.cli.options import add_plugin_argument
 from fastamp.config import CfgNode, get_cfg, load_plugin, read_config
 from fastamp.data.build import build_dataset
@@ -151,7 +151,7 @@ def gpus_of_a_trial(cfg: CfgNode, args: argparse.Namespace) -> float:
         )
     needs_gpu = cfg.MODEL.DEVICE.startswith("cuda")
     if not args.address:
-        needs_gpu = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
+        needs_gpu = resolve_device(requested_device(cfg)).type == "cuda"
     return float(needs_gpu) if args.gpus_per_trial is None else args.gpus_per_trial
 
 

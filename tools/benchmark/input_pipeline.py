@@ -34,7 +34,7 @@ from fastamp.engine import DefaultTrainer
 from fastamp.utils.env import keep_freed_memory
 
 SIZE, BATCH = (256, 128), 64
-RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
+RECIPE = "Market1501/bagtricks_R50"
 TARGETS = {"uncached": (2.5, 2.0), "cached": (8.0, 6.0)}
 
 
@@ -76,7 +76,7 @@ def compare(source: tuple[int, int], rounds: int, folder: Path) -> list[list[Any
     )
     paths = sorted(str(path) for path in (folder / "bounding_box_train").glob("*.jpg"))
     cfg = get_cfg()
-    cfg.merge_from_file(str(RECIPE))
+    cfg.merge_from_file(RECIPE)
     items = [ImageItem(path, number, 0) for number, path in enumerate(paths)]
     uncached, cached = (ReidDataset(items, build_transforms(cfg), relabel=True) for _ in range(2))
     cached.use_cache(ImageCache(items, (3, *SIZE), cached.read, where="ram"))
@@ -108,7 +108,7 @@ def waiting(steps: int, cache: str, augment_on: str, root: str) -> tuple[float, 
     """Return ``(seconds per training step on CUDA, fraction of this time spent waiting for data)``."""
     os.environ["FASTAMP_DATASETS"] = root
     cfg = get_cfg()
-    cfg.merge_from_file(str(RECIPE))
+    cfg.merge_from_file(RECIPE)
     options = {
         "DATASETS.NAMES": "Demo",
         "DATASETS.TESTS": "Demo",

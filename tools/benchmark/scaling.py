@@ -26,7 +26,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch import nn
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, fixed_input_size, read_config
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine import TRAINER_REGISTRY, launch
@@ -35,7 +35,7 @@ from fastamp.solver import build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores, keep_freed_memory
 
-QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
+QUICKSTART = "Demo/quickstart"
 NUM_CLASSES = 751
 BUCKET = 25 * 2**20
 """Bucket size of DistributedDataParallel in bytes."""
@@ -157,7 +157,7 @@ def gradient_bytes(model: nn.Module) -> int:
 def measure(args: argparse.Namespace) -> None:
     """Time steps and all-reduces in this process group and write the medians as JSON."""
     cfg = config(args)
-    device = resolve_device(cfg.MODEL.DEVICE)
+    device = resolve_device(requested_device(cfg))
     if device.type == "cpu":
         keep_freed_memory()  # as default_setup does
     torch.manual_seed(0)
@@ -226,7 +226,7 @@ def compare(args: argparse.Namespace, counts: tuple[int, ...]) -> dict[int, dict
 def main() -> None:
     """Run the benchmark and print the table and, with --predict, the predicted scaling."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config-file", default=str(QUICKSTART))
+    parser.add_argument("--config-file", default=QUICKSTART)
     parser.add_argument("--processes", type=int, default=2, help="number of processes to compare with one process")
     parser.add_argument(
         "--threads", type=int, default=available_cores(), help="total number of threads of all processes"
@@ -249,8 +249,8 @@ def main() -> None:
     if args.step_seconds:
         predict(cfg, args.step_seconds, gradient_bytes(build_model(cfg)), "given")
         return
-    device = resolve_device(cfg.MODEL.DEVICE)
-    print(inspect_environment(device, asked=cfg.MODEL.DEVICE).table(), file=sys.stderr)
+    device = resolve_device(requested_device(cfg))
+    print(inspect_environment(device, asked=requested_device(cfg)).table(), file=sys.stderr)
     found = compare(args, (1, args.processes))
     batch, single = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"

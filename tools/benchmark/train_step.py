@@ -11,7 +11,6 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from fastamp.modeling import build_backbone, build_model
 from fastamp.solver import build_optimizer
 from fastamp.utils.env import keep_freed_memory, peak_memory_mb
 
-RECIPE = Path(__file__).parents[2] / "configs/Market1501/bagtricks_R50.yml"
+RECIPE = "Market1501/bagtricks_R50"
 VARIANTS = ("float32", "amp", "plain float32", "plain amp", "plain amp channels_last")
 NUM_CLASSES = 751
 OSNET = (
@@ -44,7 +43,7 @@ NETWORKS = {"resnet50": (), "osnet_x0_25": OSNET}
 def config(args: argparse.Namespace, *options: str, amp: bool) -> Any:
     """Build the config of the BoT R50 recipe without pretrained weights."""
     cfg = get_cfg()
-    cfg.merge_from_file(str(RECIPE))
+    cfg.merge_from_file(RECIPE)
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", args.device, "SOLVER.AMP", str(amp)])
     cfg.merge_from_list(["SOLVER.AMP.PREFLIGHT", "off"])  # not part of a step
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(NUM_CLASSES), *options])

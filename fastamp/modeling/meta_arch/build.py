@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.amp import PrecisionPolicy, apply_force_fp32, resolve_device
+from fastamp.amp import PrecisionPolicy, apply_force_fp32, requested_device, resolve_device
 from fastamp.config import check_is_config
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
@@ -31,7 +31,7 @@ def build_model(cfg: Any) -> nn.Module:
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     check_is_config(cfg)
-    device = resolve_device(cfg.MODEL.DEVICE)
+    device = resolve_device(requested_device(cfg))
     name = cfg.MODEL.META_ARCHITECTURE
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):
         logger.warning("KD.* is ignored: MODEL.META_ARCHITECTURE is %s; only Distiller uses teachers", name)

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.amp import requested_device
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import get_cfg
@@ -81,7 +82,7 @@ def _teacher_config(cfg: Any, path: str) -> Any:
             f"{teacher.MODEL.HEADS.NUM_CLASSES}.\n  fix: choose a teacher trained on the student's identities"
         )
     teacher.MODEL.HEADS.NUM_CLASSES = classes
-    teacher.MODEL.DEVICE = cfg.MODEL.DEVICE
+    teacher.MODEL.DEVICE = requested_device(cfg)
     teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # overwritten by the weights file

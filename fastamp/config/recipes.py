@@ -1,0 +1,33 @@
+"""Recipes: the config files that are installed with the package."""
+
+import os
+from pathlib import Path
+
+from fastamp.utils.resources import resource_folder
+
+_SUFFIXES = (".yml", ".yaml")
+
+
+def list_recipes() -> dict[str, Path]:
+    """Return the recipes in alphabetical order: name, e.g. ``"Market1501/sbs_R50-ibn"``, -> path of the YAML file.
+
+    Base files such as ``Base-SBS.yml`` are not listed, because they select no dataset.
+    """
+    root = resource_folder("configs")
+    files = {path.relative_to(root).with_suffix("").as_posix(): path for path in root.glob("*/*.yml")}
+    return dict(sorted(files.items(), key=lambda item: item[0].lower()))
+
+
+def find_recipe(name: str | os.PathLike[str]) -> Path | None:
+    """Return the path of a recipe or base file; None if there is no recipe of this name.
+
+    Args:
+        name: name of the recipe, with or without ``configs/`` and ``.yml``.
+    """
+    root = resource_folder("configs")
+    short = os.fspath(name).removeprefix("configs/")
+    if not short or os.path.isabs(short) or ".." in Path(short).parts or "\0" in short:
+        return None
+    path = root / short
+    path = path if path.suffix in _SUFFIXES else path.with_name(f"{path.name}.yml")
+    return path if path.is_file() else None
