@@ -34,6 +34,10 @@ EXTRAS = {
 # Without bohb: a package that it needs is compiled, which would keep the others away from who has no compiler.
 EXTRAS["all"] = sorted({package for name, packages in EXTRAS.items() if name != "bohb" for package in packages})
 
+# Folders of the repository that are installed below fastamp/; see fastamp/utils/resources.py.
+FOLDERS = ["configs", "tools/benchmark", "projects/FastTune", "projects/FastTune/autotuner"]
+INSTALLED = {f"fastamp.{folder.replace('/', '.')}": folder for folder in FOLDERS}
+
 setup(
     name="fastamp",
     version=VERSION,
@@ -41,8 +45,45 @@ setup(
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    packages=find_packages(include=["fastamp", "fastamp.*"]),
-    package_data={"fastamp.report": ["templates/*"]},
+    license_files=["LICENSE"],
+    project_urls={"FastReID": "https://github.com/JDAI-CV/fast-reid"},
+    author="The fastamp developers",
+    keywords=[
+        "re-identification",
+        "person re-identification",
+        "vehicle re-identification",
+        "image retrieval",
+        "metric learning",
+        "mixed precision",
+        "bfloat16",
+        "PyTorch",
+        "FastReID",
+    ],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Environment :: Console",
+        "Environment :: GPU :: NVIDIA CUDA",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: MacOS",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: Scientific/Engineering :: Image Recognition",
+    ],
+    packages=[*find_packages(include=["fastamp", "fastamp.*"]), *INSTALLED],
+    package_dir=INSTALLED,
+    package_data={
+        "fastamp.report": ["templates/*"],
+        "fastamp.cli": ["project/*"],
+        "fastamp.configs": ["*.yml", "*/*.yml"],
+        "fastamp.projects.FastTune": ["configs/*.yml"],
+    },
     python_requires=">=3.10",
     install_requires=[
         "torch>=2.6",

@@ -1,182 +1,18 @@
 #!/usr/bin/env python
-"""Convert a weights file of FastReID, torchreid or TransReID to a fastamp checkpoint: import_checkpoint.py IN OUT.
+"""Convert a weights file of FastReID, torchreid or TransReID to a fastamp checkpoint; alias of `fastamp import`."""
 
---config-file defines the model. Without --config-file, the model is inferred from the parameter names and shapes in IN.
-KEY VALUE pairs override the config, e.g. to set keys that cannot be inferred. The tool prints which tensors were
-matched, renamed, dropped and missing. With MODEL.BACKBONE.DEPLOY True, RepVGG weights are written in deploy form. The
-exit code is 2 if the weights do not match the model.
-
-Weights files from self-supervised training or PyTorch Lightning often contain several models, or a backbone whose
-parameter names have a prefix. --prefix selects the tensors with this prefix, e.g. --prefix teacher.backbone. for DINO;
-nested dicts are searched as well. If the weights do not match without --prefix, the error message lists the prefixes of
-all backbones found in IN.
-"""
-
-import argparse
-import contextlib
-import logging
 import sys
-from pathlib import Path
-from typing import Any
 
-import torch
+from fastamp.cli import run_command
+from fastamp.inference.import_checkpoint import import_checkpoint, prefix_hint, weights_below, write_model
 
-from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
-from fastamp.cli.options import add_plugin_argument
-from fastamp.config import CfgNode, read_config
-from fastamp.engine import run_command_line
-from fastamp.modeling import build_model
-from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
-from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
-from fastamp.utils.files import expand, ignore_closed_stdout, real_path
-from fastamp.utils.logger import setup_logger
-from fastamp.utils.terminal_text import sanitize_terminal_text
-
-
-def import_checkpoint(
-    source: str, target: str, *, config_file: str, opts: list[str], plugin: str, prefix: str = ""
-) -> None:
-    """Convert ``source``, print a report, and write ``target``.
-
-    Args:
-        source: weights file.
-        target: checkpoint to write; the name must end in .pth.
-        config_file: config of the model; empty to infer the config from the weights.
-        opts: KEY VALUE pairs that override the config.
-        plugin: Python file with custom components; empty for none.
-        prefix: prefix of the tensors to use, see ``tensors_by_path``; empty for all tensors. Default empty.
-
-    Raises:
-        ConfigError: if ``target`` is ``source``, does not end in .pth or cannot be written, or the config is invalid.
-        WeightsError: if ``source`` cannot be read, does not match the model, or contains non-finite weights.
-    """
-    out = expand(target)
-    if out.suffix != ".pth":
-        raise ConfigError(f"OUT: expected a file name that ends in .pth, got {target}.\n  fix: add .pth to OUT")
-    if real_path(out) == real_path(expand(source)):
-        raise ConfigError(f"OUT is the same file as IN: {target}.\n  fix: choose another file for OUT")
-    read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
-    defaults = read_config("", (), plugin=plugin)
-    content = read_checkpoint(source)
-    try:
-        state = weights_below(content, prefix, source, defaults)
-        write_model(state, source, out, config_file=config_file, opts=opts, plugin=plugin)
-    except WeightsError as error:
-        hint = "" if prefix else prefix_hint(content, defaults)
-        if not hint:
-            raise
-        raise WeightsError(f"{error}\n{hint}") from error
-
-
-def weights_below(content: Any, prefix: str, source: str, defaults: CfgNode) -> dict[str, torch.Tensor]:
-    """Return the state dict of a file, or the tensors below ``prefix`` with the prefix removed.
-
-    Raises:
-        WeightsError: if the file contains no state dict, or no tensor below ``prefix``.
-    """
-    if not prefix:
-        return state_dict_in(content, source)
-    tensors = tensors_by_path(content)
-    prefix = prefix.rstrip(".") + "."
-    state = {path.removeprefix(prefix): value for path, value in tensors.items() if path.startswith(prefix)}
-    if not state:
-        hint = did_you_mean(prefix, backbone_prefixes(tensors, defaults))
-        raise WeightsError(
-            f"--prefix {prefix!r}: {source} has no tensors with this prefix.{hint}\n"
-            f"  found: {', '.join(sorted({path.partition('.')[0] for path in tensors})[:8]) or 'no tensors'}\n"
-            "  fix: set --prefix to a prefix in the file"
-        )
-    return state
-
-
-def prefix_hint(content: Any, defaults: CfgNode) -> str:
-    """Return a fix that lists the prefixes of the backbones in a file; empty if no prefix is required or found."""
-    with contextlib.suppress(WeightsError):
-        if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
-            return ""  # already searched without --prefix
-    found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix}
-    if not found:
-        return ""
-    lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
-    text = "  fix: select a backbone in this file by its prefix; add one of:\n" + "\n".join(lines[:8])
-    if any("CLIP" in name for name in found.values()):
-        text += "\n  note: the layers of CLIP's vision transformers differ from build_vit_backbone; use a timm backbone"
-    return text
-
-
-def write_model(
-    state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], plugin: str
-) -> None:
-    """Load ``state`` into the configured or inferred model, print the report, and write ``out``."""
-    if not config_file:
-        keys = infer_config(state, source, read_config("", (), plugin=plugin))
-        print(
-            "inferred config:",
-            *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
-        )
-        print(
-            "keys that cannot be inferred; they keep their defaults unless set by KEY VALUE: MODEL.BACKBONE.STEM_POOL, "
-            "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
-            "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
-        )
-        opts = [*(each for pair in keys.items() for each in pair), *opts]
-    # Download nothing: the weights come from IN.
-    opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
-    cfg = read_config(config_file, opts, plugin=plugin)
-    if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the student is a Baseline; the teachers' files may be missing
-        opts += ["MODEL.META_ARCHITECTURE", "Baseline"]
-        cfg = read_config(config_file, opts, plugin=plugin)
-    model = build_model(cfg)
-    if cfg.MODEL.HEADS.NUM_CLASSES == 0:
-        converted, _ = convert_state_dict(model, state)
-        found = [len(converted[name]) for name in classifiers(model) if name in converted]
-        if found:
-            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], plugin=plugin)
-            model = build_model(cfg)
-    report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
-    print(sanitize_terminal_text(str(report)))
-    found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
-    for key, value in interpolation_keys(state).items():
-        if found != value:
-            print(f"note: the config resizes test images with {found}, but the weights were tested with {key} {value}")
-    bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
-    if bad:
-        raise WeightsError(
-            f"{source}: non-finite values{examples(bad)} in {len(bad)} tensors; nothing was written.\n"
-            "  fix: use a checkpoint from before the training diverged"
-        )
-    with writing(out):
-        out.parent.mkdir(parents=True, exist_ok=True)
-        Checkpointer(model, out.parent).save(out.stem, tag=False, config=cfg.dump())
-    print(f"wrote {out}")
+__all__ = ["cli", "import_checkpoint", "prefix_hint", "weights_below", "write_model"]
 
 
 def cli(argv: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="IN", help="weights file of another project, or of an older version")
-    parser.add_argument("target", metavar="OUT", help="checkpoint to write, .pth")
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config of the model")
-    parser.add_argument("--prefix", default="", help="use only the tensors below this prefix, e.g. teacher.backbone.")
-    add_plugin_argument(parser)
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and their values")
-    args = parser.parse_intermixed_args(argv)
-    setup_logger()
-    logging.getLogger("fastamp.checkpoint.load_state").setLevel(logging.WARNING)  # write_model prints the report
-    return run_command_line(
-        lambda: import_checkpoint(
-            args.source,
-            args.target,
-            config_file=args.config_file,
-            opts=args.opts,
-            plugin=args.plugin,
-            prefix=args.prefix,
-        )
-    )
+    return run_command("import", argv)
 
 
 if __name__ == "__main__":
-    with ignore_closed_stdout():
-        sys.exit(cli())
+    sys.exit(cli())

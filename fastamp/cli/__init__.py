@@ -5,11 +5,16 @@ import importlib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import NoReturn, TextIO
 
+from fastamp.utils.color import color_help, color_message, has_color, paint
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError, did_you_mean
 from fastamp.utils.files import ignore_closed_stdout
 
 COMMANDS = {
+    "demo": "train on a generated dataset: the quickstart, without downloads",
+    "recipes": "list the installed recipes, or print one",
+    "init": "create a project folder: config, custom component and README",
     "train": "train a model",
     "eval": "evaluate a model on test datasets",
     "extract": "extract the features of images to a file",
@@ -18,10 +23,45 @@ COMMANDS = {
     "visualize": "draw rank lists, curves and similarity maps",
     "export": "export a model to ONNX or torch.export",
     "strip": "remove the training state from a checkpoint",
+    "import": "convert weights of FastReID, torchreid or TransReID to a checkpoint",
+    "evaluate-features": "evaluate features saved by any program",
     "doctor": "check whether a model and a machine support mixed precision",
+    "replay": "replay a failed training step from a crash dump",
     "check-data": "check a dataset for errors",
-    "config": "list and explain config keys; compare and convert configs",
+    "config": "list and explain config keys; print, compare and convert configs",
+    "tune": "search hyperparameters with Ray Tune",
+    "benchmark": "measure speed and memory on this machine",
+    "completion": "print a script that completes commands in bash and zsh",
+    "help": "print this help, or the help of a command",
+    "version": "print versions, for bug reports",
 }
+_MODULES = {"import": "import_checkpoint"}  # other commands: the name with underscores
+_INTRODUCTION = """usage: fastamp COMMAND [SOURCE] [KEY VALUE ...] [--flags]
+
+SOURCE is a recipe, YAML file, checkpoint or run folder. Flags may stand anywhere; KEY=VALUE is the same as KEY VALUE.
+
+commands:"""
+_EXAMPLES = """
+examples:
+  fastamp demo
+  fastamp train Market1501/sbs_R50-ibn SOLVER.AMP=on
+  fastamp eval logs/run
+  fastamp help train"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument parser with colors, and with a hint for misspelled flags."""
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        file = file or sys.stdout
+        file.write(color_help(self.format_help(), file))
+
+    def error(self, message: str) -> NoReturn:
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        if unknown.startswith("-"):
+            message += "." + did_you_mean(unknown, self._option_string_actions)
+        self.print_usage(sys.stderr)
+        self.exit(USER_ERROR_EXIT_CODE, color_message(f"{self.prog}: error: {message}\n", sys.stderr))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,21 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ignore_closed_stdout():
             return _run(*((sys.argv[1:] if argv is None else argv) or [""]))
     except UserError as error:  # raised by an import; run_command_line handles those of a command
-        print(f"error: {error}", file=sys.stderr)
+        print(color_message(f"error: {error}", sys.stderr), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     return 0
 
 
 def _run(command: str, *words: str) -> int:
-    if command in ("", "-h", "--help"):
+    if command == "help" and words and words[0] not in ("-h", "--help"):
+        command, *words = words[0], "--help"
+    if command in ("", "-h", "--help", "help"):
         print(_help())
         return 0 if command else USER_ERROR_EXIT_CODE
-    if command == "--version":
+    if command in ("--version", "version"):
         print(_versions())
         return 0
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS)
-        print(f"error: unknown command {command!r}.{hint}\n  commands: {', '.join(COMMANDS)}", file=sys.stderr)
+        message = f"error: unknown command {command!r}.{hint}\n  commands: {', '.join(COMMANDS)}"
+        print(color_message(message, sys.stderr), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
     return run_command(command, list(words), program=f"fastamp {command}")
 
@@ -67,37 +110,39 @@ def run_command(command: str, argv: Sequence[str] | None = None, *, program: str
     Raises:
         SystemExit: if an argument is invalid, if ``--help`` is given, or if a child process failed.
     """
-    module = _module(command)
-    parser = argparse.ArgumentParser(
-        prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    module.add_arguments(parser)
+    from fastamp.cli.options import parse_arguments
+
+    module = command_module(command)
+    parser = command_parser(command, program)
     with ignore_closed_stdout():  # of the help
-        try:
-            args = parser.parse_intermixed_args(argv)  # allows options between KEY VALUE pairs
-        except TypeError:  # not supported with argparse.REMAINDER or subcommands
-            args = parser.parse_args(argv)
+        args = parse_arguments(parser, sys.argv[1:] if argv is None else argv)
+    if not getattr(module, "NEEDS_TORCH", True):
+        return module.run(args)
     from fastamp.engine import run_command_line  # imports PyTorch, which --help does not need
 
     codes = [0]
     return run_command_line(lambda: codes.append(module.run(args))) or codes[-1]
 
 
-def _module(command: str) -> ModuleType:
-    return importlib.import_module(f"fastamp.cli.{command.replace('-', '_')}")
+def command_parser(command: str, program: str | None = None) -> argparse.ArgumentParser:
+    """Build the argument parser of a command; for the arguments, see ``run_command``."""
+    module = command_module(command)
+    parser = _Parser(prog=program, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    module.add_arguments(parser)
+    return parser
+
+
+def command_module(command: str) -> ModuleType:
+    """Import the module of a command. It has the functions ``add_arguments`` and ``run``."""
+    return importlib.import_module(f"fastamp.cli.{_MODULES.get(command, command.replace('-', '_'))}")
 
 
 def _help() -> str:
     width = max(map(len, COMMANDS))
-    return "\n".join(
-        [
-            "usage: fastamp COMMAND ...",
-            "       fastamp COMMAND --help",
-            "       fastamp --version",
-            "",
-            *(f"  {name:<{width}}  {meaning}" for name, meaning in COMMANDS.items()),
-        ]
-    )
+    colored = has_color(sys.stdout)
+    names = {name: paint(f"{name:<{width}}", "cyan") if colored else f"{name:<{width}}" for name in COMMANDS}
+    lines = [_INTRODUCTION, *(f"  {names[name]}  {meaning}" for name, meaning in COMMANDS.items()), _EXAMPLES]
+    return color_help("\n".join(lines), sys.stdout)
 
 
 def _versions() -> str:

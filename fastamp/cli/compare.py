@@ -1,13 +1,15 @@
 """Compute the similarity of two images, and its percentiles among pairs of the same and of different identities.
 
-example:
-  fastamp compare logs/run/model_best.pth a.jpg b.jpg
+examples:
+  fastamp compare logs/run a.jpg b.jpg
+  fastamp compare logs/run/model_best.pth a.jpg b.jpg --json TEST.METRIC=cosine
 """
 
 import argparse
 import json
 
 from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
+from fastamp.cli.options import add_key_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="output of `fastamp extract` with identities, for the percentiles (default: pairs in the checkpoint)",
     )
     add_camera_view_arguments(parser)
+    add_key_values(parser, dest="key_values")
     parser.add_argument(
         "--json",
         action="store_true",

@@ -1,8 +1,9 @@
-"""List and explain config keys, compare configs, and convert configs from old FastReID releases.
+"""List and explain config keys, print and compare configs, and convert configs from old FastReID releases.
 
 examples:
   fastamp config list SOLVER.AMP
-  fastamp config explain SOLVER.BASE_LR --config-file configs/Market1501/sbs_R50.yml
+  fastamp config explain SOLVER.BASE_LR --config-file Market1501/sbs_R50-ibn
+  fastamp config show Market1501/sbs_R50-ibn SOLVER.AMP=on
   fastamp config diff logs/a logs/b/model_best.pth
   fastamp config convert old.yml -o new.yml
 """
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import yaml
 
-from fastamp.cli.options import add_plugin_argument
+from fastamp.cli.options import add_key_values, add_plugin_argument
+from fastamp.cli.source import config_of
 from fastamp.config import (
     RELEASES,
-    CfgNode,
     changed_values,
     describe_changes,
     describe_config,
@@ -28,10 +29,12 @@ from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import renamed_arguments
 
+_SOURCE = "recipe, YAML file, checkpoint or run folder"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands list, explain, diff and convert."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="list | explain | diff | convert")
+    """Add the subcommands list, explain, show, diff and convert."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list | explain | show | diff | convert")
     listing = actions.add_parser("list", help="print config keys with default and description")
     listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining = actions.add_parser("explain", help="print all details of one key")
@@ -40,11 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for each in (listing, explaining):
         each.add_argument(
-            "--config-file", default="", metavar="FILE", help="also print the values set by this YAML file"
+            "--config-file", default="", metavar="FILE", help="also print the values set by this recipe or file"
         )
+    showing = actions.add_parser("show", help="print a complete config as YAML")
+    showing.add_argument("source", metavar="SOURCE", help=_SOURCE)
+    add_key_values(showing)
     comparing = actions.add_parser("diff", help="print the differences between two configs")
     for name, letter in (("first", "A"), ("second", "B")):
-        comparing.add_argument(name, metavar=letter, help="YAML file, checkpoint (.pth) or run folder")
+        comparing.add_argument(name, metavar=letter, help=_SOURCE)
     converting = actions.add_parser("convert", help="convert a config file from FastReID v0.1.1 or v1.0.0")
     converting.add_argument("file", metavar="OLD.yml", help="config file; its _BASE_ files are merged")
     converting.add_argument("--output", "-o", default="", metavar="NEW.yml", help="output file (default: stdout)")
@@ -54,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="FastReID release of the file (default: detected from its keys)",
     )
-    for each in (listing, explaining, comparing, converting):
+    for each in (listing, explaining, showing, comparing, converting):
         add_plugin_argument(each)
 
 
@@ -65,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     elif args.action == "explain":
         cfg = read_config("", [], plugin=args.plugin)
         print(explain_key(args.key, cfg, args.config_file, components=component_choices))
+    elif args.action == "show":
+        cfg = config_of(args.source, args.plugin)
+        cfg.merge_from_list(args.opts)
+        print(cfg.dump(), end="")
     elif args.action == "convert":
         convert(args.file, args.output, release=args.release, plugin=args.plugin)
     else:
@@ -138,27 +148,3 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
         return
     write_atomically(Path(output), lambda file: file.write(text.encode()))
     print(f"wrote {output}")
-
-
-@renamed_arguments(parts="plugin")
-def config_of(source: str, plugin: str = "") -> CfgNode:
-    """Read the complete config from a YAML file, a checkpoint or a run folder.
-
-    Raises:
-        UserError: if ``source`` cannot be read or contains no config.
-    """
-    path = Path(source).expanduser()
-    if path.is_dir():
-        path /= "config.yaml"
-        if not path.is_file():
-            raise ConfigError(
-                f"{source}: not a run folder: config.yaml not found.\n  fix: give a run folder, YAML file or checkpoint"
-            )
-    if path.suffix != ".pth":
-        return read_config(str(path), [], plugin=plugin)
-    cfg = read_config("", [], plugin=plugin).clone()
-    cfg.defrost()
-    from fastamp.checkpoint.entries import merge_from_checkpoint
-
-    merge_from_checkpoint(cfg, path)
-    return cfg

@@ -1,19 +1,20 @@
 """Check whether a model and a machine support mixed precision.
 
 Compares bfloat16 and float16 with float32 on training and test images of a config, even if SOLVER.AMP is off. With
---env, the machine is also checked; with --env but without --config-file, only the machine is checked. Exit code: 0 if
-no change is needed, 1 if the printed changes are needed, 2 for invalid input.
+--env, the machine is also checked; with --env but without SOURCE, only the machine is checked. Exit code: 0 if no
+change is needed, 1 if the printed changes are needed, 2 for invalid input.
 
 examples:
   fastamp doctor --env
-  fastamp doctor --config-file my.yml --dtypes bf16 MODEL.WEIGHTS logs/run/model_best.pth
+  fastamp doctor logs/run/model_best.pth --dtypes bf16
+  fastamp doctor Market1501/sbs_R50-ibn DATASETS.NAMES Demo DATASETS.TESTS Demo
 """
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
-from fastamp.cli.options import add_plugin_argument
+from fastamp.cli.options import add_plugin_argument, add_source_arguments, at_least
+from fastamp.cli.source import training_config
 from fastamp.utils.errors import ConfigError
 
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "float16": "float16"}
@@ -26,17 +27,6 @@ def low_precisions(text: str) -> list[str]:
     except KeyError as error:
         raise argparse.ArgumentTypeError(f"unknown dtype {error}; choices: bfloat16 (bf16), float16 (fp16)") from error
     return list(dict.fromkeys(chosen))
-
-
-def at_least(lowest: int) -> Callable[[str], int]:
-    """Return a parser of integers that are at least ``lowest``, for argparse."""
-
-    def number(text: str) -> int:
-        if not text.isdecimal() or int(text) < lowest:
-            raise argparse.ArgumentTypeError(f"expected an integer of at least {lowest}, got {text!r}")
-        return int(text)
-
-    return number
 
 
 def examine_machine(device: str) -> bool:
@@ -63,12 +53,11 @@ def examine_model(args: argparse.Namespace) -> bool:
     """Print the precision check of the config's model; return True if the config needs no change."""
     import torch
 
-    from fastamp.config import read_config
     from fastamp.diagnostics.doctor import diagnose
     from fastamp.diagnostics.doctor_report import FOLDER, write_amp_report
     from fastamp.engine import default_setup
 
-    cfg = read_config(args.config_file, args.opts, plugin=args.plugin)
+    cfg = training_config(args, with_weights=True)
     default_setup(cfg, args)
     dtypes = [getattr(torch, name) for name in args.dtypes]
     found = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
@@ -90,7 +79,7 @@ def examine_model(args: argparse.Namespace) -> bool:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
+    add_source_arguments(parser)
     parser.add_argument(
         "--env", action="store_true", help="check the machine: versions, driver, dtypes, memory, and a short training"
     )
@@ -108,22 +97,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--images", type=at_least(0), default=512, help="number of test images, 0 for all (default: %(default)s)"
     )
     add_plugin_argument(parser)
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and values")
 
 
 def run(args: argparse.Namespace) -> int:
     """Check the machine, the model or both; return 0 if no problem was found, else 1."""
-    healthy = True
+    healthy, has_config = True, bool(args.config_source or args.config_file)
     if args.env:
+        from fastamp.amp import requested_device
         from fastamp.config import read_config
         from fastamp.engine.setup import set_cublas_workspace
         from fastamp.utils.logger import setup_logger
 
         setup_logger()
-        opts = args.opts if args.config_file else ["MODEL.DEVICE", "auto", *args.opts]
-        cfg = read_config(args.config_file, opts, plugin=args.plugin)
+        if has_config:
+            cfg = training_config(args, with_weights=True)
+        else:
+            cfg = read_config("", ["MODEL.DEVICE", "auto", *args.opts], plugin=args.plugin)
         set_cublas_workspace(cfg)  # the check of the machine computes matrix products
-        healthy = examine_machine(cfg.MODEL.DEVICE)
-    if args.config_file or not args.env:
+        healthy = examine_machine(requested_device(cfg))
+    if has_config or not args.env:
         healthy = examine_model(args) and healthy
     return int(not healthy)

@@ -1,18 +1,21 @@
 """Export a trained model to ONNX or torch.export, and compare the exported model with PyTorch.
 
 examples:
-  fastamp export logs/run/model_best.pth model.onnx
+  fastamp export logs/run model.onnx
   fastamp export logs/run/model_best.pth model.pt2 --precision fp16 --l2
 """
 
 import argparse
+
+from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.options import add_key_values
 
 PRECISIONS = ("float32", "fp16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
+    add_model_arguments(parser)
     parser.add_argument("output", metavar="OUT", help="output file: OUT.onnx, or OUT.pt2 for torch.export")
     parser.add_argument(
         "--precision",
@@ -46,23 +49,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum loss of mAP, in percentage points (default: %(default)s)",
     )
     parser.add_argument("--opset", type=int, help="ONNX opset version (default: chosen by PyTorch)")
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="device of the PyTorch model: auto, cpu, cuda, cuda:N or mps (default: %(default)s)",
-    )
-    parser.add_argument(
-        "opts", metavar="KEY VALUE", nargs="*", help="config keys and values that override the config of the checkpoint"
-    )
+    add_key_values(parser, dest="key_values")
 
 
 def run(args: argparse.Namespace) -> int:
     """Export the model and print the comparison."""
-    from fastamp.inference import Predictor
     from fastamp.inference.export import export
 
     report = export(
-        Predictor(args.checkpoint, device=args.device, opts=args.opts),
+        predictor_of(args),
         args.output,
         precision=args.precision,
         normalization=args.normalization,

@@ -6,11 +6,13 @@ examples:
   fastamp extract logs/run/model_best.pth images/ -o features.npz
   fastamp extract logs/run/model_best.pth Market1501 -o gallery.npz --splits gallery
   fastamp extract logs/run/model_best.pth csv:my_images.csv -o features.parquet
+  fastamp extract logs/run csv:mine.csv TEST.FLIP=on -o features.npz
 """
 
 import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.options import add_key_values
 
 SPLITS = ("query", "gallery", "train")
 
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_model_arguments(parser)
     parser.add_argument(
-        "source", metavar="SOURCE", help="folder, CSV file, or name as in DATASETS.NAMES (Demo, folder:FOLDER)"
+        "source", metavar="DATA", help="folder, CSV file, or name as in DATASETS.NAMES (Demo, folder:FOLDER)"
     )
     parser.add_argument(
         "--output",
@@ -33,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--splits", nargs="+", choices=SPLITS, default=SPLITS, help="splits of a dataset (default: all)"
     )
     parser.add_argument("--skip-corrupt", action="store_true", help="skip and list images that cannot be read")
+    add_key_values(parser, dest="key_values")
     parser.add_argument("--workers", type=int, help="number of worker processes (default: TEST.NUM_WORKERS)")
 
 

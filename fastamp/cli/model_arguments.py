@@ -3,25 +3,26 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from fastamp.cli.options import add_plugin_argument, split_key_values
+from fastamp.cli.source import CONFIG, evaluation_config, resolve_source
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 
 if TYPE_CHECKING:
     from fastamp.inference import Predictor
 
+SOURCE_HELP = "checkpoint, run folder (its model_best.pth), or recipe or YAML file with MODEL.WEIGHTS"
+
 __getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_arguments.add_camera_view_arguments"})
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments CHECKPOINT, --device and --opts."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
+    """Add the arguments SOURCE, --device, --plugin and --opts; ``add_key_values`` adds KEY VALUE."""
+    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
+    add_plugin_argument(parser)
     parser.add_argument(
-        "--opts",
-        nargs="+",
-        default=[],
-        metavar="KEY VALUE",
-        help="config keys and values that override the config of the checkpoint",
+        "--opts", nargs="+", default=[], metavar="KEY VALUE", help="the same as KEY VALUE without --opts"
     )
 
 
@@ -36,12 +37,18 @@ def predictor_of(args: argparse.Namespace) -> "Predictor":
     """Create a ``Predictor`` from the arguments that ``add_model_arguments`` added.
 
     Raises:
-        ConfigError: if ``--opts`` has a key without a value.
+        UserError: if the checkpoint, the device or a KEY VALUE pair is invalid.
     """
+    from fastamp.amp import resolve_device
     from fastamp.inference import Predictor
 
-    if len(args.opts) % 2:
-        raise ConfigError(
-            f"--opts: expected KEY VALUE pairs, got {' '.join(args.opts)}.\n  fix: add a value after the last key"
-        )
-    return Predictor(args.checkpoint, device=args.device, opts=args.opts)
+    given = split_key_values(getattr(args, "opts", []))
+    if len(given) % 2:
+        raise ConfigError(f"--opts: expected pairs of KEY VALUE, got {' '.join(given)}")
+    opts = [*given, *getattr(args, "key_values", [])]
+    resolve_device(args.device, "--device")
+    source, plugin = resolve_source(args.checkpoint), getattr(args, "plugin", "")
+    if source.kind != CONFIG and not plugin:
+        return Predictor(source.checkpoint, device=args.device, opts=opts)
+    cfg, _ = evaluation_config("", opts, plugin=plugin, source=args.checkpoint)
+    return Predictor(cfg, device=args.device)

@@ -1,10 +1,16 @@
-"""Options shared by several commands."""
+"""Options and the KEY VALUE grammar that several commands share."""
 
 import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
 
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugin_argument"})
+
+_KEY = re.compile(r"[A-Z][A-Z0-9_]*(\.[^=\s]+)?")
+_NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
 def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
@@ -17,3 +23,84 @@ def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Python file that registers custom components and declares their config keys (former name: --parts)",
     )
+
+
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add SOURCE, ``--config-file`` and KEY VALUE, which ``finish_arguments`` completes."""
+    parser.add_argument(
+        "config_source",
+        nargs="?",
+        default="",
+        metavar="SOURCE",
+        help="recipe (see `fastamp recipes`), YAML file, checkpoint or run folder",
+    )
+    parser.add_argument("--config-file", default="", metavar="FILE", help="recipe or YAML file, as in FastReID")
+    add_key_values(parser)
+
+
+def add_key_values(parser: argparse.ArgumentParser, *, dest: str = "opts") -> None:
+    """Add the positional arguments KEY VALUE; add them after all other positional arguments."""
+    parser.add_argument(
+        dest,
+        nargs="*",
+        default=[],
+        metavar="KEY VALUE",
+        help="config keys and values, which override the config; also KEY=VALUE",
+    )
+
+
+def at_least(lowest: int) -> Callable[[str], int]:
+    """Return a parser of integers that are at least ``lowest``, for argparse."""
+
+    def number(text: str) -> int:
+        if not text.isdecimal() or int(text) < lowest:
+            raise argparse.ArgumentTypeError(f"expected an integer of at least {lowest}, got {text!r}")
+        return int(text)
+
+    return number
+
+
+def is_key(word: str) -> bool:
+    """Return True if a word is spelled as a config key, ``KEY`` or ``KEY=VALUE``, and is not an existing file."""
+    return bool(_KEY.fullmatch(word.partition("=")[0])) and not os.path.exists(word)
+
+
+def split_key_values(words: Sequence[str]) -> list[str]:
+    """Convert words ``KEY VALUE`` and ``KEY=VALUE`` to ``[KEY, VALUE, ...]``.
+
+    >>> split_key_values(["SEED", "1", "SOLVER.AMP=on"])
+    ['SEED', '1', 'SOLVER.AMP', 'on']
+    """
+    pairs: list[str] = []
+    waiting = list(words)
+    while waiting:
+        key, equals, value = waiting[0].partition("=")
+        is_pair = bool(equals and _KEY.fullmatch(key))
+        pairs += [key, value] if is_pair else waiting[:2]
+        del waiting[: 1 if is_pair else 2]
+    return pairs
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse the arguments of a command; flags may stand between KEY VALUE pairs.
+
+    Without SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
+    """
+    words: list[str] = []
+    for word in argv:  # argparse would parse the value in SOLVER.BIAS -1e-3 as a flag
+        if words and _NEGATIVE_NUMBER.match(word) and is_key(words[-1]) and "=" not in words[-1]:
+            words[-1] += f"={word}"
+        else:
+            words.append(word)
+    try:
+        args = parser.parse_intermixed_args(words)
+    except TypeError:  # not supported with subcommands
+        args = parser.parse_args(words)
+    source = getattr(args, "config_source", "")
+    if source and is_key(source):
+        args.config_source = ""
+        args.opts = [source, *args.opts]
+    for name in ("opts", "key_values"):
+        if hasattr(args, name):
+            setattr(args, name, split_key_values(getattr(args, name)))
+    return args

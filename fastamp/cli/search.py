@@ -5,19 +5,22 @@ features of a folder are extracted to a file next to it, which later searches us
 
 examples:
   fastamp search logs/run/model_best.pth query.jpg --gallery photos/
-  fastamp search logs/run/model_best.pth query.jpg --gallery gallery.npz
+  fastamp search logs/run query.jpg --gallery gallery.npz
   fastamp search logs/run/model_best.pth queries/ --gallery gallery.index --top 20 --json
 """
 
 import argparse
+import itertools
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
 from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
-from fastamp.utils.errors import DataError
+from fastamp.cli.options import split_key_values
+from fastamp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fastamp.inference.index import SearchResult
@@ -29,7 +32,7 @@ PROBED, EF_SEARCH = 0.2, 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_model_arguments(parser)
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images or folders of images")
+    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images or folders of images, then KEY VALUE")
     parser.add_argument(
         "--gallery",
         required=True,
@@ -60,15 +63,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
+    from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
     from fastamp.inference.features_file import check_same_model
     from fastamp.inference.index import open_gallery
 
+    names = list(itertools.takewhile(lambda word: re.split("[.=]", word)[0] not in get_cfg(), args.queries))
+    if not names:
+        raise ConfigError(f"no query image, only {' '.join(args.queries)}.\n  fix: add an image or a folder")
+    args.key_values = split_key_values(args.queries[len(names) :])
     predictor = predictor_of(args)
     gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     queries = []
-    for query in args.queries:
+    for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
             raise DataError(f"no images found in the folder {query}.\n  fix: give a folder that contains images")

@@ -2,16 +2,20 @@
 
 The smaller file works for evaluation, extraction, export and fine-tuning, but not for --resume.
 
-example:
-  fastamp strip logs/run/model_best.pth model.pth
+examples:
+  fastamp strip logs/run/model_best.pth
+  fastamp strip logs/run model.pth
 """
 
 import argparse
 
+from fastamp.cli.model_arguments import SOURCE_HELP
+from fastamp.cli.source import evaluation_config, resolve_source
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint of a run, e.g. logs/run/model_best.pth")
+    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
     parser.add_argument(
         "output", metavar="OUT", nargs="?", help="output file (default: CHECKPOINT_stripped.pth in the same folder)"
     )
@@ -21,7 +25,9 @@ def run(args: argparse.Namespace) -> int:
     """Strip the checkpoint and print a summary."""
     from fastamp.checkpoint.strip import strip
 
-    report = strip(args.checkpoint, args.output)
+    source = resolve_source(args.checkpoint)
+    checkpoint = source.checkpoint or evaluation_config(args.checkpoint, [])[0].MODEL.WEIGHTS
+    report = strip(checkpoint, args.output)
     before, after = (f"{size / 1e6:.1f} MB" for size in (report.bytes_before, report.bytes_after))
     print(f"wrote {report.path}: {after}, was {before}; weights: {report.weights}")
     print(f"removed: {', '.join(report.removed) or 'nothing'}")

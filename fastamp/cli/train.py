@@ -1,22 +1,28 @@
-"""Train a model from a config file, or evaluate it with --eval-only.
+"""Train a model from a recipe or YAML file, or evaluate it with --eval-only.
+
+With a run folder as SOURCE, its config is used and the run is repeated, or continued with --resume. With a checkpoint,
+its config and weights are the start of a new run; set OUTPUT_DIR.
 
 examples:
-  fastamp train --config-file configs/Market1501/sbs_R50-ibn.yml SOLVER.AMP on
-  fastamp train --config-file my.yml --num-gpus 4 OUTPUT_DIR logs/run
-  fastamp train --resume --config-file my.yml OUTPUT_DIR logs/run
-  fastamp train --config-file my.yml OUTPUT_DIR logs/run --seeds 0 1 2
+  fastamp train Market1501/sbs_R50-ibn SOLVER.AMP on
+  fastamp train my.yml OUTPUT_DIR=logs/run --num-gpus 4
+  fastamp train logs/run --resume
+  fastamp train logs/run/model_best.pth DATASETS.NAMES csv:mine.csv OUTPUT_DIR logs/fine_tuned
+  fastamp train my.yml OUTPUT_DIR=logs/run --seeds 0 1 2
 """
 
 import argparse
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fastamp.cli.options import add_plugin_argument
-from fastamp.utils.arguments import add_training_arguments, default_argument_parser
+from fastamp.cli.options import add_plugin_argument, add_source_arguments
+from fastamp.cli.source import CHECKPOINT, CONFIG, evaluation_config, resolve_source, training_config
+from fastamp.utils.arguments import add_launch_arguments, add_run_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 from fastamp.utils.signals import handling
@@ -36,7 +42,9 @@ def argument_parser() -> argparse.ArgumentParser:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_training_arguments(parser)
+    add_source_arguments(parser)
+    add_run_arguments(parser)
+    add_launch_arguments(parser)
     add_plugin_argument(parser)
     parser.add_argument(
         "--dry-run",
@@ -62,10 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def setup(args: argparse.Namespace) -> "CfgNode":
     """Read the config and set up logging; return the frozen config."""
-    from fastamp.config import read_config
     from fastamp.engine import default_setup
 
-    cfg = read_config(args.config_file, args.opts, plugin=getattr(args, "plugin", ""))
+    text = getattr(args, "config_source", "")
+    if args.eval_only and text and resolve_source(text).kind != CONFIG:
+        cfg, _ = evaluation_config(args.config_file, args.opts, plugin=args.plugin, source=text)
+    else:
+        cfg = training_config(args)
     default_setup(cfg, args)
     return cfg
 
@@ -82,7 +93,6 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
     """Train with each of ``args.seeds`` in one process and return the summary of the metrics."""
-    from fastamp.config import read_config
     from fastamp.engine import default_setup
     from fastamp.engine.seeds import train_seeds
 
@@ -90,7 +100,7 @@ def main_seeds(args: argparse.Namespace) -> dict[str, Any]:
         default_setup(cfg, args)
         return _train(cfg, args)
 
-    return train_seeds(read_config(args.config_file, args.opts, plugin=args.plugin), args.seeds, train)
+    return train_seeds(training_config(args), args.seeds, train)
 
 
 def _train(cfg: "CfgNode", args: argparse.Namespace) -> dict[str, Any]:
@@ -103,10 +113,9 @@ def _train(cfg: "CfgNode", args: argparse.Namespace) -> dict[str, Any]:
 
 def run_dry(args: argparse.Namespace, folder: str) -> None:
     """Perform a dry run that writes its files to ``folder``."""
-    from fastamp.config import read_config
     from fastamp.engine.dry_run import dry_run
 
-    dry_run(read_config(args.config_file, args.opts, plugin=args.plugin), folder, resume=args.resume)
+    dry_run(training_config(args), folder, resume=args.resume)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -120,6 +129,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
     if args.seeds and (args.dry_run or args.eval_only):
         raise ConfigError("--seeds cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
+    if args.resume and args.config_source and resolve_source(args.config_source).kind == CHECKPOINT:
+        raise ConfigError(
+            f"--resume continues a run from its folder, got the checkpoint {args.config_source}.\n"
+            f"  fix: fastamp train {Path(args.config_source).parent} --resume"
+        )
     from fastamp.engine import launch
 
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)

@@ -10,7 +10,10 @@ import argparse
 import re
 from pathlib import Path
 
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.options import add_key_values, at_least
+from fastamp.cli.source import evaluation_config, resolve_source
+from fastamp.utils.errors import ConfigError
 
 FORMATS = ("png", "pdf", "svg")
 KINDS = ("rank-lists", "cmc", "roc", "histogram", "grad-cam", "curves")
@@ -18,12 +21,14 @@ KINDS = ("rank-lists", "cmc", "roc", "histogram", "grad-cam", "curves")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    parser.add_argument("source", metavar="RUN", help="checkpoint, or run folder (its model_best.pth)")
+    add_model_arguments(parser)
     parser.add_argument("--data", metavar="NAME", help="test dataset (default: DATASETS.TESTS of the run)")
     parser.add_argument("--kind", nargs="+", choices=KINDS, default=KINDS, help="kinds of figures (default: all)")
-    parser.add_argument("--num", type=int, default=6, metavar="N", help="queries per figure (default: %(default)s)")
     parser.add_argument(
-        "--length", type=int, default=10, metavar="K", help="gallery images per query (default: %(default)s)"
+        "--num", type=at_least(1), default=6, metavar="N", help="queries per figure (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--length", type=at_least(1), default=10, metavar="K", help="gallery images per query (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the random queries (default: %(default)s)")
     parser.add_argument(
@@ -36,12 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="pixels per inch of PNG files, and of the images in PDF and SVG files (default: 120 for png, else 300)",
     )
     parser.add_argument("--output", metavar="DIR", help="output folder (default: pictures/ in the run folder)")
-    parser.add_argument(
-        "--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: %(default)s)"
-    )
-    parser.add_argument(
-        "opts", nargs="*", metavar="KEY VALUE", help="config keys and values that override the config of the run"
-    )
+    add_key_values(parser, dest="key_values")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,19 +51,17 @@ def run(args: argparse.Namespace) -> int:
         UserError: if matplotlib is missing, the run, data or weights are invalid, or a file cannot be written.
     """
     from fastamp.evaluation import ReportOptions
-    from fastamp.inference import Predictor
     from fastamp.inference.visualize import draw_set, write
     from fastamp.report import read_history
     from fastamp.report.curves import health_panels, training_panels
     from fastamp.report.figures import new_figure, panel_figure
 
-    if args.num < 1 or args.length < 1:
-        raise ConfigError(f"--num and --length must be at least 1, got --num {args.num} --length {args.length}")
     dpi = args.dpi or (120 if args.format == "png" else 300)
     if not 20 <= dpi <= 1200:
         raise ConfigError(f"--dpi must be in 20..1200, got {dpi}")
     new_figure(1, 1)  # fails early if matplotlib is missing
-    checkpoint = checkpoint_of(Path(args.source))
+    source = resolve_source(args.checkpoint)
+    checkpoint = Path(source.checkpoint or evaluation_config(args.checkpoint, args.key_values)[0].MODEL.WEIGHTS)
     folder = Path(args.output) if args.output else checkpoint.parent / "pictures"
     kinds = set(args.kind)
     if "curves" in kinds:
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 dpi=dpi,
             )
     if kinds - {"curves"}:
-        predictor = Predictor(checkpoint, device=args.device, opts=args.opts)
+        predictor = predictor_of(args)
         for name in [args.data] if args.data else predictor.cfg.DATASETS.TESTS:
             options = ReportOptions(
                 kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed
@@ -85,24 +83,3 @@ def run(args: argparse.Namespace) -> int:
             target = folder / re.sub(r"[^\w.-]+", "_", name)
             draw_set(predictor, name, kinds, options, target, file_format=args.format, dpi=dpi)
     return 0
-
-
-def checkpoint_of(source: Path) -> Path:
-    """Find the checkpoint to visualize: model_best.pth, else model_final.pth, if ``source`` is a folder.
-
-    Returns:
-        Path of the checkpoint; ``source`` itself if it is not a folder.
-
-    Raises:
-        WeightsError: if ``source`` is a folder that contains neither of these files.
-    """
-    if not source.is_dir():
-        return source
-    for name in ("model_best.pth", "model_final.pth"):
-        if (source / name).is_file():
-            return source / name
-    found = sorted(path.name for path in source.glob("*.pth"))
-    raise WeightsError(
-        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
-        "  fix: give the path of a checkpoint"
-    )

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from fastamp.config.recipes import find_recipe, list_recipes
+from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.files import check_not_device
 
@@ -155,7 +155,8 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
         hint = "\n  fix: correct the path"
         if Path(path).name == "Base-Strongerbaseline.yml":
             hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
-        similar = "" if chain or Path(path).suffix else did_you_mean(path, list_recipes())
+        is_file_name = bool(chain) or Path(path).parent.is_dir()
+        similar = "" if is_file_name else did_you_mean(recipe_name(path), list_recipes())
         raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{similar}{hint}") from None
     except IsADirectoryError:
         raise ConfigError(

@@ -18,6 +18,11 @@ def list_recipes() -> dict[str, Path]:
     return dict(sorted(files.items(), key=lambda item: item[0].lower()))
 
 
+def recipe_name(path: str) -> str:
+    """Return the name of a recipe without ``configs/`` and ``.yml``."""
+    return os.path.splitext(path)[0].removeprefix("configs/") if path.endswith(_SUFFIXES) else path
+
+
 def find_recipe(name: str | os.PathLike[str]) -> Path | None:
     """Return the path of a recipe or base file; None if there is no recipe of this name.
 

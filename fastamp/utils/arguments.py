@@ -23,16 +23,32 @@ def default_argument_parser() -> argparse.ArgumentParser:
 
 def add_training_arguments(parser: argparse.ArgumentParser) -> None:
     """Add FastReID's command-line arguments to ``parser``."""
+    add_run_arguments(parser)
+    add_process_arguments(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add ``--resume`` and ``--eval-only`` to ``parser``."""
     parser.add_argument("--resume", action="store_true", help="continue from OUTPUT_DIR/last_checkpoint")
     parser.add_argument(
         "--eval-only", action="store_true", help="evaluate MODEL.WEIGHTS on DATASETS.TESTS, without training"
     )
-    add_process_arguments(parser)
 
 
 def add_process_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments for the config and for distributed processes to ``parser``."""
     parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
+    add_launch_arguments(parser)
+    parser.add_argument(
+        "opts",
+        nargs=argparse.REMAINDER,
+        metavar="KEY VALUE",
+        help="config keys and values that override the config file",
+    )
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for distributed processes to ``parser``."""
     parser.add_argument(
         "--num-gpus", type=int, default=1, help="number of processes (GPUs) per machine (default: %(default)s)"
     )
@@ -41,9 +57,3 @@ def add_process_arguments(parser: argparse.ArgumentParser) -> None:
         "--machine-rank", type=int, default=0, help="rank of this machine, from 0 (default: %(default)s)"
     )
     parser.add_argument("--dist-url", default=None, help="address of the first machine, e.g. tcp://127.0.0.1:29500")
-    parser.add_argument(
-        "opts",
-        nargs=argparse.REMAINDER,
-        metavar="KEY VALUE",
-        help="config keys and values that override the config file",
-    )

@@ -1,10 +1,5 @@
 #!/usr/bin/env python
-"""Search hyperparameters: tune_net.py --config-file X.yml [--space SPACE.yml] [--num-trials N] [KEY VALUE ...].
-
-Trials are ordinary trainings that are evaluated on held-out training identities (the fraction TUNE.VAL_FRACTION); only
-the winner is evaluated on the test set. OUTPUT_DIR contains best_config.yaml, trials.csv, trials.png and the trials of
-each stage. The exit code is 1 if no trial was evaluated.
-"""
+"""Search hyperparameters; alias of `fastamp tune`."""
 
 import argparse
 import logging
@@ -24,8 +19,6 @@ from autotuner.importance import importances
 from autotuner.picture import draw_trials
 from autotuner.results import table, write_results
 from autotuner.search import (
-    ALGORITHMS,
-    SCHEDULERS,
     Outcome,
     Search,
     best_first,
@@ -41,12 +34,13 @@ from autotuner.space import BATCH, IDENTITIES, IMAGES, Space, default_space, rea
 from autotuner.split import VAL_FRACTION, define_keys, split_training
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.cli.options import add_plugin_argument
-from fastamp.config import CfgNode, get_cfg, load_plugin, read_config
+from fastamp.cli import run_command
+from fastamp.cli.source import training_config
+from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
-from fastamp.engine import DefaultTrainer, run_command_line
+from fastamp.engine import DefaultTrainer
 from fastamp.engine.command_line import TrainingInterrupted, print_exit_message, run_and_capture
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import ignore_closed_stdout, real_path
@@ -59,7 +53,7 @@ _SECONDS_TO_STOP = 10.0
 
 def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
     """Return ``(cfg, val_fraction)``: the trials' base config without TUNE keys, and the value of TUNE.VAL_FRACTION."""
-    with_ours = read_config(args.config_file, args.opts, plugin=args.plugin, define_keys=define_keys)
+    with_ours = training_config(args, define_keys=define_keys)
     cfg = get_cfg()
     if args.plugin:
         load_plugin(args.plugin, cfg)
@@ -76,7 +70,7 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     """
     if args.space:
         return read_space(args.space, cfg)
-    file = default_space(args.config_file)
+    file = default_space(args.config_source or args.config_file)
     space = read_space(file, cfg)
     if args.scheduler == "pbt":
         space = Space([each for each in space.parameters.values() if is_mutable(each.key)])
@@ -317,55 +311,15 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
     return 0
 
 
-def cli(argv: list[str] | None = None) -> int:
-    """Run the command line and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config-file", default="", metavar="FILE", help="YAML config file")
-    parser.add_argument("--space", default="", metavar="FILE", help="YAML file of the search space "
-                        "(default: that of the recipe in projects/FastTune/configs)")  # fmt: skip
-    parser.add_argument("--num-trials", type=_positive_int, default=20, help="number of trials (default: %(default)s)")
-    parser.add_argument("--srch-algo", choices=ALGORITHMS, help="search algorithm (default: hyperopt; random with pbt)")
-    parser.add_argument("--scheduler", choices=SCHEDULERS, help="trial scheduler (default: asha; hyperband with bohb)")
-    parser.add_argument("--pbt", action="store_true", help="alias of --scheduler pbt")
-    parser.add_argument("--then-refine", type=_positive_int, default=0, metavar="N",
-                        help="run N more trials with hyperopt in a third of each range around the winner")  # fmt: skip
-    parser.add_argument("--train-best", action="store_true",
-                        help="compare winner and recipe, trained with several seeds on all identities")  # fmt: skip
-    parser.add_argument(
-        "--seeds", type=_positive_int, default=3, help="number of seeds of --train-best (default: %(default)s)"
-    )
-    parser.add_argument("--resume", action="store_true", help="continue the search in OUTPUT_DIR")
-    parser.add_argument(
-        "--address", default="", help="address of a running Ray cluster; auto for the cluster of this machine"
-    )
-    parser.add_argument(
-        "--cpus-per-trial", type=_resource_amount, default=1, help="CPUs per trial (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--gpus-per-trial",
-        type=_resource_amount,
-        help="GPUs per trial, may be a fraction (default: 1 if the config trains on a GPU)",
-    )
-    parser.add_argument(
-        "--max-concurrent",
-        type=_positive_int,
-        default=0,
-        help="maximum number of concurrent trials (default: as many as fit)",
-    )
-    parser.add_argument(
-        "--max-failures", type=_positive_int, default=0, help="maximum restarts of a crashed trial (default: 0)"
-    )
-    parser.add_argument(
-        "--seed",
-        type=_non_negative_int,
-        default=0,
-        help="seed of the sampling and of the validation split (default: 0)",
-    )
-    add_plugin_argument(parser)
-    parser.add_argument("opts", nargs=argparse.REMAINDER, metavar="KEY VALUE", help="config keys and their values")
-    args = parser.parse_args(argv)
+def run(args: argparse.Namespace) -> int:
+    """Run the search with the arguments of ``fastamp tune``; return the exit code.
+
+    Raises:
+        ConfigError: if an argument is invalid.
+        TrainingInterrupted: if a signal stops the search.
+    """
     if args.pbt and args.scheduler not in (None, "pbt"):
-        parser.error(f"--pbt and --scheduler {args.scheduler} cannot be combined.\n  fix: remove one of them")
+        raise ConfigError(f"--pbt and --scheduler {args.scheduler} cannot be combined.\n  fix: remove one of them")
     if args.pbt:
         args.scheduler = "pbt"
     args.srch_algo = args.srch_algo or ("random" if args.scheduler == "pbt" else "hyperopt")
@@ -388,35 +342,16 @@ def cli(argv: list[str] | None = None) -> int:
         print_exit_message(outcome)
         return outcome.code or codes[0]
 
-    def command() -> None:
-        try:
-            codes.append(tune(args, finish))
-        except SearchInterrupted as interruption:
-            interrupted(interruption.signal_number)
-
-    return run_command_line(command) or codes[0]
-
-
-def _non_negative_int(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 0, got {text!r}")
-    return int(text)
-
-
-def _positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text!r}")
-    return int(text)
-
-
-def _resource_amount(text: str) -> float:
     try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not (0 < number <= 1 or (number > 1 and number.is_integer())):
-        raise argparse.ArgumentTypeError(f"expected a number in (0, 1] or an integer above 1, got {text!r}")
-    return number
+        return tune(args, finish)
+    except SearchInterrupted as interruption:
+        interrupted(interruption.signal_number)
+    return codes[0]
+
+
+def cli(argv: list[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    return run_command("tune", argv)
 
 
 if __name__ == "__main__":

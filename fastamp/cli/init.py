@@ -1,0 +1,53 @@
+"""Create a project folder: a config, a custom component and a README with the commands to run.
+
+examples:
+  fastamp init my_project
+  fastamp init my_project --recipe Market1501/bagtricks_R50
+"""
+
+import argparse
+from pathlib import Path
+
+from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
+from fastamp.utils.errors import ConfigError, did_you_mean, writing
+from fastamp.utils.resources import resource_folder
+
+NEEDS_TORCH = False
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.add_argument("folder", metavar="FOLDER", help="folder to create")
+    parser.add_argument(
+        "--recipe", default="Demo/quickstart", metavar="NAME", help="recipe to start from (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the files of the project.
+
+    Raises:
+        ConfigError: if the folder is not empty or cannot be written, or there is no such recipe.
+    """
+    folder, recipe = Path(args.folder).expanduser(), recipe_name(args.recipe)
+    if find_recipe(recipe) is None:
+        raise ConfigError(
+            f"--recipe {args.recipe}: unknown recipe.{did_you_mean(recipe, list_recipes())}\n"
+            "  fix: choose one of `fastamp recipes`"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{args.folder} exists and is not empty.\n  fix: choose a new folder")
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for template in sorted(resource_folder("cli/project").iterdir()):
+            if template.suffix not in (".md", ".yml", ".py"):  # e.g. __pycache__
+                continue
+            text = template.read_text(encoding="utf-8").replace("RECIPE", recipe).replace("PROJECT", _name(folder))
+            (folder / template.name).write_text(text, encoding="utf-8")
+            print(f"wrote {folder / template.name}")
+    print(f"next: cd {args.folder} && fastamp train config.yml --plugin components.py")
+    return 0
+
+
+def _name(folder: Path) -> str:
+    return folder.resolve().name

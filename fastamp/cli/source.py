@@ -1,0 +1,230 @@
+"""First argument of a command: a recipe, YAML file, checkpoint or run folder."""
+
+import argparse
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
+from fastamp.utils.moved import renamed_arguments
+
+if TYPE_CHECKING:
+    from fastamp.config import CfgNode
+
+CONFIG, CHECKPOINT, RUN = "config", "checkpoint", "run folder"
+_YAML = (".yml", ".yaml")
+# Keys of the machine that trained, not of the model.
+_MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Config or model that the first argument of a command names.
+
+    Attributes:
+        text: the argument.
+        kind: ``CONFIG`` (a recipe or YAML file), ``CHECKPOINT`` or ``RUN``.
+        path: path of the file or folder.
+    """
+
+    text: str
+    kind: str
+    path: Path
+
+    @property
+    def checkpoint(self) -> str:
+        """Path of the checkpoint, or of the best checkpoint of the run folder; empty for a config.
+
+        Raises:
+            WeightsError: if the run folder has no checkpoint.
+        """
+        return "" if self.kind == CONFIG else str(checkpoint_of(self.path))
+
+
+def resolve_source(text: str | os.PathLike[str]) -> Source:
+    """Find the recipe, YAML file, checkpoint or run folder that a command names.
+
+    An existing file or folder has precedence over a recipe. A missing file with a suffix is not an error here: reading
+    it reports more details.
+
+    Raises:
+        ConfigError: if ``text`` is neither an existing path nor a recipe.
+    """
+    from fastamp.config.recipes import find_recipe, list_recipes
+
+    text = os.fspath(text)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return Source(text, RUN, path)
+    if not path.exists():
+        if recipe := find_recipe(text):
+            return Source(text, CONFIG, recipe)
+        if not path.suffix:
+            raise ConfigError(
+                f"{text!r} was not found.{did_you_mean(text, list_recipes())}\n"
+                "  expected: a recipe, YAML file, checkpoint or run folder\n"
+                "  fix: correct the path, or choose one of `fastamp recipes`"
+            )
+    return Source(text, CONFIG if path.suffix.lower() in _YAML else CHECKPOINT, path)
+
+
+def checkpoint_of(source: str | os.PathLike[str]) -> Path:
+    """Find the checkpoint to evaluate: model_best.pth, else model_final.pth, if ``source`` is a folder.
+
+    Returns:
+        Path of the checkpoint; ``source`` itself if it is not a folder.
+
+    Raises:
+        WeightsError: if ``source`` is a folder that contains neither of these files.
+    """
+    source = Path(source)
+    if not source.is_dir():
+        return source
+    for name in ("model_best.pth", "model_final.pth"):
+        if (source / name).is_file():
+            return source / name
+    found = sorted(path.name for path in source.glob("*.pth"))
+    raise WeightsError(
+        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
+        "  fix: give the path of a checkpoint"
+    )
+
+
+@renamed_arguments(parts="plugin")
+def config_of(
+    source: str | os.PathLike[str], plugin: str = "", *, define_keys: "Callable[[CfgNode], None] | None" = None
+) -> "CfgNode":
+    """Read the complete config of a recipe, YAML file, checkpoint or run folder; the result is not frozen.
+
+    In the config of a checkpoint or run folder no key counts as set (``CfgNode.is_set``), since it contains all keys.
+
+    Raises:
+        UserError: if ``source`` cannot be read or contains no config.
+    """
+    from fastamp.config import CfgNode, read_config
+
+    found = resolve_source(source)
+    path = found.path
+    if found.kind == RUN:
+        path /= "config.yaml"
+        if not path.is_file():
+            raise ConfigError(
+                f"{found.text}: not a run folder: config.yaml not found.\n"
+                "  fix: give a run folder, YAML file or checkpoint"
+            )
+    defaults = read_config("", [], plugin=plugin, define_keys=define_keys)
+    cfg = defaults.clone()
+    cfg.defrost()
+    if found.kind == CHECKPOINT:
+        from fastamp.checkpoint.entries import merge_from_checkpoint
+
+        merge_from_checkpoint(cfg, path)
+        return cfg
+    cfg.merge_from_file(path)
+    if found.kind == RUN:
+        complete, cfg = cfg, defaults.clone()
+        cfg.defrost()
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(complete.dump()))
+    return cfg
+
+
+def training_config(
+    args: argparse.Namespace, *, define_keys: "Callable[[CfgNode], None] | None" = None, with_weights: bool = False
+) -> "CfgNode":
+    """Read the config of a training from SOURCE, ``--config-file`` and KEY VALUE.
+
+    A run folder is also OUTPUT_DIR. A checkpoint is also MODEL.WEIGHTS, and OUTPUT_DIR and the image cache keep their
+    defaults.
+
+    Args:
+        args: arguments of the command line; ``config_source`` and ``plugin`` are optional.
+        define_keys: see ``read_config``. Default None.
+        with_weights: also set MODEL.WEIGHTS for a run folder. Default False.
+
+    Raises:
+        UserError: if SOURCE, a key or a value is invalid.
+    """
+    from fastamp.config import read_config
+
+    text, plugin = getattr(args, "config_source", ""), getattr(args, "plugin", "")
+    if not text:
+        return read_config(args.config_file, args.opts, plugin=plugin, define_keys=define_keys)
+    if args.config_file:
+        raise ConfigError(f"got two configs, {text} and --config-file {args.config_file}.\n  fix: remove one of them")
+    found = resolve_source(text)
+    if found.kind == CONFIG:
+        return read_config(text, args.opts, plugin=plugin, define_keys=define_keys)
+    cfg = config_of(text, plugin, define_keys=define_keys)
+    if found.kind == RUN:
+        cfg.OUTPUT_DIR = text
+        if with_weights:
+            cfg.MODEL.WEIGHTS = found.checkpoint
+    else:
+        cfg.merge_from_other_cfg(_machine_defaults() | {"MODEL.WEIGHTS": found.checkpoint})
+    cfg.merge_from_list(args.opts)
+    cfg.freeze()
+    return cfg
+
+
+@renamed_arguments(parts="plugin")
+def evaluation_config(
+    config_file: str, opts: Sequence[str], *, plugin: str = "", source: str = ""
+) -> tuple["CfgNode", str]:
+    """Read the config of an evaluation from a file, else from the checkpoint, else from the defaults.
+
+    Args:
+        config_file: path of a YAML file or name of a recipe; "" for the config in the checkpoint.
+        opts: ``[KEY, VALUE, ...]`` pairs that override this config.
+        plugin: see ``read_config``.
+        source: checkpoint or run folder, which sets MODEL.WEIGHTS, or a recipe or YAML file; "" for none. Default "".
+
+    Returns:
+        ``(config, source)``: the frozen config, and a description of where it was read from.
+
+    Raises:
+        ConfigError: if a file, key or value is invalid, or MODEL.WEIGHTS is not set.
+        WeightsError: if the checkpoint cannot be read or its config is incompatible.
+    """
+    from fastamp.checkpoint.entries import merge_if_config
+    from fastamp.config import read_config
+
+    found = resolve_source(source) if source else None
+    if found and found.kind == CONFIG:
+        if config_file:
+            raise ConfigError(f"got two configs, {source} and --config-file {config_file}.\n  fix: remove one of them")
+        config_file = source
+    elif found:
+        opts = ["MODEL.WEIGHTS", found.checkpoint, *opts]
+    given = read_config(config_file, opts, plugin=plugin)
+    weights = given.MODEL.WEIGHTS
+    if not weights:
+        raise ConfigError(
+            "MODEL.WEIGHTS is not set.\n"
+            "  fix: give a checkpoint or run folder, or add MODEL.WEIGHTS path/to/model_best.pth"
+        )
+    if config_file:
+        return given, config_file
+    cfg = read_config("", [], plugin=plugin).clone()
+    cfg.defrost()
+    if not merge_if_config(cfg, weights):
+        not_the_model = {"MODEL.WEIGHTS", "MODEL.DEVICE"}
+        if not any(key.startswith("MODEL.") and key not in not_the_model for key in opts[::2]):
+            raise ConfigError(
+                f"{weights} contains no config, so the model is unknown.\n"
+                "  fix: add --config-file X.yml with the config of the training, or convert the weights with "
+                "`fastamp import`, which infers the config of many models"
+            )
+        return given, f"the defaults, because {weights} contains no config"
+    model = {"MODEL.DEVICE": "auto", "MODEL.COMPILE": "off", "MODEL.HEADS.NUM_CLASSES": 0}
+    cfg.merge_from_other_cfg(_machine_defaults() | model)
+    cfg.merge_from_list(opts)
+    cfg.freeze()
+    return cfg, f"from {weights}"
+
+
+def _machine_defaults() -> dict[str, object]:
+    from fastamp.config import get_cfg
+
+    return {key.path: value for key, value in get_cfg().keys_below() if key.path in _MACHINE_KEYS}

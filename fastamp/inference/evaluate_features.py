@@ -1,0 +1,193 @@
+"""Evaluation of features saved by fastamp or another program."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastamp.amp import resolve_device
+from fastamp.config import CfgNode
+from fastamp.evaluation import Identities, Protocol, compute_metrics, print_results
+from fastamp.evaluation.evaluator import ranking_device, write_per_query
+from fastamp.evaluation.roc import write_roc
+from fastamp.inference.features_file import open_arrays, read_array
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
+
+SIDES = ("query", "gallery")
+COLUMNS = ("features", "pids", "camids")
+# Keys that only affect the computation of features, or that this tool replaces by an option.
+WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QUERY")
+
+
+def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
+    """Read the query and gallery arrays of an npz file: name -> array.
+
+    Args:
+        path: npz file.
+        cameras: True if the arrays of camids are required.
+
+    Raises:
+        DataError: if the file is missing, damaged or not an npz file, or arrays are missing.
+    """
+    names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
+    needed = [name for name in names if cameras or "camids" not in name]
+    with open_arrays(path, "npz file of plain arrays", fix="write the file with numpy.savez") as archive:
+        found = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
+        if "split" in found and not any(name in found for name in names):
+            columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in found}
+            arrays = split_arrays(columns)
+        else:
+            arrays = {name: read_array(archive, name) for name in needed if name in found}
+    missing = [name for name in needed if name not in arrays]
+    if missing:
+        text = f"{path} has no {', '.join(missing)}."
+        if all("camids" in name for name in missing):
+            text += "\n  fix: add them, or set TEST.PROTOCOL to no_camera"
+        else:
+            text += did_you_mean(missing[0], [name for name in found if name not in names])
+        raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
+    return arrays
+
+
+def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Split the arrays of an extraction into query and gallery arrays; consecutive rows become views."""
+    split, arrays = file["split"], {}
+    if split.ndim != 1 or split.dtype.kind != "U":
+        raise DataError(
+            f"split: expected an array of shape (N,) of the strings query and gallery; got {split.dtype} of shape "
+            f"{split.shape}"
+        )
+    for column in COLUMNS:
+        rows = np.atleast_1d(file.get(column, np.empty(0)))
+        for side in SIDES:
+            chosen = np.flatnonzero(split == side)
+            if not len(chosen) or len(rows) != len(split):
+                continue
+            consecutive = chosen[-1] - chosen[0] == len(chosen) - 1
+            arrays[f"{side}_{column}"] = rows[chosen[0] : chosen[-1] + 1] if consecutive else rows[chosen]
+    return arrays
+
+
+def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
+    """Return the query or gallery features as a float tensor (N, D).
+
+    Raises:
+        DataError: if the array is not numeric or not two-dimensional.
+    """
+    features = arrays[f"{side}_features"]
+    if features.ndim != 2 or features.dtype.kind not in "fiu":
+        raise DataError(
+            f"{side}_features: expected a numeric array of shape (N, D); got {features.dtype} of shape {features.shape}"
+        )
+    native = features.dtype.newbyteorder("=")
+    native = native if native in (np.float16, np.float32, np.float64) else np.float32
+    return torch.from_numpy(np.ascontiguousarray(features, dtype=native))
+
+
+def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a column of queries and gallery as int64 tensors ``(Q,)`` and ``(G,)``.
+
+    If any value is text that is not an integer, each distinct value is replaced by a number.
+
+    Raises:
+        DataError: if an array is neither integers nor text, or not one-dimensional.
+    """
+    both = []
+    for side in SIDES:
+        array = arrays[f"{side}_{column}"]
+        if array.dtype.kind == "S":
+            array = np.char.decode(array, "latin-1")
+        if array.ndim != 1 or not (array.dtype.kind in "iuU" or _is_integral(array)):
+            raise DataError(
+                f"{side}_{column}: expected an array of integers or text of shape (N,); got {array.dtype} of shape "
+                f"{array.shape}"
+            )
+        both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
+    try:
+        both = [array.astype(np.int64) for array in both]
+    except (ValueError, OverflowError):
+        _, numbers = np.unique(np.concatenate([array.astype(str) for array in both]), return_inverse=True)
+        both = np.split(numbers.reshape(-1), [len(both[0])])
+    return tuple(torch.from_numpy(array.astype(np.int64)) for array in both)
+
+
+def _is_integral(array: np.ndarray) -> bool:
+    # float64 cannot represent every integer above 2^53.
+    return array.dtype.kind == "f" and bool((np.abs(array) < 2**53).all()) and np.array_equal(array, np.round(array))
+
+
+def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: bool = False) -> None:
+    """Compute the metrics, print them and write the files.
+
+    Args:
+        path: npz file.
+        cfg: config; only the keys below TEST, MODEL.DEVICE and OUTPUT_DIR are used.
+        per_query: npz file to write the results of each query to. Default None: not written.
+        as_json: print JSON instead of a table. Default False.
+
+    Raises:
+        UserError: if the file or a value is invalid, or a file cannot be written.
+    """
+    protocol = Protocol.from_config(cfg)
+    arrays = read_arrays(path, cameras=protocol.cross_camera)
+    (query_pids, gallery_pids), (query_camids, gallery_camids) = (
+        numbers_of(arrays, name) if f"query_{name}" in arrays else no_cameras(arrays) for name in COLUMNS[1:]
+    )
+    ids = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
+    features = [features_of(arrays, side) for side in SIDES]
+    saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
+    arrays.clear()
+    device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
+    # With --json, only JSON may be printed on stdout.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result = compute_metrics(*(side.to(device) for side in features), ids, protocol)
+    metrics = result.metrics()
+    name, written = Path(path).stem, []
+    if per_query is not None:
+        written.append(Path(per_query))
+        write_per_query(result, written[0])
+    if result.roc is not None:
+        written += write_roc(result.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR) / "evaluation" / name)
+    if as_json:
+        counted = {"num_valid_queries": result.ranking.num_valid}
+        print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
+        return
+    widest = torch.promote_types(*(side.dtype for side in features))
+    print_results({name: metrics}, protocol=f"{protocol.describe(widest)}; features saved as {saved}")
+    for file in written:
+        print(f"wrote {file}")
+
+
+def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return zeros as camera IDs of queries and gallery: int64 tensors ``(Q,)`` and ``(G,)``."""
+    return tuple(torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
+
+
+def check(cfg: CfgNode, opts: Sequence[str], *, per_query: str | None = None) -> None:
+    """Check the options before any computation.
+
+    Raises:
+        ConfigError: if a key has no effect on saved features, or an output file cannot be created.
+    """
+    for key in opts[::2]:
+        if key.startswith(WITHOUT_EFFECT):
+            fix = (
+                "use --per-query OUT.npz"
+                if key.startswith("TEST.PER_QUERY")
+                else "set it when you compute the features"
+            )
+            raise ConfigError(f"{key} has no effect on saved features.\n  fix: {fix}")
+    if per_query is not None:
+        path = Path(per_query)
+        if path.is_dir() or not path.parent.is_dir():
+            raise ConfigError(
+                f"--per-query: expected a file in an existing folder, got {per_query!r}.\n"
+                "  fix: create the folder, or choose another file"
+            )
+    if cfg.TEST.ROC.ENABLED:
+        with writing(cfg.OUTPUT_DIR):
+            Path(cfg.OUTPUT_DIR).mkdir(parents=True, exist_ok=True)
