@@ -47,7 +47,7 @@ def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
     """Create the error for a checkpoint without a config."""
     return WeightsError(
         f"{checkpoint} contains no config, so the model cannot be built.\n"
-        "  fix: convert the file with python tools/import_checkpoint.py, which adds a config"
+        "  fix: convert the file with `fastamp import`, which adds a config"
     )
 
 
@@ -77,5 +77,5 @@ def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> Weigh
     """Create the error for a damaged entry; ``wrong`` describes the mismatch."""
     return WeightsError(
         f"{checkpoint} has unexpected content or is damaged.\n  {wrong}\n"
-        "  fix: use another checkpoint of the run, or import the weights with tools/import_checkpoint.py"
+        "  fix: use another checkpoint of the run, or import the weights with `fastamp import`"
     )

@@ -7,8 +7,9 @@ found, 1 if a finding invalidates results, 2 for an unknown or missing dataset.
 
 examples:
   fastamp check-data Market1501
-  fastamp check-data csv:my_images.csv --config-file configs/Market1501/bagtricks_R50.yml
+  fastamp check-data csv:my_images.csv --config-file Market1501/bagtricks_R50
   fastamp check-data csv:my_images.csv --write-clean clean.csv
+  fastamp check-data my.yml
 """
 
 import argparse
@@ -17,11 +18,14 @@ from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
-from fastamp.cli.options import add_plugin_argument
+from fastamp.cli.options import add_key_values, add_plugin_argument, dataset_argument
+from fastamp.cli.source import is_source, training_config
 from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.files import folder_name
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
 if TYPE_CHECKING:
+    from fastamp.config import CfgNode
     from fastamp.data.check import Report
 
 _BAR = 40
@@ -62,7 +66,10 @@ def _histogram(report: "Report", *, lines: int = 8) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument(
-        "name", metavar="NAME", help="dataset, as in DATASETS.NAMES: a registered name, csv:FILE or folder:FOLDER"
+        "name",
+        metavar="NAME",
+        help="dataset as in DATASETS.NAMES: a registered name, csv:FILE or folder:FOLDER; or a recipe, YAML file, "
+        "checkpoint or run folder, whose datasets are checked",
     )
     parser.add_argument(
         "--output",
@@ -87,34 +94,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "images are similar)",
     )
     add_plugin_argument(parser)
-    parser.add_argument("opts", nargs="*", metavar="KEY VALUE", help="config keys and values")
+    add_key_values(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report and write the contact sheet; return 1 if a finding is an error, else 0."""
+    """Print the reports and write the contact sheets; return 1 if a finding is an error, else 0."""
     from fastamp.config import read_config
-    from fastamp.data.build import build_dataset, find_training_problems
-    from fastamp.data.check import check_dataset, contact_sheet, write_clean
 
     clean = Path(args.write_clean).expanduser()
     if args.write_clean and clean.exists():
         raise ConfigError(f"--write-clean {clean}: this file exists already.\n  fix: choose another name")
-    cfg = read_config(args.config_file, args.opts, plugin=args.plugin)
-    dataset = build_dataset(args.name, cfg, skip_invalid=True)
+    if not is_source(args.name):
+        cfg = read_config(args.config_file, args.opts, plugin=args.plugin)
+        recipe = args.config_file or "default config; add --config-file RECIPE to check the recipe of a run"
+        return int(_check(args, args.name, cfg, recipe, Path(args.output)))
+    args.config_source = args.name
+    cfg = training_config(args)
+    names = list(dict.fromkeys([*cfg.DATASETS.NAMES, *cfg.DATASETS.TESTS]))
+    if args.write_clean and len(names) > 1:
+        raise ConfigError(
+            f"--write-clean needs one dataset; {args.name} has {', '.join(names)}.\n"
+            "  fix: give the name of one dataset instead"
+        )
+    folders = [Path(args.output) / folder_name(name) if len(names) > 1 else Path(args.output) for name in names]
+    checks = [_check(args, name, cfg, args.name, folder) for name, folder in zip(names, folders, strict=True)]
+    return int(any(checks))
+
+
+def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, folder: Path) -> bool:
+    """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
+    from fastamp.data.build import build_dataset, find_training_problems
+    from fastamp.data.check import check_dataset, contact_sheet, write_clean
+
+    with dataset_argument("dataset"):
+        dataset = build_dataset(name, cfg, skip_invalid=True)
     report = check_dataset(
         dataset,
         max_pixels=cfg.INPUT.MAX_PIXELS,
         near_duplicate_bits=args.near_duplicates,
         training_problems=find_training_problems(dataset, cfg),
     )
-    checked = f"run: {args.config_file or 'default config; add --config-file RECIPE.yml to check the recipe of a run'}"
-    print(sanitize_terminal_text(f"{args.name}\n{checked}\n\n{text(report)}\n"), flush=True)
-    sheet = Path(args.output) / "contact_sheet.png"
+    print(sanitize_terminal_text(f"{name}\nrun: {recipe}\n\n{text(report)}\n"), flush=True)
+    sheet = folder / "contact_sheet.png"
     with writing(sheet):
         contact_sheet(dataset, sheet)
     print(f"wrote {sheet}")
     if args.write_clean:
+        clean = Path(args.write_clean).expanduser()
         count, excluded = write_clean(dataset, report, clean)
         invalid = len(getattr(dataset, "invalid_lines", ()))
         print(f"wrote {clean}: {count} images; excluded {excluded} images and {invalid} invalid lines")
-    return int(report.has_errors)
+    return report.has_errors

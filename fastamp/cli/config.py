@@ -29,6 +29,7 @@ from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import renamed_arguments
 
+NEEDS_TORCH = False
 _SOURCE = "recipe, YAML file, checkpoint or run folder"
 
 

@@ -8,7 +8,7 @@ examples:
 import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
-from fastamp.cli.options import add_key_values
+from fastamp.cli.options import add_key_values, dataset_argument
 
 PRECISIONS = ("float32", "fp16")
 
@@ -56,17 +56,18 @@ def run(args: argparse.Namespace) -> int:
     """Export the model and print the comparison."""
     from fastamp.inference.export import export
 
-    report = export(
-        predictor_of(args),
-        args.output,
-        precision=args.precision,
-        normalization=args.normalization,
-        l2=args.l2,
-        data=args.data,
-        max_images=args.max_images,
-        tolerance=args.tolerance,
-        opset=args.opset,
-    )
+    with dataset_argument("--data"):
+        report = export(
+            predictor_of(args),
+            args.output,
+            precision=args.precision,
+            normalization=args.normalization,
+            l2=args.l2,
+            data=args.data,
+            max_images=args.max_images,
+            tolerance=args.tolerance,
+            opset=args.opset,
+        )
     print(report.table())
     print(f"wrote {report.path} ({report.format}, {report.size / 2**20:.1f} MiB)")
     return 0

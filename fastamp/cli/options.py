@@ -3,8 +3,10 @@
 import argparse
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugin_argument"})
@@ -60,6 +62,18 @@ def at_least(lowest: int) -> Callable[[str], int]:
     return number
 
 
+@contextmanager
+def dataset_argument(name: str) -> Iterator[None]:
+    """Name the argument that the user typed, instead of DATASETS.NAMES, in errors about an unknown dataset."""
+    try:
+        yield
+    except ConfigError as error:
+        text = str(error)
+        if not text.startswith("DATASETS.NAMES: "):
+            raise
+        raise ConfigError(f"{name}: {text.removeprefix('DATASETS.NAMES: ')}") from error
+
+
 def is_key(word: str) -> bool:
     """Return True if a word is spelled as a config key, ``KEY`` or ``KEY=VALUE``, and is not an existing file."""
     return bool(_KEY.fullmatch(word.partition("=")[0])) and not os.path.exists(word)
@@ -86,12 +100,23 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
 
     Without SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
     """
+    with_lists = {name for each in parser._actions if each.nargs in ("+", "*") for name in each.option_strings}
     words: list[str] = []
-    for word in argv:  # argparse would parse the value in SOLVER.BIAS -1e-3 as a flag
-        if words and _NEGATIVE_NUMBER.match(word) and is_key(words[-1]) and "=" not in words[-1]:
-            words[-1] += f"={word}"
+    lists: list[list[str]] = []  # of flags with several values, which end at a KEY
+    in_list = False
+    for word in argv:
+        is_value = not word.startswith("-") or _NEGATIVE_NUMBER.match(word)
+        if word in with_lists and word != "--opts":
+            lists.append([word])
+            in_list = True
+        elif in_list and is_value and not is_key(word):
+            lists[-1].append(word)
+        elif words and _NEGATIVE_NUMBER.match(word) and is_key(words[-1]) and "=" not in words[-1]:
+            words[-1] += f"={word}"  # argparse would parse the value in SOLVER.BIAS -1e-3 as a flag
         else:
             words.append(word)
+            in_list = False
+    words += [word for each in lists for word in each]
     try:
         args = parser.parse_intermixed_args(words)
     except TypeError:  # not supported with subcommands

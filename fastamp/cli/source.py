@@ -70,6 +70,16 @@ def resolve_source(text: str | os.PathLike[str]) -> Source:
     return Source(text, CONFIG if path.suffix.lower() in _YAML else CHECKPOINT, path)
 
 
+def is_source(text: str) -> bool:
+    """Return True if ``text`` is spelled as a YAML file or checkpoint, or is an existing run folder or a recipe."""
+    from fastamp.config.recipes import find_recipe
+
+    if ":" in text:  # csv:FILE
+        return False
+    path = Path(text).expanduser()
+    return path.suffix in (*_YAML, ".pth") or (path / "config.yaml").is_file() or find_recipe(text) is not None
+
+
 def checkpoint_of(source: str | os.PathLike[str]) -> Path:
     """Find the checkpoint to evaluate: model_best.pth, else model_final.pth, if ``source`` is a folder.
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
-from fastamp.cli.options import add_key_values, at_least
+from fastamp.cli.options import add_key_values, at_least, dataset_argument
 from fastamp.cli.source import evaluation_config, resolve_source
 from fastamp.utils.errors import ConfigError
 
@@ -81,5 +81,6 @@ def run(args: argparse.Namespace) -> int:
                 kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed
             )
             target = folder / re.sub(r"[^\w.-]+", "_", name)
-            draw_set(predictor, name, kinds, options, target, file_format=args.format, dpi=dpi)
+            with dataset_argument("--data" if args.data else "DATASETS.TESTS"):
+                draw_set(predictor, name, kinds, options, target, file_format=args.format, dpi=dpi)
     return 0

@@ -103,7 +103,7 @@ class NonFiniteLocation:
         names = list(dict.fromkeys([*self.forced, *names])) if any(names) else []
         force = f'set SOLVER.AMP.FORCE_FP32 "{names}"' if names else "compute it in float32 with fastamp.amp.force_fp32"
         alternative = "" if self.dtype == "bfloat16" else ", or SOLVER.AMP.DTYPE bfloat16"
-        return f"{force}{alternative}; run tools/amp_doctor.py to find all modules that need float32"
+        return f"{force}{alternative}; run `fastamp doctor` to find all modules that need float32"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, for a crash dump."""

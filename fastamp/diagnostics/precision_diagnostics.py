@@ -239,7 +239,7 @@ class PrecisionDiagnostics:
             return message
         crash = build_crash_dump(step.model, message=message, config=self.config, frozen=tuple(step.frozen), **details)
         try:
-            outcome = f"replay: python tools/amp_replay.py {crash.write(self.folder)}"
+            outcome = f"replay: fastamp replay {crash.write(self.folder)}"
         except (OSError, WriteError) as error:  # the message is still raised
             outcome = f"(no crash dump was written: {error})"
         # All ranks report the crash dump of the rank with the reported location.

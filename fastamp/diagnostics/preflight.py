@@ -152,7 +152,7 @@ def _check_batch(
     report.problem, report.kernel = check.problem, check.kernel
     if check.imprecise and check.problem == check.imprecise:
         report.problem += (
-            "\n  fix:   run tools/amp_doctor.py, which lists these layers and suggests a value of SOLVER.AMP.FORCE_FP32"
+            "\n  fix:   run `fastamp doctor`, which lists these layers and suggests a value of SOLVER.AMP.FORCE_FP32"
         )
     report.location = None if check.kernel else check.location
     report.losses = {name: (value, check.losses.get(name, value)) for name, value in reference.losses.items()}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.engine.failure_monitor import Outcome
+from fastamp.utils.color import color_message
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.files import discard_stdout, stdout_has_no_reader
 from fastamp.utils.lock import unlock_all
@@ -135,4 +136,5 @@ def print_exit_message(outcome: Outcome) -> None:
     """Print the message of an outcome to stderr. If the rank is above 0, the message starts with the rank."""
     if outcome.message:
         who = f"rank {outcome.rank}: " if outcome.rank and outcome.kind != "lost" else ""
-        print(sanitize_terminal_text(f"{who}{outcome.message}"), file=sys.stderr, flush=True)
+        text = sanitize_terminal_text(f"{who}{outcome.message}")
+        print(color_message(text, sys.stderr), file=sys.stderr, flush=True)

@@ -28,6 +28,14 @@ def color_message(text: str, stream: TextIO) -> str:
     return _FIX.sub(lambda found: paint(found[1], "green"), text)
 
 
+def color_level(text: str, level: str, stream: TextIO) -> str:
+    """Color the level, e.g. ``WARNING:``, and ``fix:`` in a log line, if the stream has colors."""
+    if not has_color(stream):
+        return text
+    text = text.replace(f"{level}:", paint(f"{level}:", "yellow" if level == "WARNING" else "red"), 1)
+    return _FIX.sub(lambda found: paint(found[1], "green"), text)
+
+
 def color_help(text: str, stream: TextIO) -> str:
     """Print the headings of a help text in bold, if the stream has colors."""
     return _HEADING.sub(lambda found: paint(found[1], "bold"), text) if has_color(stream) else text

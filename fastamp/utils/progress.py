@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TextIO, TypeVar
 
 from fastamp.utils import comm
+from fastamp.utils.color import color_level
 from fastamp.utils.files import discard_stdout
 
 with warnings.catch_warnings():
@@ -101,6 +102,11 @@ class ConsoleHandler(logging.StreamHandler):
             discard_stdout()
         else:
             super().handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Format a record; on a terminal, the level and ``fix:`` of warnings and errors are colored."""
+        text = super().format(record)
+        return color_level(text, record.levelname, self.stream) if record.levelno >= logging.WARNING else text
 
 
 def track(items: Iterable[T], total: int, title: str) -> Iterator[T]:

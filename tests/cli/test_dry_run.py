@@ -124,7 +124,7 @@ def test_dry_run_exits_with_2_if_weights_are_not_finite(dry_run, tmp_path):
     options = ("MODEL.WEIGHTS", tmp_path / "nan.pth", "MODEL.WEIGHTS_MIN_MATCH", "0")
     code, _, err = dry_run(*options)
     assert code == 2 and "pre-flight" in err
-    assert "amp_replay" not in err  # there is no crash dump to replay
+    assert "fastamp replay" not in err  # there is no crash dump to replay
 
 
 def test_dry_run_rejects_eval_only_flag(dry_run):

@@ -313,7 +313,7 @@ def test_preflight_raises_warns_or_falls_back_if_a_layer_is_wrong(broken, choice
         with pytest.raises(TrainingError, match=r"backbone.layer2.0.conv1 \(Conv2d\) in bfloat16") as error:
             diagnostics.before_first_step(step, batch, requested)
         assert "SOLVER.AMP.FORCE_FP32 \"['backbone.layer2.0.conv1']\"" in str(error.value)
-        assert "amp_replay" not in str(error.value)  # a replay does not reproduce it
+        assert "fastamp replay" not in str(error.value)  # a replay does not reproduce it
         return
     chosen = diagnostics.before_first_step(step, batch, requested)
     assert chosen.dtype == (torch.bfloat16 if choice == "warn" else torch.float32)

@@ -23,7 +23,7 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.DEPLOY",
         False,
-        "RepVGG: use one convolution per block, for inference; tools/import_checkpoint.py converts trained weights.",
+        "RepVGG: use one convolution per block, for inference; `fastamp import` converts trained weights.",
     ),
 )
 

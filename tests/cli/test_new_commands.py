@@ -1,0 +1,138 @@
+"""Commands recipes, init, demo, benchmark, completion, help and version."""
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+from fastamp.cli import COMMANDS, command_parser, main
+from fastamp.cli.tune import ALGORITHMS, SCHEDULERS
+from fastamp.config.recipes import find_recipe, list_recipes
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Empty working folder."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere, capsys):
+    assert main(["recipes"]) == 0
+    assert capsys.readouterr().out.split() == list(list_recipes())
+    assert main(["recipes", "veri"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names and all(name.lower().startswith("veri") for name in names)
+    for name in list_recipes():
+        assert main(["recipes", name]) == 0
+        text = capsys.readouterr().out
+        Path("mine.yml").write_text(text)
+        assert main(["config", "diff", "mine.yml", name]) == 0
+        assert capsys.readouterr().out == "no difference\n", name
+        assert [line for line in text.splitlines() if line.startswith("#")] == [
+            line for line in find_recipe(name).read_text().splitlines() if line.startswith("#")
+        ]
+    assert main(["recipes", "Market1501/sbs_R50-ibm"]) == 2
+    assert "'Market1501/sbs_R50-ibn'" in capsys.readouterr().err
+
+
+def readme_commands(folder):
+    blocks = (folder / "README.md").read_text().split("```sh\n")[1:]
+    return [shlex.split(line) for block in blocks for line in block.partition("```")[0].splitlines()]
+
+
+def test_init_writes_a_project_whose_readme_commands_run(demo, elsewhere, monkeypatch, capsys):
+    assert main(["init", "my_project"]) == 0
+    out = capsys.readouterr().out
+    project = elsewhere / "my_project"
+    assert {path.name for path in project.iterdir()} == {"README.md", "config.yml", "components.py"}
+    assert "cd my_project" in out and "PROJECT" not in "".join(path.read_text() for path in project.iterdir())
+    monkeypatch.chdir(project)
+    options = dict(zip(*[iter(tiny.tiny_options("logs/my_project", "SOLVER.MAX_EPOCH", "1"))] * 2, strict=True))
+    for name in ("MODEL.LOSSES.NAME", "OUTPUT_DIR"):  # from config.yml
+        del options[name]
+    commands = readme_commands(project)
+    assert [words[1] for words in commands] == ["train", "train", "eval", "visualize", "check-data"]
+    for program, command, *words in commands[:-1]:
+        small = [each for pair in options.items() for each in pair] if command == "train" else ["MODEL.DEVICE=cpu"]
+        assert program == "fastamp" and main([command, *words, *small]) == 0, (command, words)
+    assert "loss_norm" in (project / "logs/my_project/metrics.json").read_text()
+    assert list((project / "logs/my_project/pictures").rglob("*.png"))
+    monkeypatch.chdir(elsewhere)
+    assert main(["init", "my_project"]) == 2
+    assert "my_project" in capsys.readouterr().err
+    assert main(["init", "other", "--recipe", "Market1501/sbs_R50-ibm"]) == 2
+    assert "'Market1501/sbs_R50-ibn'" in capsys.readouterr().err and not Path("other").exists()
+    assert main(["init", "other", "--recipe", "VeRi/sbs_R50-ibn.yml"]) == 0
+    assert yaml.safe_load(Path("other/config.yml").read_text())["_BASE_"] == "VeRi/sbs_R50-ibn"
+
+
+def test_demo_trains_the_quickstart(demo, elsewhere):
+    options = tiny.tiny_options("logs/demo", "SOLVER.MAX_EPOCH=1")
+    assert main(["demo", *options]) == 0
+    assert (elsewhere / "logs/demo/report.html").is_file()
+    assert "BASELINES: true" in (elsewhere / "logs/demo/config.yaml").read_text()  # from the recipe
+
+
+def test_benchmark_lists_and_runs_scripts_in_a_process(elsewhere, capsys, monkeypatch):
+    assert main(["benchmark"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "train_step" in [line.split()[0] for line in lines] and all(len(line.split()) > 3 for line in lines)
+    started = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda *args, **kwargs: started.append(args[0]) or subprocess.CompletedProcess((), 3)
+    )
+    assert main(["benchmark", "train_step", "--runs", "2", "--help"]) == 3
+    (command,) = started
+    assert command[0] == sys.executable and command[2:] == ["--runs", "2", "--help"] and Path(command[1]).is_file()
+    assert main(["benchmark", "train_stop"]) == 2
+    assert "'train_step'" in capsys.readouterr().err
+
+
+def complete(script, *words):
+    """Return the completions of the last word in bash."""
+    line = " ".join(shlex.quote(word) for word in words)
+    code = f'{script}\nCOMP_WORDS=({line})\nCOMP_CWORD={len(words) - 1}\n_fastamp\nprintf "%s\\n" "${{COMPREPLY[@]}}"'
+    return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+
+def test_completion_script_completes_commands_flags_recipes_and_keys(capsys):
+    assert main(["completion"]) == 0
+    script = capsys.readouterr().out
+    assert complete(script, "fastamp", "tr") == ["train"]
+    assert complete(script, "fastamp", "help", "extr") == ["extract"]
+    assert complete(script, "fastamp", "train", "Market1501/sbs_R50-") == ["Market1501/sbs_R50-ibn"]
+    assert complete(script, "fastamp", "train", "x.yml", "SOLVER.AMP.DT") == ["SOLVER.AMP.DTYPE"]
+    assert complete(script, "fastamp", "train", "x.yml", "--res") == ["--resume"]
+    assert complete(script, "fastamp", "eval", "--res") == []
+    assert complete(script, "fastamp", "config", "d") == ["diff"]
+    assert "train_step" in complete(script, "fastamp", "benchmark", "train")
+    assert complete(script, "fastamp", "train", "logs/") == []  # bash completes file names by default
+    for command in set(COMMANDS) - {"help", "version"}:
+        flags = {flag for action in command_parser(command)._actions for flag in action.option_strings}
+        assert set(complete(script, "fastamp", command, "--")) == {flag for flag in flags if flag.startswith("--")}
+
+
+def test_help_and_version_commands_equal_the_flags(capsys):
+    for words, same in ((["help"], ["--help"]), (["version"], ["--version"])):
+        assert main(words) == main(same) == 0
+        out = capsys.readouterr().out
+        assert out[: len(out) // 2] == out[len(out) // 2 :]
+    for words in (["help", "train"], ["train", "--help"]):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        assert end.value.code == 0 and "usage: fastamp train" in capsys.readouterr().out
+    assert main(["help", "trian"]) == 2
+    assert "'train'" in capsys.readouterr().err
+
+
+def test_choices_of_tune_match_fasttune():
+    from autotuner import search
+
+    assert (ALGORITHMS, SCHEDULERS) == (search.ALGORITHMS, search.SCHEDULERS)

@@ -1,0 +1,85 @@
+"""The installed wheel: commands that need files of the package, from an empty folder."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.slow  # builds a wheel and starts processes that import PyTorch
+CONTENT = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "fastamp", "configs", "tools", "projects")
+IGNORED = shutil.ignore_patterns("__pycache__", "build", "*.egg-info")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Function that runs ``fastamp`` of a wheel, installed in a new virtual environment, in an empty folder."""
+    root = tmp_path_factory.mktemp("wheel")
+    source, environment, folder = root / "source", root / "venv", root / "empty"
+    for path in (source, folder):
+        path.mkdir()
+    for name in CONTENT:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name, **({"ignore": IGNORED} if copy is shutil.copytree else {}))
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+
+    def run(*words):
+        return subprocess.run([*map(str, words)], capture_output=True, text=True, cwd=folder, env=variables)
+
+    def check(*words):
+        done = run(*words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    check(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", root / "dist", source)
+    (wheel,) = (root / "dist").glob("*.whl")
+    check(sys.executable, "-m", "venv", "--system-site-packages", "--without-pip", environment)
+    # The dependencies are those of the environment that runs the tests, which may itself be a virtual environment.
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    check(*pip, "--python", environment / "bin/python", "install", "-q", "--no-deps", "--no-index", "-I", wheel)
+    assert not list(folder.iterdir())
+    run.folder = folder
+    run.python = environment / "bin/python"
+    run.fastamp = lambda *words: run(environment / "bin/fastamp", *words)
+    run.check = lambda *words: check(environment / "bin/fastamp", *words)
+    return run
+
+
+def test_wheel_is_installed_with_complete_metadata(installed):
+    code = "import fastamp, importlib.metadata as m; print(fastamp.__file__); print(m.distribution('fastamp').read_text('METADATA'))"
+    done = installed(installed.python, "-c", code)
+    file, text = done.stdout.split("\n", 1)
+    assert file.startswith(str(installed.python.parents[1]))
+    for name in ("Summary", "Keywords", "Classifier", "Project-URL", "License", "Requires-Python"):
+        assert f"\n{name}" in f"\n{text}", name
+
+
+def test_installed_recipes_are_listed_printed_and_read(installed):
+    recipes = installed.check("recipes").split()
+    assert {"Market1501/sbs_R50-ibn", "Demo/quickstart", "VeRi/vit_base"} <= set(recipes)
+    assert len(recipes) == len(list(ROOT.glob("configs/*/*.yml")))
+    assert "_BASE_: configs/Base-SBS.yml" in installed.check("recipes", "Market1501/sbs_R50-ibn")
+    for name in ("Market1501/sbs_R50-ibn", "Market1501/sbs_R50-ibn.yml"):
+        assert "OUTPUT_DIR: logs/market1501/sbs_R50-ibn" in installed.check("config", "show", name)
+    done = installed.fastamp("train", "Market1501/sbs_R50-ibn")
+    assert done.returncode == 2 and "Market1501 not found" in done.stderr
+
+
+def test_installed_init_writes_a_project_with_a_valid_config(installed):
+    installed.check("init", "my_project")
+    folder = installed.folder / "my_project"
+    out = installed.check("config", "show", "my_project/config.yml", "SEED=3", "--plugin", folder / "components.py")
+    assert "FeatureNorm" in out and "OUTPUT_DIR: logs/my_project" in out and "SEED: 3" in out
+
+
+def test_installed_benchmark_tune_and_completion_find_their_files(installed):
+    assert "train_step" in installed.check("benchmark")
+    assert "--network" in installed.check("benchmark", "train_step", "--help")
+    assert "Demo/quickstart" in installed.check("completion")
+    done = installed.fastamp("tune", "VeRi/vit_base")
+    assert done.returncode == 2 and "bagtricks.yml" in done.stderr, done.stderr  # the installed search spaces
