@@ -14,7 +14,7 @@ import logging
 from typing import Any
 
 from fastamp.cli.options import add_plugin_argument, add_source_arguments
-from fastamp.cli.source import evaluation_config
+from fastamp.cli.source import evaluation_config, move_config
 from fastamp.utils.arguments import add_launch_arguments
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Launch the evaluation."""
     from fastamp.engine import launch
 
+    move_config(args)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
     return 0
 

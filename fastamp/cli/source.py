@@ -140,6 +140,22 @@ def config_of(
     return cfg
 
 
+def move_config(args: argparse.Namespace) -> None:
+    """Move a recipe or YAML file from SOURCE to ``config_file``, where ``launch`` reads the timeout and the device.
+
+    Raises:
+        ConfigError: if SOURCE is neither an existing path nor a recipe, or there are two configs.
+    """
+    if args.config_source and resolve_source(args.config_source).kind == CONFIG:
+        _check_one_config(args.config_source, args.config_file)
+        args.config_file, args.config_source = args.config_source, ""
+
+
+def _check_one_config(source: str, config_file: str) -> None:
+    if config_file:
+        raise ConfigError(f"got two configs, {source} and --config-file {config_file}.\n  fix: remove one of them")
+
+
 def training_config(
     args: argparse.Namespace, *, define_keys: "Callable[[CfgNode], None] | None" = None, with_weights: bool = False
 ) -> "CfgNode":
@@ -161,8 +177,7 @@ def training_config(
     text, plugin = getattr(args, "config_source", ""), getattr(args, "plugin", "")
     if not text:
         return read_config(args.config_file, args.opts, plugin=plugin, define_keys=define_keys)
-    if args.config_file:
-        raise ConfigError(f"got two configs, {text} and --config-file {args.config_file}.\n  fix: remove one of them")
+    _check_one_config(text, args.config_file)
     found = resolve_source(text)
     if found.kind == CONFIG:
         return read_config(text, args.opts, plugin=plugin, define_keys=define_keys)
@@ -202,8 +217,7 @@ def evaluation_config(
 
     found = resolve_source(source) if source else None
     if found and found.kind == CONFIG:
-        if config_file:
-            raise ConfigError(f"got two configs, {source} and --config-file {config_file}.\n  fix: remove one of them")
+        _check_one_config(source, config_file)
         config_file = source
     elif found:
         opts = ["MODEL.WEIGHTS", found.checkpoint, *opts]

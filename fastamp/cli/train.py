@@ -15,13 +15,14 @@ import argparse
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.options import add_plugin_argument, add_source_arguments
-from fastamp.cli.source import CHECKPOINT, CONFIG, evaluation_config, resolve_source, training_config
+from fastamp.cli.source import CHECKPOINT, evaluation_config, move_config, resolve_source, training_config
 from fastamp.utils.arguments import add_launch_arguments, add_run_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
@@ -73,7 +74,7 @@ def setup(args: argparse.Namespace) -> "CfgNode":
     from fastamp.engine import default_setup
 
     text = getattr(args, "config_source", "")
-    if args.eval_only and text and resolve_source(text).kind != CONFIG:
+    if args.eval_only and text:
         cfg, _ = evaluation_config(args.config_file, args.opts, plugin=args.plugin, source=text)
     else:
         cfg = training_config(args)
@@ -129,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
     if args.seeds and (args.dry_run or args.eval_only):
         raise ConfigError("--seeds cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
+    move_config(args)
     if args.resume and args.config_source and resolve_source(args.config_source).kind == CHECKPOINT:
         raise ConfigError(
             f"--resume continues a run from its folder, got the checkpoint {args.config_source}.\n"
@@ -137,12 +139,17 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.engine import launch
 
     processes = (args.num_gpus, args.num_machines, args.machine_rank, args.dist_url)
+    options = {}
+    if args.config_source and not args.eval_only:
+        cfg = training_config(args)
+        minutes = cfg.DIST_TIMEOUT_MINUTES
+        options = {"device": cfg.MODEL.DEVICE, "timeout": timedelta(minutes=minutes) if minutes else None}
     if not args.dry_run:
-        launch(main_seeds if args.seeds else main, *processes, args=(args,))
+        launch(main_seeds if args.seeds else main, *processes, args=(args,), **options)
         return 0
     # Created in the parent process: a failing child process is killed without time for cleanup.
     with _exit_on_signals(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:
-        launch(run_dry, *processes, args=(args, folder))
+        launch(run_dry, *processes, args=(args, folder), **options)
     return 0
 
 

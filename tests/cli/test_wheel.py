@@ -51,7 +51,10 @@ def installed(tmp_path_factory):
 
 
 def test_wheel_is_installed_with_complete_metadata(installed):
-    code = "import fastamp, importlib.metadata as m; print(fastamp.__file__); print(m.distribution('fastamp').read_text('METADATA'))"
+    code = (
+        "import fastamp, importlib.metadata; print(fastamp.__file__)\n"
+        "print(importlib.metadata.distribution('fastamp').read_text('METADATA'))"
+    )
     done = installed(installed.python, "-c", code)
     file, text = done.stdout.split("\n", 1)
     assert file.startswith(str(installed.python.parents[1]))

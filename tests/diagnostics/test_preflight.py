@@ -178,9 +178,7 @@ def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_p
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
     error = capfd.readouterr().err
     assert "forward overflow in backbone.4 (Conv2d)" in error and "FORCE_FP32 \"['backbone.4']\"" in error
-    assert (
-        f"fastamp replay {tmp_path}/amp_crash/iteration_0_rank_0.pth" in error and "Traceback" not in error
-    )
+    assert f"fastamp replay {tmp_path}/amp_crash/iteration_0_rank_0.pth" in error and "Traceback" not in error
     assert not (tmp_path / "last_checkpoint").exists()
     # The replay command reproduces the failure, and tests a fix on the same step.
     crash = str(tmp_path / "amp_crash")
