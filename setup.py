@@ -80,7 +80,7 @@ setup(
     package_dir=INSTALLED,
     package_data={
         "fastamp.report": ["templates/*"],
-        "fastamp.cli": ["project/*"],
+        "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],
         "fastamp.projects.FastTune": ["configs/*.yml"],
     },

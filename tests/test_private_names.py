@@ -16,6 +16,7 @@ ALLOWED = {
     "_foreach_clamp_max_",
     # Standard library: namedtuple._replace and os._exit.
     "_replace", "_exit",
+    "_actions",  # argparse.ArgumentParser
     "_bit_generator",  # NumPy's RandomState
 }  # fmt: skip
 

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         width = max(map(len, files))
         print("\n".join(f"{name:<{width}}  {_summary(path)}" for name, path in files.items()))
         return 0
-    check_choice("NAME", args.name, list(files))
+    check_choice("benchmark", args.name, list(files))
     # A new process, because some benchmarks start copies of themselves and measure the memory of the process.
     package = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))

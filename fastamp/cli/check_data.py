@@ -108,8 +108,7 @@ def run(args: argparse.Namespace) -> int:
         cfg = read_config(args.config_file, args.opts, plugin=args.plugin)
         recipe = args.config_file or "default config; add --config-file RECIPE to check the recipe of a run"
         return int(_check(args, args.name, cfg, recipe, Path(args.output)))
-    args.config_source = args.name
-    cfg = training_config(args)
+    cfg = training_config(argparse.Namespace(**vars(args), config_source=args.name))
     names = list(dict.fromkeys([*cfg.DATASETS.NAMES, *cfg.DATASETS.TESTS]))
     if args.write_clean and len(names) > 1:
         raise ConfigError(

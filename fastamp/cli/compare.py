@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two images and print the result."""
-    comparison = predictor_of(args).compare(
+    comparison = predictor_of(args, args.key_values).compare(
         *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids
     )
     if args.json:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue an interrupted demo")
     add_launch_arguments(parser)
     add_key_values(parser)
-    parser.set_defaults(config_source=RECIPE, config_file="", eval_only=False, plugin="", list_config=None)
+    parser.set_defaults(config_source=RECIPE, config_file="", eval_only=False, plugin="", seeds=[], list_config=None)
 
 
 def run(args: argparse.Namespace) -> int:

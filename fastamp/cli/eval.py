@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Launch the evaluation."""
     from fastamp.engine import launch
 
-    move_config(args)
+    args = move_config(args)
     launch(main, args.num_gpus, args.num_machines, args.machine_rank, args.dist_url, args=(args,))
     return 0
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         logging.getLogger("fastamp").setLevel(logging.ERROR)
     if len(args.opts) % 2:
-        raise ConfigError(f"expected pairs of KEY VALUE, got {' '.join(args.opts)}")
+        raise ConfigError(f"expected KEY VALUE pairs, got {' '.join(args.opts)}.\n  fix: add the missing key or value")
     cfg = read_config(args.config_file, ["MODEL.DEVICE", "auto", *args.opts])
     check(cfg, args.opts, per_query=args.per_query)
     evaluate(args.features, cfg, per_query=args.per_query, as_json=args.json)

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     with dataset_argument("--data"):
         report = export(
-            predictor_of(args),
+            predictor_of(args, args.key_values),
             args.output,
             precision=args.precision,
             normalization=args.normalization,

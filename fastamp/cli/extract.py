@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.inference.extract import extract
 
     extraction, skipped = extract(
-        predictor_of(args),
+        predictor_of(args, args.key_values),
         args.source,
         args.output,
         splits=args.splits,

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{args.folder} exists and is not empty.\n  fix: choose a new folder")
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for template in sorted(resource_folder("cli/project").iterdir()):
+        for template in sorted(resource_folder("cli/project-template").iterdir()):
             if template.suffix not in (".md", ".yml", ".py"):  # e.g. __pycache__
                 continue
             text = template.read_text(encoding="utf-8").replace("RECIPE", recipe).replace("PROJECT", _name(folder))

@@ -1,6 +1,7 @@
 """Arguments of commands that use a trained model."""
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fastamp.cli.options import add_plugin_argument, split_key_values
@@ -33,8 +34,8 @@ def add_camera_view_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_)
 
 
-def predictor_of(args: argparse.Namespace) -> "Predictor":
-    """Create a ``Predictor`` from the arguments that ``add_model_arguments`` added.
+def predictor_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "Predictor":
+    """Create a ``Predictor`` from the arguments that ``add_model_arguments`` added, and from KEY VALUE pairs.
 
     Raises:
         UserError: if the checkpoint, the device or a KEY VALUE pair is invalid.
@@ -42,13 +43,15 @@ def predictor_of(args: argparse.Namespace) -> "Predictor":
     from fastamp.amp import resolve_device
     from fastamp.inference import Predictor
 
-    given = split_key_values(getattr(args, "opts", []))
+    given = split_key_values(args.opts)
     if len(given) % 2:
-        raise ConfigError(f"--opts: expected pairs of KEY VALUE, got {' '.join(given)}")
-    opts = [*given, *getattr(args, "key_values", [])]
+        raise ConfigError(
+            f"--opts: expected KEY VALUE pairs, got {' '.join(given)}.\n  fix: add a value after the last key"
+        )
+    opts = [*given, *key_values]
     resolve_device(args.device, "--device")
-    source, plugin = resolve_source(args.checkpoint), getattr(args, "plugin", "")
-    if source.kind != CONFIG and not plugin:
+    source = resolve_source(args.checkpoint)
+    if source.kind != CONFIG and not args.plugin:
         return Predictor(source.checkpoint, device=args.device, opts=opts)
-    cfg, _ = evaluation_config("", opts, plugin=plugin, source=args.checkpoint)
+    cfg, _ = evaluation_config("", opts, plugin=args.plugin, source=args.checkpoint)
     return Predictor(cfg, device=args.device)

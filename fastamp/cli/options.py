@@ -121,11 +121,8 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
         args = parser.parse_intermixed_args(words)
     except TypeError:  # not supported with subcommands
         args = parser.parse_args(words)
-    source = getattr(args, "config_source", "")
-    if source and is_key(source):
-        args.config_source = ""
-        args.opts = [source, *args.opts]
-    for name in ("opts", "key_values"):
-        if hasattr(args, name):
-            setattr(args, name, split_key_values(getattr(args, name)))
-    return args
+    values = vars(args)
+    if values.get("config_source") and is_key(values["config_source"]):
+        values |= {"config_source": "", "opts": [values["config_source"], *values["opts"]]}
+    values |= {name: split_key_values(values[name]) for name in ("opts", "key_values") if name in values}
+    return argparse.Namespace(**values)

@@ -71,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
     names = list(itertools.takewhile(lambda word: re.split("[.=]", word)[0] not in get_cfg(), args.queries))
     if not names:
         raise ConfigError(f"no query image, only {' '.join(args.queries)}.\n  fix: add an image or a folder")
-    args.key_values = split_key_values(args.queries[len(names) :])
-    predictor = predictor_of(args)
+    predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))
     gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     queries = []

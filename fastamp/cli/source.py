@@ -140,15 +140,18 @@ def config_of(
     return cfg
 
 
-def move_config(args: argparse.Namespace) -> None:
-    """Move a recipe or YAML file from SOURCE to ``config_file``, where ``launch`` reads the timeout and the device.
+def move_config(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the arguments with a recipe or YAML file in ``config_file`` instead of SOURCE.
+
+    ``launch`` reads the timeout and the device of the processes from ``config_file``.
 
     Raises:
         ConfigError: if SOURCE is neither an existing path nor a recipe, or there are two configs.
     """
-    if args.config_source and resolve_source(args.config_source).kind == CONFIG:
-        _check_one_config(args.config_source, args.config_file)
-        args.config_file, args.config_source = args.config_source, ""
+    if not args.config_source or resolve_source(args.config_source).kind != CONFIG:
+        return args
+    _check_one_config(args.config_source, args.config_file)
+    return argparse.Namespace(**vars(args) | {"config_file": args.config_source, "config_source": ""})
 
 
 def _check_one_config(source: str, config_file: str) -> None:

@@ -130,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--dry-run and --eval-only cannot be combined.\n  fix: remove one of them")
     if args.seeds and (args.dry_run or args.eval_only):
         raise ConfigError("--seeds cannot be combined with --dry-run or --eval-only.\n  fix: remove one of them")
-    move_config(args)
+    args = move_config(args)
     if args.resume and args.config_source and resolve_source(args.config_source).kind == CHECKPOINT:
         raise ConfigError(
             f"--resume continues a run from its folder, got the checkpoint {args.config_source}.\n"

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
                 dpi=dpi,
             )
     if kinds - {"curves"}:
-        predictor = predictor_of(args)
+        predictor = predictor_of(args, args.key_values)
         for name in [args.data] if args.data else predictor.cfg.DATASETS.TESTS:
             options = ReportOptions(
                 kinds=("best", "worst", "random"), lists=args.num, length=args.length, seed=args.seed

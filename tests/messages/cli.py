@@ -46,6 +46,26 @@ def commands(record, run):
         ("train", "SOLVER.BASE_LRR", "1"),
         ("eval",),
         ("eval", "MODEL.WEIGHTS", "nowhere.pth"),
+        ("eval", "nowhere.pth"),
+        ("eval", empty),
+        ("eval", "Market1501/sbs_R50-ibn", "--config-file", "Market1501/sbs_R50"),
+        ("eval", "Market1501/sbs_R50-ibn"),
+        ("train", "Market1501/sbs_R50-ibm"),
+        ("train", "Market1501/sbs_R50-ibm.yml"),
+        ("train", empty),
+        ("train", best, "--resume"),
+        ("train", best, "--config-file", "Market1501/sbs_R50"),
+        ("recipes", "Market1501/sbs_R50-ibm"),
+        ("recipes", "VeRi"),
+        ("init", run),
+        ("init", record.root / "project", "--recipe", "Market1501/sbs_R50-ibm"),
+        ("benchmark", "train_stop"),
+        ("check-data", "Market1501/sbs_R50-ibn", "--write-clean", record.root / "clean.csv", "DATASETS.TESTS", "Demo"),
+        ("search", best, "SEED", "1", "--gallery", "nowhere.npz"),
+        ("compare", best, "a.jpg", "b.jpg", "--device", "cuda"),
+        ("help", "trian"),
+        ("evaluate-features", "nowhere.npz", "TEST.METRIC"),
+        ("tune", "--cpus-per-trial", "1.5"),
         ("eval", "MODEL.WEIGHTS", best, "TEST.METRIC", "x"),
         ("eval", "MODEL.WEIGHTS", best, "OUTPUT_DIR", record.root / "eval"),
         ("doctor", "--dtypes", "int8"),
@@ -67,6 +87,8 @@ def commands(record, run):
         record.fastamp(*argv)
     record.fastamp("extract", best, "Demo", "-o", record.root / "gallery.npz", "--splits", "gallery", "--device", "cpu")
     record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", "--device", "cpu")
+    record.fastamp("help", output=True)
+    record.fastamp("init", record.root / "project", output=True)
     record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)
     record.fastamp("config", "list", "SOLVER.EMA", output=True)
     record.fastamp("config", "diff", best, best, output=True)

@@ -14,6 +14,7 @@ from messages import Recorder
 from torch import nn
 
 from fastamp.amp import LossScaler
+from fastamp.config import get_cfg
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.preflight import preflight
 from fastamp.engine import DefaultTrainer, HookBase, SimpleTrainer, default_setup, launch
@@ -32,6 +33,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("WORLD_SIZE", raising=False)
         configs(record)
+        default_device(record)
         trainings(record)
         resumes(record)
         changed_checkpoints(record)
@@ -99,6 +101,13 @@ def configs(record):
         ("OUTPUT_DIR", f"{record.file('file')}/below"),
     ):
         record.train(*opts)
+
+
+def default_device(record):
+    """Set up a run in which MODEL.DEVICE is not set."""
+    cfg = get_cfg().with_values({"OUTPUT_DIR": str(record.root / "default_device")})
+    with record("default_setup without MODEL.DEVICE"):
+        default_setup(cfg)
 
 
 def trainings(record):

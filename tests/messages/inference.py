@@ -12,6 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from messages import Recorder
+from tiny import tiny_config
 from torch import nn
 
 import fastamp
@@ -42,6 +43,8 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     indices(record, predictor, checkpoint, gallery)
     comparisons(record, predictor, checkpoint, folder)
     exports(record, predictor, checkpoint)
+    saved_features(record)
+    imports(record, checkpoint)
 
 
 def checkpoints(record, checkpoint):
@@ -320,3 +323,59 @@ def exports(record, predictor, checkpoint):
         record.fastamp(
             "export", checkpoint, record.root / "model.pt2", "--device", "cpu", "DATASETS.TESTS", "Market1501"
         )
+
+
+def saved_features(record):
+    """Trigger the messages of `fastamp evaluate-features`."""
+    random = np.random.default_rng(0)
+    arrays = {
+        "query_features": random.standard_normal((4, 8)).astype(np.float32),
+        "gallery_features": random.standard_normal((9, 8)).astype(np.float32),
+        "query_pids": np.arange(4) % 3, "gallery_pids": np.arange(9) % 3,
+        "query_camids": np.zeros(4, int), "gallery_camids": np.ones(9, int),
+    }  # fmt: skip
+    without_cameras = {name: array for name, array in arrays.items() if "camids" not in name}
+    for name, content in {
+        "good": arrays,
+        "no_cameras": without_cameras,
+        "no_query": {name: array for name, array in arrays.items() if name != "query_features"},
+        "one_dimension": arrays | {"query_features": arrays["query_features"][0]},
+        "float_pids": arrays | {"query_pids": np.array([0.5, 1, 2, 3])},
+        "split": {"split": np.zeros(3), "features": arrays["query_features"]},
+        "nan": arrays | {"query_features": arrays["query_features"] * np.nan},
+    }.items():
+        np.savez(record.root / f"saved_{name}.npz", **content)
+        record.fastamp("evaluate-features", record.root / f"saved_{name}.npz", "MODEL.DEVICE", "cpu")
+    good = record.root / "saved_good.npz"
+    for argv in (
+        ("nowhere.npz",),
+        (record.file("text.npz", "text"),),
+        (good, "TEST.FLIP", "True"),
+        (good, "TEST.PER_QUERY", "True"),
+        (good, "--per-query", record.root / "missing/a.npz"),
+        (good, "TEST.METRIC"),
+    ):
+        record.fastamp("evaluate-features", *argv)
+
+
+def imports(record, checkpoint):
+    """Trigger the messages of `fastamp import`."""
+    content = torch.load(checkpoint, weights_only=True)
+    bare = record.root / "bare.pth"
+    torch.save(content["model"], bare)
+    nan = {name: value.clone().float() for name, value in content["model"].items()}
+    nan["backbone.0.weight"].fill_(float("nan"))
+    torch.save(nan, record.root / "nan.pth")
+    config = ("--config-file", record.file("tiny.yml", tiny_config(record.root / "tiny").dump()))
+    torch.save({f"student.{name}": value for name, value in content["model"].items()}, record.root / "student.pth")
+    for argv in (
+        (bare, record.root / "out.txt"),
+        (bare, bare),
+        (record.root / "nowhere.pth", record.root / "out.pth"),
+        (bare, record.root / "out.pth", "--prefix", "student."),
+        (bare, record.root / "out.pth", "MODEL.BACKBONE.NAME", "build_plain_backbone", "MODEL.BACKBONE.FEAT_DIM", "16"),
+        (record.root / "nan.pth", record.root / "out.pth", *config),
+        (bare, record.root / "out.pth", *config),
+        (record.root / "student.pth", record.root / "out.pth", *config),
+    ):
+        record.fastamp("import", *argv)

@@ -1,25 +1,21 @@
-"""Messages of projects/ and tools/: FastTune, the planted overflow, saved features and imported checkpoints."""
+"""Messages of projects/ and tools/: FastTune, the open loop and the soak test."""
 
 import sys
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from messages import Recorder
 from tiny import tiny_options
 
 from fastamp.config import get_cfg, read_config
 
-TOOLS = ("evaluate_features", "import_checkpoint", "plain_train_net", "soak")
+TOOLS = ("plain_train_net", "soak")
 SITES = ["projects", *(f"tools/{name}.py" for name in TOOLS)]
 
 
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     search_spaces(record)
     searches(record)
-    saved_features(record)
-    imports(record, request.getfixturevalue("checkpoint"))
     open_loop(record)
     soak(record)
 
@@ -132,67 +128,6 @@ def searches(record):
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with record("a search without matplotlib"):
             picture.draw_trials([], search.space, record.root / "trials.png")
-
-
-def saved_features(record):
-    """Trigger the messages of tools/evaluate_features.py."""
-    import evaluate_features
-
-    random = np.random.default_rng(0)
-    arrays = {
-        "query_features": random.standard_normal((4, 8)).astype(np.float32),
-        "gallery_features": random.standard_normal((9, 8)).astype(np.float32),
-        "query_pids": np.arange(4) % 3, "gallery_pids": np.arange(9) % 3,
-        "query_camids": np.zeros(4, int), "gallery_camids": np.ones(9, int),
-    }  # fmt: skip
-    without_cameras = {name: array for name, array in arrays.items() if "camids" not in name}
-    for name, content in {
-        "good": arrays,
-        "no_cameras": without_cameras,
-        "no_query": {name: array for name, array in arrays.items() if name != "query_features"},
-        "one_dimension": arrays | {"query_features": arrays["query_features"][0]},
-        "float_pids": arrays | {"query_pids": np.array([0.5, 1, 2, 3])},
-        "split": {"split": np.zeros(3), "features": arrays["query_features"]},
-        "nan": arrays | {"query_features": arrays["query_features"] * np.nan},
-    }.items():
-        np.savez(record.root / f"{name}.npz", **content)
-        record.command(evaluate_features.cli, "tools/evaluate_features.py", record.root / f"{name}.npz",
-                       "MODEL.DEVICE", "cpu")  # fmt: skip
-    good = record.root / "good.npz"
-    for argv in (
-        ("nowhere.npz",),
-        (record.file("text.npz", "text"),),
-        (good, "TEST.FLIP", "True"),
-        (good, "TEST.PER_QUERY", "True"),
-        (good, "--per-query", record.root / "missing/a.npz"),
-        (good, "TEST.METRIC"),
-    ):
-        record.command(evaluate_features.cli, "tools/evaluate_features.py", *argv)
-
-
-def imports(record, checkpoint):
-    """Trigger the messages of tools/import_checkpoint.py."""
-    import import_checkpoint
-
-    content = torch.load(checkpoint, weights_only=True)
-    bare = record.root / "bare.pth"
-    torch.save(content["model"], bare)
-    nan = {name: value.clone().float() for name, value in content["model"].items()}
-    nan["backbone.0.weight"].fill_(float("nan"))
-    torch.save(nan, record.root / "nan.pth")
-    config = ("--config-file", record.root / "tiny.yml")
-    torch.save({f"student.{name}": value for name, value in content["model"].items()}, record.root / "student.pth")
-    for argv in (
-        (bare, record.root / "out.txt"),
-        (bare, bare),
-        (record.root / "nowhere.pth", record.root / "out.pth"),
-        (bare, record.root / "out.pth", "--prefix", "student."),
-        (bare, record.root / "out.pth", "MODEL.BACKBONE.NAME", "build_plain_backbone", "MODEL.BACKBONE.FEAT_DIM", "16"),
-        (record.root / "nan.pth", record.root / "out.pth", *config),
-        (bare, record.root / "out.pth", *config),
-        (record.root / "student.pth", record.root / "out.pth", *config),
-    ):
-        record.command(import_checkpoint.cli, "tools/import_checkpoint.py", *argv)
 
 
 def open_loop(record):
