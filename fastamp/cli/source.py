@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
+from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.moved import renamed_arguments
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class Source:
         Raises:
             WeightsError: if the run folder has no checkpoint.
         """
+        from fastamp.checkpoint.entries import checkpoint_of
+
         return "" if self.kind == CONFIG else str(checkpoint_of(self.path))
 
 
@@ -78,28 +80,6 @@ def is_source(text: str) -> bool:
         return False
     path = Path(text).expanduser()
     return path.suffix in (*_YAML, ".pth") or (path / "config.yaml").is_file() or find_recipe(text) is not None
-
-
-def checkpoint_of(source: str | os.PathLike[str]) -> Path:
-    """Find the checkpoint to evaluate: model_best.pth, else model_final.pth, if ``source`` is a folder.
-
-    Returns:
-        Path of the checkpoint; ``source`` itself if it is not a folder.
-
-    Raises:
-        WeightsError: if ``source`` is a folder that contains neither of these files.
-    """
-    source = Path(source)
-    if not source.is_dir():
-        return source
-    for name in ("model_best.pth", "model_final.pth"):
-        if (source / name).is_file():
-            return source / name
-    found = sorted(path.name for path in source.glob("*.pth"))
-    raise WeightsError(
-        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
-        "  fix: give the path of a checkpoint"
-    )
 
 
 @renamed_arguments(parts="plugin")
