@@ -126,7 +126,7 @@ BAD = {
     "no dimension": ({"query_pids": np.array(3)}, r"query_pids: .*\(\)"),
     "huge numbers": ({"query_pids": np.arange(40) * 1e300}, "query_pids: "),
     "infinite numbers": ({"query_pids": np.full(40, np.inf)}, "query_pids: "),
-    "cameras missing": ({"query_camids": None}, r"query_camids(.|\n)*TEST.PROTOCOL no_camera"),
+    "cameras missing": ({"query_camids": None}, r"query_camids(.|\n)*TEST.PROTOCOL to no_camera"),
     "too large": ({"query_features": QUERY.astype(float) + 1e200, "gallery_features": np.ones((200, 64))}, "1e\\+200"),
     "objects": ({"query_pids": np.full(40, None)}, "bad.npz"),
     "no match": ({"gallery_pids": np.full(200, 12345)}, "40 queries"),

@@ -79,7 +79,7 @@ def test_import_of_weights_from_each_fastreid_version_preserves_features(tmp_pat
     assert "MODEL.BACKBONE.NAME build_resnet_backbone MODEL.BACKBONE.DEPTH 18x" in report
     assert "(100%) of the model's tensors, 100% of the backbone's" in report
     assert "missing  0 (0%)" in report
-    assert ("STEM_POOL padded" in report) == (age == "v0.1.1")
+    assert ("STEM_POOL to padded" in report) == (age == "v0.1.1")
     assert "trained with" not in report
     other = model(*RESNET18, seed=1)
     extra = Checkpointer(other).load(tmp_path / "out.pth")
@@ -232,7 +232,7 @@ def test_import_of_torchreid_osnet_with_fc_layer_preserves_features(tmp_path, ca
     torch.testing.assert_close(features(original), expected)
     # Another head computes another function, which is reported.
     assert run(tmp_path, state, "MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.HEADS.EMBEDDING_DIM", "0") == 0
-    assert "set MODEL.HEADS.NAME FCHead" in capsys.readouterr().out
+    assert "set MODEL.HEADS.NAME to FCHead" in capsys.readouterr().out
     # An explicit interpolation is kept, and the difference is reported.
     assert run(tmp_path, state, "INPUT.INTERPOLATION", "bicubic") == 0
     assert "bicubic" in capsys.readouterr().out
@@ -287,7 +287,7 @@ def test_import_does_not_mistake_torchvision_classifier_for_fc_head(tmp_path, ca
     state = torchvision.models.resnet18().state_dict()
     assert run(tmp_path, state) == 0
     report = capsys.readouterr().out
-    assert "missing  0 (0%)" in report and "STEM_POOL padded" in report and "FCHead" not in report
+    assert "missing  0 (0%)" in report and "STEM_POOL to padded" in report and "FCHead" not in report
 
 
 def test_import_rejects_key_without_value(tmp_path, capsys):
