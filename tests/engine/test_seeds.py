@@ -40,7 +40,7 @@ def test_each_seed_is_the_same_run_as_a_separate_one(demo, tmp_path, capsys):
 
 
 def test_resume_continues_with_the_missing_seeds(demo, tmp_path, capsys):
-    assert main(["train", "--seeds", "1", "--num-gpus", "1", *options(tmp_path)]) == 0
+    assert main(["train", *options(tmp_path), "--seeds", "1"]) == 0
     before = (tmp_path / "seed1/metrics.json").read_bytes(), (tmp_path / "seed1/model_final.pth").read_bytes()
     assert json.loads((tmp_path / "seeds.json").read_text())["metrics"]["Demo/mAP"]["std"] is None
     capsys.readouterr()

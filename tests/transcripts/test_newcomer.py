@@ -8,7 +8,6 @@ from pathlib import Path
 import preloaded
 import pytest
 
-QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
 SMALL = (
     "MODEL.DEVICE", "cpu", "SOLVER.MAX_EPOCH", "2", "SOLVER.IMS_PER_BATCH", "32", "INPUT.SIZE_TRAIN", "(64, 32)",
     "INPUT.SIZE_TEST", "(64, 32)", "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP", "off", "LOG_PERIOD", "1",
@@ -31,7 +30,7 @@ def fastamp(demo_root, tmp_path, monkeypatch):
 
 def test_newcomer_trains_evaluates_reads_the_report_and_searches(fastamp, demo_root, tmp_path):
     # Train: the console fits on a few screens, and leads to the next step.
-    out = fastamp("train", "--config-file", QUICKSTART, *SMALL)
+    out = fastamp("train", "Demo/quickstart", *SMALL)
     assert len(out.splitlines()) < 120 and max(map(len, out.splitlines())) < 300
     order = ("differences from the defaults", "| train ", "model: ", "precision: ", "iter 6/6", "training finished in ")
     places = [out.index(text) for text in order]
@@ -62,6 +61,6 @@ def test_newcomer_trains_evaluates_reads_the_report_and_searches(fastamp, demo_r
     assert all((Path(images) / "bounding_box_test" / row["path"]).is_file() for row in rows[0]["found"])
 
     # Train again: the first run is kept.
-    out = fastamp("train", "--config-file", QUICKSTART, *SMALL, "SEED", "1")
+    out = fastamp("train", "Demo/quickstart", *SMALL, "SEED=1")
     assert "moved its files to logs/demo/previous-1" in out
     assert (tmp_path / "logs/demo/previous-1/model_best.pth").is_file()
