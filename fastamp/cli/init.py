@@ -40,10 +40,11 @@ def run(args: argparse.Namespace) -> int:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for template in sorted(resource_folder("cli/project-template").iterdir()):
+            if template.suffix not in (".md", ".yml", ".py"):  # e.g. __pycache__
+                continue
             text = template.read_text(encoding="utf-8").replace("RECIPE", recipe).replace("PROJECT", _name(folder))
-            path = folder / template.name.removesuffix(".txt")  # components.py.txt is not a module of fastamp
-            path.write_text(text, encoding="utf-8")
-            print(f"wrote {path}")
+            (folder / template.name).write_text(text, encoding="utf-8")
+            print(f"wrote {folder / template.name}")
     print(f"next: cd {args.folder} && fastamp train config.yml --plugin components.py")
     return 0
 

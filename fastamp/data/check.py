@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.custom import CsvDataset
-from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, check_pixels, open_with_pil, read_image
+from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, cause_of, check_pixels, open_with_pil, read_image
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
@@ -273,7 +273,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
             image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
             upright = ImageOps.exif_transpose(image)
     except Exception as error:  # PIL's plugins raise many exception types on corrupt files
-        return _ImageSummary(fault=(str(error).strip() or type(error).__name__).splitlines()[0])
+        return _ImageSummary(fault=cause_of(error))
     if item.box is not None:
         if item.box[2] > upright.width or item.box[3] > upright.height:
             return _ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
@@ -336,7 +336,7 @@ class _CheckedDataset:
         yield from _findings(
             "unreadable images",
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
-            fix="restore the files, or correct the paths",
+            fix="restore the files, correct the paths, or exclude the files with --write-clean OUT.csv",
             excluded=(row for row, _ in bad),
         )
 
@@ -388,7 +388,9 @@ class _CheckedDataset:
                 yield from _findings(
                     f"images in both {first} and {second}",
                     [f"{self.label(one)} = {self.label(other)}" for one, other in same],
-                    fix="list each image in one split",
+                    fix="remove the repetitions, or correct the identities"
+                    if self.dataset.split_note
+                    else "list each image in one split",
                     excluded=(
                         [row for row in first_rows if self._summary(row).digest in digests]
                         if first == "train"

@@ -159,9 +159,10 @@ class ReidDataset(Dataset):
                 origin = find_origin(self.sources, self.items.path(index))
                 if origin:
                     found += f"\n  listed in {origin}"
-                if self.relabel and not fix:
-                    fix = "\n  fix:"
-                    given = " restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to skip"
+                if not fix:
+                    fix, given = "\n  fix:", " restore the file, or remove it from the dataset"
+                    if self.relabel:  # a test set never skips images
+                        given = " restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to skip"
                 raise DataError(f"{found}{fix}{given}") from error
             self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastamp.utils.errors import DataError
@@ -237,8 +237,30 @@ def _pil_errors(path: str) -> Iterator[None]:
         ) from error
     # PIL's plugins raise many exception types on corrupt files (OSError, SyntaxError, struct.error, ...).
     except Exception as error:
-        cause = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(f"cannot read the image {path}: {cause}") from error
+        raise DataError(f"cannot read the image {path}: {cause_of(error)}") from error
+
+
+def cause_of(error: Exception) -> str:
+    """Return the cause of an error that occurred while an image was read, in one line without the path."""
+    if isinstance(error, UnidentifiedImageError):
+        return "cannot identify the image format"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def has_image_format(path: str) -> bool:
+    """Return False if the first bytes of a file identify none of the supported image formats."""
+    with open(path, "rb") as file:
+        if file.read(len(_JPEG)) == _JPEG:
+            return True  # much faster than PIL
+    try:
+        open_with_pil(path).close()
+    except UnidentifiedImageError:
+        return False
+    except Exception:  # PIL's plugins raise many exception types; reading the image raises them again
+        pass
+    return True
 
 
 def _pil_pixels(image: Image.Image, mode: str) -> Tensor:

@@ -8,8 +8,9 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 
 from fastamp.data.datasets.base import ImageDataset
-from fastamp.data.datasets.custom import clean_command
+from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command
 from fastamp.data.datasets.items import PackedItems, encode
+from fastamp.data.decode import has_image_format
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ _ENTRIES_PER_FILE, _ENTRIES = 100, 10_000
 
 
 def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: bool = False) -> None:
-    """Check that the file of every image exists. Up to 20,000 files are also checked for permission and content.
+    """Check that the file of every image exists. Up to 20,000 files are also opened, see ``unreadable_files``.
 
     Args:
         items (PackedItems): images to check.
@@ -65,7 +66,7 @@ def find_origin(datasets: Iterable[ImageDataset], path: str) -> str:
 
 
 def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> dict[int, str]:
-    """Find files that are empty or cannot be opened, without decoding them.
+    """Find files that cannot be opened, are empty or, despite their suffix, are not images, without decoding them.
 
     Args:
         items (PackedItems): images to check.
@@ -82,6 +83,8 @@ def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> di
                 found[row] = "permission denied"
             elif not os.path.getsize(path):
                 found[row] = "the file is empty"
+            elif path.lower().endswith(IMAGE_SUFFIXES) and not has_image_format(path):
+                found[row] = "cannot identify the image format"
     return found
 
 

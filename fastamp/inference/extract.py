@@ -19,7 +19,7 @@ from torch import Tensor
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.datasets.base import DATASET_REGISTRY, ImageItem, number_cameras
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, number_cameras
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
 from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
@@ -53,6 +53,7 @@ class Listing:
     pids: np.ndarray
     split: np.ndarray | None = None
     cameras: np.ndarray | None = None
+    dataset: ImageDataset | None = None
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return paths, identities, cameras and, if known, splits, boxes and camera names of the images in ``rows``."""
@@ -128,6 +129,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
         split,
         np.array(names)[codes] if has_names else None,
+        dataset,
     )
 
 
@@ -226,7 +228,13 @@ def _compute(
         return
     if parts.done:
         logger.info("resuming: %d of %d images are already extracted", parts.done, total)
-    images = _Images(listing.items[parts.done :], build_transforms(cfg, is_train=False), skip_corrupt, first=parts.done)
+    images = _Images(
+        listing.items[parts.done :],
+        build_transforms(cfg, is_train=False),
+        skip_corrupt,
+        first=parts.done,
+        sources=[listing.dataset] if listing.dataset else [],
+    )
     key, requested = "workers", num_workers
     if requested is None:
         key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
@@ -261,8 +269,16 @@ class _Images(ReidDataset):
     With ``skip_corrupt``, the batch entry ``unreadable`` maps the index of each unreadable image to its error message.
     """
 
-    def __init__(self, items: Sequence[ImageItem], transforms: Any, skip_corrupt: bool, *, first: int) -> None:
-        super().__init__(items, transforms, relabel=False)
+    def __init__(
+        self,
+        items: Sequence[ImageItem],
+        transforms: Any,
+        skip_corrupt: bool,
+        *,
+        first: int,
+        sources: Sequence[ImageDataset] = (),
+    ) -> None:
+        super().__init__(items, transforms, relabel=False, sources=sources)
         self.skip_unreadable, self.first = skip_corrupt, first
         self._unreadable: dict[int, str] = {}
 
@@ -277,11 +293,12 @@ class _Images(ReidDataset):
         try:
             return super().read(index)
         except DataError as error:
+            found = str(error).partition("\n  fix:")[0]
             if not self.skip_unreadable:
                 raise DataError(
-                    f"{error}\n  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
+                    f"{found}\n  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
                 ) from error
-            self._unreadable[index + self.first] = str(error)
+            self._unreadable[index + self.first] = found.replace("\n  ", "; ")
             black = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
             return self.transforms.resize(black)
 

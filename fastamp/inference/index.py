@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import shlex
 import zlib
 from dataclasses import dataclass
 from os import PathLike
@@ -13,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.data.datasets.custom import image_files
+from fastamp.data.datasets.base import DATASET_REGISTRY
+from fastamp.data.datasets.custom import PATH_DATASETS, image_files
 from fastamp.inference.features_file import (
     Extraction,
     check_columns,
@@ -24,6 +26,7 @@ from fastamp.inference.features_file import (
     text_of,
     write_arrays,
 )
+from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
 from fastamp.utils.files import write_atomically
@@ -344,6 +347,14 @@ def open_gallery(
                 f"  fix: fastamp extract CHECKPOINT {path} -o gallery.npz, or pass the predictor (of=...)"
             )
         path = _extract_folder(path, of, index)
+    is_dataset = str(gallery) in DATASET_REGISTRY or str(gallery).partition(":")[0] in PATH_DATASETS
+    if path.suffix in TABLE_SUFFIXES or (is_dataset and not path.exists()):
+        source = "SOURCE" if path.suffix == ".parquet" else shlex.quote(str(gallery))
+        raise DataError(
+            f"{gallery} is a {'dataset' if is_dataset else 'table'}; expected a folder of images, a "
+            "file with extracted features (.npz) or an index file.\n"
+            f"  fix: fastamp extract CHECKPOINT {source} -o gallery.npz, and search gallery.npz"
+        )
     if path.suffix != ".npz":
         return load_index(path)
     extraction = read_extraction(path)

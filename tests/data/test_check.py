@@ -101,7 +101,7 @@ def single_image(folder):
     [
         (corrupt, "unreadable images", "3_1.jpg (line 15): cannot identify", True),
         (truncate, "unreadable images", "3_1.jpg (line 15): image file is truncated", True),
-        (missing, "unreadable images", "3_1.jpg (line 15): [Errno 2]", True),
+        (missing, "unreadable images", "3_1.jpg (line 15): No such file or directory", True),
         (shared_identity, "identities in both training and test", "7", True),
         (no_match, "queries without a gallery image of their identity", "7_0.jpg", True),
         (same_camera, "queries whose only matches are from the same camera", "7_0.jpg", True),
@@ -119,6 +119,15 @@ def test_check_dataset_finds_only_the_planted_problem(folder, plant, fault, exam
     assert report.has_errors == is_error == by_fault[fault].is_error
     # Planting some problems leaves an identity with one image.
     assert set(by_fault) - {"identities with a single training image"} <= {fault}
+
+
+def test_line_that_a_random_split_uses_as_query_and_gallery_is_reported_as_repetition(folder):
+    lines = [line.rpartition(",")[0] for line in (folder / "set.csv").read_text().splitlines()]
+    (folder / "random.csv").write_text("\n".join(lines))
+    query = Path(build_dataset(f"csv:{folder / 'random.csv'}").query[0].path).name
+    (folder / "random.csv").write_text("\n".join([*lines, next(line for line in lines if line.startswith(query))]))
+    finding = findings_of(folder, "random.csv")[0]["images in both query and gallery"]
+    assert finding.count == 1 and query in finding.examples[0] and "repetitions" in finding.fix
 
 
 def test_single_training_identity_is_reported_as_error(folder):

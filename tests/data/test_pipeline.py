@@ -117,7 +117,7 @@ def test_cache_does_not_change_batches(root, tmp_path, cache):
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_corrupt_image_raises_with_file_name(root, tmp_path, cache, workers):
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
-    victim.write_bytes(b"no image")
+    victim.write_bytes(victim.read_bytes()[:100])
     options = ["DATALOADER.CACHE", cache, "DATALOADER.NUM_WORKERS", workers]
     with pytest.raises(DataError, match=f"{victim.name}.*\n.*fix: .*DATALOADER.ON_CORRUPT to skip"):
         batches(config(tmp_path, *options), count=30)

@@ -239,6 +239,10 @@ def test_extraction_raises_on_or_skips_unreadable_images(predictor, images, tmp_
     out = capsys.readouterr().out
     assert code == 0 and "zz.jpg" in out and "11 features" in out
     assert str(bad) not in read_extraction(tmp_path / "out.npz").paths.tolist()
+    table = tmp_path / "images.csv"
+    table.write_text(f"path,pid\n{images / 'a' / '0' / '0.jpg'},1\n{bad},2\n")
+    with pytest.raises(DataError, match=r"zz\.jpg.*\n  listed in .*images\.csv, line 3\n  fix: .*--skip-corrupt"):
+        extract(predictor, table, tmp_path / "table.npz")
     for image in images.rglob("*.jpg"):
         image.write_text("not an image")
     with pytest.raises(DataError, match="12 images"):

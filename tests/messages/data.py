@@ -85,8 +85,10 @@ def tables(record):
 
 def checks(record):
     """Check datasets and write CSV files and contact sheets."""
-    file = record.file("unreadable.csv", "path,pid,split\na.png,1,query\nb.png,\u4e2d,train\nempty.png,2,train")
+    lines = ("a.png,1,query", "b.png,\u4e2d,train", "empty.png,2,train", "text.png,2,train")
+    file = record.file("unreadable.csv", "\n".join(["path,pid,split", *lines]))
     record.file("empty.png")
+    record.file("text.png", "not an image")
     dataset = build_dataset(f"csv:{file}")
     with record("check_files of missing and empty files"):
         check_files(dataset.train, [dataset])
@@ -331,7 +333,7 @@ def training_data(record):
             next(iter(build_reid_train_loader(tiny_config(record.root / "run", *opts))))
     for number in range(8):
         Image.new("RGB", (32, 64)).save(record.root / f"good{number}.png")
-    record.file("bad.png", b"no image")
+    record.file("bad.png", (record.root / "good1.png").read_bytes()[:60])
     lines = [f"{'bad.png' if n == 0 else f'good{n}.png'},{n % 4},1" for n in range(8)]
     corrupt = record.file("corrupt.csv", "\n".join(["path,pid,camid", *lines]))
     for policy in ("error", "skip"):

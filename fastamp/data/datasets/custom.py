@@ -63,7 +63,7 @@ _MAX_LISTED = 10
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # Common folder names of splits, which are not identities.
 _SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
-_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
 
 class CsvDataset(ImageDataset):
@@ -230,7 +230,7 @@ class FolderDataset(ImageDataset):
         if not files:
             raise DataError(
                 f"{self.dataset_name}: no images in {folder.absolute()}; expected one folder per identity, with files "
-                f"that end in {', '.join(_SUFFIXES)}.\n  fix: correct the path, or add images"
+                f"that end in {', '.join(IMAGE_SUFFIXES)}.\n  fix: correct the path, or add images"
             )
         items = []
         for number, (identity, file) in enumerate(files):
@@ -401,7 +401,7 @@ def _add_images(prefix: str, found: list[str]) -> None:
             continue
         if entry.is_dir(follow_symlinks=False):
             _add_images(f"{prefix}{entry.name}/", found)
-        elif os.path.splitext(entry.name)[1].lower() in _SUFFIXES and entry.is_file():
+        elif os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES and entry.is_file():
             found.append(prefix + entry.name)
 
 

@@ -309,10 +309,26 @@ def test_missing_and_empty_files_are_listed_with_their_line_before_training(tmp_
     assert f"fastamp check-data '{name}' --write-clean" in text
 
 
+def test_files_that_are_not_images_are_listed_before_training(tmp_path):
+    Image.new("RGB", (4, 8)).save(tmp_path / "a.jpg")
+    (tmp_path / "b.JPG").write_text("not an image")
+    Image.new("RGB", (4, 8)).save(tmp_path / "c.jpg", format="WEBP")  # of another format than its suffix
+    (tmp_path / "d.data").write_text("read by code of the user")
+    rows = [f"{name},{pid},train" for pid, name in enumerate(("a.jpg", "b.JPG", "c.jpg", "d.data"))]
+    name = write_csv(tmp_path, rows, "path,pid,split")
+    dataset = build_dataset(name)
+    with pytest.raises(DataError, match="1 of 4 image files of .* cannot be read") as caught:
+        check_files(dataset.train, [dataset])
+    assert f"b.JPG ({tmp_path}/my data.csv, line 3): cannot identify the image format" in str(caught.value)
+
+
 def test_corrupt_image_error_names_its_line(tmp_path):
     (tmp_path / "a.png").write_bytes(b"no image")
     source = build_dataset(write_csv(tmp_path, ["a.png,1,train"], "path,pid,split"))
     transforms = build_transforms(get_cfg(), is_train=False)
-    dataset = ReidDataset(source.train, transforms, relabel=True, sources=[source])
-    with pytest.raises(DataError, match=r"(?s)a.png.*listed in .*my data.csv, line 2\n  fix: restore"):
-        dataset[0]
+    for relabel in (True, False):  # training and test images
+        items = source.train if relabel else [source.train[0]._replace(pid=1, camid=0)]
+        dataset = ReidDataset(items, transforms, relabel=relabel, sources=[source])
+        with pytest.raises(DataError, match=r"(?s)a.png.*listed in .*my data.csv, line 2\n  fix: restore") as caught:
+            dataset[0]
+        assert ("ON_CORRUPT" in str(caught.value)) == relabel
