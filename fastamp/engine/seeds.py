@@ -70,7 +70,7 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     """Compute mean, sample standard deviation and range of each metric over the seeds.
 
     Args:
-        results (Mapping): seed -> dataset -> metrics. Metrics that are not finite numbers for every seed are skipped.
+        results (Mapping): seed -> dataset -> metrics. Values other than finite floats, e.g. counts, are skipped.
 
     Returns:
         dict[str, dict[str, Any]]: ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one
@@ -80,7 +80,7 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     for dataset, metrics in first.items():
         for metric in metrics:
             values = [each.get(dataset, {}).get(metric) for each in results.values()]
-            if all(isinstance(value, int | float) and math.isfinite(value) for value in values):
+            if all(isinstance(value, float) and math.isfinite(value) for value in values):
                 summary[f"{dataset}/{metric}"] = {
                     "values": {str(seed): float(value) for seed, value in zip(results, values, strict=True)},
                     "mean": statistics.fmean(values),

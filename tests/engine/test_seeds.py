@@ -52,7 +52,8 @@ def test_resume_continues_with_the_missing_seeds(demo, tmp_path, capsys):
 
 def test_summary_of_seeds_skips_values_that_are_not_numbers():
     results = {
-        seed: {"A": {"mAP": 1.0 + seed, "Rank-1": float("nan"), "intervals": {}}, "B": {"mAP": 5.0}} for seed in (0, 2)
+        seed: {"A": {"mAP": 1.0 + seed, "Rank-1": float("nan"), "intervals": {}, "num_query": 8}, "B": {"mAP": 5.0}}
+        for seed in (0, 2)
     }
     summary = summarize_seeds(results)
     assert summary.keys() == {"A/mAP", "B/mAP"}
