@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
     dpi = args.dpi or (120 if args.format == "png" else 300)
     if not 20 <= dpi <= 1200:
-        raise ConfigError(f"--dpi must be in 20..1200, got {dpi}")
+        raise ConfigError(f"--dpi must be in 20..1200, got {dpi}.\n  fix: choose another value, e.g. 300")
     new_figure(1, 1)  # fails early if matplotlib is missing
     source = resolve_source(args.checkpoint)
     checkpoint = Path(source.checkpoint or evaluation_config(args.checkpoint, args.key_values)[0].MODEL.WEIGHTS)
