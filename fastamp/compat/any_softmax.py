@@ -24,25 +24,32 @@ class Linear(nn.Module):
         self._layer = self.layer(scale=scale, margin=margin)
 
     @force_fp32
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(self, *args: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Compute the logits for the loss.
 
         Args:
-            logits (torch.Tensor): (B, K) logits; cosines for the margin layers.
-            targets (torch.Tensor): (B,) int64 class indices; rows with -1 get no margin.
+            args (torch.Tensor): (B, K) logits, cosines for the margin layers, and (B,) int64 class indices; rows with
+                the index -1 get no margin. Or the three arguments of the layer in ``fastamp.layers.classifier``.
 
         Returns:
-            torch.Tensor: (B, K) float32.
+            (B, K) float32. With three arguments, as the layer in ``fastamp.layers.classifier``.
         """
+        return self._layer(*args) if len(args) == 3 else self.with_margin(*args)
+
+    def with_margin(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Apply the scale, and the margin of a margin layer; see ``forward``."""
         return logits * self.s
+
+    def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute (B, K) float32 logits without margin from features and class weights."""
+        return self._layer.logits(features, weight)
 
     def extra_repr(self) -> str:
         return f"num_classes={self.num_classes}, scale={self.s}, margin={self.m}"
 
 
 class _Margin(Linear):
-    @force_fp32
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def with_margin(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Apply the margin to cosines; see ``Linear.forward``."""
         column = targets.clamp_min(0)[:, None]
         target = self._layer.right(logits.gather(1, column))

@@ -26,7 +26,7 @@ def configurable(init: Callable[..., Any] | None = None, *, from_config: Callabl
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not _is_called_with_config(args, kwargs):
+        if not is_called_with_config(args, kwargs):
             init(self, *args, **kwargs)
             return
         if not inspect.ismethod(getattr(type(self), "from_config", None)):
@@ -39,14 +39,15 @@ def configurable(init: Callable[..., Any] | None = None, *, from_config: Callabl
 def _configurable_function(function: Callable[..., Any], *, from_config: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if _is_called_with_config(args, kwargs):
+        if is_called_with_config(args, kwargs):
             return function(**_explicit_arguments(from_config, args, kwargs))
         return function(*args, **kwargs)
 
     return call
 
 
-def _is_called_with_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def is_called_with_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the first argument, or the keyword argument ``cfg``, is a config."""
     from yacs.config import CfgNode
 
     return isinstance(args[0] if args else kwargs.get("cfg"), CfgNode)

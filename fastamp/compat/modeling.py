@@ -1,7 +1,11 @@
 """FastReID's helpers for losses."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils import comm
@@ -26,3 +30,23 @@ def euclidean_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def cosine_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Compute 1 - cosine similarity between the rows of ``x`` (M, D) and ``y`` (N, D): (M, N) float32."""
     return pairwise_distance(x, y, "cosine")
+
+
+LOSS_ARGUMENTS = {
+    "CrossEntropyLoss": ("ce", {"eps": "epsilon", "alpha": "alpha"}),
+    "TripletLoss": ("tri", {"margin": "margin", "norm_feat": "normalize", "hard_mining": "hard_mining"}),
+    "CircleLoss": ("circle", {"margin": "margin", "gamma": "gamma"}),
+    "Cosface": ("cosface", {"margin": "margin", "gamma": "gamma"}),
+}
+"""Loss -> its section in FastReID's ``loss_kwargs``, and argument in FastReID -> attribute of the loss."""
+
+
+def loss_kwargs(losses: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """Return FastReID's ``Baseline.loss_kwargs``: ``loss_names``, and the arguments of each of these losses."""
+    by_name = {type(loss).__name__: loss for loss in losses.values()}
+    found: dict[str, Any] = {"loss_names": tuple(by_name)}
+    for name, (section, arguments) in LOSS_ARGUMENTS.items():
+        if name in by_name:
+            own = arguments | {"scale": "scale"}
+            found[section] = {argument: getattr(by_name[name], attribute) for argument, attribute in own.items()}
+    return found

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.device_errors import IN_EVALUATION, DeviceErrorHandler
 from fastamp.amp.policy import dtype_name
+from fastamp.compat.evaluator import FastReIDAttributes
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
@@ -65,7 +67,8 @@ def inference_on_dataset(
     """Evaluate a model on a test set, in evaluation mode; the mode of each module is restored afterwards.
 
     Args:
-        model: model that maps a batch to (B, D) features in evaluation mode.
+        model: model that maps a batch to (B, D) features in evaluation mode, or to several tensors for an evaluator
+            that accepts them.
         data_loader: loader of batches with uint8 or float images in 0..255.
         evaluator: evaluator that receives each batch and its features.
         flip_test: if True, average the features of each image and its mirror image. Default: False.
@@ -91,9 +94,10 @@ def inference_on_dataset(
             for batch in track(data_loader, len(data_loader), "evaluating"):
                 computing.batch = batch
                 features = extract_features(model, batch, policy, flip_test)
-                finite.append(torch.isfinite(features).all())
+                outputs = [each for each in tree_leaves(features) if isinstance(each, torch.Tensor)]
+                finite.append(torch.stack([torch.isfinite(each).all() for each in outputs]).all())
                 evaluator.process(batch, features)
-                images += len(features)
+                images += len(outputs[0])
         # Read once after the loop to avoid one device synchronization per batch.
         flags = torch.stack(finite).tolist() if finite else []
         first_nonfinite = flags.index(False) if False in flags else None
@@ -153,7 +157,7 @@ def _explain_not_finite(
     return comm.select_message(text)
 
 
-class ReidEvaluator(DatasetEvaluator):
+class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
     """Compute CMC, mAP, mINP and verification metrics of a test set that lists query images before gallery images.
 
     Args:
@@ -179,6 +183,7 @@ class ReidEvaluator(DatasetEvaluator):
     def __init__(
         self, cfg: Any, num_query: int, output_dir: str | None = None, *, report_options: ReportOptions | None = None
     ) -> None:
+        self.cfg = cfg
         self.protocol = Protocol.from_config(cfg)
         self.per_query = cfg.TEST.PER_QUERY
         self.baselines = {"raw pixels": raw_pixels, "color histogram": color_histogram} if cfg.TEST.BASELINES else {}
@@ -195,6 +200,7 @@ class ReidEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Discard all features."""
+        super().reset()
         self._batches: dict[str, list[torch.Tensor]] = {}
         self._num_images = 0
         self._device = torch.device("cpu")

@@ -1,5 +1,6 @@
 """Registry of components that a config selects by name."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,7 +75,8 @@ class Registry:
             context: additional keyword arguments for the component.
         """
         component = self.get(name)
-        built = getattr(component, "from_config", component)(cfg, **context)
+        build = component if _has_own_constructor(component) else getattr(component, "from_config", component)
+        built = build(cfg, **context)
         if isinstance(built, dict) and isinstance(component, type):
             return component(**built)
         return built
@@ -84,3 +86,15 @@ class Registry:
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._components))
+
+
+def _has_own_constructor(component: Any) -> bool:
+    """Return True for a class that inherits ``from_config`` and defines ``__init__(self, cfg)``, as in FastReID."""
+    if not isinstance(component, type):
+        return False
+    for each in component.__mro__:
+        if "from_config" in vars(each):
+            return False
+        if "__init__" in vars(each):
+            return list(inspect.signature(each.__init__).parameters)[1:2] == ["cfg"]
+    return False

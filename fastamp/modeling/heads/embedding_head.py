@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.compat.heads import accepts_config
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -37,6 +38,7 @@ class EmbeddingHead(nn.Module):
 
     classifiers = ("weight",)
 
+    @accepts_config
     def __init__(
         self,
         *,
@@ -67,20 +69,25 @@ class EmbeddingHead(nn.Module):
     @classmethod
     def from_config(cls, cfg: Any) -> "EmbeddingHead":
         """Build the head configured in ``MODEL.HEADS``."""
+        return cls(**cls.config_arguments(cfg))
+
+    @classmethod
+    def config_arguments(cls, cfg: Any) -> dict[str, Any]:
+        """Return the constructor arguments configured in ``MODEL.HEADS``."""
         heads = cfg.MODEL.HEADS
-        return cls(
-            feat_dim=cfg.MODEL.BACKBONE.FEAT_DIM,
-            embedding_dim=heads.EMBEDDING_DIM,
-            num_classes=heads.NUM_CLASSES,
-            neck_feat=heads.NECK_FEAT,
-            eval_feat=heads.EVAL_FEAT,
-            pool_layer=heads.POOL_LAYER,
-            cls_layer=heads.CLS_LAYER,
-            scale=heads.SCALE,
-            margin=heads.MARGIN,
-            with_bnneck=heads.WITH_BNNECK,
-            norm=heads.NORM,
-        )
+        return {
+            "feat_dim": cfg.MODEL.BACKBONE.FEAT_DIM,
+            "embedding_dim": heads.EMBEDDING_DIM,
+            "num_classes": heads.NUM_CLASSES,
+            "neck_feat": heads.NECK_FEAT,
+            "eval_feat": heads.EVAL_FEAT,
+            "pool_layer": heads.POOL_LAYER,
+            "cls_layer": heads.CLS_LAYER,
+            "scale": heads.SCALE,
+            "margin": heads.MARGIN,
+            "with_bnneck": heads.WITH_BNNECK,
+            "norm": heads.NORM,
+        }
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
         """Create the layers of the neck."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.compat.modeling import loss_kwargs
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -92,6 +93,11 @@ class Baseline(ImageModel):
         As a property, ``super().losses(outputs, targets)`` works in that method.
         """
         return self._modules["losses"]
+
+    @property
+    def loss_kwargs(self) -> dict[str, Any]:
+        """Names and arguments of the losses, as in FastReID; see ``fastamp.compat.modeling.loss_kwargs``."""
+        return loss_kwargs(self._modules["losses"])
 
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]

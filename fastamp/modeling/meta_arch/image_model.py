@@ -139,14 +139,18 @@ class ImageModel(nn.Module):
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the class labels of a training batch, (B,) int64, on the device of the model."""
+        """Return the class labels of a training batch, (B,) int64, on the device of the model.
+
+        For a subclass with a method ``losses``, as in FastReID, they may be any tensor, e.g. attributes (B, A).
+        """
         if "targets" not in batch:
             raise KeyError(
                 'the batch does not contain "targets", which training requires; fix: add "targets", (B,) int64, to the '
                 "batch; for evaluation, call model.eval() first"
             )
         labels = batch["targets"]
-        if not isinstance(labels, torch.Tensor) or labels.dim() != 1 or labels.is_floating_point():
+        of_classes = isinstance(labels, torch.Tensor) and labels.dim() == 1 and not labels.is_floating_point()
+        if not of_classes and not (isinstance(labels, torch.Tensor) and callable(getattr(type(self), "losses", None))):
             found = type(labels).__name__
             if isinstance(labels, torch.Tensor):
                 found = f"{str(labels.dtype).removeprefix('torch.')} {tuple(labels.shape)}"
@@ -155,7 +159,7 @@ class ImageModel(nn.Module):
                 "  fix: pass torch.tensor(labels), with one integer per image"
             )
         # Labels on the device are not checked: reading them would block the host.
-        if self._num_classes and labels.device.type == "cpu":
+        if of_classes and self._num_classes and labels.device.type == "cpu":
             self._check_labels(labels, batch.get("img_paths"))
         return labels.to(self.device, non_blocking=True)
 

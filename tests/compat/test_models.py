@@ -1,0 +1,256 @@
+"""Heads, models and evaluators in the style of FastReID's projects."""
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastamp.config import get_cfg
+from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.engine import DefaultTrainer
+from fastamp.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.modeling import build_model
+from fastamp.modeling.heads import EmbeddingHead
+from fastamp.modeling.heads.build import REID_HEADS_REGISTRY
+from fastamp.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
+from fastamp.utils.registry import Registry
+
+LAYERS = ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"]
+
+
+class OwnForward(EmbeddingHead):
+    """Head that computes the same as ``EmbeddingHead``, with calls as in FastReID."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.width = cfg.MODEL.BACKBONE.FEAT_DIM
+
+    def forward(self, features, targets=None):
+        pooled = self.pool_layer(features)
+        neck = self.bottleneck(pooled)[..., 0, 0]
+        if not self.training:
+            return neck
+        if type(self.cls_layer).__name__ == "Linear":
+            logits = F.linear(neck, self.weight)
+        else:
+            logits = F.linear(F.normalize(neck), F.normalize(self.weight))
+        return {
+            "cls_outputs": self.cls_layer(logits.clone(), targets),
+            "pred_class_logits": logits.mul(self.cls_layer.s),
+            "features": pooled[..., 0, 0],
+        }
+
+
+class InheritedForward(EmbeddingHead):
+    """Head with FastReID's constructor only."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+
+
+class Attributes(EmbeddingHead):
+    """Head for several binary labels per image."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.norm = nn.BatchNorm1d(cfg.MODEL.HEADS.NUM_CLASSES)
+
+    def forward(self, features, targets=None):
+        outputs = self.norm(F.linear(self.bottleneck(self.pool_layer(features)).flatten(1), self.weight))
+        return {"cls_outputs": outputs} if self.training else torch.sigmoid(outputs)
+
+
+class AttributeModel(Baseline):
+    """Model with an own loss on labels (B, A)."""
+
+    def losses(self, outputs, gt_labels):
+        return {"loss_bce": F.binary_cross_entropy_with_logits(outputs["cls_outputs"], gt_labels)}
+
+
+@pytest.fixture
+def cfg(demo, tmp_path):
+    components = {
+        REID_HEADS_REGISTRY: (OwnForward, InheritedForward, Attributes),
+        META_ARCH_REGISTRY: (AttributeModel,),
+    }
+    for registry, classes in components.items():
+        for each in classes:
+            registry.register()(each)
+    config = get_cfg()
+    config.merge_from_list(tiny.tiny_options(tmp_path / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1"))
+    yield config
+    for registry, classes in components.items():
+        for each in classes:
+            registry._components.pop(each.__name__)
+
+
+@pytest.mark.parametrize("name", ["OwnForward", "InheritedForward"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_head_with_config_constructor_equals_the_usual_head(cfg, name, layer):
+    values = {"MODEL.HEADS.NUM_CLASSES": 5, "MODEL.HEADS.CLS_LAYER": layer, "MODEL.HEADS.SCALE": 16.0}
+    cfg = cfg.with_values(values | {"MODEL.HEADS.MARGIN": 0.2})
+    usual = EmbeddingHead.from_config(cfg)
+    head = REID_HEADS_REGISTRY.build(name, cfg)
+    head.load_state_dict(usual.state_dict())
+    nn.init.normal_(usual.weight)
+    head.load_state_dict(usual.state_dict())
+    features, targets = torch.randn(6, tiny.WIDTH, 4, 2), torch.tensor([0, 1, 2, 3, 4, 0])
+    expected, found = usual(features, targets), head(features, targets)
+    for key in ("cls_outputs", "features") + ("pred_class_logits",) * (name == "InheritedForward" or layer != "Linear"):
+        assert torch.allclose(found[key], expected[key], atol=1e-4), key
+    assert torch.allclose(head.logits(features), usual.logits(features), atol=1e-4)
+    assert torch.equal(head.eval()(features), usual.eval()(features))
+
+
+@pytest.mark.parametrize("name", ["OwnForward", "InheritedForward"])
+def test_model_with_such_a_head_is_trained(cfg, name):
+    values = {"MODEL.HEADS.NAME": name, "MODEL.HEADS.CLS_LAYER": "CosSoftmax", "MODEL.HEADS.SCALE": 16.0}
+    assert DefaultTrainer(cfg.with_values(values)).train()["mAP"] > 0
+
+
+class Colors(torch.utils.data.Dataset):
+    """Images with two binary attributes: red, and green."""
+
+    num_classes = 2
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        labels = torch.tensor([index & 1, index >> 1 & 1], dtype=torch.float32)
+        image = torch.zeros(3, 64, 32)
+        image[:2] = 200 * labels[:, None, None] + 20 * torch.rand(2, 1, 1)
+        return {"images": image, "targets": labels, "img_paths": f"{index}.jpg"}
+
+
+class Accuracy(DatasetEvaluator):
+    def reset(self):
+        self.correct = []
+
+    def process(self, inputs, outputs):
+        self.correct.append((outputs.cpu() > 0.5) == (inputs["targets"] > 0.5))
+
+    def evaluate(self):
+        accuracy = 100 * torch.cat(self.correct).float().mean().item()
+        return {"accuracy": accuracy, "metric": accuracy}
+
+
+class AttributeTrainer(DefaultTrainer):
+    @classmethod
+    def build_train_loader(cls, cfg):
+        return build_reid_train_loader(cfg, train_set=Colors())
+
+    @classmethod
+    def build_test_loader(cls, cfg, dataset_name):
+        return build_reid_test_loader(cfg, test_set=Colors())[0]
+
+    @classmethod
+    def build_evaluator(cls, cfg, dataset_name, output_dir=None):
+        return cls.build_test_loader(cfg, dataset_name), Accuracy()
+
+
+def test_model_with_an_own_loss_is_trained_on_several_labels_per_image(cfg):
+    values = {"MODEL.META_ARCHITECTURE": "AttributeModel", "MODEL.HEADS.NAME": "Attributes"}
+    values |= {"DATALOADER.SAMPLER_TRAIN": "TrainingSampler", "SOLVER.MAX_EPOCH": 12, "SOLVER.BASE_LR": 1e-2}
+    values |= {"TEST.EVAL_PERIOD": 12, "SOLVER.STEPS": (11,), "MODEL.LOSSES.NAME": ("CrossEntropyLoss",)}
+    assert AttributeTrainer(cfg.with_values(values)).train()["accuracy"] > 90
+
+
+def test_labels_of_the_usual_losses_are_still_checked(cfg):
+    model = build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2})).train()
+    with pytest.raises(ValueError, match="targets: expected a tensor"):
+        model({"images": torch.zeros(2, 3, 64, 32), "targets": torch.zeros(2, 2)})
+
+
+def test_loss_kwargs_are_those_of_the_config(cfg):
+    cfg = cfg.with_values(
+        {"MODEL.LOSSES.CE.EPSILON": 0.1, "MODEL.LOSSES.TRI.MARGIN": 0.4, "MODEL.LOSSES.TRI.SCALE": 2.0}
+    )
+    kwargs = build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 4})).loss_kwargs
+    assert kwargs["loss_names"] == ("CrossEntropyLoss", "TripletLoss") and set(kwargs) == {"loss_names", "ce", "tri"}
+    assert kwargs["ce"] == {"eps": 0.1, "alpha": cfg.MODEL.LOSSES.CE.ALPHA, "scale": 1.0}
+    assert kwargs["tri"] == {"margin": 0.4, "norm_feat": False, "hard_mining": True, "scale": 2.0}
+
+
+class Collecting(ReidEvaluator):
+    """Evaluator that collects as in FastReID, and compares with what ``ReidEvaluator`` has collected."""
+
+    def process(self, inputs, outputs):
+        super().process(inputs, outputs)
+        self.features.append(outputs.cpu())
+        self.pids.extend(inputs["targets"])
+        self.camids.extend(inputs["camids"])
+
+    def evaluate(self):
+        assert self._num_query == self.num_query and self._output_dir == "x" and self.cfg.TEST.METRIC == "cosine"
+        predictions = self._predictions
+        assert torch.equal(torch.cat([each["feats"] for each in predictions]), torch.cat(self.features))
+        assert torch.cat([each["pids"] for each in predictions]).tolist() == [int(pid) for pid in self.pids]
+        assert torch.cat([each["camids"] for each in predictions]).tolist() == [int(each) for each in self.camids]
+        return {"images": len(self.pids)}
+
+
+def test_reid_evaluator_has_the_attributes_of_fastreid(cfg):
+    loader, num_query = build_reid_test_loader(cfg, "Demo")
+    evaluator = Collecting(cfg, num_query, "x")
+    model = build_model(cfg).eval()
+    for _ in range(2):  # reset discards the lists
+        assert inference_on_dataset(model, loader, evaluator) == {"images": len(loader.dataset)}
+
+
+class Several(nn.Module):
+    """Model with two outputs per image."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, batch):
+        features = batch["images"].float().mean((2, 3))
+        return features * self.weight, [features[:, :1]]
+
+
+class Shapes(DatasetEvaluator):
+    def process(self, inputs, outputs):
+        self.shapes = [tuple(outputs[0].shape), tuple(outputs[1][0].shape)]
+
+    def evaluate(self):
+        return {"shapes": self.shapes}
+
+
+def test_outputs_of_several_tensors_are_passed_to_the_evaluator():
+    batch = {"images": torch.zeros(2, 3, 4, 4)}
+    assert inference_on_dataset(Several(), [batch], Shapes()) == {"shapes": [(2, 3), (2, 1)]}
+
+
+def test_registry_prefers_the_more_specific_of_constructor_and_from_config():
+    registry = Registry("KIND")
+
+    class Base:
+        def __init__(self, *, width):
+            self.width = width
+
+        @classmethod
+        def from_config(cls, cfg):
+            return cls(width=cfg)
+
+    @registry.register()
+    class Own(Base):
+        def __init__(self, cfg):
+            super().__init__(width=2 * cfg)
+
+    @registry.register()
+    class Both(Base):
+        def __init__(self, cfg):
+            self.width = 0
+
+        @classmethod
+        def from_config(cls, cfg):
+            return {"cfg": cfg}
+
+    @registry.register()
+    class Neither(Base):
+        pass
+
+    assert [registry.build(name, 3).width for name in ("Own", "Both", "Neither")] == [6, 0, 3]
