@@ -310,9 +310,11 @@ def test_resume_with_another_model_exits_with_2_and_keeps_checkpoint(demo, tmp_p
     assert (tmp_path / "model_final.pth").read_bytes() == before
 
 
-def test_train_net_exits_with_2_for_flag_after_key_value_pairs(demo, tmp_path, capfd):
-    code, stderr = run(capfd, *tiny.tiny_options(tmp_path), "--resume")
-    assert code == 2 and "--resume" in stderr
+def test_train_net_accepts_a_flag_after_key_value_pairs(demo, tmp_path, capfd):
+    options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
+    assert run(capfd, *options, "--eval-only")[0] == 2  # MODEL.WEIGHTS is not set
+    assert run(capfd, *options, "--dry-run")[0] == 0
+    assert not (tmp_path / "model_final.pth").exists()
 
 
 @pytest.mark.parametrize(
