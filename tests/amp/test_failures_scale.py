@@ -210,7 +210,7 @@ def test_precision_failure_does_not_suggest_the_current_dtype(dtype):
     with pytest.raises(PrecisionFailure) as error:
         trainer.train(0, 1, 40)
     assert "DTYPE bfloat16" not in str(error.value)
-    assert dtype == torch.bfloat16 or "SOLVER.AMP False" not in str(error.value)
+    assert dtype == torch.bfloat16 or "SOLVER.AMP to False" not in str(error.value)
 
 
 @pytest.mark.failure("collapse of the loss scale")
