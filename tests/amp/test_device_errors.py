@@ -50,7 +50,7 @@ def test_out_of_memory_error_in_training_lists_batch_shapes_and_config_keys(erro
     with pytest.raises(TrainingError) as raised:
         trainer.train(0, 1, 5)
     message = str(raised.value)
-    assert "iteration 2" in message and "images (8, 8) float32, targets (8,) int64" in message
+    assert "iteration 3" in message and "images (8, 8) float32, targets (8,) int64" in message
     assert str(error) in message
     assert ("cause:" in message) == ("engine" in str(error))
     for key in ("SOLVER.IMS_PER_BATCH", "SOLVER.ACCUM_STEPS", "INPUT.SIZE_TRAIN", "MODEL.BACKBONE.CHECKPOINTING"):
@@ -96,7 +96,7 @@ def test_nondeterministic_operation_raises_if_deterministic_is_true(
     assert torch.backends.cudnn.deterministic and not torch.backends.cudnn.benchmark
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "CUDNN_BENCHMARK=True has no effect" in capsys.readouterr().out
-    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(iteration 1\)"):
+    with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(iteration 2\)"):
         train(1, 1, 2)
     with pytest.raises(TrainingError, match=r"DETERMINISTIC is True.* put_ .*\(the pre-flight"):
         preflight(model, make_batch(), policy=PrecisionPolicy("cpu", torch.float32, "test"))

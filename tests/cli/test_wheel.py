@@ -77,7 +77,7 @@ def test_installed_init_writes_a_project_with_a_valid_config(installed):
     installed.check("init", "my_project")
     folder = installed.folder / "my_project"
     out = installed.check("config", "show", "my_project/config.yml", "SEED=3", "--plugin", folder / "components.py")
-    assert "FeatureNorm" in out and "OUTPUT_DIR: logs/my_project" in out and "SEED: 3" in out
+    assert "UnitNormLoss" in out and "OUTPUT_DIR: logs/my_project" in out and "SEED: 3" in out
 
 
 def test_installed_benchmark_tune_and_completion_find_their_files(installed):

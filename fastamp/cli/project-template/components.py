@@ -6,11 +6,11 @@ from fastamp.amp import force_fp32
 from fastamp.config import CfgNode, Key
 from fastamp.modeling import LOSS_REGISTRY
 
-KEYS = (Key("MODEL.LOSSES.FEATURE_NORM.SCALE", 0.01, "Feature norm loss: loss weight."),)
+KEYS = (Key("MODEL.LOSSES.UNIT_NORM.SCALE", 0.01, "Unit norm loss: loss weight."),)
 
 
 @LOSS_REGISTRY.register()
-class FeatureNorm(nn.Module):
+class UnitNormLoss(nn.Module):
     """Squared distance of the features from the unit sphere.
 
     Args:
@@ -24,9 +24,9 @@ class FeatureNorm(nn.Module):
         self.scale = scale
 
     @classmethod
-    def from_config(cls, cfg: CfgNode) -> "FeatureNorm":
+    def from_config(cls, cfg: CfgNode) -> "UnitNormLoss":
         """Build the loss from the config."""
-        return cls(scale=cfg.MODEL.LOSSES.FEATURE_NORM.SCALE)
+        return cls(scale=cfg.MODEL.LOSSES.UNIT_NORM.SCALE)
 
     @force_fp32
     def forward(self, outputs: dict[str, Tensor], targets: Tensor) -> Tensor:
