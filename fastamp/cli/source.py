@@ -145,10 +145,11 @@ def training_config(
     """Read the config of a training from SOURCE, ``--config-file`` and KEY VALUE.
 
     A run folder is also OUTPUT_DIR. A checkpoint is also MODEL.WEIGHTS, and OUTPUT_DIR and the image cache keep their
-    defaults.
+    defaults. The number of classes is that of the training set again, except with ``--resume``, which continues with
+    the same classes.
 
     Args:
-        args: arguments of the command line; ``config_source`` and ``plugin`` are optional.
+        args: arguments of the command line; ``config_source``, ``plugin`` and ``resume`` are optional.
         define_keys: see ``read_config``. Default None.
         with_weights: also set MODEL.WEIGHTS for a run folder. Default False.
 
@@ -171,6 +172,8 @@ def training_config(
             cfg.MODEL.WEIGHTS = found.checkpoint
     else:
         cfg.merge_from_other_cfg(_machine_defaults() | {"MODEL.WEIGHTS": found.checkpoint})
+    if not getattr(args, "resume", False):
+        cfg.MODEL.HEADS.NUM_CLASSES = 0  # DATASETS.NAMES may differ from that of the stored config
     cfg.merge_from_list(args.opts)
     cfg.freeze()
     return cfg

@@ -118,6 +118,21 @@ def test_checkpoint_starts_a_new_run_with_its_config_and_weights(demo, checkpoin
 
 
 @pytest.mark.parametrize("source", ["model_best.pth", ""])
+def test_training_on_another_dataset_has_its_number_of_classes(demo, run_folder, source, tmp_path, capsys):
+    rows = [f"{path},{path.name[:4]}" for path in sorted(demo.glob("*/bounding_box_train/*.jpg"))]
+    (tmp_path / "mine.csv").write_text("\n".join(["path,pid", *rows]))  # half of the identities are for testing
+    output = tmp_path / "fine_tuned"
+    options = ("DATASETS.NAMES", f"csv:{tmp_path}/mine.csv", "OUTPUT_DIR", str(output), "SOLVER.MAX_EPOCH=1")
+    assert main(["train", str(run_folder / source), *options, "DATALOADER.NUM_INSTANCE=2"]) == 0
+    classes = config_of(output).MODEL.HEADS.NUM_CLASSES
+    assert 0 < classes < config_of(run_folder).MODEL.HEADS.NUM_CLASSES
+    assert len(tiny.weights(output / "model_final.pth")["heads.weight"]) == classes
+    resumed = ["train", str(run_folder), "--resume", *options, f"OUTPUT_DIR={tmp_path}/resumed"]
+    assert main(resumed) == 2
+    assert "MODEL.HEADS.NUM_CLASSES" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["model_best.pth", ""])
 def test_eval_takes_a_checkpoint_or_run_folder(demo, run_folder, source, tmp_path):
     words = ("TEST.FLIP=on", "MODEL.DEVICE", "cpu", f"OUTPUT_DIR={tmp_path}")
     for command in (["eval"], ["train", "--eval-only"]):
