@@ -19,7 +19,7 @@ from fastamp.utils.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 DECLARING = [path for path in sorted((ROOT / "fastamp").glob("*/**/*.py")) if "\nKEYS" in path.read_text()]
-DECLARING = [path for path in DECLARING if path.parts[-2] != "config" and path.parts[-3] != "config"]
+DECLARING = [path for path in DECLARING if not {"config", "project-template"} & set(path.parts[-3:])]
 
 
 def test_config_keys_read_without_import_equal_imported_keys():
