@@ -323,7 +323,7 @@ def open_gallery(
     """Load an index file, or the index of an extraction file, which is first built if it is missing or outdated.
 
     The features of a folder of images are extracted to a file next to it, ``FOLDER.HASH.npz`` with the hash of the
-    model, or next to ``index``. Later calls use this file, unless the images have changed.
+    model, or next to ``index``, ``INDEX.HASH.npz``. Later calls use this file, unless the images have changed.
 
     Args:
         gallery: index file; extraction file, whose name ends in ``.npz``; or folder of images.
@@ -337,7 +337,7 @@ def open_gallery(
 
     Raises:
         DataError: if a file cannot be read, or was created with a different model.
-        ConfigError: if the index cannot be written.
+        ConfigError: if the index cannot be written, or the features of a folder would overwrite a different file.
     """
     path = Path(gallery).expanduser()
     if path.is_dir():
@@ -376,19 +376,15 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
     from fastamp.inference.extract import extract  # imports the predictor, which imports this module
 
     folder = folder.absolute()
-    out = folder.parent / f"{folder.name}.{predictor.config_hash}.npz"
-    if index is not None:
-        out = Path(index).expanduser().with_suffix(".npz")
-    if out.exists():
-        try:
-            found = read_extraction(out)
-            files, changed = image_files(folder), out.stat().st_mtime
-            # The inode change time detects moved files, too. Unreadable images are not in the extraction.
-            is_current = all(max(os.stat(file).st_mtime, os.stat(file).st_ctime) <= changed for file in files)
-            if is_current and found.config_hash == predictor.config_hash and {*found.paths.tolist()} <= {*files}:
-                return out
-        except (DataError, OSError) as error:
-            logger.info("%s is replaced: %s", out, error)
+    target = folder if index is None else Path(index).expanduser().with_suffix("")
+    out = target.parent / f"{target.name}.{predictor.config_hash}.npz"
+    if os.path.lexists(out):
+        found = _read_extraction_of(folder, out, predictor.config_hash)
+        files, changed = image_files(folder), out.stat().st_mtime
+        # The inode change time detects moved files, too. Unreadable images are not in the extraction.
+        is_current = all(max(os.stat(file).st_mtime, os.stat(file).st_ctime) <= changed for file in files)
+        if is_current and {*found.paths.tolist()} <= {*files}:
+            return out
     logger.info("extracting the features of the images in %s to %s, for this and later searches", folder, out)
     _, skipped = extract(predictor, folder, out, skip_corrupt=True)
     if skipped:
@@ -396,6 +392,32 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
             "%d images of the gallery cannot be read and are skipped: %s", len(skipped), "; ".join(skipped[:10])
         )
     return out
+
+
+def _read_extraction_of(folder: Path, path: Path, config_hash: str) -> Extraction:
+    """Read an earlier extraction of the images in a folder.
+
+    Raises:
+        ConfigError: if the file is not such an extraction, because a new extraction would overwrite it.
+    """
+    cause, prefix = "", os.path.join(os.path.abspath(folder), "")
+    try:
+        found = read_extraction(path)
+        other = next((each for each in found.paths.tolist() if not os.path.abspath(each).startswith(prefix)), None)
+        if found.config_hash != config_hash:
+            cause = f"it was extracted with a different model: {found.checkpoint} ({found.config_hash})"
+        elif found.split is not None:
+            cause = "it is the extraction of a dataset"
+        elif other is not None:
+            cause = f"it contains features of other images: {other}"
+    except DataError as error:
+        cause = str(error).split("\n")[0]
+    if cause:
+        raise ConfigError(
+            f"cannot write the features of the images in {folder} to {path}: this file exists and is not an extraction "
+            f"of this folder.\n  cause: {cause}\n  fix: rename or delete the file, or choose another index (--index)"
+        )
+    return found
 
 
 def _build_filled(kind: str, extraction: Extraction) -> Any:

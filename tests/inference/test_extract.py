@@ -20,6 +20,7 @@ from fastamp.data.build import build_dataset
 from fastamp.inference import extract as module
 from fastamp.inference.extract import extract, list_images
 from fastamp.inference.features_file import read_extraction
+from fastamp.inference.index import open_gallery
 from fastamp.utils import lock
 from fastamp.utils.errors import ConfigError, DataError, UserError
 
@@ -348,6 +349,38 @@ def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog
     written = features.stat().st_mtime_ns
     predictor.search(query, images, k=2)
     assert features.stat().st_mtime_ns == written
+
+
+def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path):
+    index = tmp_path / "gallery.index"
+    foreign = tmp_path / "gallery.npz"
+    np.savez(foreign, mine=np.arange(3))
+    content = foreign.read_bytes()
+    for _ in range(2):
+        assert open_gallery(images, of=predictor, index=index).path == index
+    assert foreign.read_bytes() == content
+    own = tmp_path / f"gallery.{predictor.config_hash}.npz"
+    assert {path.name for path in tmp_path.glob("gallery*")} == {foreign.name, own.name, index.name}
+    shutil.copytree(images, tmp_path / "other")
+    extract(predictor, tmp_path / "other", tmp_path / "other.npz")
+    extract(predictor, "Demo", tmp_path / "demo.npz")
+    arrays = dict(np.load(own)) | {"config_hash": np.array("another")}
+    np.savez(tmp_path / "model.npz", **arrays)
+    for name, cause in (
+        ("gallery.npz", "missing arrays"),
+        ("other.npz", "features of other images"),
+        ("demo.npz", "extraction of a dataset"),
+        ("model.npz", "different model"),
+    ):
+        for path, options in ((own, {"index": index}), (tmp_path / f"images.{predictor.config_hash}.npz", {})):
+            content = shutil.copy(tmp_path / name, path).read_bytes()
+            with pytest.raises(ConfigError, match=rf"(?s){path.name}.*{cause}.*fix:"):
+                open_gallery(images, of=predictor, **options)
+            assert path.read_bytes() == content
+    own.unlink()
+    own.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="No such file"):
+        open_gallery(images, of=predictor, index=index)
 
 
 def test_search_returns_the_camera_names_of_the_gallery(predictor, images, tmp_path):
