@@ -35,7 +35,7 @@ class _LogFile(logging.FileHandler):
     _warned = False
 
     def __init__(self, folder: str | Path, rank: int) -> None:
-        path = Path(folder) / _log_name(rank)
+        path = Path(folder).resolve() / _log_name(rank)
         super().__init__(path, encoding="utf-8")
         self.setFormatter(_Formatter(_FORMAT, datefmt="%Y-%m-%d %H:%M:%S"))
         self.start = path.stat().st_size
@@ -159,12 +159,13 @@ def move_earlier_log(output_dir: Path, folder: Path, *, rank: int, world_size: i
         folder: existing folder to move the lines to.
         rank, world_size: rank of this process, and number of processes.
     """
+    output_dir = output_dir.resolve()  # the folder of an opened log is resolved too
     names = {_log_name(rank)}
     if rank == 0:
         names |= {path.name for path in output_dir.glob("log.txt.rank*")} - {_log_name(n) for n in range(world_size)}
     for name in names:
         path = output_dir / name
-        opened = next((each for each in _log_files() if Path(each.baseFilename) == path.absolute()), None)
+        opened = next((each for each in _log_files() if Path(each.baseFilename) == path), None)
         if opened is not None:
             opened.move_earlier_lines(folder)
         elif path.is_file():

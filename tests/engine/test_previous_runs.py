@@ -73,6 +73,19 @@ def test_run_that_was_killed_before_its_first_checkpoint_is_moved(demo, tmp_path
     assert {"metrics.json", "log.txt"} <= names(tmp_path / "previous-1")
 
 
+@pytest.mark.parametrize("spelling", ["../out", "../work/../out", "link"])
+def test_log_is_divided_for_each_spelling_of_the_folder(demo, tmp_path, monkeypatch, spelling):
+    for name in ("work", "out"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "work/link").symlink_to(tmp_path / "out")
+    monkeypatch.chdir(tmp_path / "work")
+    for seed in ("1", "2"):
+        train(spelling, "SOLVER.MAX_EPOCH", "1", "SEED", seed)
+    for folder, seed in ((tmp_path / "out/previous-1", "1"), (tmp_path / "out", "2")):
+        log = (folder / "log.txt").read_text()
+        assert log.count("training finished") == 1 and f"SEED: {seed}" in log
+
+
 def test_trainers_in_one_process_write_separate_logs(demo, tmp_path):
     """Without default_setup, each training opens its own log.txt."""
     for seed in ("1", "2"):
