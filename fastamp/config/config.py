@@ -158,6 +158,10 @@ class CfgNode(YacsCfgNode):
         """Return the lines that ``merge_from_file`` logged about translated keys and keys without a counterpart."""
         return self.__dict__.get("_notes", [])
 
+    def plugin_file(self) -> str:
+        """Return the path of the plugin file that ``load_plugin`` loaded for this config last; "" for none."""
+        return self.__dict__.get("_plugin", "")
+
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict.
 

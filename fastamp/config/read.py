@@ -64,6 +64,7 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     module = sys.modules[name]
+    cfg.__dict__["_plugin"] = str(path)
     if hasattr(module, "add_config"):
         module.add_config(cfg)
     keys = getattr(module, "KEYS", ())

@@ -38,8 +38,9 @@ def summarize_run(cfg: CfgNode, results: Mapping[str, Mapping[str, Any]], *, sec
         lines.append(f"report: {report}")
     if path.exists():
         quoted = shlex.quote(str(path))
-        lines.append(f"next:   fastamp eval {quoted} DATASETS.TESTS {shlex.quote(cfg.DATASETS.TESTS[0])}")
-        lines.append(f"        fastamp extract {quoted} FOLDER -o features.npz")
+        plugin = f" --plugin {shlex.quote(cfg.plugin_file())}" if cfg.plugin_file() else ""
+        lines.append(f"next:   fastamp eval {quoted} DATASETS.TESTS {shlex.quote(cfg.DATASETS.TESTS[0])}{plugin}")
+        lines.append(f"        fastamp extract {quoted} FOLDER -o features.npz{plugin}")
     logger.info("%s", "\n  ".join(lines))
     warn_below_baselines(results)
 

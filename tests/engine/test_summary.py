@@ -33,9 +33,15 @@ def test_metrics_file_and_checkpoint_names_count_epochs_from_0(demo, tmp_path):
     assert (tmp_path / "model_0000.pth").exists() and not (tmp_path / "model_0001.pth").exists()
 
 
-def test_summary_names_best_model_and_commands_that_work(demo, tmp_path, capsys, monkeypatch):
-    folder = tmp_path / "a run"
-    assert main(["train", *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")]) == 0
+@pytest.mark.parametrize("plugin", [False, True])
+def test_summary_names_best_model_and_commands_that_work(plugin, demo, tmp_path, capsys, monkeypatch):
+    folder, flags = tmp_path / "a run", []
+    if plugin:
+        (tmp_path / "a plugin.py").write_text(
+            "from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'A number.'),)\n"
+        )
+        flags = ["--plugin", str(tmp_path / "a plugin.py")]
+    assert main(["train", *flags, *tiny.tiny_options(folder, "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")]) == 0
     out = capsys.readouterr().out
     summary = out[out.index("training finished in ") :]
     assert f"best:   {folder}/model_best.pth" in summary and "after iteration 6" in summary
@@ -44,6 +50,7 @@ def test_summary_names_best_model_and_commands_that_work(demo, tmp_path, capsys,
     monkeypatch.chdir(tmp_path)
     images = next(demo.glob("fastamp-demo-*")) / "query"
     for command in commands:
+        assert ("--plugin" in command) == plugin
         words = [str(images) if word == "FOLDER" else word for word in command]
         assert main(words) == 0, words
     assert (tmp_path / "features.npz").exists() and len(commands) == 2
