@@ -98,18 +98,19 @@ def split_key_values(words: Sequence[str]) -> list[str]:
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parse the arguments of a command; flags may stand between KEY VALUE pairs.
 
-    Without SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
+    The values of a flag with several values end at a flag, a KEY, or a word that is not a valid value. Without
+    SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
     """
-    with_lists = {name for each in parser._actions if each.nargs in ("+", "*") for name in each.option_strings}
+    with_lists = {name: each for each in parser._actions if each.nargs in ("+", "*") for name in each.option_strings}
     words: list[str] = []
-    lists: list[list[str]] = []  # of flags with several values, which end at a KEY
+    lists: list[list[str]] = []  # flags with several values
     in_list = False
     for word in argv:
         is_value = not word.startswith("-") or _NEGATIVE_NUMBER.match(word)
         if word in with_lists and word != "--opts":
             lists.append([word])
             in_list = True
-        elif in_list and is_value and not is_key(word):
+        elif in_list and is_value and not is_key(word) and _accepts(parser, with_lists[lists[-1][0]], word, lists[-1]):
             lists[-1].append(word)
         elif words and _NEGATIVE_NUMBER.match(word) and is_key(words[-1]) and "=" not in words[-1]:
             words[-1] += f"={word}"  # argparse would parse the value in SOLVER.BIAS -1e-3 as a flag
@@ -126,3 +127,14 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
         values |= {"config_source": "", "opts": [values["config_source"], *values["opts"]]}
     values |= {name: split_key_values(values[name]) for name in ("opts", "key_values") if name in values}
     return argparse.Namespace(**values)
+
+
+def _accepts(parser: argparse.ArgumentParser, flag: argparse.Action, word: str, before: Sequence[str]) -> bool:
+    """Return True if a word is a valid value of a flag, or the first value, so that argparse reports an invalid one."""
+    if len(before) == 1:
+        return True
+    try:
+        parser._check_value(flag, parser._get_value(flag, word))
+    except argparse.ArgumentError:
+        return False
+    return True

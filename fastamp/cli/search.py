@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
-from fastamp.cli.options import split_key_values
+from fastamp.cli.options import is_key, split_key_values
 from fastamp.utils.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -68,7 +68,10 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.inference.features_file import check_same_model
     from fastamp.inference.index import open_gallery
 
-    names = list(itertools.takewhile(lambda word: re.split("[.=]", word)[0] not in get_cfg(), args.queries))
+    known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
+    names = list(
+        itertools.takewhile(lambda word: not (is_key(word) and re.split("[.=]", word)[0] in known), args.queries)
+    )
     if not names:
         raise ConfigError(f"no query image, only {' '.join(args.queries)}.\n  fix: add an image or a folder")
     predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))

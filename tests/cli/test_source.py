@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 
-from fastamp.cli import main
+from fastamp.cli import command_parser, main
 from fastamp.cli.options import add_source_arguments, parse_arguments, split_key_values
 from fastamp.cli.source import config_of, evaluation_config, resolve_source, training_config
 from fastamp.config.recipes import find_recipe, list_recipes
@@ -22,6 +22,18 @@ def parse(*words):
     add_source_arguments(parser)
     parser.add_argument("--resume", action="store_true")
     return parse_arguments(parser, words)
+
+
+def test_values_of_a_flag_end_at_a_word_that_is_not_one(capsys):
+    for words in (["--seeds", "0", "1", "my.yml", "SEED=1"], ["SEED=1", "--seeds", "0", "-1", "my.yml"]):
+        args = parse_arguments(command_parser("train"), words)
+        assert args.seeds[0] == 0 and len(args.seeds) == 2 and "my.yml" in (args.config_source, *args.opts)
+    args = parse_arguments(command_parser("visualize"), ["--kind", "cmc", "roc", "logs/run", "SEED", "1"])
+    assert (args.kind, args.checkpoint, args.key_values) == (["cmc", "roc"], "logs/run", ["SEED", "1"])
+    for words, part in ((["--seeds", "my.yml"], "invalid int value: 'my.yml'"), (["--seeds"], "at least one")):
+        with pytest.raises(SystemExit):
+            parse_arguments(command_parser("train"), words)
+        assert part in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -142,7 +154,9 @@ def test_eval_takes_a_checkpoint_or_run_folder(demo, run_folder, source, tmp_pat
         (tmp_path / "metrics_eval.json").unlink()
 
 
-def test_model_commands_take_a_run_folder_or_a_config_with_weights(demo, run_folder, checkpoint, tmp_path, capsys):
+def test_model_commands_take_a_run_folder_or_a_config_with_weights(
+    demo, run_folder, checkpoint, tmp_path, capsys, monkeypatch
+):
     images = [str(path) for path in sorted(demo.glob("*/query/*.jpg"))[:2]]
     (tmp_path / "mine.yml").write_text((run_folder / "config.yaml").read_text())
     scores = []
@@ -162,6 +176,11 @@ def test_model_commands_take_a_run_folder_or_a_config_with_weights(demo, run_fol
     gallery = str(tmp_path / "a.npz")
     assert main(["search", str(run_folder), images[0], "TEST.FLIP=on", "--gallery", gallery, "--device", "cpu"]) == 0
     assert images[0] in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    for name in ("TEST.jpg", "INPUT.png"):  # names as those of config sections
+        shutil.copy(images[0], name)
+        words = [name, "TEST.FLIP=on", "--gallery", gallery, "--device", "cpu"]
+        assert main(["search", str(run_folder), *words]) == 0 and name in capsys.readouterr().out
     assert main(["search", str(run_folder), "SEED", "1", "--gallery", gallery, "--device", "cpu"]) == 2
     assert main(["strip", str(run_folder), str(tmp_path / "small.pth")]) == 0
     assert (tmp_path / "small.pth").stat().st_size < checkpoint.stat().st_size
