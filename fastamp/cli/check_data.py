@@ -124,14 +124,17 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
     from fastamp.data.check import check_dataset, contact_sheet, write_clean
+    from fastamp.evaluation import Protocol
 
     with dataset_argument("dataset"):
         dataset = build_dataset(name, cfg, skip_invalid=True)
+    protocol = Protocol(rule=cfg.TEST.PROTOCOL)
     report = check_dataset(
         dataset,
         max_pixels=cfg.INPUT.MAX_PIXELS,
         near_duplicate_bits=args.near_duplicates,
         training_problems=find_training_problems(dataset, cfg),
+        protocol=protocol,
     )
     print(sanitize_terminal_text(f"{name}\nrun: {recipe}\n\n{text(report)}\n"), flush=True)
     sheet = folder / "contact_sheet.png"
@@ -140,7 +143,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     print(f"wrote {sheet}")
     if args.write_clean:
         clean = Path(args.write_clean).expanduser()
-        count, excluded = write_clean(dataset, report, clean)
+        count, excluded = write_clean(dataset, report, clean, protocol=protocol)
         invalid = len(getattr(dataset, "invalid_lines", ()))
         print(f"wrote {clean}: {count} images; excluded {excluded} images and {invalid} invalid lines")
     return report.has_errors

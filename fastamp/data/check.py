@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import faiss
 import numpy as np
@@ -24,6 +25,9 @@ from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
 from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.progress import track
+
+if TYPE_CHECKING:
+    from fastamp.evaluation.protocol import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +102,7 @@ def check_dataset(
     max_pixels: int = MAX_PIXELS,
     near_duplicate_bits: int | None = None,
     training_problems: Sequence[str] = (),
+    protocol: "Protocol | None" = None,
 ) -> Report:
     """Read every image in a dataset and check the labels and splits.
 
@@ -108,6 +113,8 @@ def check_dataset(
         near_duplicate_bits (int, optional): maximum number of different bits, of ``HASH_BITS``, between the hashes of
             near-duplicates. Default: 30, or fewer if the images of different identities are similar.
         training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
+        protocol (Protocol, optional): evaluation protocol, whose rule defines which queries have a match. Default: the
+            rule ``market1501``, under which images of the query's camera are no matches.
 
     Returns:
         Report: image counts, image sizes and findings.
@@ -125,7 +132,7 @@ def check_dataset(
         )
         summaries = dict(zip(images, inspected, strict=True))
     report.sizes.update(each.size for each in summaries.values() if not each.fault)
-    checked = _CheckedDataset(dataset, splits, summaries)
+    checked = _CheckedDataset(dataset, splits, summaries, protocol)
     report.findings += [
         *_find_invalid_lines(dataset),
         *checked.find_unreadable(),
@@ -141,7 +148,9 @@ def check_dataset(
     return report
 
 
-def write_clean(dataset: ImageDataset, report: Report, path: Path) -> tuple[int, int]:
+def write_clean(
+    dataset: ImageDataset, report: Report, path: Path, *, protocol: "Protocol | None" = None
+) -> tuple[int, int]:
     """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
 
     The file has the columns of ``CsvDataset``, and the further columns of the CSV file that ``dataset`` was read from.
@@ -152,6 +161,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path) -> tuple[int,
         dataset (ImageDataset): dataset to write.
         report (Report): result of ``check_dataset``.
         path (Path): CSV file to write. Paths below its folder are written relative to it.
+        protocol (Protocol, optional): see ``check_dataset``.
 
     Returns:
         ``(number of images in the file, number of excluded images)``.
@@ -166,8 +176,8 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path) -> tuple[int,
         for split in SPLITS
     }
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
-    cameras = _cameras_of(item for _, item in kept["gallery"])
-    kept["query"] = [(row, item) for row, item in kept["query"] if cameras.get(item.pid, set()) - {item.camid}]
+    matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)
+    kept["query"] = [each for each, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
@@ -286,12 +296,36 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
     return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
 
 
-def _cameras_of(items: Iterable[ImageItem]) -> dict[int | str, set[int | str]]:
-    """Return the cameras of each identity."""
-    cameras: dict[int | str, set[int | str]] = defaultdict(set)
-    for item in items:
-        cameras[item.pid].add(item.camid)
-    return cameras
+_NO_IMAGE, _SAME_CAMERA = "no image", "same camera"
+
+
+def _find_matchless(
+    queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: "Protocol | None"
+) -> list[str]:
+    """Find queries without a match.
+
+    Returns:
+        For each query ``_NO_IMAGE``, ``_SAME_CAMERA``, or "" if it has a match.
+    """
+    draws_queries = protocol is not None and protocol.random_query_gallery_split
+    items = [*queries, *gallery] if draws_queries else gallery
+    images = Counter(item.pid for item in items)
+    if draws_queries:
+        # An identity with one image is always in the gallery, and never a query.
+        return [_NO_IMAGE if max(images.values(), default=0) == 1 else ""] * len(queries)
+    of_camera = Counter((item.pid, item.camid) for item in items)
+    return [
+        _NO_IMAGE
+        if not images[item.pid]
+        else _SAME_CAMERA
+        if _excludes_same_camera(protocol) and of_camera[item.pid, item.camid] == images[item.pid]
+        else ""
+        for item in queries
+    ]
+
+
+def _excludes_same_camera(protocol: "Protocol | None") -> bool:
+    return protocol is None or protocol.junk is not None
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
@@ -309,12 +343,17 @@ class _CheckedDataset:
         dataset: the dataset.
         splits: images of each split that is not empty.
         summaries: summary of each ``(path, box)``.
+        protocol: see ``check_dataset``.
     """
 
     def __init__(
-        self, dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]], summaries: dict[tuple, _ImageSummary]
+        self,
+        dataset: ImageDataset,
+        splits: dict[str, Sequence[ImageItem]],
+        summaries: dict[tuple, _ImageSummary],
+        protocol: "Protocol | None" = None,
     ) -> None:
-        self.dataset, self.splits, self.summaries = dataset, splits, summaries
+        self.dataset, self.splits, self.summaries, self.protocol = dataset, splits, summaries, protocol
 
     def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, _ImageSummary]]:
         """Yield ``((split, row), image, summary)`` for all images of these splits."""
@@ -354,9 +393,11 @@ class _CheckedDataset:
 
     def find_unmatched_queries(self) -> Iterable[Finding]:
         """Find queries without a match, or with matches only from their own camera."""
-        cameras = _cameras_of(self.splits.get("gallery", ()))
-        unmatched = [row for row, item, _ in self.rows("query") if not cameras.get(item.pid)]
-        same = [row for row, item, _ in self.rows("query") if cameras.get(item.pid) == {item.camid}]
+        matchless = _find_matchless(self.splits.get("query", ()), self.splits.get("gallery", ()), self.protocol)
+        unmatched, same = (
+            [("query", row) for row, found in enumerate(matchless) if found == fault]
+            for fault in (_NO_IMAGE, _SAME_CAMERA)
+        )
         yield from _findings(
             "queries without a gallery image of their identity",
             [self.label(row, pid=True) for row in unmatched],
@@ -366,7 +407,8 @@ class _CheckedDataset:
         yield from _findings(
             "queries whose only matches are from the same camera",
             [self.label(row, pid=True) for row in same],
-            fix="add gallery images of other cameras; if cameras do not matter, remove the column camid",
+            fix="add gallery images of other cameras; if cameras do not matter, set TEST.PROTOCOL to no_camera, or "
+            "remove the column camid",
             excluded=same,
         )
 
@@ -445,7 +487,7 @@ class _CheckedDataset:
             is_copy = self._summary(row).digest == self._summary(first_rows[number]).digest
             # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in
             # fastamp.evaluation.protocol.
-            is_junk = near.pid == item.pid and near.camid == item.camid
+            is_junk = _excludes_same_camera(self.protocol) and near.pid == item.pid and near.camid == item.camid
             if distance <= threshold and not is_copy and not is_junk:
                 found.append((distance, first_rows[number], row))
         return sorted(found)

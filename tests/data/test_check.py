@@ -12,6 +12,7 @@ from PIL import Image
 
 from fastamp.data.build import build_dataset
 from fastamp.data.check import check_dataset, contact_sheet, write_clean
+from fastamp.evaluation import Protocol
 from fastamp.utils import fonts
 
 
@@ -215,6 +216,27 @@ def test_write_clean_excludes_the_bad_rows_and_the_file_trains(folder, tmp_path,
     assert text.startswith("path,pid,split,camid,hat\n") and f"{folder}/5_0.jpg,5,train,0,h23\n" in text
     tiny.train(tmp_path / "run", "DATASETS.NAMES", f"csv:{clean}", "DATASETS.TESTS", f"csv:{clean}",
                "DATALOADER.NUM_INSTANCE", "4", "SOLVER.IMS_PER_BATCH", "12")  # fmt: skip
+
+
+@pytest.mark.parametrize("protocol, kept", [("market1501", 35), ("cuhk03", 35), ("no_camera", 36), ("vehicleid", 36)])
+def test_queries_with_matches_of_the_same_camera_are_valid_if_the_protocol_ignores_cameras(
+    folder, tmp_path, capsys, protocol, kept
+):
+    same_camera(folder)
+    clean = tmp_path / "clean.csv"
+    argv = [f"csv:{folder / 'set.csv'}", "--output", str(tmp_path), "--write-clean", str(clean)]
+    assert check_data.cli([*argv, "TEST.PROTOCOL", protocol]) == (kept == 35)
+    assert ("from the same camera" in capsys.readouterr().out) == (kept == 35)
+    assert len(clean.read_text().splitlines()) - 1 == kept
+
+
+@pytest.mark.parametrize("protocol, is_error", [("market1501", True), ("no_camera", True), ("vehicleid", False)])
+def test_query_without_a_gallery_image_is_valid_only_if_the_protocol_draws_queries(folder, protocol, is_error):
+    no_match(folder)
+    dataset, protocol = build_dataset(f"csv:{folder / 'set.csv'}"), Protocol(rule=protocol)
+    report = check_dataset(dataset, protocol=protocol)
+    assert report.has_errors == is_error
+    assert write_clean(dataset, report, folder / "clean.csv", protocol=protocol) == (36 - is_error, int(is_error))
 
 
 def test_write_clean_writes_a_random_split_and_boxes(tmp_path):
