@@ -57,3 +57,19 @@ def test_importing_fastamp_packages_does_not_import_optional_packages():
         "import fastamp.engine, fastamp.data, fastamp.modeling, fastamp.evaluation, fastamp.solver"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_compat_modules_can_be_imported_first():
+    """Each module is imported after torch alone, in a forked process."""
+    modules = [f"fastamp.compat.{path.stem}" for path in (ROOT / "fastamp/compat").glob("[!_]*.py")]
+    code = (
+        "import importlib, os, sys, torch\n"
+        "for name in sys.argv[1:]:\n"
+        "    if os.fork() == 0:\n"
+        "        importlib.import_module(name)\n"
+        "        os._exit(0)\n"
+        "    if os.wait()[1]:\n"
+        "        sys.exit(f'{name} cannot be imported first')"
+    )
+    found = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, cwd=ROOT)
+    assert "fastamp.compat.trainer" in modules and found.returncode == 0, found.stderr

@@ -45,6 +45,7 @@ NAMES = {
     "fastamp.config.config": {"configurable": "fastamp.compat.config.configurable"},
     "fastamp.data": {"CommDataset": "fastamp.compat.data.CommDataset"},
     "fastamp.data.build": {
+        "CommDataset": "fastamp.compat.data.CommDataset",
         "_root": "fastamp.compat.data._root",
         "fast_batch_collator": "fastamp.compat.data.fast_batch_collator",
     },

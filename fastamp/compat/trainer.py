@@ -3,15 +3,17 @@
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
-from fastamp.amp import resolve_device
+from fastamp.amp import requested_device, resolve_device
 from fastamp.data.custom_loader import CustomTrainLoader
-from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fastamp.engine import HookBase
 
 logger = logging.getLogger(__name__)
 
@@ -88,17 +90,18 @@ class FastReIDMethods:
         """Metrics of the run; see ``fastamp.compat.events.EventStorage``."""
         return self.trainer.storage
 
-    def hooks_of_overridden_methods(self) -> Iterator[HookBase]:
+    def hooks_of_overridden_methods(self) -> Iterator["HookBase"]:
         """Yield a hook that calls the methods in ``CALLED`` that the class of this trainer overrides, if any."""
+        from fastamp.engine import HookBase  # fastamp.engine imports this module
+
+        class _TrainerMethods(HookBase):
+            """Hook that calls methods of the trainer, which are set as attributes of the instance."""
+
         overridden = [name for name in CALLED if getattr(type(self), name) is not getattr(FastReIDMethods, name)]
         if overridden:
             hook = _TrainerMethods()
             vars(hook).update({name: getattr(self, name) for name in overridden})
             yield hook
-
-
-class _TrainerMethods(HookBase):
-    """Hook that calls methods of the trainer, which are set as attributes of the instance."""
 
 
 def as_train_loader(loader: Any, cfg: Any) -> Any:
@@ -116,7 +119,7 @@ def as_train_loader(loader: Any, cfg: Any) -> Any:
     if not missing:
         return loader
     if isinstance(loader, torch.utils.data.DataLoader):
-        on_cuda = resolve_device(cfg.MODEL.DEVICE).type == "cuda"
+        on_cuda = resolve_device(requested_device(cfg)).type == "cuda"
         return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
     raise ConfigError(
         f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"

@@ -7,7 +7,9 @@ import tiny
 import torch
 
 from fastamp.amp import requested_device, resolve_device
+from fastamp.compat.trainer import as_train_loader
 from fastamp.config import CfgNode, get_cfg
+from fastamp.data import build_reid_train_loader
 from fastamp.engine import default_setup
 from fastamp.utils.errors import ConfigError
 
@@ -58,3 +60,12 @@ def test_setup_logs_one_line_about_the_device_that_replaces_cuda(demo, tmp_path,
         logger.removeHandler(handler)
     lines = [record.getMessage() for record in caplog.records if "MODEL.DEVICE is not set" in record.getMessage()]
     assert len(lines) == 1 and resolve_device("auto").type in lines[0]
+
+
+def test_plain_loader_of_a_trainer_needs_no_device(demo, tmp_path):
+    """A ``DataLoader`` that ``build_train_loader`` returns is wrapped for the device that replaces cuda."""
+    cfg = get_cfg()
+    cfg.merge_from_list(tiny.tiny_options(tmp_path)[2:])
+    dataset = build_reid_train_loader(cfg).dataset
+    wrapped = as_train_loader(torch.utils.data.DataLoader(dataset, batch_size=16), cfg)
+    assert not cfg.is_set("MODEL.DEVICE") and wrapped.iters_per_epoch == 6
