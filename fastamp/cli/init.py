@@ -6,9 +6,12 @@ examples:
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
-from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
+import yaml
+
+from fastamp.config.recipes import list_recipes, recipe_name
 from fastamp.utils.errors import ConfigError, did_you_mean, writing
 from fastamp.utils.resources import resource_folder
 
@@ -30,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: if the folder is not empty or cannot be written, or there is no such recipe.
     """
     folder, recipe = Path(args.folder).expanduser(), recipe_name(args.recipe)
-    if find_recipe(recipe) is None:
+    if recipe not in list_recipes():
         raise ConfigError(
             f"--recipe {args.recipe}: unknown recipe.{did_you_mean(recipe, list_recipes())}\n"
             "  fix: choose one of `fastamp recipes`"
@@ -42,12 +45,15 @@ def run(args: argparse.Namespace) -> int:
         for template in sorted(resource_folder("cli/project-template").iterdir()):
             if template.suffix not in (".md", ".yml", ".py"):  # e.g. __pycache__
                 continue
-            text = template.read_text(encoding="utf-8").replace("RECIPE", recipe).replace("PROJECT", _name(folder))
+            text = template.read_text(encoding="utf-8").replace("RECIPE", recipe)
+            output_dir = f"logs/{folder.resolve().name}"
+            quoted = _yaml_scalar(output_dir) if template.suffix == ".yml" else shlex.quote(output_dir)
+            text = text.replace("logs/PROJECT", quoted).replace("PROJECT", folder.resolve().name)
             (folder / template.name).write_text(text, encoding="utf-8")
             print(f"wrote {folder / template.name}")
-    print(f"next: cd {args.folder} && fastamp train config.yml --plugin components.py")
+    print(f"next: cd {shlex.quote(args.folder)} && fastamp train config.yml --plugin components.py")
     return 0
 
 
-def _name(folder: Path) -> str:
-    return folder.resolve().name
+def _yaml_scalar(text: str) -> str:
+    return yaml.safe_dump(text, allow_unicode=True, width=float("inf")).removesuffix("...\n").rstrip("\n")

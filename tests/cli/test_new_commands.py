@@ -73,6 +73,22 @@ def test_init_writes_a_project_whose_readme_commands_run(demo, elsewhere, monkey
     assert yaml.safe_load(Path("other/config.yml").read_text())["_BASE_"] == "VeRi/sbs_R50-ibn"
 
 
+@pytest.mark.parametrize("name", ["my project", "a: b #1", "it's", "größe"])
+def test_init_quotes_the_name_of_the_folder(name, elsewhere, monkeypatch, capsys):
+    assert main(["init", name]) == 0
+    next_command = capsys.readouterr().out.splitlines()[-1].removeprefix("next: ")
+    assert shlex.split(next_command)[:2] == ["cd", name]
+    monkeypatch.chdir(name)
+    assert [words[2] for words in readme_commands(Path()) if words[1] == "eval"] == [f"logs/{name}"]
+    assert yaml.safe_load(Path("config.yml").read_text(encoding="utf-8"))["OUTPUT_DIR"] == f"logs/{name}"
+
+
+@pytest.mark.parametrize("base", ["Base-bagtricks", "configs/Base-bagtricks.yml"])
+def test_init_rejects_a_base_file(base, elsewhere, capsys):
+    assert find_recipe(base) and main(["init", "other", "--recipe", base]) == 2
+    assert "unknown recipe" in capsys.readouterr().err and not Path("other").exists()
+
+
 def test_demo_trains_the_quickstart(demo, elsewhere):
     options = tiny.tiny_options("logs/demo", "SOLVER.MAX_EPOCH=1")
     assert main(["demo", *options]) == 0
