@@ -4,6 +4,7 @@ import gc
 import json
 import logging
 import math
+import numbers
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,7 @@ def train_seeds(
     """
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}")
-    folder, names = Path(cfg.OUTPUT_DIR), cfg.DATASETS.TESTS
+    folder, names = Path(cfg.OUTPUT_DIR), list(dict.fromkeys(cfg.DATASETS.TESTS))
     configs = {seed: cfg.with_values({"SEED": seed, "OUTPUT_DIR": str(folder / f"seed{seed}")}) for seed in seeds}
     found: dict[int, dict[str, Any]] = {}
     summary: dict[str, dict[str, Any]] = {}
@@ -70,7 +71,8 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     """Compute mean, sample standard deviation and range of each metric over the seeds.
 
     Args:
-        results (Mapping): seed -> dataset -> metrics. Values other than finite floats, e.g. counts, are skipped.
+        results (Mapping): seed -> dataset -> metrics. Values other than finite floats of Python or NumPy, e.g. counts,
+            are skipped.
 
     Returns:
         dict[str, dict[str, Any]]: ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one
@@ -80,15 +82,20 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     for dataset, metrics in first.items():
         for metric in metrics:
             values = [each.get(dataset, {}).get(metric) for each in results.values()]
-            if all(isinstance(value, float) and math.isfinite(value) for value in values):
+            if all(_is_float(value) and math.isfinite(value) for value in values):
+                values = [float(value) for value in values]
                 summary[f"{dataset}/{metric}"] = {
-                    "values": {str(seed): float(value) for seed, value in zip(results, values, strict=True)},
+                    "values": {str(seed): value for seed, value in zip(results, values, strict=True)},
                     "mean": statistics.fmean(values),
                     "std": statistics.stdev(values) if len(values) > 1 else None,
-                    "min": float(min(values)),
-                    "max": float(max(values)),
+                    "min": min(values),
+                    "max": max(values),
                 }
     return summary
+
+
+def _is_float(value: object) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral)  # bool is Integral
 
 
 def _table(summary: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> str:

@@ -3,6 +3,7 @@
 import json
 import statistics
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -59,6 +60,21 @@ def test_summary_of_seeds_skips_values_that_are_not_numbers():
     assert summary.keys() == {"A/mAP", "B/mAP"}
     expected = {"values": {"0": 1.0, "2": 3.0}, "mean": 2.0, "std": pytest.approx(2**0.5), "min": 1.0, "max": 3.0}
     assert summary["A/mAP"] == expected and summary["B/mAP"]["std"] == 0.0
+
+
+def test_summary_of_seeds_contains_numpy_floats_but_no_counts_and_booleans():
+    results = {
+        seed: {"A": {"mAP": np.float32(0.5 + seed), "num": np.int64(3), "flag": True, "other": np.bool_(True)}}
+        for seed in (0, 2)
+    }
+    summary = summarize_seeds(results)
+    assert summary.keys() == {"A/mAP"} and json.loads(json.dumps(summary))["A/mAP"]["mean"] == 1.5
+
+
+def test_test_set_that_is_listed_twice_is_summarized_once(demo, tmp_path):
+    assert main(["train", "--seeds", "1", "2", *options(tmp_path, "DATASETS.TESTS", "('Demo', 'Demo')")]) == 0
+    summary = json.loads((tmp_path / "seeds.json").read_text())
+    assert summary["seeds"] == [1, 2] and "Demo/mAP" in summary["metrics"]
 
 
 @pytest.mark.parametrize(
