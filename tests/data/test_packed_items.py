@@ -2,6 +2,7 @@
 
 import gc
 import hashlib
+import io
 import itertools
 import json
 import pickle
@@ -33,6 +34,10 @@ SAMPLERS = (
     "ImbalancedDatasetSampler",
 )
 
+_buffer = io.BytesIO()
+Image.new("RGB", (1, 1)).save(_buffer, "png")
+PNG = _buffer.getvalue()
+
 
 def write_sets(folder):
     """Write two CSV files and a folder of identities; the images are empty files."""
@@ -52,11 +57,11 @@ def write_sets(folder):
         for line in text[1:]:
             path = folder / line.split(";" if ";" in line else ",")[1 if ";" in line else 0]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(b"x")
+            path.write_bytes(PNG)
     for identity, image in itertools.product(range(9), range(5)):
         path = folder / f"people/p{identity}/c{image % 2}_{image}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"x")
+        path.write_bytes(PNG)
 
 
 def config(*options):

@@ -93,7 +93,7 @@ def test_nan_location_suggests_largest_loss_scale_with_finite_gradients():
         assert not passes.train(policy(torch.float16), scale=2 * found.safe_scale).finite
         assert largest_finite_scale(passes, policy(torch.float16), 2.0**24) == found.safe_scale
         assert largest_finite_scale(passes, policy(torch.float16), 3.0) == 3.0
-    assert f"SOLVER.AMP.INIT_SCALE {found.safe_scale:g}" in found.fix()
+    assert f"SOLVER.AMP.INIT_SCALE to {found.safe_scale:g}" in found.fix()
 
 
 @pytest.mark.parametrize("fault", ["nan", "inf"])

@@ -267,7 +267,9 @@ def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monke
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
     with pytest.raises(WeightsError, match="config"):
-        command.run(argparse.Namespace(checkpoint=tmp_path / "bare.pth", device="cpu", opts=[]))
+        command.run(
+            argparse.Namespace(checkpoint=tmp_path / "bare.pth", device="cpu", plugin="", key_values=[], opts=[])
+        )
     assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 

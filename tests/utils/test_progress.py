@@ -36,7 +36,7 @@ def test_log_lines_are_printed_above_the_progress_bar():
     bar = ProgressBar(4, "training", stream=stream)
     bar.update(2)
     stream.truncate(0)
-    handler.emit(logging.makeLogRecord({"msg": "a line"}))
+    handler.emit(logging.makeLogRecord({"msg": "a line", "levelno": logging.INFO, "levelname": "INFO"}))
     bar.close()
     before, after = re.fullmatch(r"\0*(.*)a line\n(.*)", stream.getvalue(), re.DOTALL).groups()
     assert before.strip("\r ") == "" and before.endswith("\r")  # the bar is cleared
