@@ -20,9 +20,13 @@ def fastamp(demo_root, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
-        done = preloaded.run("-m", "fastamp", *words, FASTAMP_DATASETS=str(demo_root))
+        done = preloaded.run("-m", "fastamp", *words, FASTAMP_DATASETS=str(demo_root), CUDA_VISIBLE_DEVICES="")
         assert done.returncode == 0, f"{words}: {done.stderr}"
-        assert "Traceback" not in done.stderr and "Warning" not in done.stderr, done.stderr
+        # PyTorch warns about an NVIDIA driver that is too old, even if no device is visible.
+        warnings = [
+            line for line in done.stderr.splitlines() if "Warning" in line and "CUDA initialization" not in line
+        ]
+        assert "Traceback" not in done.stderr and not warnings, done.stderr
         return done.stdout
 
     return run
