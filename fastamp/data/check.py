@@ -154,8 +154,9 @@ def write_clean(
     """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
 
     The file has the columns of ``CsvDataset``, and the further columns of the CSV file that ``dataset`` was read from.
-    A random split is written as the column ``split``. Queries without a match in the remaining gallery are excluded,
-    too.
+    A random split is written as the column ``split``. If it ignores the cameras, because all test images are from one
+    camera, the column ``camid`` is omitted with a warning, unless the protocol ignores cameras, too. Queries without a
+    match in the remaining gallery are excluded.
 
     Args:
         dataset (ImageDataset): dataset to write.
@@ -182,7 +183,7 @@ def write_clean(
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
     extra_names, extra_values = dataset.unused_columns() if is_csv else ([], {})
-    has_cameras = getattr(dataset, "has_cameras", True)
+    has_cameras = _writes_cameras(dataset, {split: [item for _, item in kept[split]] for split in SPLITS}, protocol)
     has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
     folder = os.path.abspath(path.parent)
     lines = []
@@ -294,6 +295,30 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
     gray = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
     digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
     return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
+
+
+def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: "Protocol | None") -> bool:
+    """Decide whether the clean file has a column camid, and log a warning if the cameras of the dataset are dropped.
+
+    A random split ignores the cameras if all test images are from one camera. In a file with the columns split and
+    camid, these images would be excluded from the evaluation.
+    """
+    if getattr(dataset, "has_cameras", True):
+        return True
+    if not all(dataset.camera(item.camid) for each in items.values() for item in each):
+        return False  # the dataset has no cameras
+    named = {split: {(item.pid, dataset.camera(item.camid)) for item in items[split]} for split in ("query", "gallery")}
+    if not _excludes_same_camera(protocol) or named["query"].isdisjoint(named["gallery"]):
+        return True
+    logger.warning(
+        "%s: the clean file has no column camid, because all test images are from the camera %s: with cameras, no "
+        "query would have a match\n"
+        "  fix: to keep the cameras, set TEST.PROTOCOL to no_camera, or draw other test identities with "
+        "DATASETS.FOLDER.SEED",
+        dataset.title,
+        dataset.camera(items["gallery"][0].camid),
+    )
+    return False
 
 
 _NO_IMAGE, _SAME_CAMERA = "no image", "same camera"

@@ -1,5 +1,6 @@
 """Dataset checks find each problem added to a dataset, and no problem in a valid dataset."""
 
+import csv
 import json
 import re
 import shutil
@@ -12,6 +13,7 @@ from PIL import Image
 
 from fastamp.data.build import build_dataset
 from fastamp.data.check import check_dataset, contact_sheet, write_clean
+from fastamp.data.datasets.custom import CsvDataset
 from fastamp.evaluation import Protocol
 from fastamp.utils import fonts
 
@@ -237,6 +239,40 @@ def test_query_without_a_gallery_image_is_valid_only_if_the_protocol_draws_queri
     report = check_dataset(dataset, protocol=protocol)
     assert report.has_errors == is_error
     assert write_clean(dataset, report, folder / "clean.csv", protocol=protocol) == (36 - is_error, int(is_error))
+
+
+@pytest.mark.parametrize("protocol", ["market1501", "no_camera"])
+def test_write_clean_of_test_images_of_one_camera(folder, tmp_path, caplog, protocol):
+    rows = [line.split(",") for line in (folder / "set.csv").read_text().splitlines()[1:]]
+    lines = ["path,pid,camid", *(f"{path},{pid},{'gate' if int(pid) < 7 else 'door'}" for path, pid, *_ in rows)]
+    (folder / "set.csv").write_text("\n".join(lines))
+    name, clean = f"csv:{folder / 'set.csv'}", folder / "clean.csv"
+    drawn = (CsvDataset(folder / "set.csv", seed=seed) for seed in range(50))
+    seed = next(n for n, each in enumerate(drawn) if {each.camera(item.camid) for item in each.gallery} == {"gate"})
+    options = ["TEST.PROTOCOL", protocol, "DATASETS.FOLDER.SEED", str(seed)]
+    assert check_data.cli([name, "--output", str(tmp_path), "--write-clean", str(clean), *options]) == 0
+    content = list(csv.DictReader(clean.open()))
+    assert len(content) == 36
+    if protocol == "no_camera":
+        assert [f"{row['path']},{row['pid']},{row['camid']}" for row in content] == lines[1:]
+        assert "no column camid" not in caplog.text
+    else:
+        assert "camid" not in content[0]
+        assert "no column camid, because all test images are from the camera gate" in caplog.text
+    again = build_dataset(f"csv:{clean}")
+    assert not check_dataset(again, protocol=Protocol(rule=protocol)).has_errors
+
+
+def test_write_clean_keeps_the_cameras_if_each_test_image_has_its_own(folder, tmp_path):
+    rows = [line.split(",") for line in (folder / "set.csv").read_text().splitlines()[1:]]
+    lines = ["path,pid,camid", *(f"{path},{pid},c{number}" for number, (path, pid, *_) in enumerate(rows))]
+    (folder / "set.csv").write_text("\n".join(lines))
+    dataset = build_dataset(f"csv:{folder / 'set.csv'}")
+    assert not dataset.has_cameras
+    write_clean(dataset, check_dataset(dataset), folder / "clean.csv")
+    assert [row["camid"] for row in csv.DictReader((folder / "clean.csv").open())] == [f"c{n}" for n in range(36)]
+    again = build_dataset(f"csv:{folder / 'clean.csv'}")
+    assert not check_dataset(again).findings
 
 
 def test_write_clean_writes_a_random_split_and_boxes(tmp_path):
