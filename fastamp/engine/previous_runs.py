@@ -15,15 +15,16 @@ logger = logging.getLogger(__name__)
 # Training writes metrics.json before its first iteration.
 _MARKS = ("last_checkpoint", "metrics.json")
 _NAMES = re.compile(
-    r"last_checkpoint|metrics\.json|config\.yaml|report\.html|evaluation|amp_crash|events\.out\.tfevents\..*"
-    r"|model_(best|final|interrupted|unevaluated|\d+|iter_\d+)\.pth"
+    r"last_checkpoint|metrics(_eval)?\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash"
+    r"|events\.out\.tfevents\..*|model_(best|final|interrupted|unevaluated|\d+|iter_\d+)(_stripped)?\.pth"
 )
 
 
 def move_earlier_run(output_dir: Path) -> Path | None:
     """Move the files of an earlier training run to a new folder ``previous-<n>``. Must be called on every rank.
 
-    Moves checkpoints, metrics, TensorBoard events, the config, the report, evaluation results, crash dumps and the log.
+    Moves checkpoints and their stripped copies, metrics, TensorBoard events, the config, reports, evaluation results,
+    pictures, crash dumps and the log.
     A log file that ``setup_logger`` has opened is divided: lines of the current run stay. All other files stay too.
 
     Args:

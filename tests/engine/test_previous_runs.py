@@ -65,6 +65,24 @@ def test_resume_and_evaluation_keep_all_files(demo, tmp_path):
     assert not (tmp_path / "previous-1").exists()
 
 
+def test_results_of_the_earlier_weights_are_moved(demo, tmp_path):
+    """Files of fastamp eval, visualize and strip belong to the checkpoints that they were computed from."""
+    train(tmp_path)
+    best = str(tmp_path / "model_best.pth")
+    options = tiny.tiny_options(tmp_path, "TEST.REPORT", "True", "TEST.PER_QUERY", "True", "MODEL.WEIGHTS", best)
+    assert main(["eval", *options]) == 0
+    assert main(["visualize", best, "--kind", "curves"]) == 0
+    assert main(["strip", best]) == 0
+    results = {"metrics_eval.json", "report_eval.html", "evaluation", "pictures", "model_best_stripped.pth"}
+    assert results <= names(tmp_path)
+    queries = [path.relative_to(tmp_path) for path in tmp_path.rglob("queries.csv")]
+    earlier = {path: (tmp_path / path).read_bytes() for path in queries}
+    train(tmp_path, "TEST.REPORT", "False")
+    assert results <= names(tmp_path / "previous-1")
+    assert not (results - {"evaluation"}) & names(tmp_path)
+    assert queries and {path: (tmp_path / "previous-1" / path).read_bytes() for path in queries} == earlier
+
+
 def test_run_that_was_killed_before_its_first_checkpoint_is_moved(demo, tmp_path):
     train(tmp_path)
     for path in (*tmp_path.glob("*.pth"), tmp_path / "last_checkpoint"):
