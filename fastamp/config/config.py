@@ -519,7 +519,7 @@ def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _restore(cls: type[CfgNode], state: dict[str, Any], items: dict[str, Any]) -> CfgNode:
     node = cls.__new__(cls)
-    node.__dict__.update(state)
+    node.__dict__.update({"_assigned": set()} | state)  # missing from configs that earlier versions pickled
     dict.update(node, items)
     return node
 
