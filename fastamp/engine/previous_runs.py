@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 # Training writes metrics.json before its first iteration.
 _MARKS = ("last_checkpoint", "metrics.json")
 _NAMES = re.compile(
-    r"last_checkpoint|metrics(_eval)?\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash"
+    r"last_checkpoint|metrics_eval\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash"
     r"|events\.out\.tfevents\..*|model_(best|final|interrupted|unevaluated|\d+|iter_\d+)(_stripped)?\.pth"
 )
 
@@ -52,6 +52,10 @@ def move_earlier_run(output_dir: Path) -> Path | None:
     with writing(folder):
         folder.mkdir(exist_ok=True)  # on another machine, OUTPUT_DIR may be another folder
         move_earlier_log(output_dir, folder, rank=comm.get_rank(), world_size=comm.get_world_size())
+        # metrics.json last: after an interrupted move, it marks the rest as an earlier run, which the next run moves.
+        metrics = output_dir / "metrics.json"
+        if comm.is_main_process() and metrics.exists():
+            metrics.rename(folder / metrics.name)
     logger.warning(
         "OUTPUT_DIR %s contained an earlier run: moved its files to %s.\n"
         "  fix: to continue the earlier run instead, set OUTPUT_DIR to %s and add --resume; if its files are not "

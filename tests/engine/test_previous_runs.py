@@ -1,14 +1,17 @@
 """A second training run in one OUTPUT_DIR moves the files of the first to previous-<n>; a resume does not."""
 
+import itertools
 import json
 import os
+from pathlib import Path
 
 import pytest
 import tiny
 
 from fastamp.cli import main
 from fastamp.engine import DefaultTrainer
-from fastamp.utils.errors import ConfigError
+from fastamp.engine.previous_runs import move_earlier_run
+from fastamp.utils.errors import ConfigError, WriteError
 
 CHECKPOINTS = {"model_best.pth", "model_final.pth", "model_0000.pth"}
 
@@ -118,6 +121,32 @@ def test_link_with_the_name_of_the_new_folder_is_not_followed(demo, tmp_path):
     (tmp_path / "run/previous-1").symlink_to(tmp_path / "elsewhere")
     train(tmp_path / "run")
     assert names(tmp_path / "elsewhere") == set() and "metrics.json" in names(tmp_path / "run/previous-2")
+
+
+def test_files_that_an_interrupted_move_left_are_moved_by_the_next_run(tmp_path, monkeypatch):
+    rename = Path.rename
+    files = {*CHECKPOINTS, "metrics.json", "metrics_eval.json", "last_checkpoint", "config.yaml", "log.txt"}
+    for position in range(len(files)):
+        folder = tmp_path / str(position)
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("of the earlier run")
+        done = itertools.count()
+
+        def fail(path, target, done=done, position=position):
+            if next(done) == position:
+                raise OSError("interrupted")
+            return rename(path, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail)
+            with pytest.raises(WriteError):
+                move_earlier_run(folder)
+        assert (folder / "metrics.json").exists()
+        assert files <= names(folder) or not (folder / "last_checkpoint").exists()  # it would name a moved file
+        assert move_earlier_run(folder) == folder / "previous-2"
+        assert names(folder) == {"previous-1", "previous-2"}
+        assert names(folder / "previous-1") | names(folder / "previous-2") == files
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to every folder")
