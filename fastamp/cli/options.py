@@ -110,7 +110,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
         if word in with_lists and word != "--opts":
             lists.append([word])
             in_list = True
-        elif in_list and is_value and not is_key(word) and _accepts(parser, with_lists[lists[-1][0]], word, lists[-1]):
+        elif in_list and is_value and not is_key(word) and _accepts(with_lists[lists[-1][0]], word, lists[-1]):
             lists[-1].append(word)
         elif words and _NEGATIVE_NUMBER.match(word) and is_key(words[-1]) and "=" not in words[-1]:
             words[-1] += f"={word}"  # argparse would parse the value in SOLVER.BIAS -1e-3 as a flag
@@ -129,12 +129,12 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     return argparse.Namespace(**values)
 
 
-def _accepts(parser: argparse.ArgumentParser, flag: argparse.Action, word: str, before: Sequence[str]) -> bool:
+def _accepts(flag: argparse.Action, word: str, before: Sequence[str]) -> bool:
     """Return True if a word is a valid value of a flag, or the first value, so that argparse reports an invalid one."""
     if len(before) == 1:
         return True
     try:
-        parser._check_value(flag, parser._get_value(flag, word))
-    except argparse.ArgumentError:
+        value = flag.type(word) if callable(flag.type) else word
+    except (argparse.ArgumentTypeError, TypeError, ValueError):
         return False
-    return True
+    return flag.choices is None or value in flag.choices
