@@ -60,7 +60,7 @@ def test_importing_fastamp_packages_does_not_import_optional_packages():
 
 
 def test_compat_modules_can_be_imported_first():
-    """Each module is imported after torch alone, in a forked process."""
+    """Each module is imported in its own forked process, after torch."""
     modules = [f"fastamp.compat.{path.stem}" for path in (ROOT / "fastamp/compat").glob("[!_]*.py")]
     code = (
         "import importlib, os, sys, torch\n"
