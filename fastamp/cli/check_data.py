@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from fastamp.data.check import Report
 
 _BAR = 40
+_SINGULAR = {
+    "identities": "identity",
+    "images": "image",
+    "lines": "line",
+    "near-duplicates": "near-duplicate",
+    "problems": "problem",
+    "queries": "query",
+    "splits": "split",
+}
 
 
 def text(report: "Report") -> str:
@@ -41,11 +50,23 @@ def text(report: "Report") -> str:
         word = "ERROR" if finding.is_error else "note"
         examples = "\n    ".join(example.replace("\n", "\n    ") for example in finding.examples)
         fix = f"\n  fix: {finding.fix}" * bool(finding.fix)
-        blocks.append(f"{word}: {finding.count} {finding.fault}\n    {examples}{more}{fix}")
+        blocks.append(f"{word}: {_count(finding.count, finding.fault)}\n    {examples}{more}{fix}")
     blocks += [f"note: {note}" for note in report.notes]
     if not report.findings:
         blocks.append("no errors found")
     return "\n\n".join(blocks)
+
+
+def _count(count: int, fault: str) -> str:
+    """Prefix ``fault`` with the count; for a count of 1, in the singular. A fault without a plural has no count."""
+    words = fault.split()
+    noun = next((number for number, word in enumerate(words) if word in _SINGULAR), None)
+    if noun is None:
+        return fault
+    if count == 1:
+        words[noun] = _SINGULAR[words[noun]]
+        words = ["its" if word == "their" else word for word in words]
+    return f"{count} {' '.join(words)}"
 
 
 def _histogram(report: "Report", *, lines: int = 8) -> str:
@@ -145,5 +166,8 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
         clean = Path(args.write_clean).expanduser()
         count, excluded = write_clean(dataset, report, clean, protocol=protocol)
         invalid = len(getattr(dataset, "invalid_lines", ()))
-        print(f"wrote {clean}: {count} images; excluded {excluded} images and {invalid} invalid lines")
+        print(
+            f"wrote {clean}: {_count(count, 'images')}; excluded {_count(excluded, 'images')} and "
+            f"{_count(invalid, 'invalid lines')}"
+        )
     return report.has_errors

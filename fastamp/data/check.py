@@ -400,7 +400,7 @@ class _CheckedDataset:
         yield from _findings(
             "unreadable images",
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
-            fix="restore the files, correct the paths, or exclude the files with --write-clean OUT.csv",
+            fix="restore the files, or correct the paths; --write-clean OUT.csv excludes the files",
             excluded=(row for row, _ in bad),
         )
 

@@ -389,7 +389,11 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
     _, skipped = extract(predictor, folder, out, skip_corrupt=True)
     if skipped:
         logger.warning(
-            "%d images of the gallery cannot be read and are skipped: %s", len(skipped), "; ".join(skipped[:10])
+            "%d %s of the gallery cannot be read and %s skipped: %s",
+            len(skipped),
+            "image" if len(skipped) == 1 else "images",
+            "is" if len(skipped) == 1 else "are",
+            "; ".join(skipped[:10]),
         )
     return out
 

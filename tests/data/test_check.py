@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fastamp.cli.check_data import text
 from fastamp.data.build import build_dataset
-from fastamp.data.check import check_dataset, contact_sheet, write_clean
+from fastamp.data.check import Finding, Report, check_dataset, contact_sheet, write_clean
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.evaluation import Protocol
 from fastamp.utils import fonts
@@ -150,7 +151,7 @@ def test_check_data_command_writes_contact_sheet_and_sets_exit_code(folder, tmp_
         assert sheet.width > 500 and len(sheet.getcolors(10**6)) > 100
     corrupt(folder)
     assert check_data.cli([name, "--output", str(output)]) == 1
-    assert "ERROR: 1 unreadable images" in capsys.readouterr().out
+    assert "ERROR: 1 unreadable image\n" in capsys.readouterr().out
     assert check_data.cli(["Marked1501", "--output", str(output)]) == 2
     assert "Did you mean 'Market1501'?" in capsys.readouterr().err
 
@@ -208,7 +209,7 @@ def test_write_clean_excludes_the_bad_rows_and_the_file_trains(folder, tmp_path,
     argv = [f"csv:{folder / 'set.csv'}", "--output", str(tmp_path), "--write-clean", str(clean)]
     assert check_data.cli(argv) == 1
     out = capsys.readouterr().out
-    assert "ERROR: 1 invalid lines" in out and f"wrote {clean}" in out and "line 2: no value for pid" in out
+    assert "ERROR: 1 invalid line\n" in out and f"wrote {clean}" in out and "line 2: no value for pid" in out
     assert check_data.cli(argv) == 2  # an existing file is kept
     by_fault, report = findings_of(clean.parent, "clean.csv")
     assert not report.has_errors and "images of train listed more than once" not in by_fault
@@ -273,6 +274,25 @@ def test_write_clean_keeps_the_cameras_if_each_test_image_has_its_own(folder, tm
     assert [row["camid"] for row in csv.DictReader((folder / "clean.csv").open())] == [f"c{n}" for n in range(36)]
     again = build_dataset(f"csv:{folder / 'clean.csv'}")
     assert not check_dataset(again).findings
+
+
+def test_check_data_reports_single_findings_in_the_singular(folder, tmp_path, capsys, caplog):
+    no_match(folder)
+    listed_twice(folder)
+    clean = tmp_path / "clean.csv"
+    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(tmp_path), "--write-clean", str(clean)]) == 1
+    out = capsys.readouterr().out
+    assert "ERROR: 1 query without a gallery image of its identity\n" in out
+    assert "note: 1 image of train listed more than once\n" in out
+    assert "note: 1 problem that would stop a run\n" in out
+    assert "35 images; excluded 2 images and 0 invalid lines" in out
+    assert "--write-clean" not in out + caplog.text
+
+
+def test_only_one_training_identity_is_reported_without_a_count():
+    assert text(Report([], [Finding("only one training identity", ["0"], 1)])).endswith(
+        "ERROR: only one training identity\n    0"
+    )
 
 
 def test_write_clean_writes_a_random_split_and_boxes(tmp_path):

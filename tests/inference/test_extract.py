@@ -345,7 +345,7 @@ def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog
     shutil.copy(query, images / "a" / "new.jpg")
     (images / "a" / "bad.jpg").write_text("no image")
     assert set(predictor.search(query, images, k=2).paths[0]) == {str(query), str(images / "a" / "new.jpg")}
-    assert "1 images of the gallery cannot be read" in caplog.text and "bad.jpg" in caplog.text
+    assert "1 image of the gallery cannot be read and is skipped" in caplog.text and "bad.jpg" in caplog.text
     written = features.stat().st_mtime_ns
     predictor.search(query, images, k=2)
     assert features.stat().st_mtime_ns == written

@@ -18,7 +18,7 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
-from fastamp.data.check import check_dataset, write_clean
+from fastamp.data.check import Report, check_dataset, write_clean
 from fastamp.data.check import contact_sheet as contact_sheet_of_dataset
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -94,6 +94,11 @@ def checks(record):
         check_files(dataset.train, [dataset])
     with record("write_clean of unreadable images"):
         write_clean(dataset, check_dataset(dataset), record.root / "clean.csv")
+    one_camera = record.file(
+        "one_camera.csv", "\n".join(["path,pid,camid", *(f"{n}.png,{n // 2},gate" for n in range(8))])
+    )
+    with record("write_clean of test images of one camera"):
+        write_clean(build_dataset(f"csv:{one_camera}"), Report([]), record.root / "no_cameras.csv")
     with record("contact_sheet without a font"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.utils.fonts._font_files", lambda: ())
         contact_sheet_of_dataset(dataset, record.root / "sheet.png")

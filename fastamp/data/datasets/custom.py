@@ -110,7 +110,8 @@ class CsvDataset(ImageDataset):
             logger.info("%s: excluded %d images of identity %s", file, table.excluded, _EXCLUDED_ID)
         if not len(table.lines):
             raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
-        _warn_about_repeated_images(file, table)
+        if not skip_invalid:  # else, the report of check_dataset lists them
+            _warn_about_repeated_images(file, table)
         if table.camids is None:
             logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
             camids, self._cameras = Column(table.lines), {}
@@ -338,10 +339,10 @@ def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
             f"line {table.lines[row]} repeats line {table.lines[first_row[row]]} ({names[row]})" for row in repeated
         ]
         logger.warning(
-            "%s: %d lines repeat the image of another line: %s\n"
-            "  fix: remove these lines, or write a file without them: %s",
+            "%s: %d %s the image of another line: %s\n  fix: remove these lines, or write a file without them: %s",
             file,
             len(repeated),
+            "line repeats" if len(repeated) == 1 else "lines repeat",
             _list_first(examples),
             clean_command(f"csv:{file}"),
         )

@@ -290,8 +290,8 @@ def test_csv_warns_about_repeated_images(tmp_path, caplog):
     name = write_csv(tmp_path, ["a.png,1,0,0,5,9", "a.png,1,5,0,9,9", "b.png,2,0,0,5,9", "a.png,3,0,0,5,9"],
                      "path,pid,x0,y0,x1,y1")  # fmt: skip
     build_dataset(name)
-    (message,) = [line for line in caplog.messages if "lines repeat" in line]
-    assert "1 lines" in message and "line 5 repeats line 2 (a.png)" in message
+    (message,) = [line for line in caplog.messages if "1 line repeats" in line]
+    assert "line 5 repeats line 2 (a.png)" in message
 
 
 def test_missing_and_empty_files_are_listed_with_their_line_before_training(tmp_path):
