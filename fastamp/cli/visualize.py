@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--dpi must be in 20..1200, got {dpi}.\n  fix: choose another value, e.g. 300")
     new_figure(1, 1)  # fails early if matplotlib is missing
     source = resolve_source(args.checkpoint)
-    checkpoint = Path(source.checkpoint or evaluation_config(args.checkpoint, args.key_values)[0].MODEL.WEIGHTS)
+    checkpoint = Path(
+        source.checkpoint or evaluation_config(args.checkpoint, args.key_values, plugin=args.plugin)[0].MODEL.WEIGHTS
+    )
     folder = Path(args.output) if args.output else checkpoint.parent / "pictures"
     kinds = set(args.kind)
     if "curves" in kinds:
