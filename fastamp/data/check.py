@@ -114,7 +114,7 @@ def check_dataset(
             near-duplicates. Default: 30, or fewer if the images of different identities are similar.
         training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
         protocol (Protocol, optional): evaluation protocol, whose rule defines which queries have a match. Default: the
-            rule ``market1501``, which decides whether images from the query's camera count as matches.
+            rule ``market1501``, which excludes images of the query's identity from the query's camera.
 
     Returns:
         Report: image counts, image sizes and findings.
