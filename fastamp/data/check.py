@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import faiss
 import numpy as np
@@ -25,9 +25,6 @@ from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
 from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.progress import track
-
-if TYPE_CHECKING:
-    from fastamp.evaluation.protocol import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +99,7 @@ def check_dataset(
     max_pixels: int = MAX_PIXELS,
     near_duplicate_bits: int | None = None,
     training_problems: Sequence[str] = (),
-    protocol: "Protocol | None" = None,
+    protocol: Any = None,
 ) -> Report:
     """Read every image in a dataset and check the labels and splits.
 
@@ -113,8 +110,8 @@ def check_dataset(
         near_duplicate_bits (int, optional): maximum number of different bits, of ``HASH_BITS``, between the hashes of
             near-duplicates. Default: 30, or fewer if the images of different identities are similar.
         training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
-        protocol (Protocol, optional): evaluation protocol, whose rule defines which queries have a match. Default: the
-            rule ``market1501``, which excludes images of the query's identity from the query's camera.
+        protocol (evaluation.Protocol, optional): evaluation protocol, whose rule defines which queries have a match.
+            Default: the rule ``market1501``, which excludes images of the query's identity from the query's camera.
 
     Returns:
         Report: image counts, image sizes and findings.
@@ -148,9 +145,7 @@ def check_dataset(
     return report
 
 
-def write_clean(
-    dataset: ImageDataset, report: Report, path: Path, *, protocol: "Protocol | None" = None
-) -> tuple[int, int]:
+def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: Any = None) -> tuple[int, int]:
     """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
 
     The file has the columns of ``CsvDataset``, and the further columns of the CSV file that ``dataset`` was read from.
@@ -162,7 +157,7 @@ def write_clean(
         dataset (ImageDataset): dataset to write.
         report (Report): result of ``check_dataset``.
         path (Path): CSV file to write. Paths below its folder are written relative to it.
-        protocol (Protocol, optional): see ``check_dataset``.
+        protocol (evaluation.Protocol, optional): see ``check_dataset``.
 
     Returns:
         ``(number of images in the file, number of excluded images)``.
@@ -297,7 +292,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
     return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
 
 
-def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: "Protocol | None") -> bool:
+def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Any) -> bool:
     """Decide whether the clean file has a column camid, and log a warning if the cameras of the dataset are dropped.
 
     A random split ignores the cameras if all test images are from one camera. In a file with the columns split and
@@ -324,9 +319,7 @@ def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], pr
 _NO_IMAGE, _SAME_CAMERA = "no image", "same camera"
 
 
-def _find_matchless(
-    queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: "Protocol | None"
-) -> list[str]:
+def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], protocol: Any) -> list[str]:
     """Find queries without a match.
 
     Returns:
@@ -349,7 +342,7 @@ def _find_matchless(
     ]
 
 
-def _excludes_same_camera(protocol: "Protocol | None") -> bool:
+def _excludes_same_camera(protocol: Any) -> bool:
     return protocol is None or protocol.junk is not None
 
 
@@ -376,7 +369,7 @@ class _CheckedDataset:
         dataset: ImageDataset,
         splits: dict[str, Sequence[ImageItem]],
         summaries: dict[tuple, _ImageSummary],
-        protocol: "Protocol | None" = None,
+        protocol: Any = None,
     ) -> None:
         self.dataset, self.splits, self.summaries, self.protocol = dataset, splits, summaries, protocol
 
