@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer as PeriodicCheckpointerHook
 
 
 class PeriodicCheckpointer:
@@ -18,8 +17,6 @@ class PeriodicCheckpointer:
         period (int): period in epochs.
         max_epoch (int | None): number of epochs; None (default) saves no ``model_final``.
     """
-
-    Hook = PeriodicCheckpointerHook
 
     def __init__(self, checkpointer: Checkpointer, period: int, max_epoch: int | None = None) -> None:
         self.checkpointer, self.period, self.max_epoch = checkpointer, int(period), max_epoch

@@ -47,23 +47,10 @@ class FastReIDMethods:
                 stacklevel=2,
             )
 
-    def before_train(self) -> None:
-        """Called before the first iteration."""
+    def _do_nothing(self) -> None:
+        """Do nothing; a subclass may override any of the methods in ``CALLED``."""
 
-    def after_train(self) -> None:
-        """Called after the last iteration."""
-
-    def before_epoch(self) -> None:
-        """Called before each epoch."""
-
-    def after_epoch(self) -> None:
-        """Called after each epoch."""
-
-    def before_step(self) -> None:
-        """Called before each iteration."""
-
-    def after_step(self) -> None:
-        """Called after each iteration."""
+    before_train = after_train = before_epoch = after_epoch = before_step = after_step = _do_nothing
 
     @property
     def iter(self) -> int:

@@ -13,6 +13,7 @@ from fastamp.report.figures import new_figure, rank_list_figure, write_figure
 from fastamp.utils.errors import DataError, check_choice, writing
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -161,8 +162,7 @@ class Visualizer:
         fpr: Sequence[float], tpr: Sequence[float], name: str = "model", fig: "Figure | None" = None
     ) -> "Figure":
         """Draw a ROC curve; with ``fig``, add it to this figure."""
-        figure = fig or new_figure(6, 5)
-        axes = figure.axes[0] if figure.axes else figure.subplots()
+        figure, axes = _figure_and_axes(fig)
         axes.plot(fpr, tpr, label=name)
         axes.set(xlabel="false accept rate", ylabel="true accept rate", xlim=(0, 1), ylim=(0, 1))
         axes.grid(alpha=0.3)
@@ -174,10 +174,15 @@ class Visualizer:
         pos: Sequence[float], neg: Sequence[float], name: str = "model", fig: "Figure | None" = None
     ) -> "Figure":
         """Draw the histograms of the similarities of genuine and impostor pairs; with ``fig``, add them to it."""
-        figure = fig or new_figure(6, 5)
-        axes = figure.axes[0] if figure.axes else figure.subplots()
+        figure, axes = _figure_and_axes(fig)
         for values, kind in ((pos, "genuine pairs"), (neg, "impostor pairs")):
             axes.hist(values, bins=80, density=True, alpha=0.5, label=f"{kind}, {name}")
         axes.set(xlabel="cosine similarity", ylabel="density")
         axes.legend()
         return figure
+
+
+def _figure_and_axes(figure: "Figure | None") -> "tuple[Figure, Axes]":
+    """Return ``figure``, or a new figure if it is None, and its axes."""
+    figure = figure or new_figure(6, 5)
+    return figure, figure.axes[0] if figure.axes else figure.subplots()

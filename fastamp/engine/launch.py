@@ -3,7 +3,7 @@
 ``torch.distributed.elastic`` is not used because of its agent in PyTorch 2.6, the oldest supported version. That agent
 has no handler for SIGUSR1: it exits with code 138 while the ranks are still saving. It also kills the ranks 30 s after
 SIGINT or SIGTERM, although writing a checkpoint may take 60 s. Neither is configurable in that version (later versions
-have ``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes of its own machine.
+have ``signals_to_handle`` and ``shutdown_timeout``). An agent monitors only the processes on its machine.
 Detecting a failure on another machine, or in a run that sets ``RANK`` and ``WORLD_SIZE`` without an agent, therefore
 requires ``failure_monitor`` in any case.
 """

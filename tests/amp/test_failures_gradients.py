@@ -50,7 +50,7 @@ def of_another_model(loss, other):
 
 
 class Spoiled(Net):
-    """Net whose loss is replaced by ``spoil(loss, other_net)``, or, with ``beside``, that adds it as a second loss."""
+    """Net that returns ``spoil(loss, other_net)`` instead of its loss, or, if ``beside``, as a second loss."""
 
     def __init__(self, spoil, beside=False):
         super().__init__()

@@ -233,7 +233,7 @@ class AlwaysDropout(nn.Module):
 
 
 class Noise(nn.Module):
-    """Layer that adds noise from a generator of its own."""
+    """Layer that adds noise from a separate random generator."""
 
     def __init__(self, kind):
         super().__init__()
