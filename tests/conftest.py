@@ -45,6 +45,15 @@ def made_once(tmp_path_factory):
 
 
 @pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Empty working folder."""
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
 def demo(demo_root, monkeypatch):
     """Set FASTAMP_DATASETS to the data root with the demo dataset, and return it."""
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))

@@ -14,15 +14,6 @@ from fastamp.cli.tune import ALGORITHMS, SCHEDULERS
 from fastamp.config.recipes import find_recipe, list_recipes
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """Empty working folder."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere, capsys):
     assert main(["recipes"]) == 0
     assert capsys.readouterr().out.split() == list(list_recipes())

@@ -36,15 +36,6 @@ def test_values_of_a_flag_end_at_a_word_that_is_not_one(capsys):
         assert part in capsys.readouterr().err
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """Empty working folder."""
-    folder = tmp_path / "elsewhere"
-    folder.mkdir()
-    monkeypatch.chdir(folder)
-    return folder
-
-
 def test_key_value_pairs_are_accepted_with_and_without_equals_sign():
     words = ["SEED", "1", "SOLVER.AMP=bf16", "MODEL.WEIGHTS", "a=b.pth", "SOLVER.STEPS=(1, 2)", "OUTPUT_DIR="]
     expected = ["SEED", "1", "SOLVER.AMP", "bf16", "MODEL.WEIGHTS", "a=b.pth", "SOLVER.STEPS", "(1, 2)"]
