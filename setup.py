@@ -29,10 +29,19 @@ EXTRAS = {
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
     "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],
+    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
+    "notebook": ["nbclient", "nbformat", "ipykernel", "matplotlib"],
+    "wandb": ["wandb"],
+    "mlflow": ["mlflow-skinny>=3"],
+    "clearml": ["clearml"],
+    "hub": ["huggingface_hub", "safetensors"],
+    "dev": ["ruff", "mypy", "types-PyYAML", "jsonschema", "pre-commit"],
     "bohb": ["ray[tune]>=2.60", "hpbandster", "ConfigSpace>=1.2,<2"],
 }
 # Without bohb: a package that it needs is compiled, which would keep the others away from who has no compiler.
-EXTRAS["all"] = sorted({package for name, packages in EXTRAS.items() if name != "bohb" for package in packages})
+EXTRAS["all"] = sorted(
+    {package for name, packages in EXTRAS.items() if name not in ("bohb", "dev") for package in packages}
+)
 
 # Folders of the repository that are installed below fastamp/; see fastamp/utils/resources.py.
 FOLDERS = ["configs", "tools/benchmark", "projects/FastTune", "projects/FastTune/autotuner"]
@@ -46,6 +55,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    url="https://pypi.org/project/fastamp/",
     project_urls={"FastReID": "https://github.com/JDAI-CV/fast-reid"},
     author="The fastamp developers",
     keywords=[
