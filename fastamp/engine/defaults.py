@@ -1,5 +1,6 @@
 """Default trainer, built from a config."""
 
+import inspect
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -71,7 +72,8 @@ class DefaultTrainer(FastReIDMethods):
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         # Built before the model, so that missing images and test sets fail early.
-        self.test_loaders = {name: self.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
+        self.test_loaders = self._build_test_loaders(cfg)
+        self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.model = self.build_model(cfg)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
@@ -79,7 +81,6 @@ class DefaultTrainer(FastReIDMethods):
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
         self.best_metric = self.build_best_metric()
-        self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = self.build_checkpointer()
         self.writers: list[Any] = []
@@ -430,6 +431,10 @@ class DefaultTrainer(FastReIDMethods):
         return build_reid_test_loader(cfg, dataset_name)
 
     @classmethod
+    def _build_test_loaders(cls, cfg: CfgNode) -> dict[str, tuple[Any, int]]:
+        return {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
+
+    @classmethod
     def build_evaluator(cls, cfg: CfgNode, num_query: int | str, output_dir: str | None = None) -> Any:
         """Build the evaluator for a test set.
 
@@ -447,8 +452,16 @@ class DefaultTrainer(FastReIDMethods):
         return ReidEvaluator(cfg, num_query, output_dir)
 
     @classmethod
-    def test(cls, cfg: CfgNode, model: nn.Module) -> dict[str, Any]:
+    def test(
+        cls, cfg: CfgNode, model: nn.Module, *, loaders: dict[str, tuple[Any, int]] | None = None
+    ) -> dict[str, Any]:
         """Evaluate ``model`` on ``DATASETS.TESTS`` in the configured precision, log the results and write the report.
+
+        Args:
+            cfg (CfgNode): config.
+            model (nn.Module): model with the weights to evaluate.
+            loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: built
+                by ``build_test_loader``.
 
         Returns:
             dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
@@ -459,8 +472,7 @@ class DefaultTrainer(FastReIDMethods):
         """
         log_to_console()
         policy = evaluation_policy(cfg, model)
-        loaders = {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
-        found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator)
+        found = evaluate_sets(cfg, model, policy, loaders or cls._build_test_loaders(cfg), cls.build_evaluator)
         report_evaluation(cfg, model, policy, found.sets)
         warn_below_baselines(found.results)
         return unwrap_single(found.results)
@@ -478,14 +490,17 @@ class DefaultTrainer(FastReIDMethods):
         """
         if not cfg.MODEL.WEIGHTS:
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
+        # Built before the model, so that missing images and test sets fail early.
+        loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
         model, extra = cls.load_model(cfg)
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
         evaluation.compare(extra.get("policy"), "these weights were trained")
-        loader = cls.build_precise_bn_loader(cfg)
-        if loader is not None:
-            update_bn_statistics(model, loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        results = cls.test(cfg, model)
+        if precise_bn_loader is not None:
+            update_bn_statistics(model, precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
+        # FastReID's method, which a subclass may override, has no parameter loaders.
+        accepts_loaders = "loaders" in inspect.signature(cls.test).parameters
+        results = cls.test(cfg, model, **({"loaders": loaders} if accepts_loaders else {}))
         names = dict.fromkeys(cfg.DATASETS.TESTS)
         by_name = results if len(names) > 1 else dict.fromkeys(names, results)
         if comm.is_main_process():

@@ -76,3 +76,21 @@ def test_eval_only_flag_writes_metrics_of_each_dataset(demo, weights, tmp_path):
     assert train_net.cli(["--eval-only", *options]) == 0
     content = json.loads((tmp_path / "metrics_eval.json").read_text())
     assert content["metrics"]["Demo"]["Rank-1"] >= 0 and "intervals" in content["metrics"]["Demo"]
+
+
+def test_eval_checks_all_image_files_before_it_builds_the_model(demo, weights, tmp_path, monkeypatch, capsys):
+    def build_model(cfg):
+        raise AssertionError("the model was built first")
+
+    monkeypatch.setattr("fastamp.engine.defaults.build_model", build_model)
+    (tmp_path / "empty.jpg").touch()
+    rows = [f"{path},{number // 2},{number % 2}" for number, path in enumerate(sorted(demo.rglob("*.jpg"))[:8])]
+    test = [f"{row},{('query', 'gallery')[number % 2]}" for number, row in enumerate(rows)]
+    (tmp_path / "test.csv").write_text("\n".join(["path,pid,camid,split", *test, "empty.jpg,0,1,gallery"]))
+    (tmp_path / "train.csv").write_text("\n".join(["path,pid,camid,split", "gone.jpg,8,0,train", *test]))
+    words = ["eval", str(weights), "MODEL.DEVICE", "cpu", "OUTPUT_DIR", str(tmp_path / "out")]
+    assert main([*words, "DATASETS.TESTS", f"csv:{tmp_path}/test.csv"]) == 2
+    assert f"empty.jpg ({tmp_path}/test.csv, line {len(rows) + 2})" in capsys.readouterr().err
+    precise = ["TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", f"csv:{tmp_path}/train.csv"]
+    assert main([*words, "DATASETS.TESTS", "Demo", *precise]) == 2
+    assert f"gone.jpg ({tmp_path}/train.csv, line 2)" in capsys.readouterr().err
