@@ -8,8 +8,8 @@ import os
 # One core per test process; set before torch counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# With AMX, some bfloat16 convolutions of oneDNN are incorrect on small maps (fastamp/amp/README.md). Tests disable it,
-# for equal results on every CPU; DNNL_MAX_CPU_ISA=ALL enables it.
+# With AMX, some bfloat16 convolutions of oneDNN are incorrect on small maps (docs/guides/mixed-precision.md). Tests
+# disable it, for equal results on every CPU; DNNL_MAX_CPU_ISA=ALL enables it.
 os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import pytest

@@ -46,8 +46,8 @@ KINDS = ("flat", "ivf", "hnsw")
 # Maximum number of features for exact search, and for HNSW; larger galleries use IVF.
 FLAT_UP_TO = 50_000
 HNSW_UP_TO = 200_000
-# Fraction of the lists that an IVF search probes, and number of candidates of an HNSW search; README.md has their
-# recall.
+# Fraction of the lists that an IVF search probes, and number of candidates of an HNSW search; the guide
+# docs/guides/inference.md has their recall.
 PROBED, EF_SEARCH = 0.2, 128
 _NEIGHBORS, _EF_CONSTRUCTION = 16, 40
 _TRAINED_ON = 40  # features per list

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-GUIDE = ROOT / "fastamp/amp/README.md"
+GUIDE = ROOT / "docs/guides/mixed-precision.md"
 SCRIPTS = ROOT / "tests/failures"
 
 
@@ -41,23 +41,23 @@ def cases():
 
 
 def rows_of(text):
-    """Return failure -> (plain PyTorch, fastamp, linked files), for each row of the table."""
+    """Return failure -> (plain PyTorch, fastamp, paths in the last column), for each row of the table."""
     table = text.partition("| failure | plain PyTorch | fastamp | tests |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.splitlines()[2:]]
     assert len({row[0] for row in rows}) == len(rows)
-    return {case: (plain, ours, re.findall(r"\]\(([^)]*)\)", links)) for case, plain, ours, links in rows}
+    return {case: (plain, ours, re.findall(r"`([^`]*)`", files)) for case, plain, ours, files in rows}
 
 
 def test_table_lists_the_failures_of_the_tests(cases):
     rows = rows_of(GUIDE.read_text(encoding="utf-8"))
     assert sorted(rows) == sorted(cases)
-    scripts = {path.resolve() for path in SCRIPTS.glob("*.py")}
-    linked_scripts = set()
-    for case, (plain, ours, links) in rows.items():
-        files = {(GUIDE.parent / link).resolve() for link in links}
+    scripts = set(SCRIPTS.glob("*.py"))
+    named_scripts = set()
+    for case, (plain, ours, paths) in rows.items():
+        files = {ROOT / path for path in paths}
         assert plain and ours and files - scripts == {path for path, _ in cases[case]}, case
-        linked_scripts |= files & scripts
-    assert linked_scripts == scripts
+        named_scripts |= files & scripts
+    assert named_scripts == scripts
 
 
 def test_each_failure_is_reproduced_in_plain_pytorch(cases):

@@ -27,7 +27,7 @@ from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
-GUIDE = Path(exporting.__file__).with_name("EXPORT.md")
+GUIDE = Path(__file__).parents[2] / "docs/guides/export.md"
 needs_onnx = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="ONNX export needs PyTorch 2.7"
 )

@@ -15,13 +15,12 @@ from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation.evaluator import extract_features
-from fastamp.inference import export as exporting
 from fastamp.inference.export import export
 from fastamp.inference.export_formats import FORMATS
 from fastamp.inference.extract import extract
 from fastamp.utils.errors import ConfigError, DataError
 
-GUIDE = Path(exporting.__file__).with_name("EXPORT.md")
+GUIDE = Path(__file__).parents[2] / "docs/guides/export.md"
 CROPPED = ("INPUT.SIZE_TRAIN", "(72, 40)", "INPUT.SIZE_TEST", "(72, 40)", "INPUT.CROP", "True",
            "INPUT.CROP.SIZE", "(48, 24)")  # fmt: skip
 

@@ -448,10 +448,10 @@ def test_registered_dataset_class_or_function_is_built_by_name(root):
             del DATASET_REGISTRY._components[name]
 
 
-GUIDE = (Path(__file__).parents[3] / "fastamp/data/README.md").read_text(encoding="utf-8")
+GUIDE = (Path(__file__).parents[3] / "docs/guides/datasets.md").read_text(encoding="utf-8")
 
 
-def test_example_dataset_class_in_readme_loads_images(root):
+def test_example_dataset_class_in_the_guide_loads_images(root):
     code = GUIDE.split("```python\n")[1].split("```")[0]
     try:
         exec(code, {})
@@ -466,12 +466,12 @@ def test_example_dataset_class_in_readme_loads_images(root):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CUHK03", "Demo"])
-def test_readme_lists_every_dataset_and_folder(name):
+def test_guide_lists_every_dataset_and_folder(name):
     assert f"`{name}`" in GUIDE
     assert name == "Demo" or f"`{DATASET_REGISTRY.get(name).folder}/" in GUIDE
 
 
-def test_readme_lists_every_dataset_key():
+def test_guide_lists_every_dataset_key():
     dataset_keys = [key for key in KEYS if re.match(r"DATASETS\.(MARKET1501|MSMT17|CUHK03|VIPER|VEHICLEID)", key)]
     assert len(dataset_keys) == 8
     for key in dataset_keys:
