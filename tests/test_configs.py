@@ -5,7 +5,6 @@ import dataclasses
 import json
 import math
 import re
-import shlex
 from pathlib import Path
 
 import old_configs
@@ -187,22 +186,6 @@ def with_fewer_batches(build):
 
 def test_recipes_named_in_the_readme_exist():
     assert {"Base-bagtricks.yml", "bagtricks_R50.yml", "quickstart.yml"} <= {path.name for path in CONFIGS}
-
-
-def readme_commands():
-    for block in re.findall(r"^```(?:sh|bash)\n(.*?)^```", README, re.DOTALL | re.MULTILINE):
-        for line in block.splitlines():
-            yield from (part.strip() for part in line.split("&&"))
-
-
-def test_train_commands_in_the_readme_are_valid():
-    commands = [shlex.split(c)[2:] for c in readme_commands() if c.startswith("python tools/train_net.py")]
-    assert len(commands) >= 4
-    for arguments in commands:
-        args = train_net.default_argument_parser().parse_args(arguments)
-        cfg = get_cfg()
-        cfg.merge_from_file(ROOT / args.config_file)
-        cfg.merge_from_list(args.opts)
 
 
 def test_python_code_and_links_in_the_readme_are_valid():
