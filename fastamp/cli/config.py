@@ -2,7 +2,9 @@
 
 examples:
   fastamp config list SOLVER.AMP
-  fastamp config explain SOLVER.BASE_LR --config-file Market1501/sbs_R50-ibn
+  fastamp config list logs/run SOLVER
+  fastamp config explain SOLVER.BASE_LR
+  fastamp config explain Market1501/sbs_R50-ibn LR
   fastamp config show Market1501/sbs_R50-ibn SOLVER.AMP=on
   fastamp config diff logs/a logs/b/model_best.pth
   fastamp config convert old.yml -o new.yml
@@ -16,9 +18,10 @@ from pathlib import Path
 import yaml
 
 from fastamp.cli.options import add_key_values, add_plugin_argument
-from fastamp.cli.source import config_of
+from fastamp.cli.source import CONFIG, check_one_config, config_of, is_source, resolve_source
 from fastamp.config import (
     RELEASES,
+    CfgNode,
     changed_values,
     describe_changes,
     describe_config,
@@ -37,15 +40,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands list, explain, show, diff and convert."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | explain | show | diff | convert")
     listing = actions.add_parser("list", help="print config keys with default and description")
-    listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining = actions.add_parser("explain", help="print all details of one key")
+    for each in (listing, explaining):
+        each.add_argument(
+            "source", nargs="?", default="", metavar="SOURCE", help=f"{_SOURCE}, whose values are also printed"
+        )
+        each.add_argument("--config-file", default="", metavar="FILE", help="recipe or YAML file, instead of SOURCE")
+    listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining.add_argument(
         "key", metavar="KEY", help="config key or its last part, in any case; former names are accepted"
     )
-    for each in (listing, explaining):
-        each.add_argument(
-            "--config-file", default="", metavar="FILE", help="also print the values set by this recipe or file"
-        )
     showing = actions.add_parser("show", help="print a complete config as YAML")
     showing.add_argument("source", metavar="SOURCE", help=_SOURCE)
     add_key_values(showing)
@@ -68,10 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one of the subcommands."""
     if args.action == "list":
-        print(describe_config(args.prefix, read_config(args.config_file, [], plugin=args.plugin)))
+        source, prefix = args.source, args.prefix
+        if not prefix and not _names_source(source):
+            source, prefix = "", source
+        print(describe_config(prefix, _config_of(source, args)))
     elif args.action == "explain":
-        cfg = read_config("", [], plugin=args.plugin)
-        print(explain_key(args.key, cfg, args.config_file, components=component_choices))
+        if not args.source and _names_source(args.key):
+            raise ConfigError(f"no key to explain, only {args.key}.\n  fix: add a key, e.g. SOLVER.BASE_LR")
+        cfg, source = _config_of(args.source, args), args.source or args.config_file
+        is_file = source and resolve_source(source).kind == CONFIG
+        print(explain_key(args.key, cfg, source if is_file else "", components=component_choices))
     elif args.action == "show":
         cfg = config_of(args.source, args.plugin)
         cfg.merge_from_list(args.opts)
@@ -82,6 +92,19 @@ def run(args: argparse.Namespace) -> int:
         first, second = (config_of(source, args.plugin) for source in (args.first, args.second))
         print("\n".join(describe_changes(second, first.dump(), args.first)) or "no difference")
     return 0
+
+
+def _names_source(word: str) -> bool:
+    """Return True if a word names a config rather than a key."""
+    return is_source(word) or "/" in word
+
+
+def _config_of(source: str, args: argparse.Namespace) -> CfgNode:
+    """Read the config of SOURCE or ``--config-file``; without them, the defaults."""
+    if source:
+        check_one_config(source, args.config_file)
+    source = source or args.config_file
+    return config_of(source, args.plugin) if source else read_config("", [], plugin=args.plugin)
 
 
 def component_choices() -> dict[str, list[str]]:

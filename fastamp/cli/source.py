@@ -130,11 +130,12 @@ def move_config(args: argparse.Namespace) -> argparse.Namespace:
     """
     if not args.config_source or resolve_source(args.config_source).kind != CONFIG:
         return args
-    _check_one_config(args.config_source, args.config_file)
+    check_one_config(args.config_source, args.config_file)
     return argparse.Namespace(**vars(args) | {"config_file": args.config_source, "config_source": ""})
 
 
-def _check_one_config(source: str, config_file: str) -> None:
+def check_one_config(source: str, config_file: str) -> None:
+    """Raise ConfigError if a command has both SOURCE and ``--config-file``."""
     if config_file:
         raise ConfigError(f"got two configs, {source} and --config-file {config_file}.\n  fix: remove one of them")
 
@@ -161,7 +162,7 @@ def training_config(
     text, plugin = getattr(args, "config_source", ""), getattr(args, "plugin", "")
     if not text:
         return read_config(args.config_file, args.opts, plugin=plugin, define_keys=define_keys)
-    _check_one_config(text, args.config_file)
+    check_one_config(text, args.config_file)
     found = resolve_source(text)
     if found.kind == CONFIG:
         return read_config(text, args.opts, plugin=plugin, define_keys=define_keys)
@@ -203,7 +204,7 @@ def evaluation_config(
 
     found = resolve_source(source) if source else None
     if found and found.kind == CONFIG:
-        _check_one_config(source, config_file)
+        check_one_config(source, config_file)
         config_file = source
     elif found:
         opts = ["MODEL.WEIGHTS", found.checkpoint, *opts]

@@ -55,7 +55,8 @@ def explain_key(
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
             that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
             SOLVER.BASE_LR, and if several keys match equally well, e.g. ``NAME``, they are listed.
-        cfg: config with the keys, including keys that a project declares. Default None: the default config.
+        cfg: config with the keys, including keys that a project declares; a value that differs from the default is
+            shown. Default None: the default config.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
         components: function that returns the component names that each key accepts; it is called only for keys that
             may name a component. Default None: component names are not listed.
@@ -66,7 +67,8 @@ def explain_key(
     cfg = get_cfg() if cfg is None else cfg
     spellings = current_names() | FASTREID_SPELLINGS
     path = _current(name, spellings | RENAMED)
-    keys = [key for key, _ in cfg.keys_below()]
+    values = list(cfg.keys_below())
+    keys = [key for key, _ in values]
     key = next((key for key in keys if key.path.lower() == path), None)
     others: list[str] = []
     if key is None:
@@ -99,7 +101,8 @@ def explain_key(
         facts.append(f"other keys with this name: {', '.join(others)}")
     if config_file:
         facts += _where_set(key, cfg, config_file)
-    lines = [*_wrap(f"{key.path}: {show_value(key.default)}", "", "      "), *_wrap(key.meaning, "    ", "    ")]
+    value = next(value for each, value in values if each is key)
+    lines = [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(key.meaning, "    ", "    ")]
     for fact in facts:
         lines += _wrap(fact, "    ", "      ")
     return "\n".join(lines)
@@ -144,16 +147,19 @@ def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
     return lines or [f"{config_file}: not set"]
 
 
+def _default_and_value(key: Key, value: object) -> str:
+    """Return one line with the default of a key and, if it differs, its value."""
+    default, now = show_value(key.default), show_value(value)
+    return f"{key.path}: {default}" + (f"   (set to: {now})" if now != default else "")
+
+
 def _describe(key: Key, value: object) -> list[str]:
-    default = show_value(key.default)
-    now = show_value(value)
-    head = f"{key.path}: {default}" + (f"   (set to: {now})" if now != default else "")
     meaning = key.meaning
     if key.choices:
         meaning += f" Choices: {', '.join(map(str, key.choices))}."
     if key.bounds:
         meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
-    return [*_wrap(head, "", "      "), *_wrap(meaning, "    ", "    ")]
+    return [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(meaning, "    ", "    ")]
 
 
 def _wrap(text: str, first: str, further: str) -> list[str]:

@@ -39,7 +39,7 @@ def test_config_list_shows_values_set_in_a_config_file(config, recipe):
 def test_config_explain_lists_the_files_that_set_a_key(config, recipe):
     code, lines = config("explain", "solver.base_lr", "--config-file", recipe)
     base = recipe.with_name("base.yml")
-    assert code == 0 and lines[0] == "SOLVER.BASE_LR: 0.0003"
+    assert code == 0 and lines[0] == "SOLVER.BASE_LR: 0.0003   (set to: 0.2)"
     assert "    accepts a number, at least 0" in lines
     joined = " ".join(line.strip() for line in lines)
     assert joined.index(f"{base}: 0.1") < joined.index(f"{recipe}: 0.2")
@@ -48,9 +48,50 @@ def test_config_explain_lists_the_files_that_set_a_key(config, recipe):
     assert f"{recipe}: not set" in " ".join(config("explain", "SEED", "--config-file", recipe)[1])
 
 
+def test_config_list_and_explain_accept_recipes_files_checkpoints_and_run_folders(
+    config, recipe, run_folder, checkpoint
+):
+    for source in (run_folder, checkpoint):
+        assert "SOLVER.BASE_LR: 0.0003   (set to: 0.001)" in config("list", source, "SOLVER")[1]
+        assert "SOLVER.BASE_LR: 0.0003   (set to: 0.001)" in config("list", source)[1]
+        assert config("explain", source, "BASE_LR")[1][0] == "SOLVER.BASE_LR: 0.0003   (set to: 0.001)"
+        assert config("explain", source, "SOLVER.MOMENTUM")[1][0] == "SOLVER.MOMENTUM: 0.9"
+    for source in (recipe, "Market1501/bagtricks_R50"):
+        for command in (("list", "SOLVER.BASE_LR"), ("explain", "SOLVER.BASE_LR"), ("list", "solver")):
+            action, key = command
+            assert config(action, source, key) == config(action, key, "--config-file", source)
+        assert config("list", source) == config("list", "--config-file", source)
+    assert "(set to: 0.2)" in " ".join(config("explain", recipe, "SOLVER")[1])
+    assert config("list", "solver.ema")[1][0] == "[SOLVER.EMA]"
+
+
+def test_config_list_and_explain_reject_missing_sources_and_keys(config, recipe, tmp_path):
+    missing = tmp_path / "none"
+    for words in (("list", missing), ("list", missing.with_suffix(".yml"), "SOLVER"), ("explain", "none/x", "SEED")):
+        code, lines = config(*words)
+        assert code == 2 and str(words[1]) in lines[0]
+    for words in (("explain", recipe), ("explain", "Market1501/bagtricks_R50")):
+        code, lines = config(*words)
+        assert code == 2 and "key" in lines[0] and str(words[1]) in lines[0]
+    code, lines = config("list", recipe, "SOLVER", "--config-file", recipe)
+    assert code == 2 and "two configs" in lines[0]
+
+
+def test_config_accepts_flags_anywhere(config, recipe, tmp_path):
+    (tmp_path / "plugin.py").write_text("")
+    plugin = ("--plugin", tmp_path / "plugin.py")
+    words = (recipe, "SEED", "3", "SOLVER.BIAS_LR_FACTOR=2.0")
+    shown = config("show", *words)
+    assert shown[0] == 0 and "SEED: 3" in shown[1]
+    for place in range(len(words)):
+        if place != 2:  # between KEY and VALUE
+            assert config("show", *words[:place], *plugin, *words[place:]) == shown
+    assert config("list", recipe, *plugin, "SEED") == config("list", recipe, "SEED")
+
+
 def test_config_explain_accepts_aliases_and_lists_shorthands(config, recipe):
     code, lines = config("explain", "SOLVER.AMP_ENABLED", "--config-file", recipe)
-    assert code == 0 and lines[0] == "SOLVER.AMP.ENABLED: False"
+    assert code == 0 and lines[0] == "SOLVER.AMP.ENABLED: False   (set to: True)"
     assert "    name in FastReID: SOLVER.AMP_ENABLED" in lines
     assert f"{recipe.with_name('base.yml')}: True" in " ".join(lines)
     text = " ".join(config("explain", "SOLVER.AMP.DTYPE", "--config-file", recipe)[1])
@@ -96,7 +137,7 @@ def test_config_explain_and_diff_accept_keys_of_a_plugin(config, tmp_path):
     plugin.write_text("def add_config(cfg):\n    cfg.define('MODEL.MINE', 1, 'A number of mine.')\n")
     (tmp_path / "mine.yml").write_text("MODEL: {MINE: 2}\n")
     command = ("explain", "MODEL.MINE", "--plugin", plugin, "--config-file", tmp_path / "mine.yml")
-    assert config(*command)[1][:2] == ["MODEL.MINE: 1", "    A number of mine."]
+    assert config(*command)[1][:2] == ["MODEL.MINE: 1   (set to: 2)", "    A number of mine."]
     (tmp_path / "default.yml").write_text("")
     files = (tmp_path / "default.yml", tmp_path / "mine.yml")
     assert config("diff", *files, "--plugin", plugin) == (0, ["MODEL.MINE: 1 -> 2"])

@@ -81,6 +81,7 @@ def commands(record, run):
         ("search", best, empty, "--gallery", "nowhere.npz", "--device", "cpu"),
         ("config", "list", "SOLVR"),
         ("config", "explain", "SOLVER.BASE_LRR"),
+        ("config", "explain", "Market1501/sbs_R50"),
         ("config", "diff", empty, best),
         ("config", "convert", record.file("old.yml", "SOLVER: {MAX_ITER: 3}"), "-o", record.file("exists.yml")),
         ("strip", "nowhere.pth"),
