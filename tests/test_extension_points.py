@@ -1,49 +1,23 @@
-"""Tests of a custom loss, transform, backbone and dataset, each defined by one Python file and one YAML file."""
+"""Tests of custom components, each one Python file and one YAML file; most are those of the documentation."""
 
 import json
+import runpy
 
 import import_checkpoint
 import numpy as np
 import pytest
 import tiny
 import torch
+from documented import documented_config, documented_file
 from PIL import Image
 
 from fastamp.cli import main
 from fastamp.config import read_config
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
+from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY
-
-LOSS = '''
-"""Loss that keeps the norm of features near one."""
-
-import torch
-from torch import nn
-
-from fastamp.amp import force_fp32
-from fastamp.config import Key
-from fastamp.modeling import LOSS_REGISTRY
-
-KEYS = (Key("MODEL.LOSSES.LENGTH.SCALE", 1.0, "Length loss: weight in the total loss.", low=0),)
-
-
-@LOSS_REGISTRY.register()
-class LengthLoss(nn.Module):
-    loss_name = "loss_length"
-
-    def __init__(self, *, scale):
-        super().__init__()
-        self.scale = scale
-
-    @classmethod
-    def from_config(cls, cfg):
-        return cls(scale=cfg.MODEL.LOSSES.LENGTH.SCALE)
-
-    @force_fp32
-    def forward(self, outputs, targets):
-        return self.scale * (outputs["features"].norm(dim=1) - 1).square().mean()
-'''
+from fastamp.utils.errors import DataError
 
 TRANSFORM = '''
 """Darken images."""
@@ -78,68 +52,13 @@ class Darken(BatchTransform):
         return torch.where(parameters["dark"].to(images.device)[:, None, None, None], images // 2, images)
 '''
 
-BACKBONE = '''
-"""Backbone of patches and 1x1 convolutions."""
-
-from torch import nn
-
-from fastamp.config import Key
-from fastamp.modeling import BACKBONE_REGISTRY
-from fastamp.modeling.backbones import variants
-
-KEYS = (Key("MODEL.BACKBONE.WITH_GATE", False, "PatchNet: a gate behind the patches."),)
-WIDTHS = {"narrow": 16, "wide": 32}
-
-
-class PatchNet(nn.Module):
-    def __init__(self, *, width, in_channels, gate):
-        super().__init__()
-        self.patches = nn.Conv2d(in_channels, width, 8, 8, bias=False)
-        self.norm = nn.BatchNorm2d(width)
-        self.gate = nn.Conv2d(width, width, 1) if gate else None
-        self.mix = nn.Sequential(nn.Conv2d(width, width, 1), nn.ReLU(), nn.Conv2d(width, width, 1), nn.ReLU())
-        self.feature_dim = width
-
-    def forward(self, x):
-        x = self.norm(self.patches(x))
-        if self.gate:
-            x = x * self.gate(x).sigmoid()
-        return self.mix(x)
-
-    def convert_state_dict(self, state, notes):
-        """Translate the parameter names of the original implementation."""
-        return {key.replace("embed.", "patches."): value for key, value in state.items()}
-
-
-@BACKBONE_REGISTRY.register()
-@variants(WIDTHS, options=("WITH_GATE",))
-def build_patchnet_backbone(cfg):
-    backbone = cfg.MODEL.BACKBONE
-    return PatchNet(width=WIDTHS[backbone.DEPTH], in_channels=cfg.INPUT.CHANNELS, gate=backbone.WITH_GATE)
-'''
-
-DATASET = '''
-"""Dataset of cows with two cameras."""
-
-from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset
-
-
-@DATASET_REGISTRY.register()
-class Cows(FilenameDataset):
-    dataset_name = "cows"
-    folder = "cows"
-    tree = "{train,query,gallery}/{pid}/{camera}_*.png"
-    train_folders, query_folders, gallery_folders = ("train",), ("query",), ("gallery",)
-    layout = (r"(?P<pid>.+)", r"^(?P<camera>[^_]+)_")
-    suffix = ".png"
-    example = "train/12/barn_001.png (identity 12, camera barn)"
-'''
+REGISTRIES = (BACKBONE_REGISTRY, DATASET_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, TRAINER_REGISTRY, TRANSFORM_REGISTRY)
 
 
 @pytest.fixture(autouse=True)
 def own_registries(monkeypatch):
     """Restore the registries after each test."""
-    for registry in (BACKBONE_REGISTRY, DATASET_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, TRANSFORM_REGISTRY):
+    for registry in REGISTRIES:
         monkeypatch.setattr(registry, "_components", dict(registry._components))
 
 
@@ -167,7 +86,8 @@ def train(component, recipe, *opts):
 
 
 def test_custom_loss_with_custom_config_keys_trains(project, capsys):
-    component, recipe = project(LOSS, "MODEL: {LOSSES: {NAME: [CrossEntropyLoss, LengthLoss], LENGTH: {SCALE: 0.5}}}")
+    loss = documented_file("extending/loss", "length_loss.py")
+    component, recipe = project(loss, documented_config("extending/loss"))
     rows = train(component, recipe)
     assert len(rows) == 2 and all(row["loss_length"] > 0 for row in rows)
     command = ["train", "--plugin", str(component), "--config-file", str(recipe), "MODEL.LOSSES.LENGTH.SCALE"]
@@ -194,8 +114,8 @@ def test_custom_transform_is_applied_to_training_images(project):
 
 
 def test_custom_backbone_trains_and_import_checkpoint_recognizes_the_weights(project, tmp_path, capsys):
-    text = "MODEL: {BACKBONE: {NAME: build_patchnet_backbone, DEPTH: wide, FEAT_DIM: 32, WITH_GATE: True}}"
-    component, recipe = project(BACKBONE, text)
+    backbone = documented_file("extending/backbone", "patchnet.py")
+    component, recipe = project(backbone, documented_config("extending/backbone"))
     assert len(train(component, recipe)) == 2
     state = tiny.weights(tmp_path / "run/model_final.pth")
     # Its weights are recognized, under its own names and under those of the original implementation.
@@ -225,6 +145,45 @@ def test_training_and_evaluation_run_on_a_custom_dataset(project, demo, tmp_path
         file.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (64, 32, 3), dtype=np.uint8)).save(file)
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "data"))
-    component, recipe = project(DATASET, "DATASETS: {NAMES: [Cows], TESTS: [Cows]}")
+    dataset = documented_file("extending/dataset", "cows.py")
+    component, recipe = project(dataset, documented_config("extending/dataset"))
     assert len(train(component, recipe)) == 2
     assert "Cows/mAP" in (tmp_path / "run/metrics.json").read_text()
+
+
+def test_dataset_with_a_list_of_images_is_read(project, tmp_path, monkeypatch):
+    folder = tmp_path / "data/listed"
+    folder.mkdir(parents=True)
+    for split, pids in (("train", range(2)), ("query", [7]), ("gallery", [7, 8])):
+        lines = [f"{split}_{pid}.png {pid} {number}" for number, pid in enumerate(pids)]
+        (folder / f"{split}.txt").write_text("\n".join(lines))
+    component, _ = project(documented_file("extending/dataset", "listed.py"), "")
+    read_config("Demo/quickstart", [], plugin=str(component))
+    dataset = DATASET_REGISTRY.get("Listed")(root=tmp_path / "data")
+    assert [(item.pid, item.camid) for item in dataset.train] == [("listed_0", "listed_0"), ("listed_1", "listed_1")]
+    assert [(item.pid, item.camid) for item in dataset.gallery] == [(7, 0), (8, 1)]
+    with pytest.raises(DataError, match="listed"):
+        DATASET_REGISTRY.get("Listed")(root=tmp_path)
+
+
+@pytest.mark.parametrize(("page", "title"), [("head", "dropout_head.py"), ("trainer", "noise_trainer.py")])
+def test_documented_component_trains(page, title, project):
+    component, recipe = project(documented_file(f"extending/{page}", title), documented_config(f"extending/{page}"))
+    assert len(train(component, recipe)) == 2
+
+
+@pytest.mark.parametrize(
+    ("page", "title", "expected"),
+    [
+        ("hook", "train_with_hook.py", "epoch 1: 96 images, 2 optimizer steps"),
+        ("evaluator", "train_with_evaluator.py", "mean norm"),
+        ("command", "count_parameters.py", " parameters\n"),
+    ],
+)
+def test_documented_script_runs(page, title, expected, project, capsys, monkeypatch):
+    script, recipe = project(documented_file(f"extending/{page}", title), "")
+    monkeypatch.setattr("sys.argv", [title, "--config-file", str(recipe)])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(script), run_name="__main__")
+    output = capsys.readouterr()
+    assert stop.value.code == 0 and expected in output.out + output.err
