@@ -13,6 +13,7 @@ EXTRAS = {
         "pytest>=9.0",
         "pytest-xdist>=3.5",
         "hypothesis>=6.100",
+        "jsonschema",
         "timm",
         "matplotlib",
         "pyarrow",

@@ -29,6 +29,7 @@ COMMANDS = {
     "replay": "replay a failed training step from a crash dump",
     "check-data": "check a dataset for errors",
     "config": "list and explain config keys; print, compare and convert configs",
+    "schema": "print the JSON Schema of config files, for editors",
     "tune": "search hyperparameters with Ray Tune",
     "benchmark": "measure speed and memory on this machine",
     "completion": "print a script that completes commands in bash and zsh",

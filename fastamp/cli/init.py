@@ -1,4 +1,4 @@
-"""Create a project folder: a config, a custom component and a README with the commands to run.
+"""Create a project folder: a config with its JSON Schema, a custom component and a README with the commands to run.
 
 examples:
   fastamp init my_project
@@ -6,12 +6,17 @@ examples:
 """
 
 import argparse
+import json
 import shlex
 from pathlib import Path
 
 import yaml
 
+from fastamp.cli.config import component_choices
+from fastamp.config.component_keys import declared_keys
+from fastamp.config.defaults import KEYS
 from fastamp.config.recipes import list_recipes, recipe_name
+from fastamp.config.schema import HEADER, SCHEMA_FILE, build_schema
 from fastamp.utils.errors import ConfigError, did_you_mean, writing
 from fastamp.utils.resources import resource_folder
 
@@ -49,8 +54,13 @@ def run(args: argparse.Namespace) -> int:
             output_dir = f"logs/{folder.resolve().name}"
             quoted = _yaml_scalar(output_dir) if template.suffix == ".yml" else shlex.quote(output_dir)
             text = text.replace("logs/PROJECT", quoted).replace("PROJECT", folder.resolve().name)
+            text = HEADER + text if template.suffix == ".yml" else text
             (folder / template.name).write_text(text, encoding="utf-8")
             print(f"wrote {folder / template.name}")
+        keys = [*KEYS.values(), *declared_keys(folder / "components.py")]
+        schema = json.dumps(build_schema(keys, component_choices()), indent=1)
+        (folder / SCHEMA_FILE).write_text(f"{schema}\n", encoding="utf-8")
+        print(f"wrote {folder / SCHEMA_FILE}")
     print(f"next: cd {shlex.quote(args.folder)} && fastamp train config.yml --plugin components.py")
     return 0
 

@@ -3,13 +3,14 @@
 examples:
   fastamp recipes
   fastamp recipes Market1501
-  fastamp recipes Market1501/sbs_R50-ibn > my.yml
+  fastamp recipes Market1501/sbs_R50-ibn > my.yml && fastamp schema > fastamp.schema.json
 """
 
 import argparse
 import os
 
 from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
+from fastamp.config.schema import HEADER
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 NEEDS_TORCH = False
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     name = recipe_name(args.name)
     path = find_recipe(name)
     if path is not None:
-        print(_standalone(path.read_text(encoding="utf-8"), name), end="")
+        print(HEADER + _standalone(path.read_text(encoding="utf-8"), name), end="")
         return 0
     listed = [each for each in recipes if each.lower().startswith(name.rstrip("/").lower())]
     if not listed:

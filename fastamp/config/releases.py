@@ -82,9 +82,14 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
     return Recipe([(os.fspath(path), translation.new)], found, [*lines, *translation.lines], translation.missing)
 
 
+def old_names() -> dict[str, str]:
+    """Return a mapping from each key that exists only in old releases to the current key; "" if there is none."""
+    return {old: RENAMED.get(old) or REPLACED.get(old, "") for old in sorted(_OLD_ONLY)}
+
+
 def current_names() -> dict[str, str]:
     """Return a mapping from each renamed or replaced old key to the current key."""
-    return {old: new for old, new in (RENAMED | REPLACED).items() if new and old in _OLD_ONLY}
+    return {old: new for old, new in old_names().items() if new}
 
 
 def hint(path: str) -> str:

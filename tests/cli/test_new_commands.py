@@ -1,5 +1,6 @@
 """Commands recipes, init, demo, benchmark, completion, help and version."""
 
+import json
 import shlex
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import yaml
 from fastamp.cli import COMMANDS, command_parser, main
 from fastamp.cli.tune import ALGORITHMS, SCHEDULERS
 from fastamp.config.recipes import find_recipe, list_recipes
+from fastamp.config.schema import HEADER
 
 
 def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere, capsys):
@@ -26,7 +28,8 @@ def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere,
         Path("mine.yml").write_text(text)
         assert main(["config", "diff", "mine.yml", name]) == 0
         assert capsys.readouterr().out == "no difference\n", name
-        assert [line for line in text.splitlines() if line.startswith("#")] == [
+        assert text.startswith(HEADER)
+        assert [line for line in text.removeprefix(HEADER).splitlines() if line.startswith("#")] == [
             line for line in find_recipe(name).read_text().splitlines() if line.startswith("#")
         ]
     assert main(["recipes", "Market1501/sbs_R50-ibm"]) == 2
@@ -42,7 +45,16 @@ def test_init_writes_a_project_whose_readme_commands_run(demo, elsewhere, monkey
     assert main(["init", "my_project"]) == 0
     out = capsys.readouterr().out
     project = elsewhere / "my_project"
-    assert {path.name for path in project.iterdir()} == {"README.md", "config.yml", "components.py"}
+    assert {path.name for path in project.iterdir()} == {
+        "README.md",
+        "config.yml",
+        "components.py",
+        "fastamp.schema.json",
+    }
+    assert (project / "config.yml").read_text().startswith(HEADER)
+    schema = json.loads((project / "fastamp.schema.json").read_text())
+    losses = schema["properties"]["MODEL"]["properties"]["LOSSES"]["properties"]
+    assert losses["UNIT_NORM"]["properties"]["SCALE"]["default"] == 0.01
     assert "cd my_project" in out and "PROJECT" not in "".join(path.read_text() for path in project.iterdir())
     monkeypatch.chdir(project)
     options = dict(zip(*[iter(tiny.tiny_options("logs/my_project", "SOLVER.MAX_EPOCH", "1"))] * 2, strict=True))
