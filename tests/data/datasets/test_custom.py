@@ -341,3 +341,18 @@ def test_corrupt_image_error_names_its_line(tmp_path):
         with pytest.raises(DataError, match=r"(?s)a.png.*listed in .*my data.csv, line 2\n  fix: restore") as caught:
             dataset[0]
         assert ("ON_CORRUPT" in str(caught.value)) == relabel
+
+
+def test_csv_identities_with_leading_zeros_are_numbered_in_fixed_order(tmp_path):
+    """The order of a set of strings differs between processes, which must agree on the numbers."""
+    names = sorted("0" * zeros + "7" for zeros in range(10))
+    rows = [f"{name}.png,{name},{name},{split}" for name in names for split in ("query", "gallery")]
+    dataset = build_dataset(write_csv(tmp_path, rows))
+    assert [dataset.identity(pid) for pid in range(1, 11)] == names
+    assert [dataset.camera(camid) for camid in range(10)] == names
+
+
+def test_csv_separator_is_the_most_frequent_one_of_the_header(tmp_path):
+    rows = ["a.png;ann;w;train;tall, thin", "b.png;bob;w;train;"]
+    dataset = build_dataset(write_csv(tmp_path, rows, "path;pid;camid;split;notes, if any"))
+    assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
