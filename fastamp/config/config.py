@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -15,7 +16,7 @@ from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.releases import hint, read_recipe
-from fastamp.config.suggest import unknown_key
+from fastamp.config.suggest import is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,9 @@ class CfgNode(YacsCfgNode):
     value. For any other section, ``bool(section)`` is True if the section is not empty.
 
     In a node created by ``CfgNode()``, assigning to a new attribute declares a key. If such a node is assigned to an
-    attribute of a config, the node becomes a section in which assignments still declare keys.
+    attribute of a config, the node becomes a section in which assignments still declare keys. In the other sections, as
+    in the ``add_*_config(cfg)`` of FastReID's projects, an assignment declares a key with a warning, unless the name is
+    similar to that of an existing key, which is an error.
 
     Former names of keys and sections are accepted as aliases; see ``RENAMED`` in ``config/defaults.py``.
     """
@@ -118,7 +121,7 @@ class CfgNode(YacsCfgNode):
             name = current
         if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
             self._attach_or_merge(name, value)
-        elif self._declares and name not in self and current == name:
+        elif name not in self and current == name and (self._declares or self._is_new_key(name, value)):
             self._declare_value(name, value)
         else:
             _apply(self._edits(name, value, ASSIGNMENT))
@@ -411,6 +414,18 @@ class CfgNode(YacsCfgNode):
             )
 
     # ---- declaring keys and sections
+
+    def _is_new_key(self, name: str, value: Any) -> bool:
+        """Return True, with a warning, for a name unlike those of existing keys; False for a typing error."""
+        path = self._full(name)
+        if self.is_new_allowed() or "." in name or hint(path) or is_misspelled(name, self):
+            return False
+        warnings.warn(
+            f"{path} is a new config key, declared by assignment: only your own code reads it.\n"
+            f"  fix: to declare it without this warning, cfg.define({path!r}, {brief(value)}, 'its meaning')",
+            stacklevel=3,
+        )
+        return True
 
     def _declare(self, key: Key) -> None:
         name = key.path.rpartition(".")[2]

@@ -32,6 +32,11 @@ def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable
     return message
 
 
+def is_misspelled(name: str, siblings: Iterable[str]) -> bool:
+    """Return True if ``name`` is similar to one of the names in the same section, and probably a typing error of it."""
+    return bool(difflib.get_close_matches(name.lower(), [other.lower() for other in siblings], n=1, cutoff=0.85))
+
+
 def _nearest(name: str, choices: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)

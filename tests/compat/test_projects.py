@@ -12,7 +12,7 @@ from PIL import Image
 
 from fastamp.compat.data import CommDataset
 from fastamp.compat.datasets import ImageDataset
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import ToTensor, build_transforms
@@ -147,12 +147,31 @@ def test_loop_checkpointer_saves_the_best_metric(tmp_path, as_dict):
     assert best["model"]["bias"].item() == 3.0 and best["epoch"] == 1
 
 
-def test_unknown_key_in_an_assignment_names_how_to_declare_it():
+def test_assignment_declares_the_keys_of_a_project(tmp_path):
     cfg = get_cfg()
-    with pytest.raises(ConfigError, match=r"cfg.define\('INPUT.CROP_SIZE', 224, 'its meaning'\)"):
+    with pytest.warns(UserWarning, match=r"cfg.define\('INPUT.CROP_SIZE', 224, 'its meaning'\)") as caught:
         cfg.INPUT.CROP_SIZE = 224
-    cfg.define("INPUT.CROP_SIZE", 224, "its meaning")
-    assert cfg.INPUT.CROP_SIZE == 224
+        cfg.TEST.RECALLS = [1, 2]
+        cfg.MODEL.TEACHER = CfgNode({"ENABLED": False})
+        cfg.MODEL.TEACHER.DEPTH = "50x"
+    assert len(caught) == 2 and caught[0].filename == __file__
+    (tmp_path / "mine.yml").write_text("INPUT: {CROP_SIZE: 96}\nTEST: {RECALLS: [4]}\nMODEL: {TEACHER: {DEPTH: 18x}}\n")
+    cfg.merge_from_file(str(tmp_path / "mine.yml"))
+    assert (cfg.INPUT.CROP_SIZE, cfg.TEST.RECALLS, cfg.MODEL.TEACHER.DEPTH) == (96, [4], "18x")
+    cfg.merge_from_list(["INPUT.CROP_SIZE", "8"])
+    assert cfg.clone().INPUT.CROP_SIZE == 8
+    with pytest.raises(ConfigError, match="INPUT.CROP_SIZE"):
+        cfg.merge_from_list(["INPUT.CROP_SIZE", "many"])
+
+
+@pytest.mark.parametrize("name", ["SOLVER.BASE_LRR", "SOLVER.MAX_EPOCHS", "SOLVER.MAX_ITER", "MODEL.WEIGHT"])
+def test_misspelled_or_old_key_in_an_assignment_is_an_error(name):
+    section, key = name.split(".")
+    with pytest.raises(ConfigError, match=name):
+        setattr(get_cfg()[section], key, 1)
+
+
+def test_unknown_key_of_a_file_or_command_line_is_an_error():
     with pytest.raises(ConfigError) as found:
-        cfg.merge_from_list(["INPUT.CROP_WIDTH", "1"])
+        get_cfg().merge_from_list(["INPUT.CROP_WIDTH", "1"])
     assert "cfg.define" not in str(found.value)

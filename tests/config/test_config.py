@@ -323,8 +323,6 @@ def test_unknown_config_section_error_suggests_the_nearest_section(from_yaml):
 def test_unknown_config_attribute_error_suggests_the_nearest_key(cfg):
     with pytest.raises(ConfigError, match=r"'SOLVER.BASE_LT'.*'SOLVER.BASE_LR'"):
         cfg.SOLVER.BASE_LT = 1
-    with pytest.raises(ConfigError, match="'NEW'"):
-        cfg["NEW"] = 1
     with pytest.raises(AttributeError, match=r"'SOLVER.BASE_LR'"):
         _ = cfg.SOLVER.BASE_LT
     assert getattr(cfg, "NEW", None) is None
@@ -493,8 +491,8 @@ def test_values_of_defined_project_keys_are_validated(cfg):
         cfg.merge_from_list(["TUNE.SEARCH.TRAILS", "9"])
     with pytest.raises(ConfigError, match=r"TUNE.MODE: .*'mix'"):
         cfg.clone().TUNE.MODE = "mix"
-    with pytest.raises(ConfigError, match="TUNE.OTHER"):
-        cfg.TUNE.OTHER = 1
+    with pytest.raises(ConfigError, match="TUNE.MODES"):
+        cfg.TUNE.MODES = 1
 
 
 @pytest.mark.parametrize(
@@ -544,8 +542,8 @@ def test_assigning_a_section_of_another_config_copies_it(cfg):
     cfg.SOLVER = other.SOLVER
     assert cfg.SOLVER == other.SOLVER
     assert cfg.SOLVER is not other.SOLVER
-    with pytest.raises(ConfigError, match="SOLVER.NEW"):
-        cfg.SOLVER.NEW = 1
+    with pytest.raises(ConfigError, match="SOLVER.BASE_LT"):
+        cfg.SOLVER.BASE_LT = 1
     other.SOLVER.BASE_LR = 1
     assert cfg.SOLVER.BASE_LR == 3e-4
 

@@ -159,6 +159,8 @@ def python(record):
         CfgNode.load_cfg(file)
     with record("load_cfg of text"):
         CfgNode.load_cfg("a: [")
+    with record("cfg.INPUT.NUM_CROPS = 4"):
+        get_cfg().INPUT.NUM_CROPS = 4
     with record("an object as a value"):
         own.X = object()
     with record("a dotted name"):
