@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ from fastamp.config.key import Key, brief, convert, free_value, parse_bool, pars
 from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.plugins import load_installed_plugins, naming_distribution
 
 logger = logging.getLogger(__name__)
 
@@ -507,8 +509,27 @@ def check_is_config(cfg: Any) -> None:
 
 
 def get_cfg() -> CfgNode:
-    """Return a new config with the default values."""
-    return _defaults().clone()
+    """Return a new config with the default values, including the keys of installed plugins.
+
+    Raises:
+        ConfigError: if an installed plugin cannot be loaded.
+    """
+    cfg: CfgNode = _defaults().clone()
+    for entry, plugin in load_installed_plugins().items():
+        with naming_distribution(entry):
+            add_keys_of(plugin, cfg)
+    return cfg
+
+
+def add_keys_of(plugin: ModuleType, cfg: CfgNode) -> None:
+    """Declare the config keys of a plugin: those in ``KEYS``, and those of its function ``add_config(cfg)``."""
+    if hasattr(plugin, "add_config"):
+        plugin.add_config(cfg)
+    keys = getattr(plugin, "KEYS", ())
+    # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
+    if isinstance(keys, tuple | list) and all(isinstance(key, Key) for key in keys):
+        known = {key.path for key, _ in cfg.keys_below()}
+        cfg.add_keys(key for key in keys if key.path not in known)
 
 
 def _apply(edits: Iterable[Edit]) -> None:

@@ -4,11 +4,11 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 
-from fastamp.config.config import CfgNode, get_cfg
-from fastamp.config.key import Key
+from fastamp.config.config import CfgNode, add_keys_of, get_cfg
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 from fastamp.utils.moved import moved_names, renamed_arguments
+from fastamp.utils.plugins import load_installed_plugins
 
 __getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
@@ -58,6 +58,8 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     file = real_path(path)
     if not file.is_file():
         raise ConfigError(f"--plugin {path}: file not found.\n  fix: correct the path")
+    if any(file == real_path(module.__file__) for module in load_installed_plugins().values() if module.__file__):
+        return  # the installed plugin has declared its keys already
     name = f"fastamp_plugin_{file}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
@@ -65,10 +67,4 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
         spec.loader.exec_module(sys.modules[name])
     module = sys.modules[name]
     cfg.__dict__["_plugin"] = str(path)
-    if hasattr(module, "add_config"):
-        module.add_config(cfg)
-    keys = getattr(module, "KEYS", ())
-    # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
-    if isinstance(keys, (tuple, list)) and all(isinstance(key, Key) for key in keys):
-        known = {key.path for key, _ in cfg.keys_below()}
-        cfg.add_keys(key for key in keys if key.path not in known)
+    add_keys_of(module, cfg)

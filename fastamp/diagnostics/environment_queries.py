@@ -14,6 +14,7 @@ import torch
 from fastamp import __version__
 from fastamp.amp.policy import cpu_flags, native_bfloat16
 from fastamp.utils.errors import summarize_error
+from fastamp.utils.plugins import distribution_name, installed_plugins
 
 # Linux calls it asimdhp, PyTorch fp16_arith.
 _CPU_FP16_FLAGS = ("avx512_fp16", "asimdhp", "fp16_arith")
@@ -33,14 +34,14 @@ class Support:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of fastamp, Python, PyTorch, torchvision and NumPy."""
+    """Return the versions of fastamp, Python, PyTorch, torchvision, NumPy and the installed plugins."""
     found = {"fastamp": __version__, "Python": platform.python_version(), "torch": torch.__version__}
     for package in ("torchvision", "numpy"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "unknown"
-    return found
+    return found | {f"plugin {entry.name}": distribution_name(entry) for entry in installed_plugins()}
 
 
 def system() -> str:

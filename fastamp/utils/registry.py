@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.plugins import load_installed_plugins
 
 _REGISTRIES: list["Registry"] = []
 
@@ -27,6 +28,8 @@ class Registry:
         def build_resnet_backbone(cfg): ...
 
         backbone = BACKBONE_REGISTRY.build(cfg.MODEL.BACKBONE.NAME, cfg)
+
+    Components of installed plugins are found, too (``utils/plugins.py``).
     """
 
     def __init__(self, kind: str) -> None:
@@ -59,7 +62,7 @@ class Registry:
         Raises:
             ConfigError: if the name is not registered; the message lists the choices and suggests the nearest one.
         """
-        if name not in self._components:
+        if name not in self:
             choices = ", ".join(sorted(self._components)) or "none"
             raise ConfigError(
                 f"{self.kind}: unknown name {name!r}.{did_you_mean(name, self._components)}\n  choices: {choices}"
@@ -82,9 +85,12 @@ class Registry:
         return built
 
     def __contains__(self, name: str) -> bool:
+        if name not in self._components:
+            load_installed_plugins()
         return name in self._components
 
     def __iter__(self) -> Iterator[str]:
+        load_installed_plugins()
         return iter(sorted(self._components))
 
 

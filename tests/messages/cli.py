@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from fastamp.utils.errors import check_choice, writing
 from fastamp.utils.files import check_not_device
 from fastamp.utils.lock import lock_folder, unlock_all
 from fastamp.utils.moved import MODULES
+from fastamp.utils.plugins import GROUP, naming_distribution
 
 SITES = ["fastamp/cli", "fastamp/utils", "fastamp/__init__.py"]
 
@@ -141,6 +143,9 @@ def files(record):
 
 def names(record):
     """Access unknown and renamed Python names and registry entries."""
+    plugin = EntryPoint("mine", "my_losses", GROUP)
+    with record("an installed plugin that needs a missing package"), naming_distribution(plugin):
+        raise ModuleNotFoundError("No module named 'missing'")
     with record("fastamp.Predicter"):
         fastamp.Predicter  # noqa: B018
     with record("check_choice"):
