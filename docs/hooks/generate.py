@@ -1,44 +1,41 @@
-"""MkDocs hook: pages that are generated from other files of the repository."""
+"""MkDocs hook: add the generated pages and tables, and link config keys in the text to their description."""
 
-import json
-from pathlib import Path
+import re
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from mkdocs.utils import get_relative_url
+from pages import generated_pages
+from recipes_table import MARKER, recipes_table
 
-ROOT = Path(__file__).parents[2]
+from fastamp.config.defaults import KEYS
 
-
-def top_level_file(name: str) -> str:
-    """Return a file of the top level, with its links relative to ``docs/``."""
-    return (ROOT / name).read_text(encoding="utf-8").replace("](docs/", "](")
-
-
-def notebook(path: Path) -> str:
-    """Return a notebook as Markdown, without outputs."""
-    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    texts = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts)
-
-
-def pages() -> dict[str, str]:
-    """Return path below ``docs/`` -> Markdown of each generated page."""
-    return {
-        "contributing.md": top_level_file("CONTRIBUTING.md"),
-        "changelog.md": top_level_file("CHANGELOG.md"),
-        "reference/commands.md": "# Commands\n\nEach command with its arguments.\n",
-        "reference/config.md": "# Config keys\n\nEach config key with its default and meaning.\n",
-        "reference/messages.md": "# Messages\n\nEach warning and error with its cause and fix.\n",
-        "reference/api/index.md": "# Python API\n\nThe public classes and functions by package.\n",
-        **{
-            path.relative_to(ROOT / "docs").with_suffix(".md").as_posix(): notebook(path)
-            for path in sorted((ROOT / "docs/notebooks").glob("*.ipynb"))
-        },
-    }
+_CODE = re.compile(r'(?<!">)<code>([A-Z][A-Z0-9_.]+)((?: [^<]*)?)</code>')
+_REFERENCE = "reference/config.md"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages to the site."""
-    for path, text in pages().items():
+    for path, text in generated_pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Insert the table of recipes."""
+    return markdown.replace(MARKER, recipes_table()) if MARKER in markdown else markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link each config key in a code span, such as ``SOLVER.AMP True``, to its description."""
+    reference: Any = files.get_file_from_path(_REFERENCE)
+    if page.file.src_uri == _REFERENCE:
+        return html
+    url = get_relative_url(reference.url, page.url)
+
+    def link(match: re.Match) -> str:
+        return f'<a href="{url}#{match[1]}">{match[0]}</a>' if match[1] in KEYS else match[0]
+
+    return _CODE.sub(link, html)

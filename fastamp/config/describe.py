@@ -82,6 +82,26 @@ def explain_key(
             return "\n".join([f"{len(found)} keys match {name}; explain one of them:", *lines])
         key, *rest = found
         others = [each.path for each in rest]
+    facts = key_facts(key, components)
+    if others:
+        facts.append(f"other keys with this name: {', '.join(others)}")
+    if config_file:
+        facts += _where_set(key, cfg, config_file)
+    value = next(value for each, value in values if each is key)
+    lines = [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(key.meaning, "    ", "    ")]
+    for fact in facts:
+        lines += _wrap(fact, "    ", "      ")
+    return "\n".join(lines)
+
+
+def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | None = None) -> list[str]:
+    """Return the type, bounds, choices, aliases, former names and shorthands of a key, one text each.
+
+    Args:
+        key: the key.
+        components: as in ``explain_key``.
+    """
+    spellings = current_names() | FASTREID_SPELLINGS
     section, _, last = key.path.rpartition(".")
     facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
     choices = key.choices
@@ -97,15 +117,7 @@ def explain_key(
         facts.append(f"shorthand: `{section} VALUE`, which also sets {section}.ENABLED True")
     if last == "ENABLED":
         facts.append(f"shorthand: `{section} True` and `{section} False`")
-    if others:
-        facts.append(f"other keys with this name: {', '.join(others)}")
-    if config_file:
-        facts += _where_set(key, cfg, config_file)
-    value = next(value for each, value in values if each is key)
-    lines = [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(key.meaning, "    ", "    ")]
-    for fact in facts:
-        lines += _wrap(fact, "    ", "      ")
-    return "\n".join(lines)
+    return facts
 
 
 def _find_by_last_part(name: str, keys: Sequence[Key]) -> list[Key]:

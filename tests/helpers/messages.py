@@ -95,9 +95,8 @@ class Recorder:
     def __init__(self, root: Path, names: dict[Path, str] | None = None) -> None:
         self.root = root
         self.lines: list[str] = []
-        self.locations: set[tuple[str, int]] = set()
+        self.locations: dict[tuple[str, int], str] = {}  # (file, line) -> first message
         self._names = {**(names or {}), root: "TMP", REPOSITORY: "REPOSITORY"}
-        self._logged: set[str] = set()
         self._errors: list[BaseException] = []
 
     # Invocations
@@ -167,14 +166,14 @@ class Recorder:
         """Return all messages."""
         return "\n".join(self.lines).strip() + "\n"
 
-    def not_reached(self, folders: list[str]) -> list[str]:
-        """Return the sites in ``folders`` that were not reached by any invocation."""
-        sites = [site for folder in folders for site in list_sites(folder)]
-        return [
-            str(site)
-            for site in sites
-            if not any(file == site.file and site.first <= line <= site.last for file, line in self.locations)
-        ]
+    def examples(self, folders: list[str]) -> list[list[str]]:
+        """Return [site, first message] for each site in ``folders``; "" if no invocation reached the site."""
+        found = []
+        for site in [site for folder in folders for site in list_sites(folder)]:
+            lines = range(site.first, site.last + 1)
+            texts = [text for (file, line), text in self.locations.items() if file == site.file and line in lines]
+            found.append([str(site), texts[0] if texts else ""])
+        return found
 
     # Collection
 
@@ -195,7 +194,8 @@ class Recorder:
 
         def record_warning(message: Any, category: Any = UserWarning, stacklevel: int = 1, **kwargs: Any) -> None:
             frame: FrameType = traceback.sys._getframe(1)
-            if self._visit(frame.f_code.co_filename, frame.f_lineno):
+            if _is_ours(frame.f_code.co_filename):
+                self._visit(frame.f_code.co_filename, frame.f_lineno, f"{category.__name__}: {message}")
                 self._add(f"{category.__name__}", str(message))
 
         def initialize_error(error: Exception, *args: Any) -> None:
@@ -218,35 +218,33 @@ class Recorder:
             del self.lines[start:]
 
     def _log(self, record: logging.LogRecord) -> None:
-        if not self._visit(record.pathname, record.lineno) or record.levelno < logging.INFO:
+        if not _is_ours(record.pathname) or record.levelno < logging.INFO:
             return
         message = record.getMessage()
         if record.levelno == logging.INFO:
             # A run logs tables and measurements: their first line tells them apart.
             first, *rest = message.strip("\n").split("\n")
             message = _NUMBERS.sub("N", self._normalize(first)) + (" ..." if rest else "")
-            site = f"{record.pathname}:{record.lineno}"
-            if site in self._logged:
-                return
-            self._logged.add(site)
-        self._add(record.levelname, message)
+        location = (record.pathname, record.lineno)
+        if record.levelno > logging.INFO or not self._is_visited(*location):
+            self._add(record.levelname, message)
+        self._visit(*location, f"{record.levelname}: {message}")
 
     def _follow(self, error: BaseException | None, seen: tuple[BaseException, ...] = ()) -> None:
         """Mark the sites that raised an error or one of its causes as reached."""
         if error is None or error in seen:
             return
         frames = traceback.extract_tb(error.__traceback__)
-        if frames:
-            self._visit(frames[-1].filename, frames[-1].lineno)
+        if frames and _is_ours(frames[-1].filename):
+            self._visit(frames[-1].filename, frames[-1].lineno, f"{type(error).__name__}: {_masked(error)}")
         for cause in (error.__cause__, error.__context__):
             self._follow(cause, (*seen, error))
 
-    def _visit(self, filename: str, line: int | None) -> bool:
-        path = os.path.abspath(filename)
-        if not path.startswith(f"{REPOSITORY}/"):
-            return False
-        self.locations.add((os.path.relpath(path, REPOSITORY), line or 0))
-        return True
+    def _is_visited(self, filename: str, line: int | None) -> bool:
+        return (os.path.relpath(filename, REPOSITORY), line or 0) in self.locations
+
+    def _visit(self, filename: str, line: int | None, message: str) -> None:
+        self.locations.setdefault((os.path.relpath(filename, REPOSITORY), line or 0), self._normalize(message))
 
     def _add(self, label: str, message: str) -> None:
         lines = self._normalize(message).split("\n") if message or label else []
@@ -260,6 +258,10 @@ class Recorder:
         for pattern, replacement in _VOLATILE:
             text = pattern.sub(replacement, text)
         return text
+
+
+def _is_ours(filename: str) -> bool:
+    return os.path.abspath(filename).startswith(f"{REPOSITORY}/")
 
 
 class _Stream:

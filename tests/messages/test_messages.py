@@ -1,10 +1,12 @@
 """Snapshot test of all messages: each file here triggers the messages of one package; snapshot/ stores their text.
 
-Run `python tests/messages/update.py` to update the snapshot.
+snapshot/SECTION.txt has the messages of each invocation. SECTION.json has the first message of each site; the message
+reference of the documentation is generated from it. Run `python tests/messages/update.py` to update both.
 """
 
 import gc
 import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -53,9 +55,12 @@ def test_recorded_messages_match_the_snapshot(section, demo, run_folder, bare_ma
     spec.loader.exec_module(module)
     record = Recorder(tmp_path, {demo: "DATASETS", run_folder: "RUN"})
     module.invoke(record, request)
-    missing = record.not_reached(module.SITES)
+    examples = record.examples(module.SITES)
+    missing = [site for site, message in examples if not message]
+    examples_file = snapshot.with_suffix(".json")
     if update:
         snapshot.parent.mkdir(exist_ok=True)
+        examples_file.write_text(json.dumps(examples, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         snapshot.write_text("\n".join([record.text(), NOT_REACHED, *missing]) + "\n")
         return
     expected, _, listed = snapshot.read_text().partition(NOT_REACHED)
@@ -67,4 +72,7 @@ def test_recorded_messages_match_the_snapshot(section, demo, run_folder, bare_ma
     )
     assert record.text().split("\n") == [*expected.strip().split("\n"), ""], (
         f"messages differ from {snapshot.relative_to(REPOSITORY)}; if they should, run `{command}` and review the diff"
+    )
+    assert json.loads(examples_file.read_text(encoding="utf-8")) == examples, (
+        f"the messages of sites differ from {examples_file.relative_to(REPOSITORY)}: run `{command}`"
     )

@@ -1,0 +1,78 @@
+"""Reference of the Python API: the public names of each package, rendered by mkdocstrings from their docstrings."""
+
+import ast
+from pathlib import Path
+
+from markdown_text import table
+
+ROOT = Path(__file__).parents[2]
+# Package -> (summary, modules). The public names of a module are those in its ``__all__``, else all its functions and
+# classes without a leading underscore.
+PACKAGES = {
+    "config": ("config tree, YAML files and config keys", ["config"]),
+    "data": (
+        "datasets, samplers, transforms and loaders",
+        ["data", "data.datasets", "data.transforms", "data.samplers"],
+    ),
+    "modeling": (
+        "backbones, heads, losses and meta-architectures",
+        ["modeling", "modeling.backbones", "modeling.heads", "modeling.losses", "modeling.meta_arch"],
+    ),
+    "layers": (
+        "pooling, norms, classifiers and distances",
+        ["layers", "layers.pooling", "layers.norm", "layers.classifier", "layers.attention"],
+    ),
+    "solver": ("optimizers, schedules and weight averages", ["solver"]),
+    "amp": ("precision policy, loss scaling and the optimizer step", ["amp"]),
+    "evaluation": (
+        "metrics, protocols, ranking and re-ranking",
+        ["evaluation", "evaluation.protocol", "evaluation.rerank", "evaluation.query_expansion"],
+    ),
+    "engine": ("training loop, hooks and trainers", ["engine", "engine.hooks"]),
+    "inference": (
+        "feature extraction, search, comparison and export with a trained model",
+        ["inference", "inference.extract", "inference.index", "inference.similarity", "inference.export"],
+    ),
+    "report": ("report.html", ["report"]),
+    "checkpoint": ("reading and writing of weights", ["checkpoint"]),
+    "compat": (
+        "names of FastReID's Python API",
+        [f"compat.{path.stem}" for path in sorted((ROOT / "fastamp/compat").glob("*.py")) if path.stem != "__init__"],
+    ),
+}
+
+
+def api_pages() -> dict[str, str]:
+    """Return path below ``docs/`` -> Markdown of the pages of the Python API."""
+    rows = [(f"[fastamp.{name}]({name}.md)", summary) for name, (summary, _) in PACKAGES.items()]
+    index = f"""# Python API
+
+After this page you can find the public classes and functions of each package. `fastamp.Predictor` is
+[`fastamp.inference.Predictor`](inference.md#fastamp.inference.Predictor).
+
+{table(("package", "content"), rows)}"""
+    pages = {"reference/api/index.md": index}
+    for name, (summary, modules) in PACKAGES.items():
+        parts = [f"# fastamp.{name}\n\nAfter this page you can use the {summary}, from Python.\n"]
+        listed: set[str] = set()
+        for module in modules:
+            names = [each for each in public_names(module) if each not in listed]
+            listed |= set(names)
+            if module != name and names:
+                parts.append(f"## fastamp.{module}\n")
+            parts += [f"::: fastamp.{module}.{each}\n" for each in names]
+        pages[f"reference/api/{name}.md"] = "\n".join(parts)
+    return pages
+
+
+def public_names(module: str) -> list[str]:
+    """Return the public names of a module of fastamp, without importing it."""
+    path = ROOT / "fastamp" / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = []
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return sorted(ast.literal_eval(node.value), key=str.lower)
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            names.append(node.name)
+    return names

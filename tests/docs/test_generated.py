@@ -1,0 +1,79 @@
+"""Generated pages: every config key, command, public name and recipe is described."""
+
+import json
+
+import pytest
+from api_pages import PACKAGES, api_pages, public_names
+from commands_page import commands_page
+from config_page import config_page
+from documents import DOCS, anchors
+from markdown_text import escape
+from messages_page import SNAPSHOT, messages_page
+from recipes_table import MARKER, recipes_table
+
+from fastamp.cli import COMMANDS, command_parser
+from fastamp.config.defaults import KEYS
+from fastamp.config.recipes import list_recipes
+
+
+@pytest.fixture(scope="module")
+def config():
+    return config_page()
+
+
+def entry(page, anchor):
+    """Return the text from a heading with an anchor to the next heading."""
+    return page.split(f"{{ #{anchor} }}\n")[1].partition("\n#")[0]
+
+
+def test_each_config_key_has_an_anchor_and_its_meaning(config):
+    assert set(KEYS) <= anchors(config)
+    for path, key in KEYS.items():
+        assert escape(key.meaning) in entry(config, path)
+
+
+def test_config_key_has_default_choices_aliases_and_recipes(config):
+    text = entry(config, "SOLVER.AMP.ON_FAILURE")
+    assert "Default `error`" in text and "choices: error, bfloat16, float32" in text and "bf16 (bfloat16)" in text
+    assert "greater than 0" in entry(config, "SOLVER.AMP.INIT_SCALE")
+    assert "former name: SOLVER.AMP.BN_GUARD" in entry(config, "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP")
+    assert "`60` in Base-SBS, VehicleID/bagtricks_R50-ibn; " in entry(config, "SOLVER.MAX_EPOCH")
+    assert "EmbeddingHead" in entry(config, "MODEL.HEADS.NAME")
+
+
+def test_each_command_has_its_arguments_and_examples():
+    page = commands_page()
+    assert set(COMMANDS) <= anchors(page)
+    for command in set(COMMANDS) - {"help", "version"}:
+        options = {option for action in command_parser(command)._actions for option in action.option_strings}
+        assert [option for option in options - {"-h", "--help"} if option not in entry(page, command)] == []
+    assert "fastamp train logs/run --resume\n" in entry(page, "train")
+    assert "--release" in entry(page, "config-convert")
+
+
+def test_each_public_name_of_a_package_is_described():
+    pages = api_pages()
+    assert {"fastamp.amp.LossScaler", "fastamp.amp.PrecisionPolicy"} <= anchors(pages["reference/api/amp.md"])
+    for package, (_, modules) in PACKAGES.items():
+        described = {name.rpartition(".")[2] for name in anchors(pages[f"reference/api/{package}.md"])}
+        assert [name for module in modules for name in public_names(module) if name not in described] == []
+
+
+def test_each_message_is_listed_once_with_cause_and_fix():
+    page = messages_page()
+    text = page.split("The optimizers hold")[1].partition("####")[0]
+    assert "- **Cause**: the model was copied" in text and "- **Fix**: build the optimizer last" in text
+    messages = [text for file in SNAPSHOT.glob("*.json") for _, text in json.loads(file.read_text(encoding="utf-8"))]
+    listed = {text.partition(": ")[2] for text in messages if text and not text.startswith("INFO: ")} - {""}
+    assert page.count("\n#### ") == len(listed) > 500
+
+
+def test_each_recipe_is_in_the_table():
+    table = recipes_table()
+    assert all(f"| `{name}` |" in table for name in list_recipes())
+    assert MARKER in (DOCS / "recipes.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("text", "expected"), [("a_b*c", r"a\_b\*c"), ("`a_b` <c> | d", r"`a_b` \<c> \| d")])
+def test_escape_keeps_code_spans(text, expected):
+    assert escape(text) == expected

@@ -1,0 +1,119 @@
+"""The pages of the documentation and of the README: links, commands, config keys and Python code are correct."""
+
+import pytest
+from documents import (
+    ROOT,
+    blocks,
+    broken_links,
+    command_error,
+    commands,
+    declared_keys,
+    markdown_files,
+    missing_blank_lines,
+    python_errors,
+    unknown_keys,
+)
+from pages import generated_pages
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in markdown_files()}
+# Pages with names of other versions and programs.
+OTHER_NAMES = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/migration/")
+names = pytest.mark.parametrize("name", PAGES)
+
+
+@pytest.fixture(scope="module")
+def generated():
+    """Return path in the repository -> content, of the pages that the site's hook generates."""
+    return {f"docs/{name}": text for name, text in generated_pages().items()}
+
+
+def test_links_and_anchors_exist(generated, subtests):
+    pages = PAGES | generated
+    for name, text in pages.items():
+        with subtests.test(name):
+            assert broken_links(name, text, pages) == []
+
+
+@names
+def test_lists_and_tables_follow_a_blank_line(name):
+    if name.startswith("docs/"):
+        assert missing_blank_lines(PAGES[name]) == []
+
+
+@names
+def test_page_says_first_what_its_reader_can_do(name):
+    if name.startswith("docs/") and name != "docs/index.md":
+        title, _, text = PAGES[name].partition("\n\n")
+        assert title.startswith("# ") and text.startswith("After this page you ")
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != "CHANGELOG.md"])
+def test_commands_parse(name):
+    declared = declared_keys(PAGES[name])
+    errors = {str(command): command_error(command, declared) for command in commands(PAGES[name])}
+    assert {command: error for command, error in errors.items() if error} == {}
+
+
+@names
+def test_config_keys_exist(name):
+    assert name.startswith(OTHER_NAMES) or unknown_keys(PAGES[name]) == []
+
+
+@names
+def test_python_code_compiles_and_its_imports_exist(name):
+    assert [error for block in blocks(PAGES[name], "python", "py") for error in python_errors(block)] == []
+
+
+def test_check_of_links_finds_planted_errors(generated):
+    pages = PAGES | generated
+    text = "[a](missing.md) [b](index.md#nowhere) [c](../README.md) [d](reference/config.md#SOLVER.NOPE) [e](#none)"
+    assert len(broken_links("docs/index.md", text, pages)) == 5
+    text = "# Here\n[a](guides/models.md) [d](reference/config.md#SOLVER.BASE_LR) [e](#here) `[f](code.md)`"
+    assert broken_links("docs/index.md", text, pages | {"docs/index.md": text}) == []
+    assert missing_blank_lines("text\n| a |\n|---|\n\n- x\n- y\n\ntext\n- z") == ["| a |", "- z"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fastamp tarin Demo/quickstart",
+        "fastamp train Demo/quickstart --num-gpus two",
+        "fastamp train Demo/quickstart SOLVER.BASE_LRR 1",
+        "fastamp train Demo/quickstart SOLVER.BASE_LR fast",
+        "fastamp extract logs/x",
+        "python tools/train_net.py --config-file X.yml --evaluate",
+        "python tools/missing.py",
+        "python tools/soak.py --kills 3",
+        "python tools/benchmark/ranking.py --rounds many",
+        "torchrun --nproc_per_node 2 tools/train_net.py --nothing",
+    ],
+)
+def test_check_of_commands_finds_planted_errors(line):
+    (command,) = commands(f"```sh\n{line}\n```")
+    assert command_error(command, set())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "fastamp train Demo/quickstart SOLVER.AMP=on --seeds 0 1",
+        "CUDA_VISIBLE_DEVICES=0 python tools/train_net.py --config-file X.yml --eval-only",
+        "python tools/benchmark/ranking.py --re-ranking",
+        "fastamp config show logs/x > x.yml",
+    ],
+)
+def test_check_of_commands_accepts_valid_commands(line):
+    (command,) = commands(f"```sh\n{line}  # comment\n```")
+    assert command_error(command, set()) == ""
+
+
+def test_check_of_config_keys_finds_planted_errors():
+    text = "```yaml\nSOLVER: {BASE_LRR: 1, AMP: {ENABLED: true}}\nMODEL.NAME: x\n```\n`SOLVER.NOPE 1` `SOLVER.AMP on`"
+    assert unknown_keys(text) == ["SOLVER.BASE_LRR", "MODEL.NAME", "SOLVER.NOPE"]
+
+
+def test_check_of_python_code_finds_planted_errors():
+    assert python_errors("import fastamp\nfastamp.Predictor(")
+    assert python_errors("from fastamp.engine import Trainer")
+    assert python_errors("import fastamp\nfastamp.predictor()")
+    assert python_errors("from fastamp.engine import DefaultTrainer, hooks\nimport elsewhere") == []
