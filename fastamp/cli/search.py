@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
-    from fastamp.inference.features_file import check_same_model
+    from fastamp.inference.features_file import check_same_model, is_unknown
     from fastamp.inference.index import open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
@@ -96,20 +96,33 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([{"query": query, "found": rows} for query, rows in zip(queries, found, strict=True)]))
         return 0
+    labels = {"identities": result.pids, "cameras": result.camids if result.cameras is None else result.cameras}
+    unknown = [name for name, values in labels.items() if is_unknown(values)]
+    note = f"; {' and '.join(unknown)} unknown" if unknown else ""
     for query, rows in zip(queries, found, strict=True):
-        print(f"{query} ({gallery.metric} {'similarity' if gallery.metric == 'cosine' else 'distance'})")
-        print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".4f"))
+        print(f"{query} ({gallery.metric} {'similarity' if gallery.metric == 'cosine' else 'distance'}{note})")
+        print(_table(rows))
     return 0
 
 
+def _table(rows: list[dict[str, Any]]) -> str:
+    """Format rows as a table, without unknown columns, and without numbers of cameras that have names."""
+    omitted = {name for name in rows[0] if all(row[name] is None for row in rows)}
+    omitted |= {"camid"} if "camera" in rows[0] else set()
+    shown = [{name: value for name, value in row.items() if name not in omitted} for row in rows]
+    return tabulate(shown, headers="keys", tablefmt="github", floatfmt=".4f")
+
+
 def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
-    """Convert the search results of one query to table rows; each row is a dict of plain values."""
+    """Convert the search results of one query to dicts of plain values; unknown identities and cameras are None."""
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.cameras is not None:
         columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
     values = {name: column[query].tolist() for name, column in columns.items()}
+    for name in ("pid", "camid"):
+        values[name] = [None if value == -1 else value for value in values[name]]
     return [
         {"rank": rank, **dict(zip(values, row, strict=True))}
         for rank, row in enumerate(zip(*values.values(), strict=True), start=1)

@@ -120,7 +120,7 @@ def check_dataset(
         DataError: if the images of a split cannot be listed.
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
-    report = Report([(split, *count_items(items)) for split, items in splits.items()])
+    report = Report([(split, *count_items(items, dataset)) for split, items in splits.items()])
     report.notes += [dataset.split_note] if dataset.split_note else []
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:

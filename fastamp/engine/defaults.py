@@ -32,7 +32,7 @@ from fastamp.engine.evaluation import (
 )
 from fastamp.engine.hooks.build import build_training_hooks
 from fastamp.engine.previous_runs import move_earlier_run
-from fastamp.engine.reporting import history_of, items_of, write_metrics, write_training_report
+from fastamp.engine.reporting import history_of, items_of, source_of, write_metrics, write_training_report
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
@@ -250,6 +250,7 @@ class DefaultTrainer(FastReIDMethods):
             sets=sets,
             train=items_of(self.data_loader),
             history=history_of(cfg.OUTPUT_DIR),
+            train_source=source_of(self.data_loader),
         )
 
     def _pair_scores(self) -> dict[str, Any]:

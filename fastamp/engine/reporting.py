@@ -12,7 +12,7 @@ import numpy as np
 
 from fastamp import __version__
 from fastamp.config import CfgNode
-from fastamp.report import History, Run, evaluated_set, items_of, read_history, write_report
+from fastamp.report import History, Run, evaluated_set, items_of, read_history, source_of, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import write_atomically
@@ -22,6 +22,7 @@ __all__ = [
     "evaluated_set",
     "history_of",
     "items_of",
+    "source_of",
     "write_evaluation_report",
     "write_metrics",
     "write_training_report",

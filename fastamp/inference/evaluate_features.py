@@ -54,7 +54,10 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
 
 
 def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Split the arrays of an extraction into query and gallery arrays; consecutive rows become views."""
+    """Split the arrays of an extraction into query and gallery arrays; consecutive rows become views.
+
+    Each unknown camera (-1) is replaced by a unique negative number, so that no images are from the same camera.
+    """
     split, arrays = file["split"], {}
     if split.ndim != 1 or split.dtype.kind != "U":
         raise DataError(
@@ -63,6 +66,8 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         )
     for column in COLUMNS:
         rows = np.atleast_1d(file.get(column, np.empty(0)))
+        if column == "camids" and rows.dtype.kind in "iu":
+            rows = np.where(rows == -1, -2 - np.arange(len(rows)), rows)
         for side in SIDES:
             chosen = np.flatnonzero(split == side)
             if not len(chosen) or len(rows) != len(split):

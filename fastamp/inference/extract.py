@@ -54,12 +54,13 @@ class Listing:
     split: np.ndarray | None = None
     cameras: np.ndarray | None = None
     dataset: ImageDataset | None = None
+    has_cameras: bool = True
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Return paths, identities, cameras and, if known, splits, boxes and camera names of the images in ``rows``."""
         items = self.items.take(rows)
         columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
-        columns["camids"] = items.camids.codes
+        columns["camids"] = items.camids.codes if self.has_cameras else np.full(len(items), -1)
         if self.split is not None:
             columns["split"] = self.split[rows]
         if self.cameras is not None:
@@ -130,6 +131,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         split,
         np.array(names)[codes] if has_names else None,
         dataset,
+        has_cameras=any(names),
     )
 
 

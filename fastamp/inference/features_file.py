@@ -72,6 +72,11 @@ class Extraction:
     cameras: np.ndarray | None = None
 
 
+def is_unknown(labels: np.ndarray) -> bool:
+    """Return True if the identities or cameras of all images are unknown, i.e. -1."""
+    return labels.dtype.kind in "iu" and bool((labels == -1).all())
+
+
 def write_arrays(
     file: IO[bytes],
     arrays: Mapping[str, np.ndarray],

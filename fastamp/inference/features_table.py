@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.inference.features_file import Extraction
+from fastamp.inference.features_file import Extraction, is_unknown
 from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import write_atomically
 
@@ -33,7 +33,7 @@ def check_table_format(path: Path) -> None:
 
 
 def write_table(path: Path, extraction: Extraction) -> None:
-    """Write an extraction as a table with one row per image: ``path``, ``pid``, ``camid`` and, if known, ``split``,
+    """Write an extraction as a table with one row per image: ``path`` and, if known, ``pid``, ``camid``, ``split``,
     ``x0``, ``y0``, ``x1``, ``y1``; then the features.
 
     Cameras are written by name if the dataset names them. A CSV file has the features in the columns ``f0``, ``f1``,
@@ -55,9 +55,10 @@ def write_table(path: Path, extraction: Extraction) -> None:
 def _blocks(extraction: Extraction) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
     """Yield ``(column name -> values, features)`` of consecutive rows."""
     cameras = extraction.camids if extraction.cameras is None else extraction.cameras
+    known = {name: values for name, values in (("pid", extraction.pids), ("camid", cameras)) if not is_unknown(values)}
     for start in range(0, len(extraction.features), _BLOCK):
         rows = slice(start, start + _BLOCK)
-        columns = {"path": extraction.paths[rows], "pid": extraction.pids[rows], "camid": cameras[rows]}
+        columns = {"path": extraction.paths[rows]} | {name: values[rows] for name, values in known.items()}
         if extraction.split is not None:
             columns["split"] = extraction.split[rows]
         if extraction.boxes is not None:

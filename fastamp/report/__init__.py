@@ -2,6 +2,6 @@
 
 from fastamp.report.history import History, read_history
 from fastamp.report.page import write_report
-from fastamp.report.run import EvaluatedSet, Run, evaluated_set, items_of
+from fastamp.report.run import EvaluatedSet, Run, evaluated_set, items_of, source_of
 
-__all__ = ["EvaluatedSet", "History", "Run", "evaluated_set", "items_of", "read_history", "write_report"]
+__all__ = ["EvaluatedSet", "History", "Run", "evaluated_set", "items_of", "read_history", "source_of", "write_report"]

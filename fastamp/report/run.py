@@ -69,6 +69,7 @@ class Run:
         sets (Sequence[EvaluatedSet]): evaluated test sets.
         train (Sequence[ImageItem]): training images; empty if there was no training.
         history (History | None): training metrics; None if there are none.
+        train_source (ImageDataset | None): dataset of the training images; None if there are several or none.
     """
 
     cfg: CfgNode
@@ -79,6 +80,7 @@ class Run:
     sets: Sequence[EvaluatedSet]
     train: Sequence[ImageItem] = ()
     history: History | None = None
+    train_source: ImageDataset | None = None
 
 
 def evaluated_set(
@@ -96,9 +98,7 @@ def evaluated_set(
     items = items_of(loader)
     result = getattr(evaluator, "result", None)
     result = result if isinstance(result, EvaluationResult) else None
-    sources = getattr(getattr(loader, "dataset", None), "sources", ())
-    source = sources[0] if sources else None
-    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source)
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader))
 
 
 def items_of(loader: Any) -> list[ImageItem]:
@@ -106,12 +106,18 @@ def items_of(loader: Any) -> list[ImageItem]:
     return getattr(getattr(loader, "dataset", None), "items", [])
 
 
+def source_of(loader: Any) -> ImageDataset | None:
+    """Return the dataset whose images a loader loads; None if there are several or it is unknown."""
+    sources = getattr(getattr(loader, "dataset", None), "sources", ())
+    return sources[0] if len(sources) == 1 else None
+
+
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
     """List ``(dataset, split, number of images, number of identities, number of cameras)`` for all sets."""
-    parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train)]
+    parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train, run.train_source)]
     for each in run.sets:
-        parts += [(each.name, "query", each.query), (each.name, "gallery", each.gallery)]
-    return [(name, split, *count_items(items)) for name, split, items in parts if items]
+        parts += [(each.name, split, getattr(each, split), each.source) for split in ("query", "gallery")]
+    return [(name, split, *count_items(items, source)) for name, split, items, source in parts if items]
 
 
 def config_changes(cfg: CfgNode) -> list[tuple[str, str, str, str]]:

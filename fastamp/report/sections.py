@@ -40,7 +40,7 @@ def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
         examples, protocol = result.examples, result.protocol
         panels = [cmc_panel(result), roc_panel(examples), score_panel(examples, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
-        section["cameras"] = None if examples.cameras is None else _camera_matrix(examples, each)
+        section["cameras"] = _camera_matrix(examples, each)
         section["lists"] = _rank_lists(each, examples, protocol, most=max(1, _MAX_LISTS // (2 * count)))
         section["score_name"] = score_name(protocol)
     return section
@@ -85,18 +85,23 @@ def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
     return f"{metrics['mAP']:.1f}", f"{metrics['Rank-1']:.1f}"
 
 
-def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str, Any]:
-    """Prepare the table of mAP for each pair of cameras."""
-    matrix: CameraMatrix = examples.cameras
+def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str, Any] | None:
+    """Prepare the table of mAP for each pair of cameras; None if fewer than two cameras are known."""
+    matrix: CameraMatrix | None = examples.cameras
+    if matrix is None:
+        return None
+    queries, gallery = (list(map(each.camera, side)) for side in (matrix.query_cameras, matrix.gallery_cameras))
+    if len({*queries, *gallery} - {""}) < 2:
+        return None
     rows = []
-    for row, camera in enumerate(matrix.query_cameras):
+    for row, camera in enumerate(queries):
         cells = []
         for value, count in zip(matrix.mean_ap[row], matrix.queries[row], strict=True):
             cell = {"queries": int(count)}
             if count:
                 cell |= {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES))}
             cells.append(cell)
-        rows.append((each.camera(camera) or camera, cells))
+        rows.append((camera, cells))
     note = "mAP in percent if the gallery contains only the images of one camera."
     if examples.sampled < examples.queries:
         note += f" Random sample of {examples.sampled:,} of {examples.queries:,} queries."
@@ -106,7 +111,7 @@ def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str,
     return {
         "title": title,
         "note": note,
-        "gallery": [each.camera(camera) or camera for camera in matrix.gallery_cameras],
+        "gallery": gallery,
         "rows": rows,
         "scale": [f"{100 * shade // _SHADES}" for shade in range(_SHADES)],
     }

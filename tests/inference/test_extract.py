@@ -15,8 +15,10 @@ from command import run_command
 
 from fastamp import Predictor
 from fastamp.cli import extract as command
+from fastamp.cli import search
 from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
+from fastamp.engine import DefaultTrainer
 from fastamp.inference import extract as module
 from fastamp.inference.extract import extract, list_images
 from fastamp.inference.features_file import read_extraction
@@ -324,6 +326,63 @@ def test_extraction_to_a_table_has_the_values_of_the_npz_file(predictor, images,
     assert [row["pid"] for row in rows] == expected.pids.tolist()
     assert [row["camid"] for row in rows] == expected.cameras.tolist() and {"gate", "café"} == set(expected.cameras)
     assert [row["split"] for row in rows] == expected.split.tolist()
+
+
+def test_tables_of_a_folder_have_no_columns_for_identities_and_cameras(predictor, images, tmp_path):
+    found, _ = extract(predictor, images, tmp_path / "out.csv")
+    with found.path.open(newline="") as file:
+        header = next(csv.reader(file))
+    assert header == ["path", *(f"f{number}" for number in range(found.features.shape[1]))]
+
+
+@pytest.fixture
+def without_cameras(images, tmp_path):
+    """CSV file with 4 identities, and without cameras."""
+    path = tmp_path / "mine.csv"
+    names = ("ann", "bob", "eve", "joe")
+    files = sorted(images.rglob("[!.]*.jpg"))
+    rows = [f"{file},{names[number % 4]}" for number, file in enumerate(files)]
+    path.write_text("\n".join(["path,pid", *rows]))
+    return path
+
+
+def test_extraction_without_cameras_has_unknown_cameras(predictor, without_cameras, tmp_path, capsys):
+    found, _ = extract(predictor, without_cameras, tmp_path / "out.npz")
+    assert (found.camids == -1).all() and found.cameras is None and len(found.camids) == 11
+    extract(predictor, without_cameras, tmp_path / "out.csv")
+    with (tmp_path / "out.csv").open(newline="") as file:
+        assert next(csv.reader(file))[:4] == ["path", "pid", "split", "f0"]
+    # Images whose camera is unknown are not from the same camera: the metrics equal those of an evaluation.
+    assert evaluate_features.cli([str(found.path), "--json", "MODEL.DEVICE", "cpu"]) == 0
+    saved = json.loads(capsys.readouterr().out)
+    cfg = predictor.cfg.with_values({"DATASETS.TESTS": (f"csv:{without_cameras}",), "OUTPUT_DIR": str(tmp_path)})
+    evaluated = DefaultTrainer.test(cfg, predictor.model)
+    assert saved["num_valid_queries"] == evaluated["num_query"] > 0
+    assert saved["mAP"] == pytest.approx(evaluated["mAP"], abs=1e-3)
+
+
+def test_search_table_shows_no_unknown_identity_or_camera(predictor, images, without_cameras, checkpoint, capsys):
+    query = sorted(images.rglob("*.jpg"))[3]
+
+    def rows(gallery):
+        words = (checkpoint, query, "--gallery", gallery, "--top", 2, "--device", "cpu")
+        assert run_command(search, *words) == 0
+        title, header, *_ = capsys.readouterr().out.splitlines()[-5:]
+        assert run_command(search, *words, "--json") == 0
+        (found,) = json.loads(capsys.readouterr().out.splitlines()[-1])
+        return title, header.replace("|", " ").split(), found["found"][0]
+
+    title, header, row = rows(images)
+    assert "identities and cameras unknown" in title and header == ["rank", "score", "path"]
+    assert row["pid"] is None and row["camid"] is None
+    found, _ = extract(predictor, without_cameras, without_cameras.with_suffix(".npz"))
+    title, header, row = rows(found.path)
+    assert "; cameras unknown" in title and header == ["rank", "score", "path", "pid"]
+    assert row["pid"] in ("ann", "bob", "eve", "joe") and row["camid"] is None
+    found, _ = extract(predictor, named_set(images, without_cameras.parent), without_cameras.with_name("named.npz"))
+    title, header, row = rows(found.path)
+    assert "unknown" not in title and header == ["rank", "score", "path", "pid", "camera"]
+    assert row["camera"] in ("gate", "café") and row["camid"] in (0, 1)
 
 
 def test_parquet_without_pyarrow_names_the_extra_before_the_extraction(predictor, images, tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from fastamp.evaluation.rerank import ReRanking
 from fastamp.report import write_report
 from fastamp.report.curves import cmc_panel, health_panels, training_panels
 from fastamp.report.page import page, templates
+from fastamp.report.run import data_counts
 from fastamp.utils.errors import ConfigError
 
 MIB = 2**20
@@ -162,6 +163,16 @@ def test_report_shows_the_names_and_files_of_the_dataset(run):
     assert item.path in elements.text and "camera 0" in elements.text
     titles = {attributes.get("title") for name, attributes in elements.found if name == "img"}
     assert item.path in titles
+
+
+def test_report_has_no_camera_matrix_without_names_of_cameras(run, elements):
+    assert "Camera pairs" in elements.text
+    source = Names()
+    source.camera = lambda camid: ""
+    sets = [dataclasses.replace(each, source=source) for each in run.sets]
+    without = dataclasses.replace(run, sets=sets)
+    assert "Camera pairs" not in Elements(page(without)).text
+    assert [cameras for *_, split, _, _, cameras in data_counts(without) if split != "train"] == [0] * 2 * len(sets)
 
 
 def test_report_folds_rank_lists_and_config_and_has_a_color_scale(elements):

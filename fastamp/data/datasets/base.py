@@ -154,15 +154,25 @@ def number_cameras(cameras: Iterable[int | str]) -> dict[int | str, int]:
     return {camera: number for number, camera in enumerate(order)}
 
 
-def count_items(items: Sequence[ImageItem]) -> tuple[int, int, int]:
-    """Return the number of images, of distinct identities, and of distinct cameras."""
+def count_items(items: Sequence[ImageItem], dataset: ImageDataset | None = None) -> tuple[int, int, int]:
+    """Return the number of images, of distinct identities, and of distinct cameras.
+
+    Args:
+        items: images.
+        dataset: dataset of the images, which names their cameras: images without a camera do not count as cameras.
+            Default None: distinct ``camid``.
+    """
     if isinstance(items, PackedItems):
-        return len(items), len(items.pids.unique()[0]), len(items.camids.unique()[0])
-    return len(items), len({item.pid for item in items}), len({item.camid for item in items})
+        identities, cameras = len(items.pids.unique()[0]), set(items.camids.unique()[0])
+    else:
+        identities, cameras = len({item.pid for item in items}), {item.camid for item in items}
+    if dataset is not None:
+        cameras = {dataset.camera(camera) for camera in cameras} - {""}
+    return len(items), identities, len(cameras)
 
 
 def log_splits(dataset: ImageDataset, splits: dict[str, Sequence[ImageItem]]) -> None:
     """Log the numbers of images, identities and cameras in each split."""
-    rows = [[split, *count_items(items)] for split, items in splits.items()]
+    rows = [[split, *count_items(items, dataset)] for split, items in splits.items()]
     table = tabulate(rows, headers=["split", "images", "identities", "cameras"], tablefmt="github")
     logger.info("%s:\n%s", dataset.title, table)

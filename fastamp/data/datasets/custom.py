@@ -461,7 +461,7 @@ def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
                     "  fix: check that the file is a CSV file, and add a header such as path,pid,camid,split"
                 )
             stream.seek(0)
-            delimiter = next((each for each in ",;\t" if each in header), ",")
+            delimiter = max(",;\t", key=header.count)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
             yield reader, [name.strip().lower() for name in next(reader, [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -594,8 +594,8 @@ def _truncate(text: str) -> str:
 
 
 def _number_names(names: set[str], *, start: int) -> dict[str, int]:
-    """Number the names from ``start``: integers in ascending order, then text in alphabetical order."""
-    order = sorted(names, key=lambda name: (0, int(name), "") if _NUMBER.fullmatch(name) else (1, 0, name))
+    """Number the names from ``start``: integers in ascending order (007 before 07 and 7), then text."""
+    order = sorted(names, key=lambda name: (0, int(name), name) if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
 
 

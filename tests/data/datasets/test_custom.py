@@ -10,6 +10,7 @@ from PIL import Image
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, training_items
 from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.base import count_items
 from fastamp.data.missing_images import check_files
 from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import ConfigError, DataError
@@ -140,6 +141,14 @@ def test_folder_dataset_with_cameras_is_split_by_identity(tmp_path):
     again = build_dataset(name, cfg)
     assert again.train == dataset.train and again.query == dataset.query
     assert build_dataset(name, folder_config(CAMERA=r"cam(\d)", TEST_FRACTION=0.3, SEED=1)).train != dataset.train
+
+
+def test_images_without_cameras_are_not_counted_as_cameras(tmp_path):
+    name = make_folder(tmp_path)
+    for camera, count in (("", 0), (r"cam(\d)", 3)):
+        dataset = build_dataset(name, folder_config(CAMERA=camera))
+        assert all(count_items(items, dataset)[2] == count for items in (dataset.train, dataset.query, dataset.gallery))
+    assert count_items(list(dataset.train), dataset) == count_items(dataset.train, dataset)
 
 
 def test_folder_dataset_without_cameras_assigns_unique_camera_per_image(tmp_path, caplog):
@@ -332,3 +341,18 @@ def test_corrupt_image_error_names_its_line(tmp_path):
         with pytest.raises(DataError, match=r"(?s)a.png.*listed in .*my data.csv, line 2\n  fix: restore") as caught:
             dataset[0]
         assert ("ON_CORRUPT" in str(caught.value)) == relabel
+
+
+def test_csv_identities_with_leading_zeros_are_numbered_in_fixed_order(tmp_path):
+    """The order of a set of strings differs between processes, which must agree on the numbers."""
+    names = sorted("0" * zeros + "7" for zeros in range(10))
+    rows = [f"{name}.png,{name},{name},{split}" for name in names for split in ("query", "gallery")]
+    dataset = build_dataset(write_csv(tmp_path, rows))
+    assert [dataset.identity(pid) for pid in range(1, 11)] == names
+    assert [dataset.camera(camid) for camid in range(10)] == names
+
+
+def test_csv_separator_is_the_most_frequent_one_of_the_header(tmp_path):
+    rows = ["a.png;ann;w;train;tall, thin", "b.png;bob;w;train;"]
+    dataset = build_dataset(write_csv(tmp_path, rows, "path;pid;camid;split;notes, if any"))
+    assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
