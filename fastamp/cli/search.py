@@ -16,11 +16,10 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tabulate import tabulate
-
 from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
 from fastamp.cli.options import is_key, split_key_values
 from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
     from fastamp.inference.index import SearchResult
@@ -109,8 +108,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
     """Format rows as a table, without unknown columns, and without numbers of cameras that have names."""
     omitted = {name for name in rows[0] if all(row[name] is None for row in rows)}
     omitted |= {"camid"} if "camera" in rows[0] else set()
-    shown = [{name: value for name, value in row.items() if name not in omitted} for row in rows]
-    return tabulate(shown, headers="keys", tablefmt="github", floatfmt=".4f")
+    headers = [name for name in rows[0] if name not in omitted]
+    return format_table([[row[name] for name in headers] for row in rows], headers, floatfmt=".4f")
 
 
 def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from tabulate import tabulate
+from fastamp.utils.table import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
             *((f"  baseline: {k}", v) for k, v in metrics.get("baselines", {}).items()),
         ):
             rows.append([title, *(f"{values[column]:.2f}" if column in values else "" for column in columns)])
-    table = tabulate(rows, headers=["dataset", *columns], tablefmt="github", disable_numparse=True)
+    table = format_table(rows, ["dataset", *columns])
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))
     logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, notes)
 

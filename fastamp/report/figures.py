@@ -48,7 +48,9 @@ def new_figure(width: float, height: float) -> "Figure":
 def write_figure(figure: "Figure", path: Path, *, dpi: int = _DPI) -> None:
     """Write a figure in the format of the file extension, and create the folder if necessary.
 
-    Text is drawn with fonts that contain its characters; characters without a font are escaped. PDF files contain their
+    Text is drawn with fonts that contain its characters; characters without a font are escaped. Letters of Arabic and
+    other scripts that are joined, and text from right to left, require matplotlib 3.11 or later; earlier versions draw
+    separate letters from left to right. PDF files contain their
     fonts, and SVG files contain text as paths.
 
     Args:

@@ -71,8 +71,9 @@ def _escape(character: str) -> str:
 
 @cache
 def _has_character(path: Path | None, character: str) -> bool:
-    font = load_font(path, 16)
     try:
+        # Basic layout, because a shaped combining mark is drawn with a dotted circle, unlike the missing character.
+        font = ImageFont.truetype(str(path), 16, layout_engine=ImageFont.Layout.BASIC)
         # Compared by size and pixels, because Pillow does not list the characters of a font.
         mask, missing = font.getmask(character), font.getmask(_MISSING)
         return mask.size != missing.size or bytes(mask) != bytes(missing)

@@ -69,6 +69,17 @@ def test_figures_draw_names_and_files_and_escape_characters_without_a_font(tmp_p
     assert title == r"Анна \u4e2d $x" and (tmp_path / "a.svg").stat().st_size > 1000
 
 
+@pytest.mark.filterwarnings("error")  # matplotlib warns of characters that it draws as boxes
+@pytest.mark.parametrize("name", ["محمد علي", "דוד", "नमस्ते", "李雷"])
+def test_figures_draw_no_boxes_for_names_in_any_script(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(fonts, "_font_files", lambda: tuple(p for p in FONTS if p.name == "DejaVuSans.ttf"))
+    figure = figures.new_figure(2, 2)
+    figure.suptitle(name)
+    figures.write_figure(figure, tmp_path / "a.png")
+    (title,) = [text.get_text() for text in figure.findobj(Text) if text.get_text()]
+    assert (title == name) == (name in ("محمد علي", "דוד"))
+
+
 def test_visualize_error_names_pip_extra_if_matplotlib_is_missing(checkpoint, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r'pip install "fastamp\[vis\]"'):

@@ -378,6 +378,19 @@ def test_contact_sheet_draws_names_in_any_script(folder, tmp_path, monkeypatch, 
     assert font == bundled[0] and ("no font for" in caplog.text) == is_escaped
 
 
+@pytest.mark.parametrize("text", ["नमस्ते", "ไทย้", "a\u0301\u0943"])
+def test_combining_marks_without_a_font_are_escaped(monkeypatch, text):
+    bundled = [path for path in fonts._font_files() if path.name == "DejaVuSans.ttf"]
+    monkeypatch.setattr(fonts, "_font_files", lambda: tuple(bundled))
+    if not bundled:
+        pytest.skip("needs DejaVu Sans (matplotlib)")
+    drawn, _ = fonts.drawable_text(text)
+    known = {"a", "\u0301"}
+    assert drawn == "".join(
+        each if each in known else each.encode("ascii", "backslashreplace").decode() for each in text
+    )
+
+
 def test_text_without_any_font_is_escaped(monkeypatch):
     monkeypatch.setattr(fonts, "_font_files", lambda: ())
     assert fonts.drawable_text("ab ü\n") == (r"ab \xfc\n", None)
