@@ -4,24 +4,24 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fastamp.compat.config import is_called_with_config
+from fastamp.compat.config import configurable
 
 
 def accepts_config(init: Callable[..., None]) -> Callable[..., None]:
-    """Decorate ``__init__`` of a head so that a subclass written for FastReID can call ``super().__init__(cfg)``.
+    """Decorate ``__init__`` of a head for subclasses written for FastReID.
 
-    The arguments are those of the classmethod ``config_arguments(cfg)``. The classification layer of such a head can
-    also be called as in FastReID, ``cls_layer(logits, targets)``.
+    Such a subclass may call ``super().__init__(cfg)``, and its classification layer can also be called as in FastReID,
+    ``cls_layer(logits, targets)``.
     """
+    configured = configurable(init)
 
     @functools.wraps(init)
     def construct(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not is_called_with_config(args, kwargs):
-            init(self, *args, **kwargs)
+        configured(self, *args, **kwargs)
+        if type(self).__module__.partition(".")[0] == "fastamp":
             return
         from fastamp.compat import any_softmax
 
-        init(self, **self.config_arguments(*args, **kwargs))
         layer = getattr(any_softmax, type(self.cls_layer).__name__, None)
         if layer is not None:
             self.cls_layer = layer(len(self.weight), self.cls_layer.scale, self.cls_layer.margin)

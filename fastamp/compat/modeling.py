@@ -1,6 +1,7 @@
 """FastReID's helpers for losses."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,14 @@ def cosine_dist(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return pairwise_distance(x, y, "cosine")
 
 
+def __getattr__(name: str) -> Any:
+    if name.startswith("build_") and name.endswith("_backbone"):
+        from fastamp.modeling.backbones.build import BACKBONE_REGISTRY  # it imports this module
+
+        return functools.partial(BACKBONE_REGISTRY.build, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 LOSS_ARGUMENTS = {
     "CrossEntropyLoss": ("ce", {"eps": "epsilon", "alpha": "alpha"}),
     "TripletLoss": ("tri", {"margin": "margin", "norm_feat": "normalize", "hard_mining": "hard_mining"}),
@@ -41,12 +50,19 @@ LOSS_ARGUMENTS = {
 """Loss -> its section in FastReID's ``loss_kwargs``, and argument in FastReID -> attribute of the loss."""
 
 
-def loss_kwargs(losses: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """Return FastReID's ``Baseline.loss_kwargs``: ``loss_names``, and the arguments of each of these losses."""
-    by_name = {type(loss).__name__: loss for loss in losses.values()}
-    found: dict[str, Any] = {"loss_names": tuple(by_name)}
-    for name, (section, arguments) in LOSS_ARGUMENTS.items():
-        if name in by_name:
-            own = arguments | {"scale": "scale"}
-            found[section] = {argument: getattr(by_name[name], attribute) for argument, attribute in own.items()}
-    return found
+class LossArguments(dict):
+    """FastReID's ``loss_kwargs``: ``loss_names``, and the arguments of each of these losses.
+
+    Args:
+        losses (Mapping[str, nn.Module]): losses of the model, which are also stored in the attribute ``losses``.
+        names (Iterable[str] | None): ``loss_names``. Default None: the class names of ``losses``.
+    """
+
+    def __init__(self, losses: Mapping[str, nn.Module], names: Iterable[str] | None = None) -> None:
+        self.losses = losses
+        by_name = {type(loss).__name__: loss for loss in losses.values()}
+        super().__init__(loss_names=tuple(by_name if names is None else names))
+        for name, (section, arguments) in LOSS_ARGUMENTS.items():
+            if name in by_name:
+                own = arguments | {"scale": "scale"}
+                self[section] = {key: getattr(by_name[name], attribute) for key, attribute in own.items()}

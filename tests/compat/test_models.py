@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fastamp.compat.config import configurable
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import DefaultTrainer
@@ -14,6 +15,7 @@ from fastamp.modeling import build_model
 from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.heads.build import REID_HEADS_REGISTRY
 from fastamp.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
 LAYERS = ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"]
@@ -68,11 +70,66 @@ class AttributeModel(Baseline):
         return {"loss_bce": F.binary_cross_entropy_with_logits(outputs["cls_outputs"], gt_labels)}
 
 
+class OwnLossArguments(Baseline):
+    """Model whose ``from_config`` extends the dict of ``Baseline``, and whose loss is not registered."""
+
+    @classmethod
+    def from_config(cls, cfg):
+        arguments = Baseline.from_config(cfg)
+        arguments["loss_kwargs"].update({"own": {"scale": 2.0}})
+        return arguments
+
+    def losses(self, outputs, gt_labels):
+        assert self.loss_kwargs["loss_names"] == ("OwnLoss", "TripletLoss")
+        found = Baseline.losses.fget(self)(outputs, gt_labels)
+        return found | {"loss_own": self.loss_kwargs["own"]["scale"] * outputs["features"].square().mean()}
+
+
+class ExplicitArguments(Baseline):
+    """Model with FastReID's constructor arguments and one more."""
+
+    @configurable
+    def __init__(self, *, backbone, heads, pixel_mean, pixel_std, loss_kwargs=None, bonus=0.0):
+        super().__init__(
+            backbone=backbone, heads=heads, pixel_mean=pixel_mean, pixel_std=pixel_std, loss_kwargs=loss_kwargs
+        )
+        self.bonus = bonus
+
+    @classmethod
+    def from_config(cls, cfg):
+        arguments = super().from_config(cfg)
+        arguments["bonus"] = 0.5
+        return arguments
+
+
+class FromConfig(Baseline):
+    """Model with FastReID's old constructor."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.bonus = cfg.MODEL.LOSSES.TRI.MARGIN
+
+
+class DropHead(OwnForward):
+    """Head with keyword arguments from its own ``from_config``."""
+
+    @configurable
+    def __init__(self, *, drop, **arguments):
+        EmbeddingHead.__init__(self, **arguments)
+        self.drop = nn.Dropout(drop)
+
+    @classmethod
+    def from_config(cls, cfg):
+        arguments = super().from_config(cfg)
+        arguments["drop"] = 0.0
+        return arguments
+
+
 @pytest.fixture
 def cfg(demo, tmp_path):
     components = {
-        REID_HEADS_REGISTRY: (OwnForward, InheritedForward, Attributes),
-        META_ARCH_REGISTRY: (AttributeModel,),
+        REID_HEADS_REGISTRY: (OwnForward, InheritedForward, DropHead, Attributes),
+        META_ARCH_REGISTRY: (AttributeModel, OwnLossArguments, ExplicitArguments, FromConfig),
     }
     for registry, classes in components.items():
         for each in classes:
@@ -85,12 +142,12 @@ def cfg(demo, tmp_path):
             registry._components.pop(each.__name__)
 
 
-@pytest.mark.parametrize("name", ["OwnForward", "InheritedForward"])
+@pytest.mark.parametrize("name", ["OwnForward", "InheritedForward", "DropHead"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_head_with_config_constructor_equals_the_usual_head(cfg, name, layer):
     values = {"MODEL.HEADS.NUM_CLASSES": 5, "MODEL.HEADS.CLS_LAYER": layer, "MODEL.HEADS.SCALE": 16.0}
     cfg = cfg.with_values(values | {"MODEL.HEADS.MARGIN": 0.2})
-    usual = EmbeddingHead.from_config(cfg)
+    usual = EmbeddingHead(**EmbeddingHead.from_config(cfg))
     head = REID_HEADS_REGISTRY.build(name, cfg)
     head.load_state_dict(usual.state_dict())
     nn.init.normal_(usual.weight)
@@ -107,6 +164,30 @@ def test_head_with_config_constructor_equals_the_usual_head(cfg, name, layer):
 def test_model_with_such_a_head_is_trained(cfg, name):
     values = {"MODEL.HEADS.NAME": name, "MODEL.HEADS.CLS_LAYER": "CosSoftmax", "MODEL.HEADS.SCALE": 16.0}
     assert DefaultTrainer(cfg.with_values(values)).train()["mAP"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "losses"),
+    [
+        ("OwnLossArguments", ("OwnLoss", "TripletLoss")),
+        ("ExplicitArguments", ("CrossEntropyLoss", "TripletLoss")),
+        ("FromConfig", ("CrossEntropyLoss", "TripletLoss")),
+    ],
+)
+def test_model_with_fastreids_constructor_computes_the_configured_losses(cfg, name, losses):
+    values = {"MODEL.META_ARCHITECTURE": name, "MODEL.LOSSES.NAME": losses, "MODEL.HEADS.NUM_CLASSES": 4}
+    cfg = cfg.with_values(values | {"MODEL.LOSSES.TRI.MARGIN": 0.5})
+    torch.manual_seed(0)
+    model = build_model(cfg)
+    found = model({"images": torch.rand(8, 3, 64, 32) * 255, "targets": torch.arange(8) // 2})
+    assert set(found) == {"loss_triplet", "loss_own" if name == "OwnLossArguments" else "loss_cls"}
+    assert model.loss_kwargs["tri"]["margin"] == 0.5 and getattr(model, "bonus", 0.5) == 0.5
+    assert DefaultTrainer(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 0})).train()["mAP"] > 0
+
+
+def test_unknown_loss_is_an_error_if_the_model_has_no_method_losses(cfg):
+    with pytest.raises(ConfigError, match="OwnLoss"):
+        build_model(cfg.with_values({"MODEL.META_ARCHITECTURE": "FromConfig", "MODEL.LOSSES.NAME": ("OwnLoss",)}))
 
 
 class Colors(torch.utils.data.Dataset):

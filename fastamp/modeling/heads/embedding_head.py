@@ -67,12 +67,7 @@ class EmbeddingHead(nn.Module):
         nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "EmbeddingHead":
-        """Build the head configured in ``MODEL.HEADS``."""
-        return cls(**cls.config_arguments(cfg))
-
-    @classmethod
-    def config_arguments(cls, cfg: Any) -> dict[str, Any]:
+    def from_config(cls, cfg: Any) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``."""
         heads = cfg.MODEL.HEADS
         return {

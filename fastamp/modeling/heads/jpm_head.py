@@ -102,7 +102,7 @@ class JPMHead(nn.Module):
         cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token has no spatial dimensions
         return cls(
             last_block=backbone.hand_over_last_block(),
-            branches=[EmbeddingHead.from_config(cfg) for _ in range(1 + jpm.PARTS)],
+            branches=[EmbeddingHead(**EmbeddingHead.from_config(cfg)) for _ in range(1 + jpm.PARTS)],
             shift=jpm.SHIFT,
             groups=jpm.GROUPS,
             rearrange=jpm.REARRANGE,

@@ -14,13 +14,17 @@ logger = logging.getLogger(__name__)
 LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
 
-def build_losses(cfg: Any) -> nn.ModuleDict:
+def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
     A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
     ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
     compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
     all ranks.
+
+    Args:
+        cfg (CfgNode): the config.
+        allow_unknown (bool): skip losses that are not registered, because the model computes them. Default False.
 
     Returns:
         nn.ModuleDict: loss name, as in the logs (e.g. ``loss_cls``) -> module.
@@ -37,6 +41,8 @@ def build_losses(cfg: Any) -> nn.ModuleDict:
     for name in names:
         if name.startswith(PML):
             loss = build_pml_loss(cfg, name.removeprefix(PML), feature_dim=feature_dim(cfg))
+        elif allow_unknown and name not in LOSS_REGISTRY:
+            continue
         else:
             loss = LOSS_REGISTRY.build(name, cfg)
         if loss is None:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.compat.modeling import loss_kwargs
+from fastamp.compat.config import configurable
+from fastamp.compat.modeling import LossArguments
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -22,27 +23,35 @@ class Baseline(ImageModel):
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
         heads (nn.Module): head, e.g. ``EmbeddingHead``.
-        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
+        losses (nn.ModuleDict | None): loss name -> module with ``forward(outputs, targets) -> scalar``. Default None:
+            the losses of ``loss_kwargs``.
         gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        loss_kwargs (dict | None): names and arguments of the losses, as in FastReID; see
+            ``fastamp.compat.modeling.LossArguments``. Default None: those of ``losses``.
     """
 
+    @configurable
     def __init__(
         self,
         *,
         backbone: nn.Module,
         heads: nn.Module,
-        losses: nn.ModuleDict,
+        losses: nn.ModuleDict | None = None,
         pixel_mean: list[float] | tuple[float, ...],
         pixel_std: list[float] | tuple[float, ...],
         gather: bool = False,
+        loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(backbone=backbone, pixel_mean=pixel_mean, pixel_std=pixel_std)
         self.heads = heads
-        self.losses = Losses(losses, gather=gather)
+        if losses is None:
+            losses = getattr(loss_kwargs, "losses", {})
+        self.losses = losses if isinstance(losses, Losses) else Losses(losses, gather=gather)
+        self.loss_kwargs = dict(LossArguments(self._modules["losses"]) if loss_kwargs is None else loss_kwargs)
 
     @classmethod
-    def from_config(cls, cfg: Any) -> "Baseline":
-        """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
+    def from_config(cls, cfg: Any) -> dict[str, Any]:
+        """Build the backbone, the head and the losses configured in ``MODEL``, and return the constructor arguments.
 
         Raises:
             ConfigError: if a loss has learnable parameters and the head has several outputs; see also
@@ -50,17 +59,17 @@ class Baseline(ImageModel):
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
-        heads, losses = build_heads(cfg, backbone), build_losses(cfg)
+        heads, losses = build_heads(cfg, backbone), build_losses(cfg, allow_unknown=_computes_losses(cfg))
         if getattr(heads, "several_outputs", False):
             check_shareable(losses, f"the outputs of {cfg.MODEL.HEADS.NAME}")
-        return cls(
-            backbone=backbone,
-            heads=heads,
-            losses=losses,
-            gather=cfg.MODEL.LOSSES.GATHER,
+        losses = Losses(losses, gather=cfg.MODEL.LOSSES.GATHER)
+        return {
+            "backbone": backbone,
+            "heads": heads,
+            "loss_kwargs": LossArguments(losses, names=cfg.MODEL.LOSSES.NAME),
             **normalization(cfg),
             **cls.further_options(cfg),
-        )
+        }
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
@@ -94,11 +103,6 @@ class Baseline(ImageModel):
         """
         return self._modules["losses"]
 
-    @property
-    def loss_kwargs(self) -> dict[str, Any]:
-        """Names and arguments of the losses, as in FastReID; see ``fastamp.compat.modeling.loss_kwargs``."""
-        return loss_kwargs(self._modules["losses"])
-
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
@@ -108,3 +112,8 @@ class Baseline(ImageModel):
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute scaled class logits without margin, (B, K) float32; works in both training and evaluation mode."""
         return self.heads.logits(self.feature_maps(batch))
+
+
+def _computes_losses(cfg: Any) -> bool:
+    """Return True if the class of the model has a method ``losses``, which may compute losses of other names."""
+    return callable(getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "losses", None))
