@@ -20,16 +20,32 @@ MODULES = {
     "fastamp.data.common": "fastamp.compat.data",
     "fastamp.data.data_utils": "fastamp.compat.data",
     "fastamp.data.datasets.bases": "fastamp.compat.datasets",
+    "fastamp.data.datasets.dukemtmcreid": "fastamp.data.datasets.catalog",
     "fastamp.evaluation.clas_evaluator": "fastamp.compat.evaluation",
+    "fastamp.evaluation.reid_evaluation": "fastamp.evaluation.evaluator",
     "fastamp.evaluation.testing": "fastamp.compat.evaluation",
+    "fastamp.layers.activation": "fastamp.compat.layers",
     "fastamp.layers.any_softmax": "fastamp.compat.any_softmax",
     "fastamp.layers.batch_norm": "fastamp.compat.layers",
+    "fastamp.layers.drop": "fastamp.compat.layers",
+    "fastamp.layers.helpers": "fastamp.compat.layers",
+    "fastamp.layers.non_local": "fastamp.compat.layers",
+    "fastamp.layers.se_layer": "fastamp.layers.attention",
     "fastamp.layers.weight_init": "fastamp.compat.layers",
+    "fastamp.modeling.backbones.mobilenetv3": "fastamp.modeling.backbones.mobilenet",
+    "fastamp.modeling.backbones.vision_transformer": "fastamp.modeling.backbones.vit",
+    "fastamp.modeling.losses.circle_loss": "fastamp.modeling.losses.pairwise_cosine",
+    "fastamp.modeling.losses.cross_entroy_loss": "fastamp.modeling.losses.cross_entropy",
+    "fastamp.modeling.losses.focal_loss": "fastamp.modeling.losses.focal",
+    "fastamp.modeling.losses.triplet_loss": "fastamp.modeling.losses.triplet",
     "fastamp.modeling.losses.utils": "fastamp.compat.modeling",
+    "fastamp.utils.collect_env": "fastamp.compat.tools",
     "fastamp.utils.compute_dist": "fastamp.compat.evaluation",
     "fastamp.utils.file_io": "fastamp.compat.files",
     "fastamp.utils.history_buffer": "fastamp.compat.events",
     "fastamp.utils.params": "fastamp.compat.solver",
+    "fastamp.utils.precision_bn": "fastamp.compat.tools",
+    "fastamp.utils.timer": "fastamp.compat.tools",
     "fastamp.utils.visualizer": "fastamp.compat.visualizer",
 }
 """Module of FastReID -> module that provides its names."""
@@ -63,29 +79,81 @@ NAMES = {
     "fastamp.evaluation": {
         "ClasEvaluator": "fastamp.compat.evaluation.ClasEvaluator",
         "aqe": "fastamp.compat.evaluation.aqe",
+        "inference_context": "fastamp.compat.evaluation.inference_context",
         "evaluate_rank": "fastamp.compat.evaluation.evaluate_rank",
         "print_csv_format": "fastamp.compat.evaluation.print_csv_format",
     },
+    "fastamp.evaluation.evaluator": {"inference_context": "fastamp.compat.evaluation.inference_context"},
     "fastamp.evaluation.query_expansion": {"aqe": "fastamp.compat.evaluation.aqe"},
     "fastamp.evaluation.rank": {
         name: f"fastamp.compat.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")
     },
-    "fastamp.layers": {
-        "any_softmax": "fastamp.compat.any_softmax",
-        "get_norm": "fastamp.compat.layers.get_norm",
-        "weights_init_classifier": "fastamp.compat.layers.weights_init_classifier",
-        "weights_init_kaiming": "fastamp.compat.layers.weights_init_kaiming",
+    "fastamp.evaluation.rerank": {"re_ranking": "fastamp.compat.evaluation.re_ranking"},
+    "fastamp.layers": {"any_softmax": "fastamp.compat.any_softmax"}
+    | {
+        name: f"fastamp.layers.pooling.{name}"
+        for name in (
+            "AdaptiveAvgMaxPool",
+            "ClipGlobalAvgPool",
+            "Flatten",
+            "GeneralizedMeanPooling",
+            "GeneralizedMeanPoolingP",
+            "GlobalAvgPool",
+            "GlobalMaxPool",
+            "Identity",
+        )
+    }
+    | {
+        name: f"fastamp.compat.layers.{name}"
+        for name in (
+            "DropPath",
+            "FastGlobalAvgPool",
+            "FrozenBatchNorm",
+            "GELU",
+            "MemoryEfficientSwish",
+            "Mish",
+            "Non_local",
+            "Swish",
+            "SyncBatchNorm",
+            "drop_path",
+            "get_norm",
+            "make_divisible",
+            "to_2tuple",
+            "trunc_normal_",
+            "weights_init_classifier",
+            "weights_init_kaiming",
+        )
     },
     "fastamp.layers.norm": {"get_norm": "fastamp.compat.layers.get_norm"},
+    "fastamp.layers.pooling": {"FastGlobalAvgPool": "fastamp.compat.layers.FastGlobalAvgPool"},
+    "fastamp.modeling.backbones": {
+        f"build_{name}_backbone": f"fastamp.compat.modeling.build_{name}_backbone"
+        for name in (
+            "effnet",
+            "mobilenetv2",
+            "mobilenetv3",
+            "osnet",
+            "regnet",
+            "repvgg",
+            "resnest",
+            "resnet",
+            "shufflenetv2",
+            "vit",
+        )
+    },
     "fastamp.modeling.heads": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
     "fastamp.modeling.heads.build": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
+    "fastamp.modeling.losses.pairwise_cosine": {
+        "pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"
+    },
     "fastamp.modeling.losses": {"pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"},
     "fastamp.solver": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
     "fastamp.solver.build": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
     "fastamp.utils.comm": {
         name: f"fastamp.compat.comm.{name}"
-        for name in ("gather", "get_local_rank", "reduce_dict", "shared_random_seed")
+        for name in ("gather", "get_local_rank", "get_local_size", "reduce_dict", "shared_random_seed")
     },
+    "fastamp.utils.env": {"seed_all_rng": "fastamp.compat.tools.seed_all_rng"},
     "fastamp.utils.events": {
         name: f"fastamp.compat.events.{name}"
         for name in ("CommonMetricPrinter", "EventStorage", "EventWriter", "get_event_storage")
@@ -125,6 +193,10 @@ def _execute(run: Callable[[ModuleType], None], names: dict[str, str], module: M
     vars(module).update(__getattr__=getattr_)
     if hasattr(module, "__all__"):  # for `from module import *`
         vars(module).update(__all__=[*module.__all__, *names])
+    for alias, current in MODULES.items():
+        # The import of a submodule would replace a function of the same name, e.g. ``losses.triplet_loss``.
+        if alias.rpartition(".")[0] == module.__name__ and alias.rpartition(".")[2] in vars(module):
+            sys.modules[alias] = importlib.import_module(current)
 
 
 def resolve(path: str) -> Any:

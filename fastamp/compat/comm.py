@@ -14,6 +14,11 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def get_local_size() -> int:
+    """Return the number of processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", comm.get_world_size()))
+
+
 def gather(data: Any, dst: int = 0, group: Any = None) -> list[Any]:
     """Gather picklable objects of all ranks on rank ``dst``; other ranks get an empty list."""
     if not comm.is_distributed():

@@ -2,12 +2,14 @@
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from fastamp.amp import to_float32
 from fastamp.evaluation.evaluator import DatasetEvaluator
@@ -122,6 +124,57 @@ def re_ranking_distances(
     options = ReRanking(k1=k1, k2=k2, lambda_value=lambda_value, variant="fastreid")
     distances = ReRankedDistances(feat_1, feat_2, metric="euclidean", options=options)
     return np.concatenate([block.cpu().numpy().copy() for _, block in distances.blocks()])
+
+
+def compute_euclidean_distance(features: torch.Tensor, others: torch.Tensor) -> np.ndarray:
+    """Compute squared Euclidean distances; see ``build_dist``."""
+    return build_dist(features, others, "euclidean")
+
+
+def compute_cosine_distance(features: torch.Tensor, others: torch.Tensor) -> np.ndarray:
+    """Compute 1 - cosine similarity; see ``build_dist``."""
+    return build_dist(features, others, "cosine")
+
+
+@torch.no_grad()
+def compute_jaccard_distance(
+    features: torch.Tensor, k1: int = 20, k2: int = 6, search_option: int = 0, fp16: bool = False
+) -> np.ndarray:
+    """Compute the Jaccard distances (N, N) of features (N, D), e.g. for clustering; see ``build_dist``.
+
+    ``search_option`` and ``fp16`` are ignored: the neighbors are exact and distances are float32.
+    """
+    return build_dist(features, features, "jaccard", k1=k1, k2=k2)
+
+
+def re_ranking(
+    q_g_dist: np.ndarray,
+    q_q_dist: np.ndarray,
+    g_g_dist: np.ndarray,
+    k1: int = 20,
+    k2: int = 6,
+    lambda_value: float = 0.3,
+) -> np.ndarray:
+    """Raise an error: re-ranking takes features, so that no distance matrix of the whole test set is stored.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        "re_ranking does not support distance matrices.\n"
+        "  fix: set TEST.RERANK.ENABLED True, or pass the features to fastamp.evaluation.rerank.ReRankedDistances"
+    )
+
+
+@contextmanager
+def inference_context(model: nn.Module) -> Iterator[None]:
+    """Set a model to evaluation mode in a ``with`` block, and restore its mode afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:

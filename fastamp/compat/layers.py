@@ -1,10 +1,70 @@
-"""FastReID's helpers for normalization layers and weight initialization."""
+"""FastReID's layers, and helpers for normalization layers and weight initialization."""
 
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.init import trunc_normal_
+from torch.nn.modules.utils import _pair as to_2tuple
+from torchvision.models._utils import _make_divisible as make_divisible
+from torchvision.ops import StochasticDepth, stochastic_depth
 
-from fastamp.layers.norm import build_norm
+from fastamp.layers.attention import NonLocal
+from fastamp.layers.norm import IBN, FrozenBatchNorm2d, build_norm
+from fastamp.layers.pooling import GlobalAvgPool
+
+__all__ = [
+    "GELU",
+    "IBN",
+    "DropPath",
+    "FastGlobalAvgPool",
+    "FrozenBatchNorm",
+    "MemoryEfficientSwish",
+    "Mish",
+    "Non_local",
+    "Swish",
+    "SyncBatchNorm",
+    "drop_path",
+    "get_norm",
+    "make_divisible",
+    "to_2tuple",
+    "trunc_normal_",
+    "weights_init_classifier",
+    "weights_init_kaiming",
+]
+
+GELU, Mish, Swish, MemoryEfficientSwish = nn.GELU, nn.Mish, nn.SiLU, nn.SiLU
+SyncBatchNorm, FrozenBatchNorm = nn.SyncBatchNorm, FrozenBatchNorm2d
+FastGlobalAvgPool = GlobalAvgPool
+
+
+def drop_path(x: torch.Tensor, drop_prob: float = 0.0, training: bool = False) -> torch.Tensor:
+    """Set samples of ``x`` to zero with probability ``drop_prob``, and scale the others by 1 / (1 - drop_prob)."""
+    return stochastic_depth(x, drop_prob, "row", training)
+
+
+class DropPath(StochasticDepth):
+    """Stochastic depth per sample (Huang et al. 2016, arXiv:1603.09382).
+
+    Args:
+        drop_prob (float | None): probability that a sample is set to zero. Default None: 0.
+    """
+
+    def __init__(self, drop_prob: float | None = None) -> None:
+        super().__init__(drop_prob or 0.0, mode="row")
+
+
+class Non_local(NonLocal):
+    """Non-local block with FastReID's arguments; see ``fastamp.layers.NonLocal``.
+
+    Args:
+        in_channels (int): number of input channels.
+        bn_norm (str): name of the normalization layer.
+        reduc_ratio (int): ignored, as in FastReID: the inner width is 1.
+    """
+
+    def __init__(self, in_channels: int, bn_norm: str, reduc_ratio: int = 2) -> None:
+        super().__init__(in_channels, bn_norm)
 
 
 def get_norm(norm: Any, out_channels: int, **kwargs: Any) -> nn.Module | None:

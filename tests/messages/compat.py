@@ -9,10 +9,11 @@ from messages import Recorder
 
 from fastamp.compat.config import configurable
 from fastamp.compat.datasets import ImageDataset
-from fastamp.compat.evaluation import build_dist, evaluate_rank
+from fastamp.compat.evaluation import build_dist, evaluate_rank, re_ranking
 from fastamp.compat.events import EventStorage, get_event_storage
 from fastamp.compat.files import PathManager
 from fastamp.compat.solver import ContiguousParams, build_lr_scheduler
+from fastamp.compat.tools import Timer
 from fastamp.compat.trainer import as_train_loader
 from fastamp.compat.visualizer import Visualizer
 from fastamp.config import get_cfg
@@ -35,6 +36,14 @@ def functions(record):
         evaluate_rank(np.zeros((2, 2)), pids, pids, pids, 1 - pids, use_metric_cuhk03=True)
     with record("evaluate_rank without matches"):
         evaluate_rank(np.zeros((2, 2)), pids, pids, pids, pids)
+    with record("re_ranking of distance matrices"):
+        re_ranking(np.zeros((2, 2)), np.zeros((2, 2)), np.zeros((2, 2)))
+    with record("Timer.resume without a pause"):
+        Timer().resume()
+    timer = Timer()
+    timer.pause()
+    with record("Timer.pause twice"):
+        timer.pause()
     with record("build_dist(metric='manhattan')"):
         build_dist(torch.zeros(2, 2), torch.zeros(2, 2), "manhattan")
     with record("PathManager.open('https://...')"):
