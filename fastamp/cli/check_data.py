@@ -2,8 +2,9 @@
 
 Prints the numbers of images, identities and cameras, a histogram of image sizes, and all findings: unreadable images,
 identities shared by training and test, queries without a match, duplicate images across splits, and what would stop a
-run with the config, e.g. too few identities for the sampler. Also writes a contact sheet. Exit code: 0 if no error was
-found, 1 if a finding invalidates results, 2 for an unknown or missing dataset.
+run with the config, e.g. too few identities for the sampler. Also writes a contact sheet and, with all occurrences,
+findings.txt. Exit code: 0 if no error was found, 1 if a finding invalidates results, 2 for an unknown or missing
+dataset.
 
 examples:
   fastamp check-data Market1501
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from fastamp.data.check import Report
 
 _BAR = 40
+_MAX_EXAMPLES = 5
 _SINGULAR = {
     "identities": "identity",
     "images": "image",
@@ -40,15 +42,17 @@ _SINGULAR = {
 }
 
 
-def text(report: "Report") -> str:
-    """Format a report as text."""
+def text(report: "Report", *, max_examples: int | None = _MAX_EXAMPLES) -> str:
+    """Format a report as text, with up to ``max_examples`` (None: all) examples of each finding."""
     blocks = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
     if report.sizes:
         blocks.append(_histogram(report))
     for finding in report.findings:
-        more = f"\n    and {finding.count - len(finding.examples)} more" * (finding.count > len(finding.examples))
+        shown = finding.examples[:max_examples]
+        rest = len(finding.examples) - len(shown)
+        more = f"\n    and {rest} more" * bool(rest)
         word = "ERROR" if finding.is_error else "note"
-        examples = "\n    ".join(example.replace("\n", "\n    ") for example in finding.examples)
+        examples = "\n    ".join(example.replace("\n", "\n    ") for example in shown)
         fix = f"\n  fix: {finding.fix}" * bool(finding.fix)
         blocks.append(f"{word}: {_count(finding.count, finding.fault)}\n    {examples}{more}{fix}")
     blocks += [f"note: {note}" for note in report.notes]
@@ -96,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         default="logs/check_data",
         metavar="DIR",
-        help="output folder for the contact sheet (default: %(default)s)",
+        help="output folder for the contact sheet and findings.txt (default: %(default)s)",
     )
     parser.add_argument(
         "--config-file", default="", metavar="FILE", help="recipe of the run (default: the default config)"
@@ -157,11 +161,14 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
         training_problems=find_training_problems(dataset, cfg),
         protocol=protocol,
     )
-    print(sanitize_terminal_text(f"{name}\nrun: {recipe}\n\n{text(report)}\n"), flush=True)
-    sheet = folder / "contact_sheet.png"
+    title = f"{name}\nrun: {recipe}\n\n"
+    print(sanitize_terminal_text(f"{title}{text(report)}\n"), flush=True)
+    sheet, findings = folder / "contact_sheet.png", folder / "findings.txt"
     with writing(sheet):
         contact_sheet(dataset, sheet)
-    print(f"wrote {sheet}")
+    with writing(findings):
+        findings.write_text(f"{title}{text(report, max_examples=None)}\n", encoding="utf-8", errors="surrogateescape")
+    print(f"wrote {sheet} and {findings} (with all occurrences)")
     if args.write_clean:
         clean = Path(args.write_clean).expanduser()
         count, excluded = write_clean(dataset, report, clean, protocol=protocol)

@@ -18,8 +18,16 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
-from fastamp.data.datasets.custom import CsvDataset
-from fastamp.data.decode import LARGEST_PIXELS, MAX_PIXELS, cause_of, check_pixels, open_with_pil, read_image
+from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset, describe_invalid_lines, path_fix
+from fastamp.data.decode import (
+    LARGEST_PIXELS,
+    MAX_PIXELS,
+    cause_of,
+    check_mode,
+    check_pixels,
+    open_with_pil,
+    read_image,
+)
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
@@ -36,7 +44,6 @@ HASH_BITS = _HASH_SIDE**2
 # Near-duplicates differ in fewer bits than this fraction of the distance below which 1 % of the pairs of different
 # identities are. Images of one fixed camera, whose background is equal, differ in few bits.
 _FRACTION_OF_DIFFERENT, _PERCENTILE, _SAMPLED_PAIRS = 0.6, 1, 20_000
-_MAX_EXAMPLES = 5
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Finding:
 
     Attributes:
         fault (str): short description of the problem.
-        examples (list[str]): the first occurrences, one line each.
+        examples (list[str]): the occurrences, one line each; occurrences of the same problem may share a line.
         count (int): number of occurrences.
         is_error (bool): True if the problem makes results wrong, False for a warning.
         fix (str): what to change.
@@ -276,6 +283,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
         content = Path(item.path).read_bytes()
         with open_with_pil(io.BytesIO(content)) as image:
             check_pixels(item.path, *image.size, max_pixels)
+            check_mode(image)
             image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
             upright = ImageOps.exif_transpose(image)
     except Exception as error:  # PIL's plugins raise many exception types on corrupt files
@@ -284,7 +292,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
         if item.box[2] > upright.width or item.box[3] > upright.height:
             return _ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
         upright = upright.crop(item.box)
-    if upright.mode.startswith(("I", "F")):  # more than 8 bits
+    if upright.mode.startswith("I"):  # more than 8 bits
         values = np.asarray(upright, dtype=np.float64)
         upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
     gray = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
@@ -347,8 +355,13 @@ def _excludes_same_camera(protocol: Any) -> bool:
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
-    faults = list(getattr(dataset, "invalid_lines", {}).values())
-    yield from _findings("invalid lines", faults, fix="correct these lines")
+    if isinstance(dataset, CsvDataset) and dataset.invalid_lines:
+        yield Finding(
+            "invalid lines",
+            describe_invalid_lines(dataset.file, dataset.invalid_lines),
+            len(dataset.invalid_lines),
+            fix="correct these lines; --write-clean OUT.csv excludes them",
+        )
 
 
 Row = tuple[str, int]
@@ -393,7 +406,7 @@ class _CheckedDataset:
         yield from _findings(
             "unreadable images",
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
-            fix="restore the files, or correct the paths; --write-clean OUT.csv excludes the files",
+            fix=f"{path_fix(self._item(row).path for row, _ in bad)}; --write-clean OUT.csv excludes the files",
             excluded=(row for row, _ in bad),
         )
 
@@ -401,7 +414,8 @@ class _CheckedDataset:
         """Find identities that are in both the training and the test images."""
         names = {split: {self.dataset.identity(item.pid) for item in items} for split, items in self.splits.items()}
         tested = names.get("query", set()) | names.get("gallery", set())
-        shared = names.get("train", set()) & (tested - {"0", "-1"})
+        not_identities = () if isinstance(self.dataset, tuple(PATH_DATASETS.values())) else {"0", "-1"}  # distractors
+        shared = names.get("train", set()) & tested.difference(not_identities)
         yield from _findings(
             "identities in both training and test",
             sorted(shared),
@@ -447,7 +461,7 @@ class _CheckedDataset:
                 digests = {self._summary(row).digest for _, row in same}
                 yield from _findings(
                     f"images in both {first} and {second}",
-                    [f"{self.label(one)} = {self.label(other)}" for one, other in same],
+                    [f"{self.label(one, pid=True)} = {self.label(other, pid=True)}" for one, other in same],
                     fix="remove the repetitions, or correct the identities"
                     if self.dataset.split_note
                     else "list each image in one split",
@@ -471,8 +485,8 @@ class _CheckedDataset:
                 yield from _findings(
                     f"near-duplicates between {first} and {second}",
                     [
-                        f"{self.label(one)} ~ {self.label(other)}: {bits} of {HASH_BITS} bits differ"
-                        for bits, one, other in near
+                        f"{' ~ '.join(self.label(row, pid=True) for row in pair)}: {bits} of {HASH_BITS} bits differ"
+                        for bits, *pair in near
                     ],
                     is_error=False,
                     fix="compare these images, and keep near-duplicates in one split",
@@ -571,4 +585,4 @@ def _findings(
     fault: str, examples: list[str], *, is_error: bool = True, fix: str = "", excluded: Iterable[Row] = ()
 ) -> Iterable[Finding]:
     if examples:
-        yield Finding(fault, examples[:_MAX_EXAMPLES], len(examples), is_error, fix, frozenset(excluded))
+        yield Finding(fault, examples, len(examples), is_error, fix, frozenset(excluded))

@@ -136,6 +136,12 @@ def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
         )
 
 
+def check_mode(image: Image.Image) -> None:
+    """Raise ValueError if a PIL image has float pixels, whose range of values is unknown."""
+    if image.mode.startswith("F"):
+        raise ValueError(f"unsupported PIL mode {image.mode}: the value range of float pixels is unknown")
+
+
 def _declared_size(content: bytearray) -> tuple[int, int]:
     """Return ``(width, height)`` from the header of a JPEG file, or ``(0, 0)`` if not found.
 
@@ -267,10 +273,9 @@ def _pil_pixels(image: Image.Image, mode: str) -> Tensor:
     """Convert a PIL image to (C, H, W) uint8 pixels in ``mode``, and apply its EXIF orientation.
 
     Raises:
-        ValueError: if the image has mode F.
+        ValueError: if the image has float pixels.
     """
-    if image.mode == "F":
-        raise ValueError("unsupported PIL mode F: the value range of float pixels is unknown")
+    check_mode(image)
     pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 
 from fastamp.data.datasets.base import ImageDataset
-from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command
+from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command, path_fix
 from fastamp.data.datasets.items import PackedItems, encode
 from fastamp.data.decode import has_image_format
 from fastamp.utils.errors import DataError
@@ -53,7 +53,7 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     if skip:
         logger.warning("%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", found)
         return
-    fix = "restore the files, or correct the paths (those in a CSV file are relative to its folder)"
+    fix = path_fix(map(items.path, missing)) + " (those in a CSV file are relative to its folder)"
     listed = [dataset.title for dataset in datasets if dataset.title.startswith("csv:")]
     if listed:
         fix += f"; or write a CSV file without these lines: {clean_command(listed[0])}"

@@ -289,6 +289,27 @@ def test_check_data_reports_single_findings_in_the_singular(folder, tmp_path, ca
     assert "--write-clean" not in out + caplog.text
 
 
+def test_image_that_cannot_be_decoded_for_training_is_unreadable(folder):
+    Image.fromarray(np.zeros((64, 32), dtype=np.float32)).save(folder / "float.tif")
+    edit(folder, "3_1.jpg", "float.tif")
+    assert "mode F" in findings_of(folder)[0]["unreadable images"].examples[0]
+
+
+def test_identity_0_of_a_csv_file_is_an_identity(folder):
+    edit(folder, "6_1.jpg,6", "6_1.jpg,0")
+    assert findings_of(folder)[0]["identities in both training and test"].examples == ["0"]
+
+
+def test_all_occurrences_are_written_to_a_file(folder, tmp_path, capsys):
+    for number in range(4):
+        for pid in (1, 2):
+            (folder / f"{pid}_{number}.jpg").write_bytes(b"")
+    assert check_data.cli([f"csv:{folder / 'set.csv'}", "--output", str(tmp_path / "out")]) == 1
+    out, found = capsys.readouterr().out, (tmp_path / "out/findings.txt").read_text()
+    assert out.count("cannot identify the image format") == 5 and "and 3 more" in out
+    assert found.count("cannot identify the image format") == 8 and "more" not in found
+
+
 def test_only_one_training_identity_is_reported_without_a_count():
     assert text(Report([], [Finding("only one training identity", ["0"], 1)])).endswith(
         "ERROR: only one training identity\n    0"
@@ -362,7 +383,9 @@ def test_similar_images_are_not_all_near_duplicates(tmp_path):
 def test_near_duplicates_are_listed_with_their_distance(folder):
     near_duplicate(folder)
     (example,) = findings_of(folder)[0]["near-duplicates between train and gallery"].examples
-    assert re.search(r"4_2.jpg \(line 20\) ~ .*8_3.jpg \(line 37\): \d+ of 256 bits differ", example)
+    assert re.search(
+        r"4_2.jpg \(identity 4, line 20\) ~ .*8_3.jpg \(identity 8, line 37\): \d+ of 256 bits differ", example
+    )
 
 
 @pytest.mark.parametrize("name, is_escaped", [("Анна", False), ("Ελένη", False), ("中文", True)])

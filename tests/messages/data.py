@@ -77,6 +77,9 @@ def tables(record):
         "no_split": "path,pid,camid\n" + "".join(f"{n}.png,{n // 4},{n % 2}\n" for n in range(24)),
         "repeated": "path,pid,split\na.png,1,train\nb.png,1,train\na.png,1,query",
         "invalid_lines": "path,pid,split\na.png,,train\nb.png,1,trian",
+        "test_split": "path,pid,split\n" + "".join(f"{n}.png,{n},test\n" for n in range(20)),
+        "quote": 'path,pid\na.png,"Jo "Al" Ray"',
+        "decimal_comma": "path;pid;x0;y0;x1;y1\na;1;5,5;0;9;9",
     }.items():
         file = record.file(f"{name}.csv", text)
         with record(f"DATASETS.NAMES csv:{file}"):
@@ -90,6 +93,9 @@ def checks(record):
     record.file("empty.png")
     record.file("text.png", "not an image")
     dataset = build_dataset(f"csv:{file}")
+    windows = build_dataset("csv:" + str(record.file("windows.csv", "path,pid,split\nimages\\a.png,1,train")))
+    with record("check_files of a path with a backslash"):
+        check_files(windows.train, [windows])
     with record("check_files of missing and empty files"):
         check_files(dataset.train, [dataset])
     with record("write_clean of unreadable images"):
@@ -112,6 +118,8 @@ def folders(record):
             record.file(f"people/person {identity}/cam{camera}_0.jpg")
     record.file("parts/train/person 0/a.jpg")
     record.file("no_images/person/notes.txt")
+    for name in ("loose.jpg", *(f"person {n}/{n}.jpg" for n in range(4)), "empty/notes.txt"):
+        record.file(f"mixed/{name}")
     record.file("file")
     for folder, values in (
         (people, {"CAMERA": r"c(\d"}),
@@ -121,6 +129,7 @@ def folders(record):
         (people, {"TEST_FRACTION": "0.5"}),
         (record.root / "parts", {}),
         (record.root / "no_images", {}),
+        (record.root / "mixed", {"TEST_FRACTION": "0"}),
         (record.root / "file", {}),
         (record.root / "nowhere", {}),
     ):

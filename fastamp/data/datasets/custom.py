@@ -32,7 +32,8 @@ KEYS = (
     Key(
         "DATASETS.FOLDER.CAMERA",
         "",
-        "folder:PATH datasets: regular expression searched in each file name; its first group is the camera. If empty, "
+        "folder:PATH datasets: regular expression searched in the path of each file below the folder of its identity; "
+        "its first group is the camera, e.g. c(\\d+) a number after c, or ^(.+)/ the name of a subfolder. If empty, "
         "images have no camera labels.",
     ),
     Key(
@@ -53,6 +54,7 @@ KEYS = (
 )
 
 SPLITS = ("train", "query", "gallery")
+_SPLIT_NUMBERS = {split: number for number, split in enumerate(SPLITS)}
 _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
@@ -62,6 +64,7 @@ _MAX_COORDINATE = 2**31
 _MAX_LISTED = 10
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # Common folder names of splits, which are not identities.
+_TEST_SPLITS = {"test", "testing", "val", "valid", "validation", "eval"}
 _SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
@@ -72,10 +75,10 @@ class CsvDataset(ImageDataset):
     In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``csv:`` plus the path, e.g. ``csv:/data/custom.csv``.
 
     The first line of the file names the columns: ``path`` (relative to the folder of the CSV file, or absolute) and
-    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery) and ``x0``, ``y0``, ``x1``, ``y1`` (box of
-    the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and cameras can be any text;
-    images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are not excluded.
-    Columns are separated by commas, semicolons or tabs.
+    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery; case does not matter) and ``x0``, ``y0``,
+    ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and
+    cameras can be any text; images of identity -1 are excluded. Without ``camid``, gallery images from the query's
+    camera are not excluded. Columns are separated by commas, semicolons or tabs.
 
     Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
     possible, e.g. with fewer than four identities, all images are training images.
@@ -91,7 +94,7 @@ class CsvDataset(ImageDataset):
     Attributes:
         file (Path): CSV file.
         has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
-        invalid_lines (dict[int, str]): line number -> error message; empty unless ``skip_invalid``.
+        invalid_lines (dict[int, str]): line number -> problem; empty unless ``skip_invalid``.
 
     Raises:
         DataError: if the file is not found, or a column or line is invalid.
@@ -196,8 +199,9 @@ class FolderDataset(ImageDataset):
 
     Args:
         path (str or Path): folder of the dataset.
-        camera (str): regular expression searched in each file name; its first group is the camera. If empty, images
-            have no camera, and no gallery image is excluded for being from the query's camera. Default "".
+        camera (str): regular expression searched in the path of each file below the folder of its identity; its first
+            group is the camera. If empty, images have no camera, and no gallery image is excluded for being from the
+            query's camera. Default "".
         test_fraction (float): fraction of identities used for testing. 0 uses all identities for training, 1 uses all
             identities for testing. Default 0.5.
         seed (int): seed of the random choice of identities. Default 0.
@@ -206,7 +210,7 @@ class FolderDataset(ImageDataset):
         has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
 
     Raises:
-        DataError: if the folder is not found or has no images, or a file name does not match ``camera``.
+        DataError: if the folder is not found or has no images, or a file does not match ``camera``.
         ConfigError: if ``camera`` is not a regular expression with a group, or there are too few identities for
             training or testing.
     """
@@ -219,7 +223,8 @@ class FolderDataset(ImageDataset):
             raise DataError(
                 f"{self.dataset_name}: {folder.absolute()} is a file; expected a folder.\n  fix: correct the path"
             )
-        identities = sorted(entry for entry in folder.iterdir() if entry.is_dir() and entry.name[0] not in ".@")
+        entries = sorted(entry for entry in folder.iterdir() if entry.name[0] not in ".@")
+        identities = [entry for entry in entries if entry.is_dir() and not _is_parent(entry, folder)]
         parts = [entry.name for entry in identities if entry.name.lower() in _SPLIT_FOLDERS]
         if parts:
             raise DataError(
@@ -233,15 +238,27 @@ class FolderDataset(ImageDataset):
                 f"{self.dataset_name}: no images in {folder.absolute()}; expected one folder per identity, with files "
                 f"that end in {', '.join(IMAGE_SUFFIXES)}.\n  fix: correct the path, or add images"
             )
+        named = {identity for identity, _ in files}
+        skipped = [entry.name for entry in entries if entry.name not in named and _may_be_image(entry)]
+        if skipped:
+            logger.warning(
+                "%s: skipped %s: files outside of the identities' folders, or folders without images\n"
+                "  fix: move images into one folder per identity, directly below %s",
+                self.dataset_name,
+                _list_first(skipped),
+                folder,
+            )
+        start = len(_path_prefix(folder))
         items = []
         for number, (identity, file) in enumerate(files):
-            found = pattern.search(os.path.basename(file)) if pattern else None
-            if pattern and not (found and found.group(1)):
+            name = _camera_of(pattern, file, start)
+            if pattern and not name:
                 raise DataError(
-                    f"{self.dataset_name}: DATASETS.FOLDER.CAMERA {camera!r} does not match the file name of {file}.\n"
-                    '  fix: use an expression that matches all file names, or "" if there are no cameras'
+                    f"{self.dataset_name}: DATASETS.FOLDER.CAMERA {camera!r} does not match the path of {file} "
+                    f"below the folder of its identity, {_path_in_identity(file, start)!r}.\n"
+                    '  fix: use an expression that matches all files, or "" if there are no cameras'
                 )
-            items.append(ImageItem(file, f"{self.dataset_name}_{identity}", found.group(1) if found else number))
+            items.append(ImageItem(file, f"{self.dataset_name}_{identity}", name or number))
         if pattern is None:
             logger.info(
                 "%s: DATASETS.FOLDER.CAMERA is empty; gallery images from the query's camera are not excluded", path
@@ -253,14 +270,14 @@ class FolderDataset(ImageDataset):
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
         tested = [*splits[1], *splits[2]]
-        start = len(_path_prefix(folder))
         self._names = {item.pid: item.path[start:].partition("/")[0] for item in tested}
         self._cameras = {}
         if pattern:
-            self._cameras = {item.camid: pattern.search(os.path.basename(item.path)).group(1) for item in tested}
+            self._cameras = {item.camid: _camera_of(pattern, item.path, start) for item in tested}
         # Without usable cameras, ``query_and_gallery`` gives each image its own camera number.
         self.has_cameras = pattern is not None and (not tested or len(self._cameras) < len(tested))
-        self.split_note = _describe_split(map(len, splits), items, tested, test_fraction, seed)
+        ignored = pattern is not None and not self.has_cameras
+        self.split_note = _describe_split(map(len, splits), items, tested, test_fraction, seed, ignores_cameras=ignored)
         logger.info("%s: %s", self.dataset_name, self.split_note)
         super().__init__(*map(PackedItems.of, splits))
 
@@ -269,7 +286,7 @@ class FolderDataset(ImageDataset):
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
 
     def camera(self, camid: int | str) -> str:
-        """Return the camera as written in the file names; "" without DATASETS.FOLDER.CAMERA."""
+        """Return the camera that DATASETS.FOLDER.CAMERA found; "" without this key."""
         return self._cameras.get(camid, "") if isinstance(camid, int) else super().camera(camid)
 
     @classmethod
@@ -280,7 +297,13 @@ class FolderDataset(ImageDataset):
 
 
 def _describe_split(
-    counts: Iterable[int], items: Sequence[Any], tested: Sequence[Any], fraction: float, seed: int
+    counts: Iterable[int],
+    items: Sequence[Any],
+    tested: Sequence[Any],
+    fraction: float,
+    seed: int,
+    *,
+    ignores_cameras: bool,
 ) -> str:
     """Describe how the identities were split into training and test identities."""
     train, query, gallery = counts
@@ -288,6 +311,8 @@ def _describe_split(
     return (
         f"split by identity, {number} of {total} identities for testing (DATASETS.FOLDER.TEST_FRACTION {fraction:g}, "
         f"drawn with DATASETS.FOLDER.SEED {seed}): {train} training, {query} query and {gallery} gallery images"
+        + "; cameras are ignored, because the test images are all from one camera or each from its own"
+        * ignores_cameras
     )
 
 
@@ -318,9 +343,11 @@ def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tupl
     for number, part in enumerate(parts):
         splits[[int(item.path) for item in part]] = number
     tested = [*parts[1], *parts[2]]
-    note = f"column split is missing: {_describe_split(map(len, parts), items, tested, fraction, seed)}"
-    logger.info("%s: %s", file, note)
     has_cameras = table.camids is not None and (not tested or len({item.camid for item in tested}) < len(tested))
+    ignored = table.camids is not None and not has_cameras
+    note = _describe_split(map(len, parts), items, tested, fraction, seed, ignores_cameras=ignored)
+    note = f"column split is missing: {note}"
+    logger.info("%s: %s", file, note)
     return splits, has_cameras, note
 
 
@@ -351,11 +378,31 @@ def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
 def _invalid_lines_error(file: Path, invalid: dict[int, str]) -> DataError:
     """Return the error for invalid lines in a CSV file."""
     fix = f"or write a file without invalid lines: {clean_command(f'csv:{file}')}"
+    found = describe_invalid_lines(file, invalid)
     if len(invalid) == 1:
-        (text,) = invalid.values()
-        return DataError(f"{text}\n  fix: correct the line, {fix}")
-    first = "".join(f"\n    {text}" for text in list(invalid.values())[:_MAX_LISTED])
-    return DataError(f"{file}: {len(invalid)} invalid lines; the first:{first}\n  fix: correct the lines, {fix}")
+        return DataError(f"{found[0]}\n  fix: correct the line, {fix}")
+    first = "".join(f"\n    {text}" for text in found[:_MAX_LISTED])
+    more = f"\n    and {len(found) - _MAX_LISTED} more problems" * (len(found) > _MAX_LISTED)
+    return DataError(f"{file}: {len(invalid)} invalid lines:{first}{more}\n  fix: correct the lines, {fix}")
+
+
+def describe_invalid_lines(file: Path, invalid: dict[int, str]) -> list[str]:
+    """Describe ``CsvDataset.invalid_lines`` in one text for each problem, with the numbers of its first lines."""
+    lines_of: dict[str, list[int]] = {}
+    for number, problem in invalid.items():
+        lines_of.setdefault(problem, []).append(number)
+    return [
+        f"{file}, {'lines' if len(numbers) > 1 else 'line'} {', '.join(map(str, numbers[:_MAX_LISTED]))}"
+        f"{f' and {len(numbers) - _MAX_LISTED} more' if len(numbers) > _MAX_LISTED else ''}: {problem}"
+        for problem, numbers in lines_of.items()
+    ]
+
+
+def path_fix(paths: Iterable[str]) -> str:
+    """Suggest a fix for image files that were not found or cannot be read."""
+    if os.sep == "/" and any("\\" in path for path in paths):
+        return "write the paths with / instead of \\, and without a Windows drive such as C:"
+    return "restore the files, or correct the paths"
 
 
 def clean_command(name: str) -> str:
@@ -383,7 +430,8 @@ def _resolve_path(name: str, path: str | Path) -> Path:
 def image_files(folder: Path) -> list[str]:
     """Return the sorted paths of the image files in a folder and its subfolders.
 
-    Hidden files and subfolders, and subfolders without read permission, are skipped.
+    Hidden files and subfolders, links to subfolders, and subfolders without read permission are skipped. Links to
+    files are listed even if they are broken.
     """
     found: list[str] = []
     _add_images(_path_prefix(folder), found)
@@ -402,8 +450,40 @@ def _add_images(prefix: str, found: list[str]) -> None:
             continue
         if entry.is_dir(follow_symlinks=False):
             _add_images(f"{prefix}{entry.name}/", found)
-        elif os.path.splitext(entry.name)[1].lower() in IMAGE_SUFFIXES and entry.is_file():
+        elif _has_image_suffix(entry.name) and (entry.is_symlink() or entry.is_file()):
             found.append(prefix + entry.name)
+
+
+def _has_image_suffix(name: str) -> bool:
+    return os.path.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def _may_be_image(entry: Path) -> bool:
+    return _has_image_suffix(entry.name) or entry.is_dir()
+
+
+def _is_parent(entry: Path, folder: Path) -> bool:
+    """Return True if ``entry`` is a link to ``folder`` or one of its parent folders."""
+    return entry.is_symlink() and folder.resolve().is_relative_to(entry.resolve())
+
+
+def _path_in_identity(path: str, start: int) -> str:
+    return path[start:].partition("/")[2]
+
+
+def _camera_of(pattern: re.Pattern[str] | None, path: str, start: int) -> str:
+    """Search the camera of an image in its path below the folder of its identity.
+
+    Args:
+        pattern: expression whose first group is the camera.
+        path: image file.
+        start: length of the path of the dataset's folder, with a final slash.
+
+    Returns:
+        The camera; "" if it is not found, or without a pattern.
+    """
+    found = pattern.search(_path_in_identity(path, start)) if pattern else None
+    return (found.group(1) or "") if found else ""
 
 
 def _path_prefix(folder: Path) -> str:
@@ -431,7 +511,7 @@ class _Table:
         splits: (N,) int8 indices into ``SPLITS``; None if there is no column ``split``.
         boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
         excluded: number of images with identity ``_EXCLUDED_ID``, which the table does not contain.
-        invalid: line number -> error message of each invalid line, which the table does not contain.
+        invalid: line number -> problem of each invalid line, which the table does not contain.
     """
 
     lines: np.ndarray
@@ -451,6 +531,7 @@ def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
     Raises:
         DataError: if the file cannot be read, or is not a CSV file.
     """
+    reader = None
     try:
         check_not_device(file)
         with file.open(encoding="utf-8-sig", newline="") as stream:
@@ -465,8 +546,10 @@ def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
             yield reader, [name.strip().lower() for name in next(reader, [])]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
+        line = f", line {reader.line_num}" if isinstance(error, csv.Error) and reader else ""
         raise DataError(
-            f"{file}: cannot read the CSV file: {error}.\n  fix: save the table as a readable CSV file in UTF-8"
+            f"{file}{line}: cannot read the CSV file: {error}.\n"
+            "  fix: save the table as a readable CSV file in UTF-8 (in Excel: the file type CSV UTF-8)"
         ) from error
 
 
@@ -489,7 +572,6 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
     )
     lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
-    split_of = {split: number for number, split in enumerate(SPLITS)}
     folders: dict[str, str] = {}
     invalid: dict[int, str] = {}
     excluded = 0
@@ -500,21 +582,19 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         number = reader.line_num
         try:
             if len(values) != len(names) or "" in values or not "".join(values).isprintable():
-                _check_line(f"{file}, line {number}", names, values)
+                _check_line(names, values)
             if values[pid_column] == _EXCLUDED_ID:
                 excluded += 1
                 continue
-            if split_column is not None and values[split_column] not in split_of:
-                split = values[split_column]
-                hint = did_you_mean(split, SPLITS)
-                raise DataError(f"{file}, line {number}: unknown split {split!r}; choices: {', '.join(SPLITS)}.{hint}")
+            if split_column is not None:
+                split = _parse_split(values[split_column])
             if "x0" in column_of:
-                boxes.extend(_parse_box([values[column_of[name]] for name in _BOX], f"{file}, line {number}"))
+                boxes.extend(_parse_box([values[column_of[name]] for name in _BOX]))
         except DataError as error:
             invalid[number] = str(error)
             continue
         if split_column is not None:
-            splits.append(split_of[values[split_column]])
+            splits.append(split)
         folder, name = split_path(values[path_column])
         if name in ("", ".", "..") or (not folder and name[0] == "~"):
             paths.append(*split_path(str(file.parent / expand(values[path_column]))))
@@ -554,16 +634,16 @@ class _CategoricalTextBuilder:
         return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
 
 
-def _check_line(where: str, names: Sequence[str], values: Sequence[str]) -> None:
+def _check_line(names: Sequence[str], values: Sequence[str]) -> None:
     """Raise DataError if a line has too many values, an empty value in a used column, or control characters."""
     row = {name: value for name, value in zip(names, values, strict=False) if name in _COLUMNS}
     empty = [name for name in names if name in _COLUMNS and not row.get(name)]
     if empty or len(values) > len(names):
         problem = f"no value for {', '.join(empty)}" if empty else f"expected {len(names)} values, got {len(values)}"
-        raise DataError(f"{where}: {problem}")
+        raise DataError(problem)
     with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
     if with_control:
-        raise DataError(f"{where}: control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")
+        raise DataError(f"control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")
 
 
 def _check_header(file: Path, names: Sequence[str]) -> None:
@@ -599,13 +679,25 @@ def _number_names(names: set[str], *, start: int) -> dict[str, int]:
     return {name: number for number, name in enumerate(order, start=start)}
 
 
-def _parse_box(values: Sequence[str], where: str) -> tuple[int, int, int, int]:
+def _parse_split(text: str) -> int:
+    """Return the index in ``SPLITS`` of a value of the column ``split``."""
+    number = _SPLIT_NUMBERS.get(text.lower())
+    if number is not None:
+        return number
+    hint = did_you_mean(text, SPLITS)
+    if text.lower() in _TEST_SPLITS:
+        hint = " Test images are query (images that are searched for) or gallery (images that are searched)."
+    raise DataError(f"unknown split {text!r}; choices: {', '.join(SPLITS)}.{hint}")
+
+
+def _parse_box(values: Sequence[str]) -> tuple[int, int, int, int]:
     try:
         x0, y0, x1, y1 = (round(float(value)) for value in values)
     except (ValueError, OverflowError) as error:
-        raise DataError(f"{where}: x0 y0 x1 y1 must be numbers, got {', '.join(values)}") from error
+        fix = " (write a decimal point, not a comma)" if "," in "".join(values) else ""
+        raise DataError(f"x0 y0 x1 y1 must be numbers, got {' '.join(values)}{fix}") from error
     if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
-        raise DataError(f"{where}: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {x0} {y0} {x1} {y1}")
+        raise DataError(f"box: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {x0} {y0} {x1} {y1}")
     return x0, y0, x1, y1
 
 

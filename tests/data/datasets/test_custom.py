@@ -79,13 +79,16 @@ def test_csv_box_outside_image_raises(tmp_path):
         ("path,pid,x0,y0", ["a,1,1,1"], "missing x1, y1"),
         ("path,pid,pid", ["a,1,1"], "duplicate pid"),
         ("", [], "missing path, pid"),
-        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,inf,9"], "must be numbers, got 5, 0, inf, 9"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,inf,9"], "must be numbers, got 5 0 inf 9"),
         ("path,pid", [], "no images"),
         ("path,pid", ["a,"], "line 2: no value for pid"),
         ("path,pid", ["a,1,2"], "line 2: .* 2 .* 3"),
+        (HEADER, ["a,1,1,Test"], r"line 2: unknown split 'Test'.*query \(.*gallery \("),
+        (HEADER, ["a,1,1,train", 'b,"1 "x,1,train'], r"line 3: cannot read the CSV file"),
+        ("path,pid,x0,y0,x1,y1", ['a,1,5,0,"9,5",9'], "decimal point"),
         (HEADER, ["a,1,1,trian"], r"line 2: unknown split 'trian'.*Did you mean 'train'"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
-        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5, 0, x, 9"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5 0 x 9"),
     ],
 )
 def test_invalid_csv_error_names_line_or_column(tmp_path, header, rows, message):
@@ -292,7 +295,12 @@ def test_csv_lists_all_invalid_lines_and_can_skip_them(tmp_path):
     with pytest.raises(DataError, match="(?s)2 invalid lines.*line 7: no value for pid.*line 8.*trian.*--write-clean"):
         build_dataset(name)
     dataset = build_dataset(name, skip_invalid=True)
-    assert list(dataset.invalid_lines) == [7, 8] and len(dataset.query) == 2 and dataset.line("query", 1) == 9
+    assert (
+        dataset.invalid_lines[7] == "no value for pid"
+        and list(dataset.invalid_lines) == [7, 8]
+        and len(dataset.query) == 2
+        and dataset.line("query", 1) == 9
+    )
 
 
 def test_csv_warns_about_repeated_images(tmp_path, caplog):
@@ -356,3 +364,75 @@ def test_csv_separator_is_the_most_frequent_one_of_the_header(tmp_path):
     rows = ["a.png;ann;w;train;tall, thin", "b.png;bob;w;train;"]
     dataset = build_dataset(write_csv(tmp_path, rows, "path;pid;camid;split;notes, if any"))
     assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
+
+
+def test_invalid_csv_lines_with_the_same_problem_share_a_line_of_the_error(tmp_path):
+    rows = [f"{number}.png,{number},1,{'Train' if number < 3 else 'dev'}" for number in range(30)]
+    with pytest.raises(DataError) as caught:
+        build_dataset(write_csv(tmp_path, [*rows, "a.png,,1,train"]))
+    text = str(caught.value)
+    assert "28 invalid lines" in text and text.count("unknown split 'dev'") == 1
+    assert "lines 5, 6, 7, 8, 9, 10, 11, 12, 13, 14 and 17 more: unknown split" in text
+    assert "line 32: no value for pid" in text
+
+
+def test_split_names_of_a_csv_file_ignore_case(tmp_path):
+    dataset = build_dataset(write_csv(tmp_path, ["a.png,1,1,TRAIN", "b.png,2,1,Query", "c.png,2,2,Gallery"]))
+    assert [len(items) for items in (dataset.train, dataset.query, dataset.gallery)] == [1, 1, 1]
+
+
+def test_random_split_of_one_camera_states_that_cameras_are_ignored(tmp_path):
+    rows = [f"{number}.png,{number // 3},door" for number in range(18)]
+    assert "cameras are ignored" in build_dataset(write_csv(tmp_path, rows, "path,pid,camid")).split_note
+    rows = [f"{number}.png,{number // 3},cam{number % 3}" for number in range(18)]
+    assert "cameras" not in build_dataset(write_csv(tmp_path, rows, "path,pid,camid")).split_note
+
+
+def people(folder, names=("ann", "bob", "cyd", "dan", "eve")):
+    """Write images to folder/people/IDENTITY/CAMERA/FILE, and return the folder of the dataset."""
+    for name in names:
+        for camera in ("front door", "склад"):
+            for number in range(2):
+                file = folder / "people" / name / camera / f"c9_{number}.png"
+                file.parent.mkdir(parents=True, exist_ok=True)
+                Image.new("RGB", (8, 16)).save(file)
+    return folder / "people"
+
+
+def test_folder_camera_may_be_a_subfolder_of_the_identity(tmp_path):
+    cfg = get_cfg()
+    cfg.DATASETS.FOLDER.CAMERA = "^(.+)/"
+    dataset = build_dataset(f"folder:{people(tmp_path)}", cfg)
+    assert {dataset.camera(item.camid) for item in dataset.gallery} == {"front door", "склад"}
+    assert all(dataset.camera(item.camid) in item.path for item in [*dataset.train, *dataset.query, *dataset.gallery])
+    cfg.DATASETS.FOLDER.CAMERA = r"c(\d)_"
+    assert {dataset.camera(item.camid) for item in build_dataset(f"folder:{people(tmp_path)}", cfg).train} == {"9"}
+
+
+def test_folder_names_what_it_skips_and_ignores_links_to_itself(tmp_path, caplog):
+    folder = people(tmp_path)
+    Image.new("RGB", (8, 16)).save(folder / "loose.png")
+    (folder / "notes.txt").write_text("")
+    (folder / "nobody").mkdir()
+    (folder / "loop").symlink_to(folder)
+    (folder / "ann" / "loop").symlink_to(folder)
+    dataset = build_dataset(f"folder:{folder}")
+    assert len(dataset.train) + len(dataset.query) + len(dataset.gallery) == 20
+    (message,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert all(name in message for name in ("loose.png", "nobody", "loop")) and "notes.txt" not in message
+
+
+@pytest.mark.parametrize("target", ["nowhere.png", "broken.png"])
+def test_broken_link_in_folder_is_reported_as_a_missing_file(tmp_path, target):
+    folder = people(tmp_path)
+    for name in ("ann", "bob", "cyd", "dan", "eve"):
+        (folder / name / "broken.png").symlink_to(target)
+    dataset = build_dataset(f"folder:{folder}")
+    with pytest.raises(DataError, match=r"not found.*(?s:.)*broken\.png"):
+        check_files(dataset.train, [dataset])
+
+
+def test_paths_with_backslashes_are_explained(tmp_path):
+    dataset = build_dataset(write_csv(tmp_path, [r"images\a.png,1,1,train", r"images\b.png,1,1,train"]))
+    with pytest.raises(DataError, match=r"fix: write the paths with / instead of"):
+        check_files(dataset.train, [dataset])
