@@ -1,5 +1,7 @@
 """The pages of the documentation and of the README: links, commands, config keys and Python code are correct."""
 
+import re
+
 import pytest
 from documents import (
     ROOT,
@@ -117,3 +119,14 @@ def test_check_of_python_code_finds_planted_errors():
     assert python_errors("from fastamp.engine import Trainer")
     assert python_errors("import fastamp\nfastamp.predictor()")
     assert python_errors("from fastamp.engine import DefaultTrainer, hooks\nimport elsewhere") == []
+
+
+def test_architecture_shows_all_packages_in_the_import_order():
+    contributing = PAGES["CONTRIBUTING.md"].replace("\n", " ")
+    order = contributing.split("Imports point down: `")[1].split("`")[0].removesuffix(" < tools")
+    (chain,) = re.findall(r"^    (cli --> .*)", PAGES["docs/architecture.md"], re.MULTILINE)
+    frames = {"{data, modeling, solver, evaluation}": "parts", "{engine, inference}": "run"}
+    expected = [frames.get(name, name) for name in reversed(order.split(" < "))]
+    assert chain.split(" --> ") == expected
+    shown = set(re.findall(r"^ +(\w+)\[", PAGES["docs/architecture.md"].partition("## Data flow")[0], re.MULTILINE))
+    assert shown == {path.parent.name for path in (ROOT / "fastamp").glob("*/__init__.py")} - {"compat"}
