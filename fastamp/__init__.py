@@ -12,6 +12,10 @@ compat.install()
 moved.install()
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import ``Predictor`` on first access, so that ``import fastamp`` is fast."""
     if name == "Predictor":

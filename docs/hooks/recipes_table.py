@@ -11,7 +11,7 @@ _HEADER = ("recipe", "model", "losses", "image size", "batch", "epochs", "learni
 
 def recipes_table() -> str:
     """Return one row per recipe, as Markdown."""
-    return table(_HEADER, [(f"`{name}`", *_describe(read_config(name, []))) for name in list_recipes()])
+    return table(_HEADER, [(f"`{name}`", *_describe(read_config(name))) for name in list_recipes()])
 
 
 def _describe(cfg: CfgNode) -> tuple[str, ...]:

@@ -58,9 +58,14 @@ class _Parser(argparse.ArgumentParser):
         file.write(color_help(self.format_help(), file))
 
     def error(self, message: str) -> NoReturn:
+        from fastamp.cli.options import is_key
+
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
-        if unknown.startswith("-"):
-            message += "." + did_you_mean(unknown, self._option_string_actions)
+        if is_key(unknown.lstrip("-")):
+            message += f".\n  fix: write config keys without dashes: {unknown.lstrip('-')}"
+        elif unknown.startswith("-"):
+            name, flags = unknown.lstrip("-"), self._option_string_actions  # the dashes are similar in all flags
+            message += "." + did_you_mean(unknown, [flag for flag in flags if did_you_mean(name, [flag.lstrip("-")])])
         self.print_usage(sys.stderr)
         self.exit(USER_ERROR_EXIT_CODE, color_message(f"{self.prog}: error: {message}\n", sys.stderr))
 
@@ -80,6 +85,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:  # raised by an import; run_command_line handles those of a command
         print(color_message(f"error: {error}", sys.stderr), file=sys.stderr)
         return USER_ERROR_EXIT_CODE
+    except KeyboardInterrupt:  # during an import; run_command_line handles that of a command
+        print("interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from fastamp.cli.source import is_source
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugin_argument"})
 
 _KEY = re.compile(r"[A-Z][A-Z0-9_]*(\.[^=\s]+)?")
+_NAME = re.compile(r"[A-Za-z][^=\s]*")
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
@@ -89,7 +91,7 @@ def split_key_values(words: Sequence[str]) -> list[str]:
     waiting = list(words)
     while waiting:
         key, equals, value = waiting[0].partition("=")
-        is_pair = bool(equals and _KEY.fullmatch(key))
+        is_pair = bool(equals and _NAME.fullmatch(key))
         pairs += [key, value] if is_pair else waiting[:2]
         del waiting[: 1 if is_pair else 2]
     return pairs
@@ -130,7 +132,18 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     if values.get("config_source") and is_key(values["config_source"]):
         values |= {"config_source": "", "opts": [values["config_source"], *values["opts"]]}
     values |= {name: split_key_values(values[name]) for name in ("opts", "key_values") if name in values}
+    if "config_source" in values:
+        _check_order(parser, values["config_source"], values.get("opts", [])[::2])
     return argparse.Namespace(**values)
+
+
+def _check_order(parser: argparse.ArgumentParser, source: str, keys: Sequence[str]) -> None:
+    """Report a SOURCE in the place of a key."""
+    other = next((key for key in keys if not _KEY.fullmatch(key) and is_source(key)), "")
+    if other and source:
+        parser.error(f"got two SOURCE arguments: {source} and {other}.\n  fix: remove one of them")
+    if other:
+        parser.error(f"SOURCE is not first: {other}.\n  fix: write {other} before the KEY VALUE pairs")
 
 
 def _accepts(flag: argparse.Action, word: str, before: Sequence[str]) -> bool:

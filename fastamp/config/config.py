@@ -17,7 +17,7 @@ from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.releases import hint, read_recipe
-from fastamp.config.suggest import is_misspelled, unknown_key
+from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.plugins import load_installed_plugins, naming_distribution
 
@@ -81,6 +81,10 @@ class CfgNode(YacsCfgNode):
 
     def __bool__(self) -> bool:
         return bool(self["ENABLED"]) if "ENABLED" in self else len(self) > 0
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Show the config as YAML in IPython and notebooks."""
+        printer.text(str(self))
 
     def keys_below(self) -> Iterator[tuple[Key, Any]]:
         """Yield ``(key, value)`` for each declared key below this node, in the order of declaration."""
@@ -196,9 +200,8 @@ class CfgNode(YacsCfgNode):
                 f"{COMMAND_LINE}: expected a config key, got the option {flag}.\n"
                 "  fix: write options before the KEY VALUE pairs"
             )
-        if isinstance(cfg_list, str) or len(cfg_list) % 2:
-            hint = next((f".\n  fix: {k.replace('=', ' ', 1)}" for k in cfg_list if "=" in str(k)), "")
-            raise ConfigError(f"{COMMAND_LINE}: expected KEY VALUE pairs, got {brief(cfg_list)}{hint}")
+        if fix := fix_of_pairs(cfg_list):
+            raise ConfigError(f"{COMMAND_LINE}: expected KEY VALUE pairs, got {brief(cfg_list)}.\n  fix: {fix}")
         pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
@@ -504,7 +507,7 @@ def check_is_config(cfg: Any) -> None:
         path = repr(cfg) if isinstance(cfg, str) else '"my.yml"'
         raise TypeError(
             f"expected a config (CfgNode), got {brief(cfg)} ({type(cfg).__name__}).\n"
-            f"  fix: from fastamp.config import read_config; cfg = read_config({path}, [])"
+            f"  fix: from fastamp.config import read_config; cfg = read_config({path})"
         )
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastamp.config.config import CfgNode, add_keys_of, get_cfg
 from fastamp.utils.errors import ConfigError
@@ -15,13 +16,17 @@ __getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plu
 
 @renamed_arguments(parts="plugin")
 def read_config(
-    config_file: str, opts: Sequence[str], *, plugin: str = "", define_keys: Callable[[CfgNode], None] | None = None
+    config_file: str = "",
+    opts: Sequence[Any] = (),
+    *,
+    plugin: str = "",
+    define_keys: Callable[[CfgNode], None] | None = None,
 ) -> CfgNode:
     """Read a config file and override it with KEY VALUE pairs.
 
     Args:
-        config_file: path of a YAML file; "" for the defaults.
-        opts: ``[KEY, VALUE, KEY, VALUE, ...]``.
+        config_file: path of a YAML file or name of a recipe; "" for the defaults. Default "".
+        opts: ``[KEY, VALUE, KEY, VALUE, ...]``. Default ().
         plugin: Python file that registers custom components, see ``load_plugin``; "" for none. Default "".
         define_keys: function that declares a project's keys in the config. Default None.
 

@@ -1,7 +1,8 @@
-"""Error message for an unknown config key, with the nearest keys."""
+"""Error messages for unknown config keys, with the nearest keys, and for words that are not KEY VALUE pairs."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable[str]) -> str:
@@ -41,3 +42,26 @@ def _nearest(name: str, choices: Iterable[str]) -> str | None:
     by_lower = {choice.lower(): choice for choice in choices}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else None
+
+
+def fix_of_pairs(words: Sequence[Any]) -> str:
+    """Return how to correct words that are not ``KEY VALUE KEY VALUE ...``; "" if they are.
+
+    A shell splits ``SEED = 1`` and ``INPUT.SIZE_TRAIN=[64, 32]`` into several words.
+    """
+    if isinstance(words, str):
+        return 'pass a list of keys and values, e.g. ["SOLVER.BASE_LR", 1e-3]'
+    texts = [word if isinstance(word, str) else "" for word in words]
+    key = next((text for text in texts[::2] if " " in text or "=" in text), "")
+    if any(text.startswith("=") for text in texts):
+        return 'remove the spaces around "=": KEY=VALUE'
+    if any(text.count("[") > text.count("]") and "]" in "".join(texts[at + 1 :]) for at, text in enumerate(texts)):
+        return "quote a value that contains spaces, e.g. INPUT.SIZE_TRAIN='[256, 128]'"
+    if key:
+        return f"separate key and value: {' '.join(key.replace('=', ' ', 1).split())}"
+    if len(words) % 2:
+        if not texts[-1]:
+            return 'pass a list of keys and values, e.g. ["SOLVER.BASE_LR", 1e-3]'
+        is_value = not texts[-1][:1].isalpha()
+        return "write several values as one list, e.g. [256,128]" if is_value else f"add a value after {texts[-1]}"
+    return ""

@@ -182,3 +182,21 @@ def test_resume_command_repeats_the_launch_command_with_resume(monkeypatch, argv
     else:
         monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert resume_command() == expected
+
+
+def test_flags_in_the_spelling_of_keys_and_unknown_flags(capsys):
+    for word, part in (("--SOLVER.MAX_EPOCH", "without dashes: SOLVER.MAX_EPOCH"), ("--resumee", "'--resume'")):
+        with pytest.raises(SystemExit) as end:
+            main(["train", word])
+        assert end.value.code == 2 and part in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["train", "--epochs"])
+    assert "Did you mean" not in capsys.readouterr().err  # all flags begin with dashes, which are not a similarity
+
+
+def test_an_interrupt_during_the_imports_of_a_command_has_no_traceback(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fastamp.cli.command_module", interrupt)
+    assert main(["train"]) == 130 and capsys.readouterr().err == "interrupted\n"

@@ -25,7 +25,7 @@ def parse(*words):
 
 
 def test_values_of_a_flag_end_at_a_word_that_is_not_one(capsys):
-    for words in (["--seeds", "0", "1", "my.yml", "SEED=1"], ["SEED=1", "--seeds", "0", "-1", "my.yml"]):
+    for words in (["--seeds", "0", "1", "my.yml", "SEED=1"], ["SEED=1", "--seeds", "0", "-1", "LOG_PERIOD", "my.yml"]):
         args = parse_arguments(command_parser("train"), words)
         assert args.seeds[0] == 0 and len(args.seeds) == 2 and "my.yml" in (args.config_source, *args.opts)
     args = parse_arguments(command_parser("visualize"), ["--kind", "cmc", "roc", "logs/run", "SEED", "1"])
@@ -40,6 +40,7 @@ def test_key_value_pairs_are_accepted_with_and_without_equals_sign():
     words = ["SEED", "1", "SOLVER.AMP=bf16", "MODEL.WEIGHTS", "a=b.pth", "SOLVER.STEPS=(1, 2)", "OUTPUT_DIR="]
     expected = ["SEED", "1", "SOLVER.AMP", "bf16", "MODEL.WEIGHTS", "a=b.pth", "SOLVER.STEPS", "(1, 2)"]
     assert split_key_values(words) == [*expected, "OUTPUT_DIR", ""]
+    assert split_key_values(["seed=1"]) == ["seed", "1"]  # reading the config reports the unknown key
     assert split_key_values(["SEED"]) == ["SEED"]  # reading the config reports the missing value
 
 
@@ -51,6 +52,18 @@ def test_flags_stand_anywhere_and_the_first_key_is_not_a_source():
         args = parse(*words)
         assert args.config_source == "" and args.opts == ["SEED", "1"]
     assert parse("x.yml", "SOLVER.BIAS_LR_FACTOR", "-1e-3", "--resume").opts == ["SOLVER.BIAS_LR_FACTOR", "-1e-3"]
+
+
+def test_a_source_after_a_key_or_another_source_is_an_error(capsys):
+    for words, part in (
+        (["SEED=1", RECIPE], f"write {RECIPE} before"),
+        (["SEED", "1", RECIPE, "LOG_PERIOD=2"], f"write {RECIPE} before"),
+        ([RECIPE, "my.yml"], f"{RECIPE} and my.yml"),
+    ):
+        with pytest.raises(SystemExit) as end:
+            parse(*words)
+        assert end.value.code == 2 and part in capsys.readouterr().err
+    assert parse(RECIPE, "MODEL.WEIGHTS", "my.pth", "KD.MODEL_CONFIG", "my.yml").opts[1::2] == ["my.pth", "my.yml"]
 
 
 def test_recipes_are_found_by_name_from_any_folder(elsewhere):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from yacs.config import CfgNode as YacsCfgNode
 
-from fastamp.config import CfgNode, FrozenConfigError, get_cfg
+from fastamp.config import CfgNode, FrozenConfigError, get_cfg, read_config
 from fastamp.config.defaults import KEYS
 from fastamp.utils.errors import ConfigError
 
@@ -329,10 +330,38 @@ def test_unknown_config_attribute_error_suggests_the_nearest_key(cfg):
     assert not hasattr(cfg.SOLVER, "BASE_LT")
 
 
-@pytest.mark.parametrize("opts", [["SEED"], ["SEED", "1", "SOLVER.BASE_LR"], ["SEED=1"], "SEED"])
-def test_command_line_key_without_a_value_raises(opts, cfg):
-    with pytest.raises(ConfigError, match="command line: .*SEED"):
+@pytest.mark.parametrize(
+    ("opts", "fix"),
+    [
+        (["SEED"], "SEED"),
+        (["SEED", "1", "SOLVER.BASE_LR"], "SOLVER.BASE_LR"),
+        (["SEED=1"], "SEED 1"),
+        (["SEED=1", "LOG_PERIOD=2"], "SEED 1"),
+        (["SEED 1"], "SEED 1"),
+        (["SEED", "=", "1"], "KEY=VALUE"),
+        (["SEED", "=1"], "KEY=VALUE"),
+        (["SEED", "1", "INPUT.SIZE_TRAIN", "[64,", "32]"], "quote"),
+        (["SEED", "1", "MODEL.PIXEL_MEAN", "[1,", "2,", "3]"], "quote"),
+        (["SEED", "1", "INPUT.SIZE_TRAIN", "64", "32"], "list"),
+        ([("SEED", 1)], "list"),
+        ("SEED 1", "list"),
+    ],
+)
+def test_words_that_are_not_pairs_of_key_and_value_raise_with_a_fix(opts, fix, cfg):
+    with pytest.raises(ConfigError, match=f"(?s)command line: .*SEED.*fix: .*{fix}"):
         cfg.merge_from_list(opts)
+    assert cfg.SEED == 0
+
+
+def test_read_config_has_defaults():
+    assert read_config() == get_cfg()
+    assert read_config("Demo/quickstart") == read_config("Demo/quickstart", [])
+
+
+def test_a_config_is_shown_as_yaml_in_notebooks(cfg):
+    shown = []
+    cfg.SOLVER.AMP._repr_pretty_(SimpleNamespace(text=shown.append), cycle=False)
+    assert shown == [str(cfg.SOLVER.AMP)] and "ENABLED: False\n" in shown[0]
 
 
 @settings(max_examples=300, deadline=None)

@@ -45,6 +45,10 @@ def commands(record, run):
     for argv in (
         ("trian",),
         ("train", "--resumee"),
+        ("train", "--epochs", "3"),
+        ("train", "--SOLVER.MAX_EPOCH", "3"),
+        ("train", "SOLVER.MAX_EPOCH=3", "Demo/quickstart"),
+        ("train", "Demo/quickstart", "Market1501/sbs_R50"),
         ("train", "SOLVER.BASE_LRR", "1"),
         ("eval",),
         ("eval", "MODEL.WEIGHTS", "nowhere.pth"),
