@@ -45,7 +45,7 @@ def _nearest(name: str, choices: Iterable[str]) -> str | None:
 
 
 def fix_of_pairs(words: Sequence[Any]) -> str:
-    """Return how to correct words that are not ``KEY VALUE KEY VALUE ...``; "" if they are.
+    """Return the correction of words that are not ``KEY VALUE KEY VALUE ...``; "" if they are.
 
     A shell splits ``SEED = 1`` and ``INPUT.SIZE_TRAIN=[64, 32]`` into several words.
     """
