@@ -31,6 +31,7 @@ from fastamp.engine.evaluation import (
     unwrap_single,
 )
 from fastamp.engine.hooks.build import build_training_hooks
+from fastamp.engine.loggers import build_writers, check_loggers, closing_writers
 from fastamp.engine.previous_runs import move_earlier_run
 from fastamp.engine.reporting import history_of, items_of, source_of, write_metrics, write_training_report
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
@@ -44,7 +45,6 @@ from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build
 from fastamp.utils import comm
 from fastamp.utils.env import RandomState
 from fastamp.utils.errors import ConfigError, UserError, WriteError, writing
-from fastamp.utils.events import JSONWriter, TensorboardXWriter
 from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
@@ -69,6 +69,7 @@ class DefaultTrainer(FastReIDMethods):
     def __init__(self, cfg: CfgNode) -> None:
         check_is_config(cfg)
         log_to_console()
+        check_loggers(cfg)
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
         # Built before the model, so that missing images and test sets fail early.
@@ -168,21 +169,17 @@ class DefaultTrainer(FastReIDMethods):
             logger.info(
                 "training is already complete: only evaluating\n  fix: to continue training, increase SOLVER.MAX_EPOCH"
             )
-            try:
+            with closing_writers(self.writers):
                 return unwrap_single(self._evaluate_finished_run(start))
-            finally:
-                self._close_writers()
         began = time.monotonic()
         try:
-            with self.stop.watching(), explain_lost_workers():
+            with closing_writers(self.writers), self.stop.watching(), explain_lost_workers():
                 self.trainer.train(start, cfg.SOLVER.MAX_EPOCH, self.trainer.iters_per_epoch)
         except NonFiniteParameters as error:
             raise NonFiniteParameters(f"{error}\n  {describe_last_checkpoint(self.checkpointer)}") from error
         except WriteError as error:
             hint = recovery_hint(self.checkpointer, has_best=self.eval_hook.best is not None)
             raise WriteError(f"{error}\n{hint}") from error
-        finally:
-            self._close_writers()
         if comm.is_main_process():
             summarize_run(cfg, self.eval_hook.results, seconds=time.monotonic() - began, resumed=start > 0)
         return unwrap_single(self.eval_hook.results)
@@ -205,11 +202,6 @@ class DefaultTrainer(FastReIDMethods):
         if run := self._pop_run():
             write_training_report(run)
         return results
-
-    def _close_writers(self) -> None:
-        for writer in self.writers:
-            writer.close()
-        self.writers.clear()
 
     def register_hooks(self, hooks_: Iterable[HookBase]) -> None:
         """Register hooks in addition to those of ``build_hooks``; see ``TrainerBase.register_hooks`` for the order."""
@@ -312,7 +304,7 @@ class DefaultTrainer(FastReIDMethods):
                 minutes=cfg.SOLVER.CHECKPOINT_MINUTES,
                 keep=cfg.SOLVER.CHECKPOINT_KEEP,
             ),
-            *([hooks.ReportHook(self._pop_run)] if cfg.TEST.REPORT else []),
+            *([hooks.ReportHook(self._pop_run, self.writers)] if cfg.TEST.REPORT else []),
             self.stop,
         ]
 
@@ -367,16 +359,12 @@ class DefaultTrainer(FastReIDMethods):
         )
 
     def build_writers(self, start_iter: int) -> list[Any]:
-        """Build the writers for ``metrics.json`` and TensorBoard events.
+        """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``.
 
         Args:
             start_iter (int): first iteration of this training; above 0 after a resume.
         """
-        output_dir = Path(self.cfg.OUTPUT_DIR)
-        return [
-            JSONWriter(output_dir / "metrics.json", start_iter=start_iter),
-            TensorboardXWriter(output_dir, start_iter=start_iter),
-        ]
+        return build_writers(self.cfg, start_iter)
 
     @classmethod
     def auto_scale_hyperparams(cls, cfg: CfgNode, num_classes: int) -> CfgNode:

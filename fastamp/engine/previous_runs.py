@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 # Training writes metrics.json before its first iteration.
 _MARKS = ("last_checkpoint", "metrics.json")
 _NAMES = re.compile(
-    r"last_checkpoint|metrics_eval\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash"
+    r"last_checkpoint|metrics_eval\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash|tracking"
     r"|events\.out\.tfevents\..*|model_(best|final|interrupted|unevaluated|\d+|iter_\d+)(_stripped)?\.pth"
 )
 
@@ -24,7 +24,7 @@ def move_earlier_run(output_dir: Path) -> Path | None:
     """Move the files of an earlier training run to a new folder ``previous-<n>``. Must be called on every rank.
 
     Moves checkpoints and their stripped copies, metrics, TensorBoard events, the config, reports, evaluation results,
-    pictures, crash dumps and the log.
+    pictures, crash dumps, data of experiment trackers and the log.
     A log file that ``setup_logger`` has opened is divided: lines of the current run stay. All other files stay too.
 
     Args:

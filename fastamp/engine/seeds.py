@@ -14,6 +14,7 @@ import torch
 from tabulate import tabulate
 
 from fastamp.config import CfgNode
+from fastamp.engine.loggers import in_group
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
@@ -33,7 +34,8 @@ def train_seeds(
     each run, with the runs so far.
 
     Args:
-        cfg (CfgNode): config of all runs, except for ``SEED`` and ``OUTPUT_DIR``.
+        cfg (CfgNode): config of all runs, except for ``SEED`` and ``OUTPUT_DIR``. In experiment trackers, the runs have
+            one group.
         seeds (Sequence[int]): different values of ``SEED``.
         train (Callable): trains a config and returns its metrics, see ``DefaultTrainer.train``.
 
@@ -47,7 +49,12 @@ def train_seeds(
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}")
     folder, names = Path(cfg.OUTPUT_DIR), list(dict.fromkeys(cfg.DATASETS.TESTS))
-    configs = {seed: cfg.with_values({"SEED": seed, "OUTPUT_DIR": str(folder / f"seed{seed}")}) for seed in seeds}
+    configs = {
+        seed: in_group(
+            cfg.with_values({"SEED": seed, "OUTPUT_DIR": str(folder / f"seed{seed}")}), folder, f"seed{seed}"
+        )
+        for seed in seeds
+    }
     found: dict[int, dict[str, Any]] = {}
     summary: dict[str, dict[str, Any]] = {}
     for number, (seed, each) in enumerate(configs.items(), start=1):

@@ -3,5 +3,16 @@
 from fastamp.report.history import History, read_history
 from fastamp.report.page import write_report
 from fastamp.report.run import EvaluatedSet, Run, evaluated_set, items_of, source_of
+from fastamp.report.worst_queries import rank_list_image
 
-__all__ = ["EvaluatedSet", "History", "Run", "evaluated_set", "items_of", "read_history", "source_of", "write_report"]
+__all__ = [
+    "EvaluatedSet",
+    "History",
+    "Run",
+    "evaluated_set",
+    "items_of",
+    "rank_list_image",
+    "read_history",
+    "source_of",
+    "write_report",
+]

@@ -121,8 +121,7 @@ def _rank_lists(
     each: EvaluatedSet, examples: RetrievalExamples, protocol: Protocol, *, most: int
 ) -> dict[str, list[Any]]:
     """Prepare the rank lists of each kind."""
-    all_images = protocol.random_query_gallery_split
-    queries, gallery = (each.images, each.images) if all_images else (each.query, each.gallery)
+    queries, gallery = images_of(each)
     if not gallery:
         return {}
     return {
@@ -130,6 +129,13 @@ def _rank_lists(
         for kind, lists in examples.lists.items()
         if lists
     }
+
+
+def images_of(each: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
+    """Return the images that the queries and the gallery indices of the rank lists of a test set refer to."""
+    if each.result is not None and each.result.protocol.random_query_gallery_split:
+        return each.images, each.images
+    return each.query, each.gallery
 
 
 def _rank_list(

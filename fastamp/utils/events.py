@@ -1,19 +1,24 @@
 """Training metrics: collected without synchronizing with the device, and written once per log period."""
 
+import io
 import itertools
 import json
 import math
 import os
 import socket
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastamp.utils.errors import writing
+from fastamp.utils.errors import WriteError, writing
 from fastamp.utils.files import write_atomically
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 class MetricStore:
@@ -119,8 +124,46 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+_TAGS = {
+    "loss_scale": "precision/loss_scale",
+    "total_loss": "loss/total",
+    "images_per_second": "speed/images_per_second",
+    "time": "speed/time",
+    "data_time": "speed/data_time",
+    "eta_seconds": "speed/eta_seconds",
+    "peak_memory_mb": "speed/peak_memory_mb",
+    "grad_norm": "precision/grad_norm",
+    "clip_coefficient": "precision/clip_coefficient",
+    "zero_gradients": "precision/zero_gradients",
+    "skip_ratio": "precision/skip_ratio",
+    "skipped_total": "precision/skipped_total",
+    "skipped_in_a_row": "precision/skipped_in_a_row",
+    "largest_activation": "precision/largest_activation",
+    "activation_limit_share": "precision/activation_limit_share",
+}
+
+
+def tensorboard_tag(name: str, datasets: Sequence[str] = ()) -> str:
+    """Return the TensorBoard tag of a metric; TensorBoard groups tags by the part before the slash.
+
+    Losses are in the group ``loss`` (``loss_cls`` -> ``loss/cls``), metrics of test sets in ``eval``, numerical values
+    of mixed precision in ``precision`` and times in ``speed``. Other names are unchanged.
+
+    Args:
+        name: name in ``metrics.json``, e.g. ``Market1501/mAP``.
+        datasets: names of the test sets. The tag contains the name only if there are several: ``eval/mAP``,
+            ``eval/Market1501/mAP``.
+    """
+    if name in _TAGS:
+        return _TAGS[name]
+    for dataset in datasets:
+        if name.startswith(f"{dataset}/"):
+            return f"eval/{name if len(datasets) > 1 else name.removeprefix(f'{dataset}/')}"
+    return f"loss/{name.removeprefix('loss_')}" if name.startswith("loss_") else name
+
+
 class TensorboardXWriter:
-    """Writer that saves metrics as TensorBoard scalars.
+    """Writer that saves metrics as TensorBoard scalars, with the tags of ``tensorboard_tag``.
 
     TensorBoard's own writer is not used: it writes in a background thread, so a full disk could not be reported as a
     user error.
@@ -129,15 +172,20 @@ class TensorboardXWriter:
         log_dir: folder of the event files.
         start_iter: first iteration. TensorBoard discards existing values from this iteration on. Default 0.
         window_size: see ``UnwrittenMetrics``. Default 20.
+        datasets: names of the test sets. Default (): none.
     """
 
-    def __init__(self, log_dir: str | Path, window_size: int = 20, *, start_iter: int = 0) -> None:
+    def __init__(
+        self, log_dir: str | Path, window_size: int = 20, *, start_iter: int = 0, datasets: Sequence[str] = ()
+    ) -> None:
         self._unwritten = UnwrittenMetrics(window_size)
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._event, self._summary = Event, Summary
+        self._datasets = tuple(dict.fromkeys(datasets))
+        self._has_hparams, self._status = False, "finished"
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
         self._file = _AppendedFile(Path(log_dir) / name)
         self._records = RecordWriter(self._file)
@@ -155,14 +203,80 @@ class TensorboardXWriter:
         numbers = {
             name: value for name, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
         }
-        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+        values = [
+            self._summary.Value(tag=tensorboard_tag(name, self._datasets), simple_value=value)
+            for name, value in numbers.items()
+        ]
         self._append(step=iteration, summary=self._summary(value=values))
+
+    def write_config(self, text: str, hparams: Mapping[str, bool | int | float | str]) -> None:
+        """Write the config for the tabs Text and HParams.
+
+        Args:
+            text: config as YAML.
+            hparams: values by which TensorBoard compares runs; it adds the last value of each scalar.
+        """
+        from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+        from tensorboard.plugins.hparams.plugin_data_pb2 import SessionStartInfo
+
+        code = "".join(f"    {line}\n" for line in text.splitlines())  # Markdown
+        value = self._summary.Value(
+            tag="config",
+            metadata=SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text")),
+            tensor=TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(), string_val=[code.encode()]),
+        )
+        self._append(step=0, summary=self._summary(value=[value]))
+        start = SessionStartInfo(start_time_secs=time.time())
+        for name, setting in hparams.items():
+            if isinstance(setting, bool):
+                start.hparams[name].bool_value = setting
+            elif isinstance(setting, int | float):
+                start.hparams[name].number_value = setting
+            else:
+                start.hparams[name].string_value = str(setting)
+        self._append_hparams("_hparams_/session_start_info", session_start_info=start)
+        self._has_hparams = True
+
+    def _append_hparams(self, tag: str, **content: Any) -> None:
+        from tensorboard.plugins.hparams.metadata import create_summary_metadata
+        from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+        metadata = create_summary_metadata(HParamsPluginData(**content))
+        self._append(step=0, summary=self._summary(value=[self._summary.Value(tag=tag, metadata=metadata)]))
+
+    def write_image(self, iteration: int, tag: str, image: "Image") -> None:
+        """Write an RGB image."""
+        buffer = io.BytesIO()
+        image.save(buffer, "JPEG", quality=85)
+        content = self._summary.Image(
+            height=image.height, width=image.width, colorspace=3, encoded_image_string=buffer.getvalue()
+        )
+        self._append(step=iteration, summary=self._summary(value=[self._summary.Value(tag=tag, image=content)]))
+
+    def set_status(self, status: str) -> None:
+        """Set the status of the run: ``"finished"`` (default), ``"failed"`` or ``"interrupted"``."""
+        self._status = status
 
     def _append(self, **content: Any) -> None:
         self._records.write(self._event(wall_time=time.time(), **content).SerializeToString())
 
     def close(self) -> None:
-        """Close the file."""
+        """Write the status of the run, and close the file. Can be called twice."""
+        if self._has_hparams:
+            from tensorboard.plugins.hparams.api_pb2 import Status
+            from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo
+
+            self._has_hparams = False
+            names = {"finished": "STATUS_SUCCESS", "failed": "STATUS_FAILURE"}
+            status = Status.Value(names.get(self._status, "STATUS_UNKNOWN"))
+            with suppress(WriteError):  # all metrics have been written
+                self._append_hparams(
+                    "_hparams_/session_end_info",
+                    session_end_info=SessionEndInfo(status=status, end_time_secs=time.time()),
+                )
         self._file.close()
 
 

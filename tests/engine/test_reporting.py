@@ -1,13 +1,23 @@
 """Reports (TEST.REPORT) of training runs and evaluations."""
 
+import dataclasses
+import io
+import json
 import logging
 import shutil
+import textwrap
 
 import pytest
 import tiny
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.api_pb2 import Status
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from fastamp.engine import DefaultTrainer
-from fastamp.utils.errors import ConfigError
+from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.report import rank_list_image
+from fastamp.report.thumbnails import SIZE
+from fastamp.utils.errors import ConfigError, DataError
 
 
 def test_training_and_evaluation_write_reports(demo, tmp_path, capfd):
@@ -58,3 +68,66 @@ def test_failed_report_write_keeps_training_and_evaluation_results(demo, tmp_pat
 
 def test_training_writes_no_report_by_default(run_folder):
     assert not (run_folder / "report.html").exists()
+
+
+def test_tensorboard_shows_config_hyperparameters_and_worst_queries(demo, tmp_path):
+    options = ("TEST.REPORT", "True", "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2", "TRACKING.TAGS", "a")
+    cfg = tiny.tiny_config(tmp_path, *options)
+    DefaultTrainer(cfg).train()
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "tensors": 0}).Reload()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
+    # Scalars: all numbers of metrics.json, under shorter tags.
+    for name, tag in {"loss_cls": "loss/cls", "total_loss": "loss/total", "lr": "lr", "Demo/mAP": "eval/mAP"}.items():
+        found = [(each.step, each.value) for each in events.Scalars(tag)]
+        assert found == [(row["iteration"], pytest.approx(row[name])) for row in rows if name in row], name
+    assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {
+        *("epoch", "eval", "loss", "lr", "precision", "speed")
+    }
+    # Text: the config.
+    text = events.Tensors("config")[0].tensor_proto.string_val[0].decode()
+    cfg = tiny.tiny_config(tmp_path, *options, "MODEL.HEADS.NUM_CLASSES", "16")
+    assert textwrap.dedent(text) == cfg.dump()
+    # Hyperparameters: those that differ from the defaults, and some that are always shown.
+    plugin = events.summary_metadata
+    start, end = (
+        HParamsPluginData.FromString(plugin[f"_hparams_/session_{name}_info"].plugin_data.content)
+        for name in ("start", "end")
+    )
+    hparams = start.session_start_info.hparams
+    assert hparams["SOLVER.BASE_LR"].number_value == 1e-3 and hparams["SEED"].HasField("number_value")
+    assert hparams["SOLVER.AMP.ENABLED"].HasField("bool_value") and "OUTPUT_DIR" not in hparams
+    assert not any(name.startswith("TRACKING") for name in hparams)
+    assert end.session_end_info.status == Status.Value("STATUS_SUCCESS")
+    # Images: one row for each of the four worst queries, after each evaluation.
+    images = events.Images("worst_queries/Demo")
+    assert [image.step for image in images] == [5, 11]
+    picture = Image.open(io.BytesIO(images[-1].encoded_image_string))
+    assert picture.size == (images[-1].width, images[-1].height) and picture.height == 4 * (SIZE[1] + 10)
+    frames = {picture.getpixel((column, row)) for row in (1, 155) for column in range(83, picture.width - 40, 82)}
+    assert any(red > 150 and green < 90 for red, green, _ in frames)  # wrong matches come first
+
+
+def test_tensorboard_shows_that_a_run_failed(demo, tmp_path):
+    class Fail(HookBase):
+        def after_step(self):
+            raise DataError("an image is missing")
+
+    trainer = DefaultTrainer(tiny.tiny_config(tmp_path))
+    trainer.register_hooks([Fail()])
+    with pytest.raises(DataError):
+        trainer.train()
+    plugin = EventAccumulator(str(tmp_path)).Reload().summary_metadata
+    end = HParamsPluginData.FromString(plugin["_hparams_/session_end_info"].plugin_data.content)
+    assert end.session_end_info.status == Status.Value("STATUS_FAILURE")
+
+
+def test_image_of_rank_lists_shows_unreadable_images_as_empty(demo, tmp_path, monkeypatch):
+    runs = []
+    monkeypatch.setattr("fastamp.engine.hooks.report.write_training_report", runs.append)
+    DefaultTrainer(tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")).train()
+    each = runs[0].sets[0]
+    full = rank_list_image(each)
+    missing = [item._replace(path=str(tmp_path / "missing.jpg")) for item in each.query]
+    empty = rank_list_image(dataclasses.replace(each, query=missing))
+    assert empty.size == full.size and empty.getpixel((40, 70)) == (255, 255, 255) != full.getpixel((40, 70))
+    assert rank_list_image(dataclasses.replace(each, result=None)) is None

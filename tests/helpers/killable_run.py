@@ -1,10 +1,11 @@
-"""Train or resume the tiny config, and kill the process at a given moment: killable_run.py OUTPUT_DIR MOMENT."""
+"""Train or resume the tiny config, and kill the process: killable_run.py OUTPUT_DIR MOMENT [KEY VALUE ...]."""
 
 import os
 import signal
 import sys
 from pathlib import Path
 
+import file_tracker  # noqa: F401
 import tiny
 
 import fastamp.checkpoint.checkpointer as checkpoint
@@ -23,9 +24,9 @@ class DieInStep(HookBase):
             die()
 
 
-def main(output_dir: str, moment: str) -> None:
+def main(output_dir: str, moment: str, *opts: str) -> None:
     options = ("SOLVER.CHECKPOINT_ITERS", "5", "SOLVER.CHECKPOINT_KEEP", "2")
-    cfg = tiny.tiny_config(Path(output_dir), "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "1", *options)
+    cfg = tiny.tiny_config(Path(output_dir), "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "1", *options, *opts)
     default_setup(cfg)
     trainer = DefaultTrainer(cfg)
     trainer.resume_or_load(resume=True)

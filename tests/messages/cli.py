@@ -8,10 +8,12 @@ from importlib.metadata import EntryPoint
 
 import pytest
 import torch
+from file_tracker import FileTracker, MissingTracker
 from messages import Recorder
 from torch import nn
 
 import fastamp
+from fastamp.config import get_cfg
 from fastamp.modeling import BACKBONE_REGISTRY
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import check_choice, writing
@@ -19,6 +21,7 @@ from fastamp.utils.files import check_not_device
 from fastamp.utils.lock import lock_folder, unlock_all
 from fastamp.utils.moved import MODULES
 from fastamp.utils.plugins import GROUP, naming_distribution
+from fastamp.utils.trackers.tracker_process import start_tracker
 
 SITES = ["fastamp/cli", "fastamp/utils", "fastamp/__init__.py"]
 
@@ -27,6 +30,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue("run_folder")
     commands(record, run)
     files(record)
+    trackers(record)
     names(record)
 
 
@@ -143,6 +147,22 @@ def files(record):
         patch.setattr("fcntl.lockf", fail)
         lock_folder(record.root / "unlocked", "OUTPUT_DIR")
     unlock_all()
+
+
+def trackers(record):
+    """Track a run by a service that is not installed, fails, hangs or ends."""
+    cfg = get_cfg().with_values({"OUTPUT_DIR": str(record.root / "tracked"), "TRACKING.TIMEOUT": 30.0})
+    with record("a tracker whose package is missing"):
+        start_tracker(MissingTracker, cfg)
+    with record("a tracker in a folder below a file"):
+        start_tracker(FileTracker, cfg.with_values({"OUTPUT_DIR": str(record.file("in_the_way"))}))
+    record.file("tracked/report.html")
+    for fault, timeout in (("raise in log 5", 30.0), ("exit in start", 30.0), ("hang in start", 0.5)):
+        with record(f"a tracker: {fault}"):
+            values = {"TRACKING.TAGS": (fault,), "TRACKING.TIMEOUT": timeout}
+            writer = start_tracker(FileTracker, cfg.with_values(values))
+            writer.write(5, {"loss": 1.0})
+            writer.close()
 
 
 def names(record):

@@ -88,6 +88,8 @@ def configs(record):
         ("MODEL.META_ARCHITECTURE", "Baselin"),
         ("MODEL.FREEZE_LAYERS", "backbon", "SOLVER.FREEZE_ITERS", "2"),
         ("MODEL.FREEZE_LAYERS", "['backbone', 'heads']", "SOLVER.FREEZE_ITERS", "99"),
+        ("LOGGERS", "(tensorboard, wandbb)"),
+        ("TRACKING.ARTIFACTS", "model_bset.pth"),
         ("SOLVER.BEST_METRIC", "mAPP"),
         ("SOLVER.BEST_METRIC", "Demo/mAPP"),
         ("TEST.PRECISE_BN", "True", "TEST.PRECISE_BN.DATASET", "Demoo"),

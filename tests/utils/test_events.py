@@ -2,9 +2,10 @@
 
 import json
 
+import pytest
 import torch
 
-from fastamp.utils.events import JSONWriter, MetricStore
+from fastamp.utils.events import JSONWriter, MetricStore, tensorboard_tag
 
 
 def test_metric_store_flush_returns_means_and_latest_values():
@@ -62,3 +63,22 @@ def test_new_run_overwrites_an_existing_metrics_file(tmp_path):
     path.write_text('{"iteration": 0}\n')
     JSONWriter(path).close()
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "name, datasets, tag",
+    [
+        ("total_loss", ("A",), "loss/total"),
+        ("loss_cls", ("A",), "loss/cls"),
+        ("loss_scale", ("A",), "precision/loss_scale"),
+        ("lr", ("A",), "lr"),
+        ("mine", ("A",), "mine"),
+        ("A/mAP", ("A",), "eval/mAP"),
+        ("A/baseline color/mAP", ("A",), "eval/baseline color/mAP"),
+        ("A/mAP", ("B", "A"), "eval/A/mAP"),
+        ("csv:a/b.csv/mAP", ("csv:a/b.csv",), "eval/mAP"),
+        ("A/mAP", (), "A/mAP"),
+    ],
+)
+def test_tensorboard_tags_are_grouped(name, datasets, tag):
+    assert tensorboard_tag(name, datasets) == tag

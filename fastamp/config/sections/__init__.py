@@ -9,6 +9,8 @@ over all ranks. Fractions and probabilities are in 0..1.
 """
 
 from fastamp.config.key import Key
-from fastamp.config.sections import amp, data, evaluation, model, run, solver
+from fastamp.config.sections import amp, data, evaluation, model, run, solver, tracking
 
-SECTIONS: tuple[Key | str, ...] = (*run.KEYS, *model.KEYS, *data.KEYS, *solver.KEYS, *amp.KEYS, *evaluation.KEYS)
+SECTIONS: tuple[Key | str, ...] = (
+    *run.KEYS, *tracking.KEYS, *model.KEYS, *data.KEYS, *solver.KEYS, *amp.KEYS, *evaluation.KEYS,
+)  # fmt: skip

@@ -1,10 +1,11 @@
 """Hook that writes the training report."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.reporting import write_training_report
-from fastamp.report import Run
+from fastamp.report import Run, rank_list_image
 
 
 class ReportHook(HookBase):
@@ -12,14 +13,24 @@ class ReportHook(HookBase):
 
     Args:
         run (Callable): returns the data of the last evaluation, or None if its report has already been written.
+        writers (Sequence): those with a method ``write_image`` receive the images of the worst queries of each test
+            set. Default: none.
     """
 
     saves = True
 
-    def __init__(self, run: Callable[[], Run | None]) -> None:
+    def __init__(self, run: Callable[[], Run | None], writers: Sequence[Any] = ()) -> None:
         self.run = run
+        self.writers = writers
 
     def after_epoch(self) -> None:
         run = self.run()
-        if run is not None:
-            write_training_report(run)
+        if run is None:
+            return
+        write_training_report(run)
+        writers = [writer for writer in self.writers if hasattr(writer, "write_image")]
+        for each in run.sets if writers else ():
+            image = rank_list_image(each)
+            if image is not None:
+                for writer in writers:
+                    writer.write_image(self.trainer.iter, f"worst_queries/{each.name}", image)

@@ -18,6 +18,7 @@ from fastamp.config import CfgNode, get_cfg, load_plugin
 from fastamp.engine import DefaultTrainer, HookBase, default_setup
 from fastamp.engine.defaults import ConfigText
 from fastamp.engine.hooks import PeriodicCheckpointer
+from fastamp.engine.loggers import in_group, without_trackers
 from fastamp.solver import OptimizerState, WeightAverage
 from fastamp.utils.errors import UserError
 
@@ -136,10 +137,11 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     cfg.merge_from_other_cfg(CfgNode.load_cfg(settings.config))
     trial = tune.get_context().get_trial_id()
     recipe = settings.space.apply(cfg, settings.space.decoded(sample))
-    cfg = recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
+    recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
+    cfg = in_group(recipe, settings.folder, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
     if settings.fraction:
         train, validation = register_split(recipe, settings.fraction, settings.seed)
-        cfg = recipe.with_values(
+        cfg = cfg.with_values(
             {"DATASETS.NAMES": (train,), "DATASETS.TESTS": (validation,), "MODEL.HEADS.NUM_CLASSES": 0}
         )
 

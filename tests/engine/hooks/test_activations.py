@@ -60,7 +60,7 @@ def test_training_writes_monitored_values_to_metrics_and_log(demo, tmp_path, pre
         "largest_activation",
         "activation_limit_share",
     }
-    assert numbers <= scalars(tmp_path)
+    assert {f"precision/{name}" for name in numbers} <= scalars(tmp_path)
     log = (tmp_path / "log.txt").read_text()
     assert "of the limit, " in log and "scale " in log and "clip " in log
 

@@ -1,0 +1,43 @@
+"""Image of rank lists, for programs that show images but not the HTML report."""
+
+from PIL import Image, ImageOps
+
+from fastamp.data.datasets.base import ImageItem
+from fastamp.report.run import EvaluatedSet
+from fastamp.report.sections import images_of
+from fastamp.report.thumbnails import SIZE, thumbnail
+
+_BORDER, _GAP = 3, 4
+_GRAY, _GREEN, _RED = "#57606a", "#1a7f37", "#cf222e"
+
+
+def rank_list_image(each: EvaluatedSet, kind: str = "worst") -> Image.Image | None:
+    """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
+
+    Args:
+        each (EvaluatedSet): test set with its result.
+        kind (str): kind of rank lists in the result. Default ``"worst"``: queries with the lowest average precision.
+
+    Returns:
+        Image | None: RGB image; None if the result contains no such rank lists.
+    """
+    examples = each.result.examples if each.result is not None else None
+    lists = examples.lists.get(kind, []) if examples is not None else []
+    queries, gallery = images_of(each)
+    if not lists or not gallery:
+        return None
+    width, height = (side + 2 * _BORDER + _GAP for side in SIZE)
+    columns = 1 + max(len(each.gallery) for each in lists)
+    sheet = Image.new("RGB", (columns * width, len(lists) * height), "white")
+    for row, found in enumerate(lists):
+        cells = [(queries[found.query], _GRAY)]
+        for number, match in zip(found.gallery.tolist(), found.matches.tolist(), strict=True):
+            cells.append((gallery[number], _GREEN if match else _RED))
+        for column, (item, color) in enumerate(cells):
+            sheet.paste(_framed(item, color), (column * width, row * height))
+    return sheet
+
+
+def _framed(item: ImageItem, color: str) -> Image.Image:
+    """Return the thumbnail of an image with a border; an empty frame if the image cannot be read."""
+    return ImageOps.expand(thumbnail(item) or Image.new("RGB", SIZE, "white"), _BORDER, color)
