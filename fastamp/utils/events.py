@@ -216,6 +216,7 @@ class TensorboardXWriter:
             text: config as YAML.
             hparams: values by which TensorBoard compares runs; it adds the last value of each scalar.
         """
+        from google.protobuf.struct_pb2 import Value
         from tensorboard.compat.proto.summary_pb2 import SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
@@ -229,14 +230,15 @@ class TensorboardXWriter:
             tensor=TensorProto(dtype=DT_STRING, tensor_shape=TensorShapeProto(), string_val=[code.encode()]),
         )
         self._append(step=0, summary=self._summary(value=[value]))
-        start = SessionStartInfo(start_time_secs=time.time())
+        values = {}
         for name, setting in hparams.items():
             if isinstance(setting, bool):
-                start.hparams[name].bool_value = setting
+                values[name] = Value(bool_value=setting)
             elif isinstance(setting, int | float):
-                start.hparams[name].number_value = setting
+                values[name] = Value(number_value=setting)
             else:
-                start.hparams[name].string_value = str(setting)
+                values[name] = Value(string_value=str(setting))
+        start = SessionStartInfo(start_time_secs=time.time(), hparams=values)
         self._append_hparams("_hparams_/session_start_info", session_start_info=start)
         self._has_hparams = True
 

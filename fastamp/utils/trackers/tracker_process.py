@@ -155,7 +155,8 @@ class TrackerProcess:
         files = [str(path) for path in self.artifacts if path.is_file()] if self.status != "interrupted" else []
         self._unsent += _line({"status": self.status, "files": files})
         if files:
-            logger.info("%s: uploading %s", self.tracker.name, ", ".join(Path(file).name for file in files))
+            names = ", ".join(Path(file).name for file in files)
+            logger.info("%s: ending the run, with %s, in at most %g s", self.tracker.name, names, self.timeout)
         try:
             output, _ = process.communicate(self._unsent, timeout=self.timeout)
             self._handle(output)
@@ -196,7 +197,8 @@ class TrackerProcess:
                 self._started = True
                 logger.info("%s: run %s, %s", self.tracker.name, message["started"], message["place"])
             else:
-                self._warn(f"cannot {message['failed']}: {message['error']}")
+                # The whole text is in the log.
+                self._warn(f"cannot {message['failed']}: {message['error'].splitlines()[0].rstrip('.')}")
 
     def _warn_slow(self) -> None:
         action = "respond" if self._started else "start the run"
