@@ -66,13 +66,19 @@ After this page you can find the public classes and functions of each package. `
 
 
 def public_names(module: str) -> list[str]:
-    """Return the public names of a module of fastamp, without importing it."""
+    """Return the public names of a module of fastamp that can be found without importing it."""
     path = ROOT / "fastamp" / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    names = []
+    defined, bound, listed = [], set(), None
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return sorted(ast.literal_eval(node.value), key=str.lower)
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            names.append(node.name)
-    return names
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined.append(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastamp"):
+            bound |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            bound.add(node.targets[0].id)
+            if node.targets[0].id == "__all__":
+                listed = ast.literal_eval(node.value)
+    if listed is None:
+        return [name for name in defined if not name.startswith("_")]
+    return sorted((name for name in listed if name in bound or name in defined), key=str.lower)

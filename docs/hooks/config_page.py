@@ -16,7 +16,11 @@ from fastamp.config.key import show_value
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 _UNFOLDED = 6  # number of files that are listed without folding
-_INTRODUCTION = """# Config keys
+_INTRODUCTION = """---
+search: {boost: 2}
+---
+
+# Config keys
 
 After this page you know each config key: its default, the values it accepts, and the recipes that set it.
 

@@ -12,7 +12,7 @@ from recipes_table import MARKER, recipes_table
 
 from fastamp.config.defaults import KEYS
 
-_CODE = re.compile(r'(?<!">)<code>([A-Z][A-Z0-9_.]+)((?: [^<]*)?)</code>')
+_CODE = re.compile(r'(?<!">)(?<!<pre>)<code>([A-Z][A-Z0-9_.]+)((?: [^<\n]*)?)</code>')
 _REFERENCE = "reference/config.md"
 
 

@@ -1,5 +1,6 @@
 """Reference of the messages: an example for each statement that warns or raises, from the snapshot of the tests."""
 
+import itertools
 import json
 import re
 import textwrap
@@ -9,7 +10,11 @@ from pathlib import Path
 from markdown_text import escape
 
 SNAPSHOT = Path(__file__).parents[2] / "tests/messages/snapshot"
-_INTRODUCTION = """# Messages
+_INTRODUCTION = """---
+search: {boost: 0.5}
+---
+
+# Messages
 
 After this page you can find the cause and the fix of a warning or an error: search for its words.
 
@@ -32,7 +37,7 @@ def messages_page() -> str:
             label, _, text = message.partition(": ")
             if text and label != "INFO" and text not in seen:
                 seen.add(text)
-                package = ".".join(path.removesuffix(".py").split("/")[: 2 if path.startswith("fastamp/") else 1])
+                package = ".".join(Path(path).parts[:-1][: 2 if path.startswith("fastamp/") else 1])
                 packages[package].append(_describe(label, text, f"{path}, {function}"))
     parts = [_INTRODUCTION]
     for package, entries in packages.items():
@@ -44,17 +49,14 @@ def _describe(label: str, text: str, place: str) -> str:
     first, *rest = text.splitlines()
     title = first if len(first) <= _TITLE_LENGTH else textwrap.shorten(first, _TITLE_LENGTH, placeholder=" ...")
     kind = label.capitalize() if label.isupper() else f"`{label}`"
-    lines = [f"#### {escape(title[0].upper() + title[1:])}\n", f"{kind} in `{place}`\n"]
+    lines = [f"#### {escape(title)}\n", f"{kind} in `{place}`\n"]
     if title != first:
         lines.append(f"{escape(first)}\n")
-    other = []
-    for line in rest:
-        part = _PART.match(line)
-        if part:
-            lines.append(f"- **{part[1].capitalize()}**: {escape(part[2])}")
+    for is_part, group in itertools.groupby(rest, lambda line: bool(_PART.match(line))):
+        block = list(group)
+        if is_part:
+            parts = [_PART.match(line).groups() for line in block]
+            lines += [f"- **{name.capitalize()}**: {escape(value)}" for name, value in parts]
         else:
-            other.append(line)
-    if other:
-        block = textwrap.dedent("\n".join(other))
-        lines.append(f"\n```text\n{block}\n```")
+            lines.append("\n```text\n" + textwrap.dedent("\n".join(block)) + "\n```\n")
     return "\n".join([*lines, ""])

@@ -192,7 +192,7 @@ class Gradients:
 class OptimizationStep:
     """One optimizer step, split into methods. All optimizers on all ranks apply or skip the step together.
 
-    ::
+    In a training loop:
 
         step.zero_grad()                       # also copies the buffers that forward passes modify
         with policy.autocast():

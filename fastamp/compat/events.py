@@ -64,7 +64,7 @@ class EventStorage:
 
     In a run of ``DefaultTrainer``, ``trainer.storage`` and ``get_event_storage()`` return the storage of the run.
     Values that are put into it appear in the console, in ``metrics.json`` and in TensorBoard. A custom training loop
-    creates its own storage::
+    creates its own storage:
 
         with EventStorage(start_iter) as storage:
             for storage.iter in range(start_iter, max_iter):

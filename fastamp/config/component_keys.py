@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).parents[1]
 def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
     """Collect the config keys of all components, sorted by file name.
 
-    A loss, head, backbone, transform or dataset declares its keys at the top of its file::
+    A loss, head, backbone, transform or dataset declares its keys at the top of its file:
 
         from fastamp.config import Key
 

@@ -22,7 +22,7 @@ class Registry:
         kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
 
     A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or, as in
-    FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``::
+    FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``:
 
         @BACKBONE_REGISTRY.register()
         def build_resnet_backbone(cfg): ...

@@ -61,7 +61,7 @@ def test_each_public_name_of_a_package_is_described():
 
 def test_each_message_is_listed_once_with_cause_and_fix():
     page = messages_page()
-    text = page.split("The optimizers hold")[1].partition("####")[0]
+    text = page.split("#### the optimizers hold")[1].partition("####")[0]
     assert "- **Cause**: the model was copied" in text and "- **Fix**: build the optimizer last" in text
     messages = [text for file in SNAPSHOT.glob("*.json") for _, text in json.loads(file.read_text(encoding="utf-8"))]
     listed = {text.partition(": ")[2] for text in messages if text and not text.startswith("INFO: ")} - {""}

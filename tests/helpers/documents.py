@@ -74,14 +74,17 @@ def broken_links(path: str, text: str, pages: dict[str, str]) -> list[str]:
         if re.match(r"[a-z]+:", target):
             continue
         file, _, anchor = target.partition("#")
-        found = Path(path).parent / file if file else Path(path)
-        name = (ROOT / found).resolve().relative_to(ROOT).as_posix()
+        linked = Path(path).parent / file if file else Path(path)
+        name = (ROOT / linked).resolve().relative_to(ROOT).as_posix()
         if name not in pages and not (ROOT / name).exists():
             broken.append(target)
         elif path.startswith("docs/") and not name.startswith("docs/"):
             broken.append(f"{target} (outside the site)")
-        elif anchor and name in pages and anchor not in anchors(pages[name]):
-            broken.append(target)
+        elif anchor and name in pages:
+            found = anchors(pages[name])
+            member = anchor.rpartition(".")[0]  # of a class of the Python API; the build of the site checks it
+            if anchor not in found and not (name.startswith("docs/reference/api/") and member in found):
+                broken.append(target)
     return broken
 
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 class HookBase:
     """Base class of hooks: callbacks at fixed points of the training loop.
 
-    ::
+    Order of the calls:
 
         before_train()
         for each epoch:

@@ -38,7 +38,7 @@ class Distiller(Baseline):
     average of the student's weights and batch norm statistics can be an additional teacher. The average is part of the
     state dict, under the prefix ``ema.``, and is restored when a run is resumed.
 
-    Example of KEY VALUE pairs on the command line, with the config and weights of the teacher's run::
+    Example of KEY VALUE pairs on the command line, with the config and weights of the teacher's run:
 
         MODEL.META_ARCHITECTURE Distiller
         KD.MODEL_CONFIG  logs/market1501/sbs_R101-ibn/config.yaml
