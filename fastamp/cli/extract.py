@@ -54,5 +54,5 @@ def run(args: argparse.Namespace) -> int:
     count, width = extraction.features.shape
     if skipped:
         print(f"skipped {len(skipped)} unreadable images:", *skipped, sep="\n  ")
-    print(f"wrote {extraction.path}: {count} features of width {width}, model {extraction.config_hash}")
+    print(f"wrote {extraction.path}: {count} features of dimension {width}, model {extraction.config_hash}")
     return 0

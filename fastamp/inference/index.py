@@ -28,7 +28,7 @@ from fastamp.inference.features_file import (
 )
 from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.layers.distance import squared_norms
-from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
+from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
@@ -382,11 +382,17 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
         found = _read_extraction_of(folder, out, predictor.config_hash)
         files, changed = image_files(folder), out.stat().st_mtime
         # The inode change time detects moved files, too. Unreadable images are not in the extraction.
-        is_current = all(max(os.stat(file).st_mtime, os.stat(file).st_ctime) <= changed for file in files)
+        states = [os.stat(file, follow_symlinks=os.path.exists(file)) for file in files]  # links may be broken
+        is_current = all(max(state.st_mtime, state.st_ctime) <= changed for state in states)
         if is_current and {*found.paths.tolist()} <= {*files}:
             return out
     logger.info("extracting the features of the images in %s to %s, for this and later searches", folder, out)
-    _, skipped = extract(predictor, folder, out, skip_corrupt=True)
+    try:
+        _, skipped = extract(predictor, folder, out, skip_corrupt=True)
+    except WriteError as error:
+        raise WriteError(
+            f"{error}\n  fix: choose the folder of the features and the index: --index FOLDER/gallery.index"
+        ) from error
     if skipped:
         logger.warning(
             "%d %s of the gallery cannot be read and %s skipped: %s",

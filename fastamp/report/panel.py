@@ -134,7 +134,7 @@ def _non_empty_range(low: float, high: float, *, log: bool, margin: float) -> tu
         factor = 10 ** (margin * math.log10(high / low)) if high / low < math.inf else 1.0
         return max(low / factor, 1e-300), min(high * factor, 1e300)
     if high - low <= 1e-9 * max(1.0, abs(low), abs(high)):
-        half = max(0.5, abs(high) / 10)
+        half = abs(high) / 10 or 0.5
         low, high = low - half, high + half
     gap = margin * (high - low)
     return low - gap, high + gap

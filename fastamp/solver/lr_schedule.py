@@ -1,6 +1,7 @@
 """Learning-rate schedules, as pure functions of the epoch and the number of optimizer steps."""
 
 import bisect
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from typing import Any, Protocol
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
@@ -250,7 +253,7 @@ def swa_start(cfg: Any) -> int:
 
 
 def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
-    """Build the learning-rate schedule ``SOLVER.SCHED``.
+    """Build the learning-rate schedule ``SOLVER.SCHED``. Log a warning if training ends before the warm-up does.
 
     Args:
         cfg (CfgNode): config; reads ``SOLVER``.
@@ -260,6 +263,15 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
         ConfigError: if the schedule is unknown.
     """
     schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
+    warmup, total = getattr(schedule, "warmup_iters", 0), cfg.SOLVER.MAX_EPOCH * iters_per_epoch
+    if warmup >= total > 0:
+        logger.warning(
+            "the warm-up of %d iterations is not shorter than the training of %d: the learning rate does not reach "
+            "SOLVER.BASE_LR\n  fix: reduce %s, or train longer (SOLVER.MAX_EPOCH)",
+            warmup,
+            total,
+            "SOLVER.WARMUP_EPOCHS" if cfg.SOLVER.WARMUP_EPOCHS else f"SOLVER.WARMUP_ITERS, e.g. to {total // 10}",
+        )
     swa = cfg.SOLVER.SWA
     if swa.ENABLED and swa.LR_FACTOR > 0:
         return ConstantTailSchedule(schedule, swa_start(cfg), swa.LR_FACTOR)

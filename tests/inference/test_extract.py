@@ -24,7 +24,7 @@ from fastamp.inference.extract import extract, list_images
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import open_gallery
 from fastamp.utils import lock
-from fastamp.utils.errors import ConfigError, DataError, UserError
+from fastamp.utils.errors import ConfigError, DataError, UserError, WriteError
 
 
 @pytest.fixture
@@ -403,11 +403,22 @@ def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog
     assert features.stat().st_mtime_ns == written
     shutil.copy(query, images / "a" / "new.jpg")
     (images / "a" / "bad.jpg").write_text("no image")
+    (images / "a" / "link.jpg").symlink_to("link.jpg")
     assert set(predictor.search(query, images, k=2).paths[0]) == {str(query), str(images / "a" / "new.jpg")}
-    assert "1 image of the gallery cannot be read and is skipped" in caplog.text and "bad.jpg" in caplog.text
+    assert "2 images of the gallery cannot be read and are skipped" in caplog.text
+    assert "bad.jpg" in caplog.text and "link.jpg" in caplog.text
     written = features.stat().st_mtime_ns
     predictor.search(query, images, k=2)
     assert features.stat().st_mtime_ns == written
+
+
+def test_search_in_a_folder_next_to_which_nothing_can_be_written_names_the_flag(predictor, images, monkeypatch):
+    def fail(*args, **kwargs):
+        raise WriteError("images.npz cannot be written: Read-only file system")
+
+    monkeypatch.setattr("fastamp.inference.extract.extract", fail)
+    with pytest.raises(WriteError, match="--index"):
+        predictor.search(next(images.rglob("*.jpg")), images)
 
 
 def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path):

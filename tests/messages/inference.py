@@ -243,6 +243,9 @@ def indices(record, predictor, checkpoint, gallery):
         "load_index of a missing file": lambda: load_index(record.root / "nowhere.index"),
         "load_index of an extraction": lambda: load_index(gallery),
         "open_gallery of a folder": lambda: open_gallery(record.root),
+        "open_gallery of a folder next to a file": lambda: open_gallery(
+            record.root, of=predictor, index=record.file("file") / "gallery.index"
+        ),
         "open_gallery of a dataset": lambda: open_gallery("csv:images.csv"),
         "open_gallery of a table": lambda: open_gallery("features.parquet"),
     }.items():

@@ -272,6 +272,7 @@ def optimizers(record):
         ("SOLVER.LR_FACTORS", "{'backbone.*': -1}"),
         ("SOLVER.LR_FACTORS", "{'bakbone.*': 1}"),
         ("SOLVER.SCHED", "Cosine"),
+        ("SOLVER.WARMUP_ITERS", "2000"),
         ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "9"),
         ("SOLVER.LR_SCALING", "linear"),
     ):

@@ -63,3 +63,8 @@ def test_read_history_skips_incomplete_lines_and_non_numbers(tmp_path):
     assert history.latest("a") == 2 and history.latest("b") is None and history.latest("c") is None
     with pytest.raises(DataError, match="nothing.json"):
         read_history(tmp_path / "nothing.json")
+
+
+def test_axis_of_a_single_small_value_shows_it():
+    low, high = Panel("", "", "", [Line("rate", np.array([8.0]), np.array([8.3e-4]))]).bounds()[1]
+    assert 7e-4 < low < 8.3e-4 < high < 1e-3

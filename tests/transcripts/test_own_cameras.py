@@ -144,7 +144,7 @@ def test_first_hour_with_own_cameras(folder, capfd, caplog):
     # Extract: names of identities and cameras.
     for out in ("gallery.npz", "gallery.csv"):
         said = run("extract", weights, "csv:clean.csv", "-o", out, "--device", "cpu")
-        assert f"wrote {out}: 172 features of width {tiny.WIDTH}" in said.out
+        assert f"wrote {out}: 172 features of dimension {tiny.WIDTH}" in said.out
     with np.load("gallery.npz", allow_pickle=False) as content:
         found = list(zip(*(content[name].tolist() for name in ("paths", "pids", "cameras", "split")), strict=True))
     expected = sorted((row["path"], row["pid"], row["camid"], row["split"]) for row in clean)
