@@ -23,6 +23,7 @@ from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, load_index, open_gallery
 from fastamp.inference.parity import compare
 from fastamp.inference.similarity import sample_pair_scores
+from fastamp.utils.errors import WriteError
 
 SITES = ["fastamp/inference"]
 
@@ -228,6 +229,10 @@ def rewrite(source, target, entries, changes):
                 archive.writestr(name, content)
 
 
+def read_only(*args, **kwargs):
+    raise WriteError("images.npz cannot be written: Read-only file system")
+
+
 def indices(record, predictor, checkpoint, gallery):
     """Build, read and search invalid gallery indices."""
     extraction = read_extraction(gallery)
@@ -243,14 +248,14 @@ def indices(record, predictor, checkpoint, gallery):
         "load_index of a missing file": lambda: load_index(record.root / "nowhere.index"),
         "load_index of an extraction": lambda: load_index(gallery),
         "open_gallery of a folder": lambda: open_gallery(record.root),
-        "open_gallery of a folder next to a file": lambda: open_gallery(
-            record.root, of=predictor, index=record.file("file") / "gallery.index"
-        ),
         "open_gallery of a dataset": lambda: open_gallery("csv:images.csv"),
         "open_gallery of a table": lambda: open_gallery("features.parquet"),
     }.items():
         with record(title):
             call()
+    with record("open_gallery of a folder next to which nothing can be written"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(extract_module, "lock_folder", read_only)
+        open_gallery(record.root / "images", of=predictor)
     content = path.read_bytes()
     flipped = content[: len(content) // 3] + bytes([content[len(content) // 3] ^ 1]) + content[len(content) // 3 + 1 :]
     for name, damaged in (("cut", content[:-5]), ("flipped", flipped)):
