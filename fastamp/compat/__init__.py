@@ -66,15 +66,26 @@ NAMES = {
         "fast_batch_collator": "fastamp.compat.data.fast_batch_collator",
     },
     "fastamp.data.transforms": {"ToTensor": "fastamp.compat.data.ToTensor"},
-    "fastamp.engine": {"DefaultPredictor": "fastamp.compat.engine.DefaultPredictor"},
+    "fastamp.engine": {"DefaultPredictor": "fastamp.compat.engine.DefaultPredictor"}
+    | {name: f"fastamp.compat.hooks.{name}" for name in ("CallbackHook", "IterationTimer", "LayerFreeze", "PreciseBN")}
+    | {
+        name: f"fastamp.engine.hooks.{name}"
+        for name in ("EvalHook", "LRScheduler", "PeriodicCheckpointer", "PeriodicWriter")
+    },
     "fastamp.engine.defaults": {
         "DefaultPredictor": "fastamp.compat.engine.DefaultPredictor",
+        "AMPTrainer": "fastamp.engine.train_loop.AMPTrainer",
         "SimpleTrainer": "fastamp.engine.train_loop.SimpleTrainer",
         "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
         "default_setup": "fastamp.engine.setup.default_setup",
     },
     "fastamp.engine.hooks": {
+        "CallbackHook": "fastamp.compat.hooks.CallbackHook",
+        "IterationTimer": "fastamp.compat.hooks.IterationTimer",
+        "LayerFreeze": "fastamp.compat.hooks.LayerFreeze",
+        "PreciseBN": "fastamp.compat.hooks.PreciseBN",
         "flatten_results_dict": "fastamp.compat.evaluation.flatten_results_dict",
+        "get_bn_modules": "fastamp.compat.tools.get_bn_modules",
     },
     "fastamp.evaluation": {
         "ClasEvaluator": "fastamp.compat.evaluation.ClasEvaluator",

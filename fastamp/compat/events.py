@@ -1,9 +1,10 @@
 """FastReID's event storage: metrics that hooks, models and custom training loops record and read."""
 
+import functools
 import logging
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,15 @@ def get_event_storage() -> EventStorage:
 
 
 class EventWriter:
-    """Base class of writers for custom training loops."""
+    """Base class of writers for custom training loops, and for ``build_writers`` of a trainer.
+
+    A trainer puts the metrics of each log period and evaluation into its storage before it calls ``write``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "write" in vars(cls):
+            cls.write = _accepts_metrics(cls.write)
 
     def write(self) -> None:
         """Write the new metrics of ``get_event_storage()``."""
@@ -187,6 +196,19 @@ class EventWriter:
 
     def close(self) -> None:
         """Close the writer."""
+
+
+def _accepts_metrics(write: Callable[[Any], None]) -> Callable[..., None]:
+    """Decorate ``write()`` of a writer, so that a trainer can call ``write(iteration, metrics)``."""
+
+    @functools.wraps(write)
+    def write_metrics(self: Any, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float) and "loss" not in name:  # the storage contains the losses
+                get_event_storage().record(name, value)
+        write(self)
+
+    return write_metrics
 
 
 class CommonMetricPrinter(EventWriter):

@@ -1,14 +1,17 @@
 """Methods of FastReID's ``DefaultTrainer`` for subclasses written for FastReID."""
 
+import inspect
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
 from fastamp.amp import requested_device, resolve_device
+from fastamp.compat.solver import build_lr_scheduler
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.utils.errors import ConfigError
 
@@ -22,7 +25,6 @@ CALLED = ("before_train", "after_train", "before_epoch", "after_epoch", "before_
 
 NOT_CALLED = {
     "run_step": "register a subclass of AMPTrainer in TRAINER_REGISTRY, and set SOLVER.TRAINER to its name",
-    "build_lr_scheduler": "register a schedule in SCHEDULE_REGISTRY, and set SOLVER.SCHED to its name",
     "_write_metrics": "override record_metrics of a trainer registered in TRAINER_REGISTRY",
 }
 """Method of FastReID's trainers that fastamp does not call -> what to do instead."""
@@ -36,6 +38,8 @@ class FastReIDMethods:
     warning.
     """
 
+    cfg: Any
+    optimizer: Optimizer
     trainer: Any
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -63,9 +67,32 @@ class FastReIDMethods:
         return self.trainer.epoch
 
     @property
+    def start_iter(self) -> int:
+        """First iteration of the run; above 0 after a resume."""
+        return self.trainer.start_iter
+
+    @property
+    def start_epoch(self) -> int:
+        """First epoch of the run; above 0 after a resume."""
+        return self.start_iter // self.iters_per_epoch
+
+    @property
     def max_epoch(self) -> int:
         """Number of epochs."""
-        return self.trainer.max_epoch
+        return self.cfg.SOLVER.MAX_EPOCH
+
+    @property
+    def max_iter(self) -> int:
+        """Number of iterations."""
+        return self.max_epoch * self.iters_per_epoch
+
+    @property
+    def _trainer(self) -> Any:
+        return self.trainer
+
+    @property
+    def _hooks(self) -> list[Any]:
+        return self.trainer._hooks
 
     @property
     def iters_per_epoch(self) -> int:
@@ -77,6 +104,28 @@ class FastReIDMethods:
         """Metrics of the run; see ``fastamp.compat.events.EventStorage``."""
         return self.trainer.storage
 
+    @classmethod
+    def build_lr_scheduler(cls, cfg: Any, optimizer: Optimizer, iters_per_epoch: int) -> Any:
+        """Build FastReID's schedulers; only used if a subclass overrides this method or reads ``scheduler``."""
+        return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """Result of ``build_lr_scheduler``."""
+        arguments = (self.cfg, self.optimizer, self.iters_per_epoch)
+        accepted = len(inspect.signature(self.build_lr_scheduler).parameters)  # 2 up to FastReID v1.0
+        return self.build_lr_scheduler(*arguments[:accepted])
+
+    def with_own_schedulers(self, hooks: Sequence["HookBase"]) -> list["HookBase"]:
+        """Replace the ``LRScheduler`` in ``hooks`` if the class of this trainer overrides ``build_lr_scheduler``."""
+        if not overrides(self, "build_lr_scheduler", FastReIDMethods):
+            return list(hooks)
+        from fastamp.compat.hooks import SchedulerHook  # fastamp.engine imports this module
+        from fastamp.engine.hooks import LRScheduler
+
+        own = SchedulerHook(self.optimizer, self.scheduler)
+        return [own if isinstance(hook, LRScheduler) else hook for hook in hooks]
+
     def hooks_of_overridden_methods(self) -> Iterator["HookBase"]:
         """Yield a hook that calls the methods in ``CALLED`` that the class of this trainer overrides, if any."""
         from fastamp.engine import HookBase  # fastamp.engine imports this module
@@ -84,11 +133,40 @@ class FastReIDMethods:
         class _TrainerMethods(HookBase):
             """Hook that calls methods of the trainer, which are set as attributes of the instance."""
 
-        overridden = [name for name in CALLED if getattr(type(self), name) is not getattr(FastReIDMethods, name)]
+        overridden = [name for name in CALLED if overrides(self, name, FastReIDMethods)]
         if overridden:
             hook = _TrainerMethods()
             vars(hook).update({name: getattr(self, name) for name in overridden})
             yield hook
+
+
+def overrides(trainer: Any, name: str, base: type) -> bool:
+    """Return True if the class of ``trainer`` overrides the method ``name`` of ``base``."""
+    own, inherited = (inspect.getattr_static(cls, name) for cls in (type(trainer), base))
+    return own is not inherited
+
+
+def results_by_dataset(results: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Convert the return value of FastReID's ``test``: dataset name -> metrics; empty if there are no results."""
+    if not results:
+        return {}
+    if not all(isinstance(metrics, Mapping) for metrics in results.values()):
+        results = {next(iter(names)): results}
+    numbers = (int, float)
+    return {
+        name: {
+            metric: value.item() if hasattr(value, "item") else value
+            for metric, value in metrics.items()
+            if isinstance(value, numbers) or hasattr(value, "item") or isinstance(value, Mapping)
+        }
+        for name, metrics in results.items()
+    }
+
+
+def build_writers_of(trainer: Any, start_iter: int) -> list[Any]:
+    """Call ``build_writers`` of a trainer, which has no parameter in FastReID."""
+    parameters = inspect.signature(trainer.build_writers).parameters
+    return trainer.build_writers(*((start_iter,) if parameters else ()))
 
 
 def as_train_loader(loader: Any, cfg: Any) -> Any:

@@ -15,7 +15,14 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
-from fastamp.compat.trainer import FastReIDMethods, as_train_loader, only_optimizer
+from fastamp.compat.trainer import (
+    FastReIDMethods,
+    as_train_loader,
+    build_writers_of,
+    only_optimizer,
+    overrides,
+    results_by_dataset,
+)
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
@@ -157,7 +164,7 @@ class DefaultTrainer(FastReIDMethods):
         if comm.is_main_process():
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
-            self.writers += self.build_writers(start)
+            self.writers += build_writers_of(self, start)
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         logger.info(
             "training %d epochs of %d iterations%s",
@@ -220,7 +227,11 @@ class DefaultTrainer(FastReIDMethods):
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
         check_finite(self.model)
-        self._last = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
+        if loaders is None and overrides(self, "test", DefaultTrainer):
+            results = results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
+            self._last = EvaluationOutput(results if comm.is_main_process() else {})
+        else:
+            self._last = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
         self._last_iteration = self.trainer.iter
         results = self._last.results
         if not self.cfg.TEST.REPORT:
@@ -289,7 +300,7 @@ class DefaultTrainer(FastReIDMethods):
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         return [
-            *build_training_hooks(cfg, self.model, self.average, iters_per_epoch),
+            *self.with_own_schedulers(build_training_hooks(cfg, self.model, self.average, iters_per_epoch)),
             hooks.PeriodicWriter(
                 cfg.LOG_PERIOD,
                 self.writers,
@@ -322,6 +333,8 @@ class DefaultTrainer(FastReIDMethods):
 
     def build_best_metric(self) -> hooks.BestMetric:
         """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report this metric."""
+        if overrides(self, "test", DefaultTrainer):
+            return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, dict.fromkeys(self.test_loaders))
         reported = {
             name: loader_and_evaluator(self.build_evaluator, self.cfg, name, test)[1].metric_names()
             for name, test in self.test_loaders.items()

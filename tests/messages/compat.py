@@ -12,6 +12,7 @@ from fastamp.compat.datasets import ImageDataset
 from fastamp.compat.evaluation import build_dist, evaluate_rank, re_ranking
 from fastamp.compat.events import EventStorage, get_event_storage
 from fastamp.compat.files import PathManager
+from fastamp.compat.hooks import CallbackHook
 from fastamp.compat.solver import ContiguousParams, build_lr_scheduler
 from fastamp.compat.tools import Timer
 from fastamp.compat.trainer import as_train_loader
@@ -38,6 +39,8 @@ def functions(record):
         evaluate_rank(np.zeros((2, 2)), pids, pids, pids, pids)
     with record("re_ranking of distance matrices"):
         re_ranking(np.zeros((2, 2)), np.zeros((2, 2)), np.zeros((2, 2)))
+    with record("CallbackHook(before_all=print)"):
+        CallbackHook(before_all=print)
     with record("Timer.resume without a pause"):
         Timer().resume()
     timer = Timer()

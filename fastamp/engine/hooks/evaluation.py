@@ -92,7 +92,8 @@ class EvalHook(HookBase):
     Args:
         period (int): period in epochs.
         evaluate (Callable): returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
-        checkpointer (Checkpointer, optional): saves ``model_best`` when ``metric`` improves. Default: saves nothing.
+        checkpointer (Checkpointer, optional): saves ``model_best`` when ``metric`` improves. Default: saves nothing,
+            and puts the results into the storage of the trainer, as FastReID's hook does.
         writers (Sequence): receive the metrics as ``<dataset>/<metric>``.
         metric (BestMetric, optional): selects the best model. Default: saves no ``model_best``.
         weights (Callable): returns a context manager in which the model holds the weights to evaluate and to save as
@@ -132,6 +133,8 @@ class EvalHook(HookBase):
                 self.results = self.evaluate()
                 if self.checkpointer is not None and self.metric is not None:
                     self._save_if_best()
+                elif self.results:  # FastReID's EvalHook(period, function)
+                    self.trainer.storage.put_scalars(smoothing_hint=False, **dict(_flatten_results(self.results)))
         except Exception:
             if self.checkpointer is None:
                 raise
@@ -173,6 +176,15 @@ class EvalHook(HookBase):
                 self.metric,
             )
             self.best = None
+
+
+def _flatten_results(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the numbers in nested results as ``(name, value)``, e.g. ``("Market1501/mAP", 85.9)``."""
+    for name, value in results.items():
+        if isinstance(value, Mapping):
+            yield from _flatten_results(value, f"{prefix}{name}/")
+        elif isinstance(value, (int, float)) or hasattr(value, "item"):
+            yield f"{prefix}{name}", float(value)
 
 
 def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:

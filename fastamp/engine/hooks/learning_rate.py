@@ -1,5 +1,7 @@
 """Learning rate schedule."""
 
+from typing import Any
+
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import LearningRateSchedule
 
@@ -12,7 +14,16 @@ class LRScheduler(HookBase):
     Args:
         schedule (LearningRateSchedule): computes the learning rate from the base learning rate, the epoch, and the
             number of applied steps.
+
+    ``LRScheduler(optimizer, schedulers)`` returns FastReID's hook; see ``fastamp.compat.hooks.SchedulerHook``.
     """
+
+    def __new__(cls, schedule: Any, schedulers: Any = None) -> Any:
+        if schedulers is None:
+            return super().__new__(cls)
+        from fastamp.compat.hooks import SchedulerHook  # fastamp.compat.hooks imports fastamp.engine.hooks
+
+        return SchedulerHook(schedule, schedulers)
 
     def __init__(self, schedule: LearningRateSchedule) -> None:
         self.schedule = schedule

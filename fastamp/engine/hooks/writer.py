@@ -22,7 +22,16 @@ class PeriodicWriter(HookBase):
         writers (list): objects with ``write(iteration, metrics)`` and ``close()``.
         images_per_iteration (int): mean number of images per iteration, used to compute the throughput.
         device (torch.device): device of the model, whose peak memory use is logged.
+
+    ``PeriodicWriter(writers, period)`` returns FastReID's hook; see ``fastamp.compat.hooks.EventWriterHook``.
     """
+
+    def __new__(cls, period: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(period, int):
+            return super().__new__(cls)
+        from fastamp.compat.hooks import EventWriterHook  # fastamp.compat.hooks imports fastamp.engine.hooks
+
+        return EventWriterHook(period, *arguments, **options)
 
     def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
         self.period = period

@@ -1,0 +1,147 @@
+"""Hooks of FastReID for subclasses of ``DefaultTrainer`` that build their own hooks."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from fastamp.compat.tools import get_bn_modules
+from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.freeze import FreezeLayers
+from fastamp.evaluation.precise_bn import update_bn_statistics
+
+
+class CallbackHook(HookBase):
+    """Hook that calls functions of the trainer.
+
+    Args:
+        before_train, after_train, before_epoch, after_epoch, before_step, after_step (Callable | None): function with
+            the trainer as its argument. Default None.
+    """
+
+    def __init__(self, **functions: Callable[[Any], None] | None) -> None:
+        for name, function in functions.items():
+            if not hasattr(HookBase, name):
+                raise TypeError(f"CallbackHook: unknown argument {name!r}")
+            if function is not None:
+                vars(self)[name] = lambda function=function: function(self.trainer)
+
+
+class IterationTimer(HookBase):
+    """Hook without effect: the trainer itself measures ``time`` and ``data_time``.
+
+    Args:
+        warmup_iter (int): ignored.
+    """
+
+    def __init__(self, warmup_iter: int = 3) -> None:
+        pass
+
+
+class LayerFreeze(FreezeLayers):
+    """Freeze layers of the model in the first iterations, with FastReID's arguments; see ``FreezeLayers``."""
+
+    def __init__(self, model: nn.Module, freeze_layers: Sequence[str] | str, freeze_iters: int) -> None:
+        super().__init__(model, [freeze_layers] if isinstance(freeze_layers, str) else freeze_layers, freeze_iters)
+
+
+class PreciseBN(HookBase):
+    """Recompute batch norm statistics before each evaluation; see ``fastamp.evaluation.update_bn_statistics``.
+
+    ``TEST.PRECISE_BN`` does the same.
+
+    Args:
+        model (nn.Module): model with batch norm layers.
+        data_loader (Iterable): training batches.
+        num_iter (int): number of batches.
+    """
+
+    def __init__(self, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
+        self.model, self.data_loader, self.num_iter = model, data_loader, num_iter
+
+    def after_epoch(self) -> None:
+        if self.trainer.epoch + 1 == self.trainer.max_epoch or (
+            (self.trainer.epoch + 1) % self.trainer.cfg.TEST.EVAL_PERIOD == 0
+        ):
+            self.update_stats()
+
+    def update_stats(self) -> None:
+        """Recompute the statistics, if the model has batch norm layers in training mode."""
+        if get_bn_modules(self.model):
+            update_bn_statistics(self.model, self.data_loader, self.num_iter, policy=self.trainer.policy)
+
+
+class SchedulerHook(HookBase):
+    """Step the schedulers of ``build_lr_scheduler``, as FastReID's ``LRScheduler`` does.
+
+    ``warmup_sched`` is stepped after each of the first ``SOLVER.WARMUP_ITERS`` iterations, and ``lr_sched`` after each
+    later epoch, from ``SOLVER.DELAY_EPOCHS`` on.
+
+    Args:
+        optimizer (Optimizer): optimizer of the schedulers.
+        schedulers (Mapping | LRScheduler): schedulers by name; a single scheduler is used as ``lr_sched``.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: Any) -> None:
+        self.optimizer = optimizer
+        self.schedulers = dict(schedulers) if isinstance(schedulers, Mapping) else {"lr_sched": schedulers}
+        self._rates: list[float] = []
+
+    def before_train(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate  # of the checkpoint; the optimizer has those of the config
+
+    def before_step(self) -> None:
+        groups = self.optimizer.param_groups
+        largest = max(groups, key=lambda group: len(group["params"]))
+        self.trainer.metrics.latest(lr=largest["lr"])
+        self._steps = self.trainer.steps_taken
+
+    def after_step(self) -> None:
+        skipped = self.trainer.steps_taken == self._steps
+        if "warmup_sched" in self.schedulers and self._in_warmup() and not skipped:
+            self.schedulers["warmup_sched"].step()
+
+    def after_epoch(self) -> None:
+        solver = self.trainer.cfg.SOLVER
+        after_warmup = "warmup_sched" not in self.schedulers or self.trainer.iter + 1 > solver.WARMUP_ITERS
+        if "lr_sched" in self.schedulers and after_warmup and self.trainer.epoch + 1 > solver.DELAY_EPOCHS:
+            self.schedulers["lr_sched"].step()
+
+    def _in_warmup(self) -> bool:
+        return self.trainer.iter + 1 <= self.trainer.cfg.SOLVER.WARMUP_ITERS
+
+    def state_dict(self) -> dict[str, Any]:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        return {"rates": rates} | {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._rates = state["rates"]
+        for name, scheduler in self.schedulers.items():
+            if name in state:
+                scheduler.load_state_dict(state[name])
+
+
+class EventWriterHook(HookBase):
+    """Call ``write()`` of FastReID's writers periodically; see ``fastamp.compat.events.EventWriter``.
+
+    Args:
+        writers (Sequence): writers with ``write()`` and ``close()``.
+        period (int): period in iterations. Default 20.
+    """
+
+    def __init__(self, writers: Sequence[Any], period: int = 20) -> None:
+        self.writers, self.period = list(writers), int(period)
+
+    def before_train(self) -> None:
+        _ = self.trainer.storage  # from now on, losses are recorded
+
+    def after_step(self) -> None:
+        if (self.trainer.iter + 1) % self.period == 0 or self.trainer.iter + 1 == self.trainer.max_iter:
+            for writer in self.writers:
+                writer.write()
+
+    def after_train(self) -> None:
+        for writer in self.writers:
+            writer.close()
