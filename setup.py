@@ -30,7 +30,7 @@ EXTRAS = {
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
     "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],
-    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0"],
+    "docs": ["mkdocs-material>=9.7", "mkdocstrings[python]>=1.0", "ruff"],
     "notebook": ["nbclient", "nbformat", "ipykernel", "matplotlib"],
     "wandb": ["wandb"],
     "mlflow": ["mlflow-skinny>=3"],

@@ -33,7 +33,8 @@ def top_level_file(name: str) -> str:
 
 
 def notebook(path: Path) -> str:
-    """Return a notebook as Markdown, without outputs."""
+    """Return a notebook as Markdown, without outputs, and with a link to the file."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     texts = [(cell["cell_type"], "".join(cell["source"]).strip()) for cell in cells]
-    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts)
+    parts = [f"```python\n{text}\n```" if kind == "code" else text for kind, text in texts]
+    return "\n\n".join([*parts, f"[Download this notebook]({path.name})\n"])

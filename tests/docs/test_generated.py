@@ -9,6 +9,7 @@ from config_page import config_page
 from documents import DOCS, anchors
 from markdown_text import escape
 from messages_page import SNAPSHOT, messages_page
+from pages import notebook, top_level_file
 from recipes_table import MARKER, recipes_table
 
 from fastamp.cli import COMMANDS, command_parser
@@ -72,6 +73,20 @@ def test_each_recipe_is_in_the_table():
     table = recipes_table()
     assert all(f"| `{name}` |" in table for name in list_recipes())
     assert MARKER in (DOCS / "recipes.md").read_text(encoding="utf-8")
+
+
+def test_notebook_is_shown_as_code_and_text(tmp_path):
+    cells = [
+        {"cell_type": "markdown", "source": ["# Title\n", "\n", "Text."]},
+        {"cell_type": "code", "source": ["a = 1"]},
+    ]
+    (tmp_path / "x.ipynb").write_text(json.dumps({"cells": cells}))
+    text = "# Title\n\nText.\n\n```python\na = 1\n```\n\n[Download this notebook](x.ipynb)\n"
+    assert notebook(tmp_path / "x.ipynb") == text
+
+
+def test_links_of_top_level_files_are_relative_to_the_site():
+    assert "](migration/fastreid.md#code)" in top_level_file("CHANGELOG.md")
 
 
 @pytest.mark.parametrize(("text", "expected"), [("a_b*c", r"a\_b\*c"), ("`a_b` <c> | d", r"`a_b` \<c> \| d")])
