@@ -1,7 +1,11 @@
 """Commands recipes, init, demo, benchmark, completion, help and version."""
 
+import contextlib
 import json
+import os
+import pty
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +140,42 @@ def test_completion_script_completes_commands_flags_recipes_and_keys(capsys):
     for command in set(COMMANDS) - {"help", "version"}:
         flags = {flag for action in command_parser(command)._actions for flag in action.option_strings}
         assert set(complete(script, "fastamp", command, "--")) == {flag for flag in flags if flag.startswith("--")}
+
+
+def complete_in_zsh(script, folder, *lines):
+    """Return each line after a press of Tab in an interactive zsh."""
+    (folder / "completion").write_text(script)
+    setup = (
+        "source ./completion; bindkey '^I' complete-word; bindkey '^T' report; zle -N report\n"
+        'report() { print -r -- "$BUFFER" >> lines; BUFFER=""; }\n'
+    )
+    terminal, slave = pty.openpty()
+    environment = os.environ | {"TERM": "dumb", "HOME": str(folder)}
+    zsh = subprocess.Popen(["zsh", "-f", "-i"], stdin=slave, stdout=slave, stderr=slave, cwd=folder, env=environment)
+    os.close(slave)
+    os.write(terminal, (setup + "".join(f"{line}\t\x14" for line in lines) + "exit\n").encode())
+    shown = b""
+    with contextlib.suppress(OSError):  # at the end, the terminal is closed
+        while read := os.read(terminal, 4096):
+            shown += read
+    os.close(terminal)
+    assert zsh.wait() == 0 and (folder / "lines").exists(), shown.decode()
+    return [line.rstrip() for line in (folder / "lines").read_text().splitlines()]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_completion_script_works_in_zsh(capsys, tmp_path):
+    assert main(["completion"]) == 0
+    completed = {
+        "fastamp trai": "fastamp train",
+        "fastamp help extr": "fastamp help extract",
+        "fastamp train Market1501/sbs_R50-": "fastamp train Market1501/sbs_R50-ibn",
+        "fastamp train x.yml SOLVER.AMP.DT": "fastamp train x.yml SOLVER.AMP.DTYPE",
+        "fastamp train x.yml --res": "fastamp train x.yml --resume",
+        "fastamp config expl": "fastamp config explain",
+        "fastamp train ./comp": "fastamp train ./completion",
+    }
+    assert complete_in_zsh(capsys.readouterr().out, tmp_path, *completed) == list(completed.values())
 
 
 def test_help_and_version_commands_equal_the_flags(capsys):
