@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import moved_names
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,16 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     names = f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}"
     if foreign:
         shapes = ", ".join(str(tuple(p.shape)) for p in foreign[:3])
+        held = plural(
+            len(foreign),
+            "tensor that is not a parameter of the model",
+            "tensors that are not parameters of the model",
+        )
         cause = "the model was copied, rebuilt, flattened, or loaded with assign=True after the optimizer was built."
         if missing and len(missing) < len(trainable):
             cause = "a part of the model, e.g. its head, was replaced after the optimizer was built."
         raise TrainingError(
-            f"the optimizers hold {len(foreign)} tensors that are not parameters of the model (shapes {shapes}): "
+            f"the optimizers hold {held} (shapes {shapes}): "
             "their updates do not change the model.\n"
             f"{found}"
             f"  trainable parameters that are not in any optimizer: {names or 'none'}\n"
@@ -100,7 +106,8 @@ def check_finite(model: nn.Module) -> None:
     finite = torch.isfinite(magnitudes(tensors.values())).tolist()
     if bad := [name for name, ok in zip(tensors, finite, strict=True) if not ok]:
         raise NonFiniteParameters(
-            f"{len(bad)} parameters or buffers are not finite, e.g. {', '.join(bad[:3])}: the model is not evaluated "
+            f"{plural(len(bad), 'parameter or buffer is', 'parameters or buffers are')} not finite, e.g. "
+            f"{', '.join(bad[:3])}: the model is not evaluated "
             "or saved.\n"
             "  cause: the weights diverged, or an overflow reached the running statistics "
             "(SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP is off, or does not cover the buffers of a custom layer).\n"
@@ -112,7 +119,8 @@ def check_finite(model: nn.Module) -> None:
 def explain_diverged(names: Sequence[str]) -> str:
     """Build the error message for parameters that are not finite or exceed ``LARGEST_PARAMETER``."""
     return (
-        f"the weights diverged: {len(names)} parameters are not finite or exceed {LARGEST_PARAMETER:g}, e.g. "
+        f"the weights diverged: {plural(len(names), 'parameter')} with values that are not finite or exceed "
+        f"{LARGEST_PARAMETER:g}, e.g. "
         f"{', '.join(names[:3])}. Another precision does not help.\n"
         "  cause: an update with a learning rate that is too high or not finite, or weights that were not finite "
         "when they were loaded.\n"
@@ -275,11 +283,14 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
     containers = {id(p): name for name, p in _parameters_in_containers(model)}
     described = [containers.get(key, f"shape {tuple(leaf.shape)}") for key, leaf in foreign.items()]
     logger.warning(
-        "the losses depend on %d tensors that require a gradient and are not parameters of the model: %s%s. They are "
-        "not trained and not saved.\n"
+        "the losses depend on %s: %s%s. Such tensors are not trained and not saved.\n"
         "  cause: a layer in a plain list or dict, or a tensor with requires_grad that is not an nn.Parameter.\n"
         "  fix:   use nn.ModuleList, nn.ModuleDict or nn.Parameter, or call requires_grad_(False)",
-        len(described),
+        plural(
+            len(described),
+            "tensor that requires a gradient and is not a parameter of the model",
+            "tensors that require a gradient and are not parameters of the model",
+        ),
         ", ".join(described[:5]),
         ", ..." if len(described) > 5 else "",
     )
@@ -347,7 +358,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     differing = [name for name in names if len({each.get(name) for each in gathered}) > 1]
     if differing:
         raise TrainingError(
-            f"{len(differing)} parameters differ between ranks, e.g. {', '.join(differing[:3])}: each rank trains "
+            f"{plural(len(differing), 'parameter differs', 'parameters differ')} between ranks, e.g. "
+            f"{', '.join(differing[:3])}: each rank trains "
             "a different model.\n"
             "  cause: custom code changes parameters on some ranks only, or the forward pass bypasses "
             "DistributedDataParallel, so gradients are not averaged.\n"

@@ -18,6 +18,7 @@ from fastamp.amp.fp32 import force_fp32
 from fastamp.amp.tf32 import set_tf32
 from fastamp.config import CfgNode
 from fastamp.utils.errors import ConfigError, TrainingError
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -253,8 +254,9 @@ class PrecisionPolicy:
         low = [name for name, p in model.named_parameters() if p.dtype in (torch.float16, torch.bfloat16)]
         if low:
             raise TrainingError(
-                f"{len(low)} parameters are in low precision, e.g. {', '.join(low[:3])}: mixed precision keeps "
-                "parameters in float32.\n  fix: remove model.half() or .to(dtype); SOLVER.AMP casts per operation"
+                f"{plural(len(low), 'parameter is', 'parameters are')} in low precision, e.g. {', '.join(low[:3])}: "
+                "mixed precision keeps parameters in float32.\n  fix: remove model.half() or .to(dtype); SOLVER.AMP "
+                "casts per operation"
             )
         other_types = {p.device.type for p in model.parameters()} - {self.device_type}
         if other_types:

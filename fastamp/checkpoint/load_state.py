@@ -11,6 +11,7 @@ from torch import nn
 
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+from fastamp.utils.plural import plural
 
 __getattr__ = moved_names(__name__, {"adopt": "fastamp.checkpoint.load_state.convert_state_dict"})
 
@@ -198,7 +199,8 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
             f"    {key}: file {tuple(converted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
         )
         raise WeightsError(
-            f"weights from {report.source} do not match the model: shape mismatch in {len(wrong)} tensors\n{shapes}\n"
+            f"weights from {report.source} do not match the model: shape mismatch in "
+            f"{plural(len(wrong), 'tensor')}\n{shapes}\n"
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
             "INPUT.CHANNELS)"
         )
@@ -217,16 +219,16 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
     if unexpected and backbone_prefix:
         logger.warning(
-            "the backbone in %s has %d tensors that the model lacks%s: if the original model uses them, the features "
+            "the backbone in %s has %s that the model lacks%s: if the original model uses them, the features "
             "will differ.\n  fix: set MODEL.BACKBONE.WITH_NL, WITH_SE and DEPTH as in the original model",
             report.source,
-            len(unexpected),
+            plural(len(unexpected), "tensor"),
             examples(unexpected),
         )
     if report.missing:
         logger.warning(
-            "%d tensors of the model keep their initial values, because %s does not contain them%s",
-            len(report.missing),
+            "%s initial values; not found in %s%s",
+            plural(len(report.missing), "tensor of the model keeps its", "tensors of the model keep their"),
             report.source,
             examples(report.missing),
         )

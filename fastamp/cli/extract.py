@@ -13,6 +13,7 @@ import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values
+from fastamp.utils.plural import plural
 
 SPLITS = ("query", "gallery", "train")
 
@@ -53,6 +54,6 @@ def run(args: argparse.Namespace) -> int:
     )
     count, width = extraction.features.shape
     if skipped:
-        print(f"skipped {len(skipped)} unreadable images:", *skipped, sep="\n  ")
-    print(f"wrote {extraction.path}: {count} features of dimension {width}, model {extraction.config_hash}")
+        print(f"skipped {plural(len(skipped), 'unreadable image')}:", *skipped, sep="\n  ")
+    print(f"wrote {extraction.path}: {plural(count, 'feature')} of dimension {width}, model {extraction.config_hash}")
     return 0

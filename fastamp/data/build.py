@@ -23,6 +23,7 @@ from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, Inference
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +100,11 @@ def build_reid_train_loader(
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
             log_splits(each, {name: getattr(each, name) for name in names})
         logger.info(
-            "training set: %d images, %d identities; one epoch is %d iterations of %d images",
+            "training set: %d images, %d identities; one epoch is %s of %s",
             len(dataset),
             dataset.num_classes,
-            batch_sampler.iters_per_epoch,
-            cfg.SOLVER.IMS_PER_BATCH,
+            plural(batch_sampler.iters_per_epoch, "iteration"),
+            plural(cfg.SOLVER.IMS_PER_BATCH, "image"),
         )
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     _attach_cache(dataset, cfg)
@@ -117,8 +118,9 @@ def _build_batch_sampler(
     batch_size = cfg.SOLVER.IMS_PER_BATCH
     if len(dataset) < batch_size:
         raise DataError(
-            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) is smaller than one batch: {len(dataset)} images, "
-            f"SOLVER.IMS_PER_BATCH is {batch_size}.\n  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
+            f"the training set ({', '.join(cfg.DATASETS.NAMES)}) is smaller than one batch: "
+            f"{plural(len(dataset), 'image')}, SOLVER.IMS_PER_BATCH is {batch_size}.\n"
+            "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
         )
     if dataset.num_classes < 2:
         raise DataError(
@@ -257,8 +259,9 @@ def build_reid_test_loader(
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
         raise DataError(
-            f"dataset {dataset_name} contains {len(dataset)} test images, which is too few for {world_size} processes: "
-            f"each process requires at least one image.\n  fix: run with at most {len(dataset)} processes"
+            f"dataset {dataset_name} contains {plural(len(dataset), 'test image')}, which is too few for {world_size} "
+            "processes: each process requires at least one image.\n"
+            f"  fix: run with at most {plural(len(dataset), 'process', 'processes')}"
         )
     batch_sampler = InferenceSampler(
         size=len(dataset),
@@ -474,7 +477,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
             "  fix: set MODEL.BACKBONE.SIE_CAMERAS to 0, or train on a single dataset with integer camera IDs"
         )
     viewids = dataset.items.viewids
-    for key, number, plural, ids in (
+    for key, number, kind, ids in (
         ("SIE_CAMERAS", backbone.SIE_CAMERAS, "cameras", dataset.camids),
         ("SIE_VIEWS", backbone.SIE_VIEWS, "views", viewids),
     ):
@@ -482,7 +485,7 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
         if number and (low < 0 or high >= number):
             fix = f"\n  fix: set MODEL.BACKBONE.{key} to {high + 1}" if low >= 0 else ""
             raise ConfigError(
-                f"MODEL.BACKBONE.{key} is {number}: expected {plural} 0 to {number - 1}, got {low} to {high} in "
+                f"MODEL.BACKBONE.{key} is {number}: expected {kind} 0 to {number - 1}, got {low} to {high} in "
                 f"{title}.{fix}"
             )
     if backbone.SIE_VIEWS and (viewids == viewids[0]).all():

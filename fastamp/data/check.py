@@ -32,6 +32,7 @@ from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
 from fastamp.utils.fonts import drawable_text, load_font
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -263,10 +264,10 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
     sheet.save(path)
     if escaped:
         logger.warning(
-            "contact sheet: no font for %r (%d names); these characters are written as codes\n"
+            "contact sheet: no font for %r (%s); these characters are written as codes\n"
             "  fix: install a font with these characters, e.g. Noto Sans CJK (apt-get install fonts-noto-cjk)",
             escaped[0],
-            len(escaped),
+            plural(len(escaped), "name"),
         )
 
 

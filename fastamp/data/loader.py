@@ -26,6 +26,7 @@ from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.moved import moved_names
+from fastamp.utils.plural import plural
 from fastamp.utils.signals import set_handler
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,8 @@ def worker_count(key: str, requested: int) -> int:
     """
     cores = available_cores()
     if requested > cores:
-        logger.info("%s is %d; limited to %d workers, the number of available CPU cores", key, requested, cores)
+        limit = plural(cores, "worker")
+        logger.info("%s is %d; limited to %s, the number of available CPU cores", key, requested, limit)
     return min(requested, cores)
 
 

@@ -15,6 +15,7 @@ from fastamp.diagnostics.nan_locator import locate_in_training, try_locate
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names
+from fastamp.utils.plural import plural
 
 __getattr__ = moved_names(
     __name__,
@@ -48,7 +49,7 @@ class CrashDump:
 
     Attributes:
         message: error message.
-        iteration, rank: iteration and rank of the failed step.
+        iteration, rank: iteration, from 0, and rank of the failed step. The file name counts iterations from 1.
         config: complete config as YAML text.
         policy: precision of the step; result of ``PrecisionPolicy.state_dict``.
         loss_scale: loss scale of the step; 1 without loss scaling.
@@ -80,7 +81,7 @@ class CrashDump:
     def write(self, folder: Path) -> Path:
         """Write the crash dump, which contains only tensors and plain values, and return its path."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"iteration_{self.iteration}_rank_{self.rank}.pth"
+        path = folder / f"iteration_{self.iteration + 1}_rank_{self.rank}.pth"
         content = vars(self) | {"micro_batch": vars(self.micro_batch), "fastamp_crash": _FORMAT}
         write_checkpoint(path, content)
         return path
@@ -132,8 +133,8 @@ class CrashDump:
         ] + [name for name in self.model if name not in tensors]
         if differing:
             raise WeightsError(
-                f"the model in the crash dump does not match the model built from its config: {len(differing)} tensors "
-                f"differ, e.g. {', '.join(differing[:3])}.\n"
+                f"the model in the crash dump does not match the model built from its config: "
+                f"{plural(len(differing), 'tensor differs', 'tensors differ')}, e.g. {', '.join(differing[:3])}.\n"
                 "  fix: use the same code, plugin (--plugin FILE) and MODEL values as in the failed run"
             )
         with torch.no_grad():

@@ -59,7 +59,11 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     scale = cfg.SOLVER.AMP.INIT_SCALE if "SOLVER.AMP.INIT_SCALE" in keys else crash.loss_scale
     scale = scale if policy.needs_loss_scaling else 1.0
     logger.info(
-        "replaying iteration %d of rank %d: %s, loss scale %g", crash.iteration, crash.rank, policy.describe(), scale
+        "replaying iteration %d of rank %d: %s, loss scale %g",
+        crash.iteration + 1,
+        crash.rank,
+        policy.describe(),
+        scale,
     )
     batch = crash.micro_batch
     with IsolatedPasses(model, batch.batch, random=batch.random, frozen=tuple(crash.frozen_layers)) as passes:

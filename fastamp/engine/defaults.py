@@ -55,6 +55,7 @@ from fastamp.utils.errors import ConfigError, UserError, WriteError, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -167,9 +168,9 @@ class DefaultTrainer(FastReIDMethods):
             self.writers += build_writers_of(self, start)
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         logger.info(
-            "training %d epochs of %d iterations%s",
-            cfg.SOLVER.MAX_EPOCH,
-            self.trainer.iters_per_epoch,
+            "training %s of %s%s",
+            plural(cfg.SOLVER.MAX_EPOCH, "epoch"),
+            plural(self.trainer.iters_per_epoch, "iteration"),
             f", from iteration {start + 1} of {total}" if start else "",
         )
         if start >= total:

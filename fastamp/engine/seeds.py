@@ -19,6 +19,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.logger import setup_logger
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -66,10 +67,12 @@ def train_seeds(
             content = {"seeds": list(found), "requested": list(seeds), "metrics": summary}
             text = json.dumps(content, indent=1).encode() + b"\n"
             write_atomically(folder / FILE, lambda file, text=text: file.write(text))
-            logger.info("finished %d of %d seeds, the last in %s", number, len(seeds), each.OUTPUT_DIR)
+            logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), each.OUTPUT_DIR)
     if comm.is_main_process():
         setup_logger(folder)  # the runs have logged to their own folders
-        logger.info("results of %d seeds, last evaluation, in percent:\n%s", len(seeds), _table(summary, seeds))
+        logger.info(
+            "results of %s, last evaluation, in percent:\n%s", plural(len(seeds), "seed"), _table(summary, seeds)
+        )
         logger.info("wrote %s", folder / FILE)
     return summary
 

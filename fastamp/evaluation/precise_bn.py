@@ -11,6 +11,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, force_fp32, to_float32
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -110,5 +111,6 @@ def update_bn_statistics(
             layer.num_batches_tracked.copy_(number)
     for each in statistics:
         each.write()
-    logger.info("recomputed batch norm statistics of %d layers from %d batches", len(layers), done)
+    counts = plural(len(layers), "layer"), plural(done, "batch", "batches")
+    logger.info("recomputed batch norm statistics of %s from %s", *counts)
     return len(layers)

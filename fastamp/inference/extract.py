@@ -31,6 +31,7 @@ from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.files import real_path, write_atomically
 from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,7 @@ def extract(
         parts.close()
         raise
     parts.remove()
-    logger.info("wrote %s: %d features of dimension %d", out, len(rows), width)
+    logger.info("wrote %s: %s of dimension %d", out, plural(len(rows), "feature"), width)
     return extraction, skipped
 
 
@@ -229,7 +230,7 @@ def _compute(
     if parts.done == total:
         return
     if parts.done:
-        logger.info("resuming: %d of %d images are already extracted", parts.done, total)
+        logger.info("resuming: %d of %s extracted before", parts.done, plural(total, "image"))
     images = _Images(
         listing.items[parts.done :],
         build_transforms(cfg, is_train=False),
@@ -260,7 +261,7 @@ def _compute(
                     parts.write(done, buffer)
                 buffer, last_write = [], time.monotonic()
                 remaining = f", {format_duration(bar.seconds_left())} left" if done < total else ""
-                logger.info("%d of %d images%s", done, total, remaining)
+                logger.info("%d of %s%s", done, plural(total, "image"), remaining)
     finally:
         bar.close()
 

@@ -14,6 +14,7 @@ from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
 from fastamp.utils.files import expand, real_path
+from fastamp.utils.plural import plural
 from fastamp.utils.terminal_text import sanitize_terminal_text
 
 
@@ -126,7 +127,7 @@ def write_model(
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(
-            f"{source}: non-finite values{examples(bad)} in {len(bad)} tensors; nothing was written.\n"
+            f"{source}: non-finite values{examples(bad)} in {plural(len(bad), 'tensor')}; nothing was written.\n"
             "  fix: use a checkpoint from before the training diverged"
         )
     with writing(out):

@@ -31,6 +31,7 @@ from fastamp.layers.distance import squared_norms
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.moved import moved_names
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 __getattr__ = moved_names(
@@ -249,7 +250,8 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     meta = {name: getattr(extraction, name, None) for name in _META} | {"kind": kind}
     with writing(out):
         write_atomically(out, lambda file: _write(file, _build_filled(kind, extraction), meta))
-    logger.info("wrote %s: %d features of dimension %d, index kind %s", out, *extraction.features.shape, kind)
+    count, width = extraction.features.shape
+    logger.info("wrote %s: %s of dimension %d, index kind %s", out, plural(count, "feature"), width, kind)
     return load_index(out, verify=False)
 
 
@@ -395,10 +397,8 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
         ) from error
     if skipped:
         logger.warning(
-            "%d %s of the gallery cannot be read and %s skipped: %s",
-            len(skipped),
-            "image" if len(skipped) == 1 else "images",
-            "is" if len(skipped) == 1 else "are",
+            "skipped %s of the gallery that cannot be read: %s",
+            plural(len(skipped), "image"),
             "; ".join(skipped[:10]),
         )
     return out

@@ -15,6 +15,7 @@ from fastamp.report.run import EvaluatedSet, Run, data_counts
 from fastamp.report.svg import draw_panels
 from fastamp.report.thumbnails import data_address, thumbnail
 from fastamp.report.verdict import previous_run, verdict
+from fastamp.utils.plural import plural
 
 # Over all test sets. An image takes about 2.5 KB.
 _MAX_LISTS = 48
@@ -106,7 +107,7 @@ def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str,
     if examples.sampled < examples.queries:
         note += f" Random sample of {examples.sampled:,} of {examples.queries:,} queries."
     if matrix.num_omitted:
-        note += f" {matrix.num_omitted} cameras with fewer images are omitted."
+        note += f" {plural(matrix.num_omitted, 'camera')} with fewer images omitted."
     title = "Camera pairs: query camera in rows, gallery camera in columns"
     return {
         "title": title,

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from fastamp.amp.step import groups_by_value
 from fastamp.checkpoint.load_state import examples
 from fastamp.solver.state_layout import check_state
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -103,8 +104,8 @@ class OptimizerState:
             differ = {name for group in names for name in group} ^ {name for group in layout for name in group}
             if differ:
                 raise ValueError(
-                    f"{len(differ)} parameters are missing from the checkpoint or the optimizer"
-                    f"{examples(sorted(differ))}"
+                    f"{plural(len(differ), 'parameter is', 'parameters are')} missing from the checkpoint or the "
+                    f"optimizer{examples(sorted(differ))}"
                 )
         else:
             # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.

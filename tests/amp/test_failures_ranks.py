@@ -193,7 +193,7 @@ def test_parameters_of_sharded_modules_may_differ_between_ranks(ranks, dtype):
 @pytest.mark.failure("parameters that differ between ranks")
 def test_parameters_that_one_rank_does_not_have_raise(ranks):
     for message in histories(ranks, "additional layer", "message"):
-        assert message.startswith("1 parameters differ between ranks, e.g. 1.weight:")
+        assert message.startswith("1 parameter differs between ranks, e.g. 1.weight:")
 
 
 @pytest.mark.failure("losses that differ between ranks")

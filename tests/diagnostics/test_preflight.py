@@ -178,7 +178,7 @@ def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_p
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
     error = capfd.readouterr().err
     assert "forward overflow in backbone.4 (Conv2d)" in error and "FORCE_FP32 \"['backbone.4']\"" in error
-    assert f"fastamp replay {tmp_path}/amp_crash/iteration_0_rank_0.pth" in error and "Traceback" not in error
+    assert f"fastamp replay {tmp_path}/amp_crash/iteration_1_rank_0.pth" in error and "Traceback" not in error
     assert not (tmp_path / "last_checkpoint").exists()
     # The replay command reproduces the failure, and tests a fix on the same step.
     crash = str(tmp_path / "amp_crash")
@@ -214,6 +214,7 @@ def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, 
     assert "WARNING: pre-flight failed in float16" in log
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (2)" in error and "forward overflow in backbone.4" in error
     crash = CrashDump.read(tmp_path / "amp_crash")
+    assert [path.name for path in (tmp_path / "amp_crash").iterdir()] == ["iteration_3_rank_0.pth"]  # from 1
     assert crash.iteration == 2 and crash.location["module"] == "backbone.4" and crash.loss_scale == 16384
     assert amp_replay.cli([str(tmp_path / "amp_crash")]) == 1
 

@@ -148,5 +148,5 @@ def test_nonfinite_batch_on_one_rank_makes_every_rank_write_crash_dump(demo_root
     assert process.stderr.count("2 optimizer steps in a row were skipped") == 1
     assert "on rank 1: batch not finite" in process.stderr
     for rank, found in ((0, None), (1, "batch not finite")):
-        crash = CrashDump.read(tmp_path / f"amp_crash/iteration_3_rank_{rank}.pth")
+        crash = CrashDump.read(tmp_path / f"amp_crash/iteration_4_rank_{rank}.pth")
         assert crash.location is None if found is None else crash.location["kind"] == found

@@ -112,7 +112,7 @@ def test_trainers_in_one_process_write_separate_logs(demo, tmp_path):
     for seed in ("1", "2"):
         DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1", "SEED", seed)).train()
     for folder in (tmp_path, tmp_path / "previous-1"):
-        assert (folder / "log.txt").read_text().count("training 1 epochs") == 1
+        assert (folder / "log.txt").read_text().count("training 1 epoch of") == 1
 
 
 def test_link_with_the_name_of_the_new_folder_is_not_followed(demo, tmp_path):

@@ -137,7 +137,7 @@ def test_all_ranks_report_a_preflight_failure_on_one_rank(folders):
     messages = [(folders[1] / f"broken/error{rank}.txt").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1] and "fails on the first training batch in float32" in messages[0]
     assert "pre-flight: on rank 1: " in messages[0] and "batch not finite" in messages[0]
-    assert "amp_crash/iteration_0_rank_1.pth" in messages[0]
+    assert "amp_crash/iteration_1_rank_1.pth" in messages[0]
 
 
 def test_plain_training_loop_with_two_ranks_matches_the_trainer(folders):

@@ -405,7 +405,7 @@ def test_search_in_a_folder_extracts_it_once(predictor, images, tmp_path, caplog
     (images / "a" / "bad.jpg").write_text("no image")
     (images / "a" / "link.jpg").symlink_to("link.jpg")
     assert set(predictor.search(query, images, k=2).paths[0]) == {str(query), str(images / "a" / "new.jpg")}
-    assert "2 images of the gallery cannot be read and are skipped" in caplog.text
+    assert "skipped 2 images of the gallery that cannot be read" in caplog.text
     assert "bad.jpg" in caplog.text and "link.jpg" in caplog.text
     written = features.stat().st_mtime_ns
     predictor.search(query, images, k=2)

@@ -7,6 +7,7 @@ from pathlib import Path
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number, number_cameras
 from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_lines
 from fastamp.utils.errors import DataError
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class AirportALERT(ImageDataset):
             raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}")
         selected = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
         logger.info(
-            "AirportALERT: excluded %d images with person IDs below %d", len(rows) - len(selected), _FIRST_IDENTITY
+            "AirportALERT: excluded %s with person IDs below %d",
+            plural(len(rows) - len(selected), "image"),
+            _FIRST_IDENTITY,
         )
         if not selected:
             raise DataError(

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,7 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     missing = {name for items in split.values() for name, _, _ in items} - set(names)
     if missing:
         raise DataError(
-            f"CUHK03: {config_file.absolute()} lists {len(missing)} images that are not in "
+            f"CUHK03: {config_file.absolute()} lists {plural(len(missing), 'image that is', 'images that are')} not in "
             f"cuhk-03.mat, e.g. {min(missing)}\n  fix: download both files again"
         )
     return split

@@ -23,6 +23,7 @@ from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.files import check_not_device, expand
 from fastamp.utils.moved import moved_names
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class CsvDataset(ImageDataset):
         if table.invalid and not skip_invalid:
             raise _invalid_lines_error(file, table.invalid)
         if table.excluded:
-            logger.info("%s: excluded %d images of identity %s", file, table.excluded, _EXCLUDED_ID)
+            logger.info("%s: excluded %s of identity %s", file, plural(table.excluded, "image"), _EXCLUDED_ID)
         if not len(table.lines):
             raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
         if not skip_invalid:  # else, the report of check_dataset lists them
@@ -310,7 +311,8 @@ def _describe_split(
     number, total = len({item.pid for item in tested}), len({item.pid for item in items})
     return (
         f"split by identity, {number} of {total} identities for testing (DATASETS.FOLDER.TEST_FRACTION {fraction:g}, "
-        f"drawn with DATASETS.FOLDER.SEED {seed}): {train} training, {query} query and {gallery} gallery images"
+        f"drawn with DATASETS.FOLDER.SEED {seed}): {train} training, {query} query and "
+        f"{plural(gallery, 'gallery image')}"
         + "; cameras are ignored, because the test images are all from one camera or each from its own"
         * ignores_cameras
     )
@@ -366,10 +368,9 @@ def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
             f"line {table.lines[row]} repeats line {table.lines[first_row[row]]} ({names[row]})" for row in repeated
         ]
         logger.warning(
-            "%s: %d %s the image of another line: %s\n  fix: remove these lines, or write a file without them: %s",
+            "%s: %s the image of another line: %s\n  fix: remove these lines, or write a file without them: %s",
             file,
-            len(repeated),
-            "line repeats" if len(repeated) == 1 else "lines repeat",
+            plural(len(repeated), "line repeats", "lines repeat"),
             _list_first(examples),
             clean_command(f"csv:{file}"),
         )

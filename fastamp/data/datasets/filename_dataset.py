@@ -12,6 +12,7 @@ from fastamp.data.datasets.base import ImageDataset, ImageItem, as_number, numbe
 from fastamp.data.datasets.file_utils import check_tree, describe_folder, is_image, list_entries
 from fastamp.utils.errors import DataError
 from fastamp.utils.moved import moved_names, renamed_attribute
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -137,9 +138,9 @@ class FilenameDataset(ImageDataset):
             )
         if unmatched:
             logger.warning(
-                "%s: skipped %d files with unexpected names, such as %s; expected %s",
+                "%s: skipped %s, such as %s; expected %s",
                 name,
-                len(unmatched),
+                plural(len(unmatched), "file with an unexpected name", "files with unexpected names"),
                 unmatched[0],
                 expected,
             )

@@ -8,6 +8,7 @@ from torch import nn
 from fastamp.config import CfgNode
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
@@ -102,4 +103,4 @@ class FreezeClassifier(HookBase):
         self._frozen = True
         for parameter in self._parameters:
             parameter.requires_grad_(False)
-        logger.info("the classifier is frozen for the last %d iterations", self.iterations)
+        logger.info("the classifier is frozen for the last %s", plural(self.iterations, "iteration"))

@@ -15,6 +15,7 @@ from autotuner.search import EARLIER, Outcome, Search, best_first, outcome_of, p
 from autotuner.trial import run_dir
 from autotuner.tune_hooks import EPOCH
 from fastamp.utils.errors import UserError
+from fastamp.utils.plural import plural
 from fastamp.utils.progress import format_duration
 
 logger = logging.getLogger("fastamp.fasttune")
@@ -44,10 +45,10 @@ class Progress(ray.tune.Callback):
         self.began = self.shown = time.perf_counter()
         self.done_before = sum(self.done.values())
         logger.info(
-            "%s: %d trials of %d epochs; keys: %s",
+            "%s: %s of %s; keys: %s",
             search.title,
-            search.trials,
-            search.rounds.epochs,
+            plural(search.trials, "trial"),
+            plural(search.rounds.epochs, "epoch"),
             ", ".join(search.space.parameters),
         )
 

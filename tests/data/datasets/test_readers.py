@@ -214,7 +214,9 @@ def test_unexpected_file_names_are_skipped_with_warning(name, stray, root, caplo
     write(root, {f"{folder_of(name)}/{stray}": ""})
     with caplog.at_level(logging.WARNING):
         assert len(first_images(name)) == before
-    assert "skipped 1 files" in caplog.text and str(root / folder_of(name) / stray) in caplog.text
+    assert (
+        "skipped 1 file with an unexpected name" in caplog.text and str(root / folder_of(name) / stray) in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
