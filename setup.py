@@ -99,6 +99,7 @@ setup(
     packages=[*find_packages(include=["fastamp", "fastamp.*"]), *INSTALLED],
     package_dir=INSTALLED,
     package_data={
+        "fastamp.inference": ["templates/*"],
         "fastamp.report": ["templates/*"],
         "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],

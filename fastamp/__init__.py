@@ -6,7 +6,7 @@ from fastamp import compat
 from fastamp.utils import moved
 
 __version__ = "0.1.0"
-__all__ = ["Predictor", "__version__"]
+__all__ = ["Predictor", "__version__", "from_pretrained"]
 
 compat.install()
 moved.install()
@@ -17,9 +17,13 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``Predictor`` on first access, so that ``import fastamp`` is fast."""
+    """Import ``Predictor`` and ``from_pretrained`` on first access, so that ``import fastamp`` is fast."""
     if name == "Predictor":
         from fastamp.inference import Predictor
 
         return Predictor
+    if name == "from_pretrained":
+        from fastamp.inference.hub import from_pretrained
+
+        return from_pretrained
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode
 from fastamp.utils.errors import UserError, WeightsError
@@ -52,7 +53,9 @@ def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:
 
 
 def checkpoint_of(source: str | os.PathLike[str]) -> Path:
-    """Find the checkpoint to evaluate: model_best.pth, else model_final.pth, if ``source`` is a folder.
+    """Find the checkpoint to evaluate in a run folder or packaged model.
+
+    This is model_best.pth, else model_final.pth, else model.safetensors.
 
     Returns:
         Path: path of the checkpoint; ``source`` itself if it is not a folder.
@@ -63,12 +66,13 @@ def checkpoint_of(source: str | os.PathLike[str]) -> Path:
     source = Path(source)
     if not source.is_dir():
         return source
-    for name in ("model_best.pth", "model_final.pth"):
+    for name in ("model_best.pth", "model_final.pth", WEIGHTS_NAME):
         if (source / name).is_file():
             return source / name
     found = sorted(path.name for path in source.glob("*.pth"))
     raise WeightsError(
-        f"{source}: neither model_best.pth nor model_final.pth found.\n  found: {', '.join(found) or 'no .pth file'}\n"
+        f"{source}: neither model_best.pth, model_final.pth nor {WEIGHTS_NAME} found.\n"
+        f"  found: {', '.join(found) or 'no .pth file'}\n"
         "  fix: give the path of a checkpoint"
     )
 

@@ -7,13 +7,11 @@ from typing import Any
 
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
+from fastamp.checkpoint.safetensors_file import INFERENCE_ENTRIES
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.config import CfgNode, get_cfg
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand, real_path
-
-# Entries that evaluation, Predictor, extraction and export read in addition to the weights.
-_KEPT = ("config", "policy", "pairs", "best", STRIPPED)
 
 
 @dataclass(frozen=True)
@@ -64,17 +62,35 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
             "  fix: choose another output file"
         )
     content = read_checkpoint(source)
+    kept = without_training_state(content, source)
+    write_checkpoint(target, kept)
+    removed = sorted(content.keys() - kept.keys())
+    return StripReport(target, kept[STRIPPED], removed, source.stat().st_size, target.stat().st_size)
+
+
+def without_training_state(content: Any, source: Path) -> dict[str, Any]:
+    """Return the evaluated weights, the config and the ``INFERENCE_ENTRIES`` of a checkpoint.
+
+    Args:
+        content (Any): content of the checkpoint. It is not modified.
+        source (Path): path of the checkpoint, for messages.
+
+    Returns:
+        dict[str, Any]: content of a checkpoint, whose entry ``STRIPPED`` names the kind of the weights.
+
+    Raises:
+        WeightsError: if the content has no weights or no config.
+    """
     if not isinstance(content, dict) or not isinstance(content.get("config"), str):
         raise no_config_error(source)
-    kept = {"model": state_dict_in(content, source)} | {name: content[name] for name in _KEPT if name in content}
+    kept = {"model": state_dict_in(content, source), "config": content["config"]}
+    kept |= {name: content[name] for name in INFERENCE_ENTRIES if name in content}
     average = content.get("average")
     if isinstance(average, dict) and average.get("updates") and _is_evaluated(average.get("kind"), content["config"]):
         kept["model"] |= state_dict_in(average, f"the {average['kind']} in {source}")
         kept[STRIPPED] = average["kind"]
     kept.setdefault(STRIPPED, "model")
-    write_checkpoint(target, kept)
-    removed = sorted(content.keys() - kept.keys())
-    return StripReport(target, kept[STRIPPED], removed, source.stat().st_size, target.stat().st_size)
+    return kept
 
 
 def _is_evaluated(kind: Any, config: str) -> bool:

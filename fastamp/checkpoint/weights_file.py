@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
-from fastamp.utils.errors import WeightsError
+from fastamp.checkpoint.safetensors_file import read_safetensors
+from fastamp.utils.errors import UserError, WeightsError
 from fastamp.utils.files import check_not_device, expand, write_atomically
 
 _ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
@@ -111,7 +112,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     """Load a checkpoint file on the CPU without executing code from it.
 
     Args:
-        path (str | os.PathLike): file written by ``torch.save``.
+        path (str | os.PathLike): file written by ``torch.save``; or .safetensors file, see ``read_safetensors``.
         lazily (bool): memory-map the tensors; not supported for files written before torch 1.6. Default False.
 
     Returns:
@@ -124,19 +125,24 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     path = expand(path)
     # os.path instead of Path methods, which raise if the name is too long or the folder is not accessible.
     if os.path.isdir(path):
-        raise WeightsError(f"{path} is a folder, not a weights file.\n  fix: specify a .pth file in this folder")
+        raise WeightsError(
+            f"{path} is a folder, not a weights file.\n  fix: specify a .pth or .safetensors file in this folder"
+        )
     if os.path.islink(path) and not os.path.exists(path):
         raise WeightsError(
             f"weights file {path} is a symbolic link to {os.readlink(path)}, which does not exist or links back.\n"
             "  fix: correct the link, or specify another file"
         )
     if not os.path.exists(path):
-        candidates = sorted(p.name for p in path.parent.glob("*.pth")) if os.path.isdir(path.parent) else []
+        files = path.parent.iterdir() if os.path.isdir(path.parent) else ()
+        candidates = sorted(file.name for file in files if file.suffix in (".pth", ".safetensors"))
         more = f" and {len(candidates) - 10} more" if len(candidates) > 10 else ""
         found = f"\n  files in this folder: {', '.join(candidates[:10])}{more}" if candidates else ""
         raise WeightsError(f"weights file not found: {path}{found}\n  fix: specify an existing file")
     try:
         check_not_device(path)
+        if path.suffix == ".safetensors":
+            return read_safetensors(path)
         _check_archive(path)
         if record := damaged_record(path):
             raise _DamagedRecord(f"the checksum of its record {record} does not match")
@@ -161,7 +167,7 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
                 "  fix: save only the state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged_file_error(path, _describe_damage(path), error) from error
-    except WeightsError:
+    except UserError:
         raise
     except OSError as error:
         if error.strerror is None:  # raised by PyTorch about the content

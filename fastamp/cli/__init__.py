@@ -22,6 +22,7 @@ COMMANDS = {
     "compare": "compute the similarity of two images",
     "visualize": "draw rank lists, curves and similarity maps",
     "export": "export a model to ONNX or torch.export",
+    "push": "package a model with a model card, and upload it to the Hugging Face Hub",
     "strip": "remove the training state from a checkpoint",
     "import": "convert weights of FastReID, torchreid or TransReID to a checkpoint",
     "evaluate-features": "evaluate features saved by any program",

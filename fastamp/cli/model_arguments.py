@@ -12,7 +12,10 @@ from fastamp.utils.moved import moved_names
 if TYPE_CHECKING:
     from fastamp.inference import Predictor
 
-SOURCE_HELP = "checkpoint, run folder (its model_best.pth), or recipe or YAML file with MODEL.WEIGHTS"
+SOURCE_HELP = (
+    "checkpoint, run folder (its model_best.pth), packaged model, hf://user/name, or recipe or YAML file with "
+    "MODEL.WEIGHTS"
+)
 
 __getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_arguments.add_camera_view_arguments"})
 

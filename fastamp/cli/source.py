@@ -1,4 +1,4 @@
-"""First argument of a command: a recipe, YAML file, checkpoint or run folder."""
+"""First argument of a command: a recipe, YAML file, checkpoint, run folder, packaged model or model on the Hub."""
 
 import argparse
 import os
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastamp.config import CfgNode
 
 CONFIG, CHECKPOINT, RUN = "config", "checkpoint", "run folder"
+HUB_PREFIX = "hf://"
 _YAML = (".yml", ".yaml")
 # Keys of the machine that trained, not of the model.
 _MACHINE_KEYS = ("OUTPUT_DIR", "DIST_TIMEOUT_MINUTES", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR")
@@ -25,7 +26,7 @@ class Source:
 
     Attributes:
         text: the argument.
-        kind: ``CONFIG`` (a recipe or YAML file), ``CHECKPOINT`` or ``RUN``.
+        kind: ``CONFIG`` (a recipe or YAML file), ``CHECKPOINT`` (also the weights of a packaged model) or ``RUN``.
         path: path of the file or folder.
     """
 
@@ -46,20 +47,28 @@ class Source:
 
 
 def resolve_source(text: str | os.PathLike[str]) -> Source:
-    """Find the recipe, YAML file, checkpoint or run folder that a command names.
+    """Find the recipe, YAML file, checkpoint, run folder or packaged model that a command names.
 
-    An existing file or folder has precedence over a recipe. A missing file with a suffix is not an error here: reading
-    it reports more details.
+    ``hf://user/name`` or ``hf://user/name@revision`` is downloaded from the Hub. An existing file or folder has
+    precedence over a recipe. A missing file with a suffix is not an error here: reading it reports more details.
 
     Raises:
         ConfigError: if ``text`` is neither an existing path nor a recipe.
+        WeightsError: if a model cannot be downloaded.
     """
     from fastamp.config.recipes import find_recipe, list_recipes
 
     text = os.fspath(text)
-    path = Path(text).expanduser()
+    if text.startswith(HUB_PREFIX):
+        from fastamp.inference.hub import download
+
+        path = download(text.removeprefix(HUB_PREFIX))
+    else:
+        path = Path(text).expanduser()
     if path.is_dir():
-        return Source(text, RUN, path)
+        weights = path / "model.safetensors"
+        is_run = any(path.glob("model_*.pth")) or not weights.is_file()
+        return Source(text, RUN, path) if is_run else Source(text, CHECKPOINT, weights)
     if not path.exists():
         if recipe := find_recipe(text):
             return Source(text, CONFIG, recipe)
@@ -76,10 +85,16 @@ def is_source(text: str) -> bool:
     """Return True if ``text`` is spelled as a YAML file or checkpoint, or is an existing run folder or a recipe."""
     from fastamp.config.recipes import find_recipe
 
+    if text.startswith(HUB_PREFIX):
+        return True
     if ":" in text:  # csv:FILE
         return False
     path = Path(text).expanduser()
-    return path.suffix in (*_YAML, ".pth") or (path / "config.yaml").is_file() or find_recipe(text) is not None
+    return (
+        path.suffix in (*_YAML, ".pth", ".safetensors")
+        or (path / "config.yaml").is_file()
+        or find_recipe(text) is not None
+    )
 
 
 @renamed_arguments(parts="plugin")

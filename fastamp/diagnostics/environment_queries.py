@@ -35,7 +35,7 @@ class Support:
 
 def versions() -> dict[str, str]:
     """Return the versions of fastamp, Python, PyTorch, torchvision, NumPy and the installed plugins."""
-    found = {"fastamp": __version__, "Python": platform.python_version(), "torch": torch.__version__}
+    found = {"fastamp": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "numpy"):
         try:
             found[package] = version(package)

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_classes
 from fastamp.data.loader import explain_lost_workers
+from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
     EvaluationOutput,
@@ -40,7 +42,14 @@ from fastamp.engine.evaluation import (
 from fastamp.engine.hooks.build import build_training_hooks
 from fastamp.engine.loggers import build_writers, check_loggers, closing_writers
 from fastamp.engine.previous_runs import move_earlier_run
-from fastamp.engine.reporting import history_of, items_of, source_of, write_metrics, write_training_report
+from fastamp.engine.reporting import (
+    history_of,
+    items_of,
+    source_of,
+    to_json,
+    write_metrics,
+    write_training_report,
+)
 from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
@@ -97,6 +106,7 @@ class DefaultTrainer(FastReIDMethods):
         self.stop = hooks.StopOnSignal(self.checkpointer)
         self._last = EvaluationOutput()
         self._last_iteration = -1
+        self._applied = "model"  # weights that are in the model: "model", or "ema" or "swa" during their evaluation
         self._resumed: Path | None = None
         self.trainer.set_owner(self)
         self.register_hooks([*self.build_hooks(), *self.hooks_of_overridden_methods()])
@@ -230,9 +240,10 @@ class DefaultTrainer(FastReIDMethods):
         check_finite(self.model)
         if loaders is None and overrides(self, "test", DefaultTrainer):
             results = results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
-            self._last = EvaluationOutput(results if comm.is_main_process() else {})
+            found = EvaluationOutput(results if comm.is_main_process() else {})
         else:
-            self._last = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
+            found = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
+        self._last = replace(found, weights=self._applied)
         self._last_iteration = self.trainer.iter
         results = self._last.results
         if not self.cfg.TEST.REPORT:
@@ -257,13 +268,22 @@ class DefaultTrainer(FastReIDMethods):
             train_source=source_of(self.data_loader),
         )
 
-    def _pair_scores(self) -> dict[str, Any]:
-        """Return the checkpoint entry with the ``PairScores`` of the last evaluation.
+    def _checkpoint_notes(self) -> dict[str, Any]:
+        """Return the checkpoint entries with the versions, and with the results of the last evaluation.
 
-        The entry is empty if training has continued since then.
+        There are no results if training has continued since then.
         """
-        pairs = self._last.pairs
-        return {"pairs": pairs} if pairs and self._last_iteration == self.trainer.iter else {}
+        notes: dict[str, Any] = {"versions": environment_queries.versions()}
+        if self._last.results and self._last_iteration == self.trainer.iter:
+            policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
+            notes["evaluation"] = {
+                "weights": self._last.weights,
+                "protocol": describe_protocol(self.cfg, policy),
+                "metrics": to_json(self._last.results),
+            }
+            if self._last.pairs:
+                notes["pairs"] = self._last.pairs
+        return notes
 
     @contextmanager
     def evaluated_weights(self) -> Iterator[None]:
@@ -281,6 +301,7 @@ class DefaultTrainer(FastReIDMethods):
         )
         with average.applied() if averaged else nullcontext():
             if averaged:
+                self._applied = average.kind
                 logger.info("evaluating the weight average (%s, %d updates)", average.kind, average.updates)
             if self.precise_bn_loader is not None:
                 update_bn_statistics(
@@ -294,7 +315,10 @@ class DefaultTrainer(FastReIDMethods):
                     self.trainer.batches_before(self.trainer.iters_per_epoch),
                     policy=self.policy,
                 )
-            yield
+            try:
+                yield
+            finally:
+                self._applied = "model"
 
     def build_hooks(self) -> list[HookBase]:
         """Build the training hooks in the order in which they are registered."""
@@ -350,7 +374,7 @@ class DefaultTrainer(FastReIDMethods):
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
             check=check_finite,
-            notes=self._pair_scores,
+            notes=self._checkpoint_notes,
             **(self.checkpoint_parts() if parts is None else parts),
         )
 

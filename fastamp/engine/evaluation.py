@@ -32,11 +32,13 @@ class EvaluationOutput:
         results (dict[str, dict]): dataset name -> metrics.
         sets (list[EvaluatedSet]): data for the report, one entry per test set.
         pairs (dict[str, Any]): dataset name -> state dict of the evaluator's ``PairScores``.
+        weights (str): weights that were evaluated: ``"model"`` (default), or their average ``"ema"`` or ``"swa"``.
     """
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
     sets: list[EvaluatedSet] = field(default_factory=list)
     pairs: dict[str, Any] = field(default_factory=dict)
+    weights: str = "model"
 
 
 def evaluate_sets(

@@ -15,7 +15,7 @@ from fastamp.config import CfgNode
 from fastamp.report import History, Run, evaluated_set, items_of, read_history, source_of, write_report
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import expand, file_sha256, write_atomically
 from fastamp.utils.moved import moved_names
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "history_of",
     "items_of",
     "source_of",
+    "to_json",
     "write_evaluation_report",
     "write_metrics",
     "write_training_report",
@@ -84,23 +85,25 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
     path = Path(cfg.OUTPUT_DIR) / "metrics_eval.json"
     content = {
         "weights": cfg.MODEL.WEIGHTS,
+        "weights_sha256": file_sha256(expand(cfg.MODEL.WEIGHTS)),
         "config_sha256": hashlib.sha256(cfg.dump().encode()).hexdigest(),
+        "config": cfg.dump(),
         "protocol": protocol,
         "fastamp": __version__,
         "datasets": list(results),
-        "metrics": _to_json(results),
+        "metrics": to_json(results),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, lambda file: file.write(json.dumps(content, indent=1, allow_nan=False).encode() + b"\n"))
     return path
 
 
-def _to_json(value: Any) -> Any:
-    """Convert metrics of any evaluator to JSON values. Non-finite numbers become None."""
+def to_json(value: Any) -> Any:
+    """Convert metrics of any evaluator to plain values. Non-finite numbers become None."""
     if isinstance(value, dict):
-        return {str(name): _to_json(each) for name, each in value.items()}
+        return {str(name): to_json(each) for name, each in value.items()}
     if isinstance(value, tuple | list):
-        return [_to_json(each) for each in value]
+        return [to_json(each) for each in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

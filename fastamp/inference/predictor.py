@@ -55,9 +55,11 @@ class Predictor:
 
     Args:
         checkpoint: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config; run folder, whose
-            ``model_best.pth`` is loaded (``model_final.pth`` if there is none); or a config with ``MODEL.WEIGHTS``.
+            ``model_best.pth`` is loaded (``model_final.pth`` if there is none); packaged model, i.e. a folder with
+            ``model.safetensors`` and ``config.yaml``; or a config with ``MODEL.WEIGHTS``.
         device: ``auto`` (default: CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
         opts: alternating keys and values that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        plugin: Python file that registers custom components of the model; it is executed. Default: "".
 
     Attributes:
         cfg: config of the run, frozen.
@@ -77,9 +79,10 @@ class Predictor:
         *,
         device: str | torch.device = "auto",
         opts: Sequence[str] = (),
+        plugin: str = "",
     ) -> None:
         log_to_console()
-        loaded = load_model(checkpoint, device=device, opts=opts)
+        loaded = load_model(checkpoint, device=device, opts=opts, plugin=plugin)
         self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
@@ -124,9 +127,7 @@ class Predictor:
         """
         if not hasattr(self, "_config_hash"):
             digest = hashlib.blake2b(digest_size=8)
-            values = {key.path: value for key, value in self.cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
-            for key in ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"):
-                values.pop(key)
+            values = feature_values(self.cfg)
             for name, value in _ADDED_KEYS.items():
                 if getattr(self.resize, name) != value:
                     values[name] = getattr(self.resize, name)
@@ -196,7 +197,7 @@ class Predictor:
                     kept += rows
         if features and len(kept) == len(images):
             return torch.cat(features)
-        result = torch.full((len(images), features[0].shape[1] if features else self._feature_dim), torch.nan)
+        result = torch.full((len(images), features[0].shape[1] if features else self.feature_dim), torch.nan)
         if features:
             result[kept] = torch.cat(features)
         empty = sorted(set(range(len(images))) - set(kept))
@@ -353,7 +354,7 @@ class Predictor:
         return features
 
     @cached_property
-    def _feature_dim(self) -> int:
+    def feature_dim(self) -> int:
         """Dimension D of the features."""
         batch = self.camera_view_ids(1, camids=[0], viewids=[0])
         batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
@@ -404,6 +405,13 @@ class Predictor:
                 )
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
+
+
+def feature_values(cfg: CfgNode) -> dict[str, Any]:
+    """Return the values of the config keys that determine the features, in addition to the weights."""
+    excluded = ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES")
+    values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
+    return {path: value for path, value in values.items() if path not in excluded}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
-from fastamp.config import CfgNode, get_cfg
+from fastamp.config import CfgNode, read_config
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
@@ -39,17 +39,23 @@ class LoadedModel:
 
 
 def load_model(
-    source: CfgNode | str | os.PathLike[str], *, device: str | torch.device | None = None, opts: Sequence[str] = ()
+    source: CfgNode | str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    opts: Sequence[str] = (),
+    plugin: str = "",
 ) -> LoadedModel:
     """Load a trained model in evaluation mode, with the precision policy for evaluation.
 
     Args:
         source (CfgNode | str | os.PathLike[str]): checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains
-            the config; run folder, see ``checkpoint_of``; or a config with ``MODEL.WEIGHTS``.
+            the config; run folder or packaged model, see ``checkpoint_of``; or a config with ``MODEL.WEIGHTS``.
         device (str | torch.device | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
             Default None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
         opts (Sequence[str]): alternating keys and values that override the config, e.g.
             ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        plugin (str): Python file that registers the custom components of a checkpoint, see ``read_config``; it is
+            executed. Ignored for a config. Default "".
 
     Returns:
         LoadedModel: the model. For a checkpoint, the precision is the training precision, or is set by ``opts`` if they
@@ -69,9 +75,10 @@ def load_model(
             f'{type(source).__name__}.\n  fix: pass a path, e.g. Predictor("logs/x/model_best.pth")'
         )
     device = str(device) if isinstance(device, torch.device) else device
-    cfg = (
-        _with_options(source, device, opts) if from_config else _config_from_checkpoint(source, device or "auto", opts)
-    )
+    if from_config:
+        cfg = _with_options(source, device, opts)
+    else:
+        cfg = _config_from_checkpoint(source, device or "auto", opts, plugin)
     if not cfg.MODEL.WEIGHTS:
         raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
     resolved = resolve_device(requested_device(cfg))
@@ -96,10 +103,13 @@ def load_model(
     return LoadedModel(model.eval(), policy, cfg, extra)
 
 
-def _config_from_checkpoint(checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str]) -> CfgNode:
+def _config_from_checkpoint(
+    checkpoint: str | os.PathLike[str], device: str, opts: Sequence[str], plugin: str
+) -> CfgNode:
     """Read the config from a checkpoint, and adapt the config for inference with the checkpoint's weights."""
     checkpoint = checkpoint_of(expand(checkpoint))
-    cfg = get_cfg()
+    cfg = read_config("", (), plugin=plugin).clone()
+    cfg.defrost()
     merge_from_checkpoint(cfg, checkpoint)
     cfg.merge_from_list(["MODEL.DEVICE", device, "MODEL.HEADS.NUM_CLASSES", "0", "MODEL.COMPILE", "off"])
     cfg.merge_from_list(opts)

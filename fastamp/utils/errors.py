@@ -34,6 +34,10 @@ class WeightsError(UserError):
     """Weights file or checkpoint that is missing or damaged, or that does not match the model."""
 
 
+class HubError(UserError):
+    """Model on the Hugging Face Hub that is missing, or that cannot be reached, downloaded or uploaded."""
+
+
 class TrainingError(UserError):
     """Training cannot continue, or would not change the model."""
 

@@ -46,6 +46,19 @@ def check_not_device(path: str | os.PathLike[str]) -> None:
         raise OSError(errno.EINVAL, "expected a file or folder, got a pipe, socket or device")
 
 
+def file_sha256(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 checksum of a file as 64 hex digits.
+
+    Raises:
+        OSError: if the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(2**20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
 @contextmanager
 def ignore_closed_stdout() -> Iterator[None]:
     """Leave the context without an error if the program that reads stdout, e.g. ``head``, has exited.

@@ -8,6 +8,7 @@ import tiny
 import torch
 
 import fastamp
+from fastamp.checkpoint.safetensors_file import INFERENCE_ENTRIES
 from fastamp.cli import main
 from fastamp.engine import DefaultTrainer
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -33,7 +34,7 @@ def strip(source, target):
 def test_stripped_checkpoint_keeps_weights_config_and_inference_entries(checkpoint, tmp_path, capsys):
     content = strip(checkpoint, tmp_path / "small.pth")
     before = torch.load(checkpoint, weights_only=True)
-    assert content.keys() == {"model", "config", "policy", "pairs", "best", "stripped"}
+    assert content.keys() == {"model", "config", *INFERENCE_ENTRIES}
     assert "optimizer" in before  # the original checkpoint has it
     assert all(torch.equal(tensor, content["model"][name]) for name, tensor in before["model"].items())
     assert content["config"] == before["config"] and content["best"] == before["best"]

@@ -55,7 +55,7 @@ def test_run_folder_is_its_best_model(run_folder, tmp_path, predictor, picture):
 
 def test_folder_without_checkpoint_lists_what_it_contains(tmp_path):
     (tmp_path / "model_0003.pth").touch()
-    with pytest.raises(WeightsError, match=r"(?s)neither model_best.pth nor model_final.pth.*model_0003.pth.*fix:"):
+    with pytest.raises(WeightsError, match=r"(?s)neither model_best.pth, model_final.pth nor .*model_0003.pth.*fix:"):
         Predictor(tmp_path)
 
 

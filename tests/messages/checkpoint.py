@@ -2,6 +2,7 @@
 
 import io
 import os
+import sys
 import tarfile
 import warnings
 import zipfile
@@ -18,6 +19,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.entries import checkpoint_of, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.checkpoint.load_state import load_model_state
+from fastamp.checkpoint.safetensors_file import write_packaged_model
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
@@ -51,6 +53,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     weights(record)
     run_checkpoints(record)
     stripped(record, request.getfixturevalue("run_folder"))
+    packaged(record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_HOME", str(record.root / "cache"))
         pretrained(record, patch)
@@ -192,6 +195,29 @@ def stripped(record, run):
     content = torch.load(best, weights_only=True)
     saved(record, "newer.pth", content | {"config": "NEW: {KEY: 1}"})
     record.fastamp("eval", "MODEL.WEIGHTS", record.root / "newer.pth")
+
+
+def packaged(record):
+    """Read damaged packaged models."""
+    folder = record.root / "packaged"
+    folder.mkdir()
+    write_packaged_model(folder, {"model": {"w": torch.ones(4)}, "config": "SEED: 1\n"})
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with record("a packaged model with a flipped bit"):
+        read_checkpoint(weights)
+    weights.write_bytes(content[:100])
+    with record("a truncated packaged model"):
+        read_checkpoint(weights)
+    weights.write_bytes(content)
+    (folder / "config.yaml").write_bytes(b"\xff")
+    with record("a packaged model whose config is not text"):
+        read_checkpoint(weights)
+    with record("a packaged model without safetensors"), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "safetensors", None)
+        patch.delitem(sys.modules, "safetensors.torch")
+        read_checkpoint(weights)
 
 
 def pretrained(record, patch):

@@ -96,10 +96,19 @@ def commands(record, run):
         ("config", "convert", record.file("old.yml", "SOLVER: {MAX_ITER: 3}"), "-o", record.file("exists.yml")),
         ("strip", "nowhere.pth"),
         ("extract", best),
+        ("push", best),
+        ("push", best, "user/name"),
+        ("push", best, "--to", record.root / "model"),
+        ("push", best, "--to", record.root / "model", "--license", "MIT License"),
+        ("push", best, "--to", record.root / "model", "--license", "other"),
+        ("push", best, "--to", empty.parent, "--license", "mit"),
+        ("push", "Market1501/sbs_R50-ibn", "--to", record.root / "model"),
     ):
         record.fastamp(*argv)
     record.fastamp("extract", best, "Demo", "-o", record.root / "gallery.npz", "--splits", "gallery", "--device", "cpu")
     record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", "--device", "cpu")
+    record.fastamp("push", best, "user/name", "--to", record.root / "model", "--license", "mit", output=True)
+    record.fastamp("push", record.root / "model", "user/name", "--license", "apache-2.0")
     record.fastamp("help", output=True)
     record.fastamp("init", record.root / "project", output=True)
     record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import io
+import json
 import os
 import sys
 import zipfile
@@ -11,7 +12,7 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
-from messages import Recorder
+from messages import REPOSITORY, Recorder
 from tiny import tiny_config
 from torch import nn
 
@@ -21,11 +22,14 @@ from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, load_index, open_gallery
+from fastamp.inference.package import License, check_packaged, package
 from fastamp.inference.parity import compare
 from fastamp.inference.similarity import sample_pair_scores
 from fastamp.utils.errors import WriteError
+from fastamp.utils.files import file_sha256
 
-SITES = ["fastamp/inference"]
+FOLDER = REPOSITORY / "fastamp/inference"
+SITES = sorted(str(path.relative_to(REPOSITORY)) for path in FOLDER.glob("*.py") if path.name != "hub.py")
 
 
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
@@ -46,6 +50,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     exports(record, predictor, checkpoint)
     saved_features(record)
     imports(record, checkpoint)
+    packages(record, checkpoint)
 
 
 def checkpoints(record, checkpoint):
@@ -389,3 +394,39 @@ def imports(record, checkpoint):
         (record.root / "student.pth", record.root / "out.pth", *config),
     ):
         record.fastamp("import", *argv)
+
+
+def packages(record, checkpoint):
+    """Package models with invalid arguments."""
+    folder = record.root / "package"
+    mit = License(name="mit")
+    for values in ({"name": ""}, {"name": "MIT License"}, {"name": "other", "title": "x"}):
+        with record(f"License({values})"):
+            License(**values)
+    with record("package to a folder that exists"):
+        package(checkpoint, record.root, license=mit)
+    content = torch.load(checkpoint, weights_only=True)
+    for name, evaluation in {
+        "other_weights": content["evaluation"] | {"weights": "ema"},
+        "wrong_evaluation": {"weights": 1, "protocol": "", "metrics": {}},
+        "incomplete_evaluation": {"weights": "model"},
+    }.items():
+        path = record.root / f"{name}.pth"
+        torch.save(content | {"evaluation": evaluation}, path)
+        with record(f"package {path.name}"):
+            package(path, record.root / f"package_{name}", license=mit)
+    with record("package with metrics that are not JSON"):
+        package(checkpoint, folder, license=mit, metrics=record.file("metrics_eval.json", "no metrics"))
+    metrics = {"weights": "x.pth", "weights_sha256": "", "config": content["config"], "protocol": "", "metrics": {}}
+    with record("package with metrics of another file"):
+        package(checkpoint, folder, license=mit, metrics=record.file("metrics_eval.json", json.dumps(metrics)))
+    metrics["weights_sha256"] = file_sha256(checkpoint)
+    metrics["config"] = content["config"].replace("SIZE_TEST:\n  - 64", "SIZE_TEST:\n  - 128")
+    with record("package with metrics of another config"):
+        package(checkpoint, folder, license=mit, metrics=record.file("metrics_eval.json", json.dumps(metrics)))
+    package(checkpoint, folder, license=License(name="other", title="x", link="LICENSE"))
+    with record("upload without the license file"):
+        check_packaged(folder)
+    (folder / "README.md").unlink()
+    with record("upload without a model card"):
+        check_packaged(folder)

@@ -19,7 +19,7 @@ from fastamp.utils.registry import Registry
 
 HERE = Path(__file__).parent
 SECTIONS = sorted(file.stem for file in HERE.glob("*.py") if file.stem not in ("test_messages", "update"))
-NEED_RAY = ("projects",)
+MARKS = {"projects": pytest.mark.tune, "hub": pytest.mark.extras}
 NOT_REACHED = "## Sites that no invocation above reaches"
 
 
@@ -44,9 +44,7 @@ def _is_test(component):
     return name != "tiny" and ("/tests/" in file or "test_" in name)
 
 
-@pytest.mark.parametrize(
-    "section", [pytest.param(name, marks=pytest.mark.tune if name in NEED_RAY else ()) for name in SECTIONS]
-)
+@pytest.mark.parametrize("section", [pytest.param(name, marks=MARKS.get(name, ())) for name in SECTIONS])
 def test_recorded_messages_match_the_snapshot(section, demo, run_folder, bare_machine, tmp_path, request):
     snapshot = HERE / "snapshot" / f"{section}.txt"
     update = bool(os.environ.get("UPDATE_MESSAGES"))

@@ -1,0 +1,332 @@
+"""Load models from folders and from the Hugging Face Hub, and upload packaged models."""
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fastamp import __version__
+from fastamp.checkpoint.load_state import examples
+from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
+from fastamp.config.recipes import find_recipe
+from fastamp.inference.package import CARD_NAME, LICENSE_NAME, check_packaged
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.errors import ConfigError, HubError
+from fastamp.utils.files import expand
+from fastamp.utils.logger import log_to_console
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "hf://"
+"""Prefix of the name of a model on the Hub, where a command also accepts paths."""
+
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_UPLOADED = (CARD_NAME, CONFIG_NAME, WEIGHTS_NAME, LICENSE_NAME)
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+_TIMEOUT = 20  # seconds
+
+
+def from_pretrained(
+    name: str | os.PathLike[str],
+    *,
+    device: str | torch.device = "auto",
+    opts: Sequence[str] = (),
+    plugin: str = "",
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> Predictor:
+    """Load a trained model from a folder or from the Hugging Face Hub.
+
+    Only ``model.safetensors`` and ``config.yaml`` are downloaded. Neither contains code, and pickle files and plugins
+    are never downloaded.
+
+    Args:
+        name: packaged model (output folder of ``fastamp push --to``), run folder, or checkpoint; or ``user/name`` on
+            the Hub, also written ``hf://user/name`` and ``hf://user/name@revision``. An existing path has precedence.
+        device, opts, plugin: see ``Predictor``.
+        revision: branch, tag or commit hash on the Hub. Default: None, the branch main. The files of a commit hash
+            never change.
+        cache_dir: folder for downloads. Default: None, the cache of huggingface_hub (``HF_HOME``).
+        token: access token for the Hub; False for none. Default: None, the token of ``HF_TOKEN`` or ``hf auth login``.
+        local_files_only: if True, use only files that have been downloaded before. Default: False.
+
+    Returns:
+        A predictor: ``features``, ``compare`` and ``search``; its attribute ``model`` is the ``nn.Module``.
+
+    Raises:
+        HubError: if the model is missing on the Hub or cannot be downloaded.
+        UserError: see ``Predictor``.
+    """
+    log_to_console()
+    text = os.fspath(name)
+    is_remote = text.startswith(PREFIX)
+    path = expand(text)
+    if is_remote or not (path.exists() or isinstance(name, os.PathLike)):
+        path = download(text, revision=revision, cache_dir=cache_dir, token=token, local_files_only=local_files_only)
+    elif revision is not None:
+        raise HubError(
+            f"revision={revision!r} applies to a model on the Hub, but {text} is a local path.\n"
+            f"  fix: remove revision; to load a model from the Hub, pass {PREFIX}user/name"
+        )
+    return Predictor(path, device=device, opts=opts, plugin=plugin)
+
+
+def download(
+    name: str,
+    *,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    token: str | bool | None = None,
+    local_files_only: bool = False,
+) -> Path:
+    """Download a packaged model from the Hub. If the Hub cannot be reached, use the files of an earlier download.
+
+    Args:
+        name: ``user/name``, ``hf://user/name`` or ``hf://user/name@revision``.
+        revision, cache_dir, token, local_files_only: see ``from_pretrained``.
+
+    Returns:
+        Path: folder with ``model.safetensors`` and ``config.yaml``.
+
+    Raises:
+        HubError: if the model is missing or cannot be downloaded.
+        ConfigError: if huggingface_hub is not installed.
+    """
+    repository, _, at = name.removeprefix(PREFIX).partition("@")
+    revision = revision or at or None
+    if not _REPOSITORY.fullmatch(repository):
+        raise HubError(
+            f"{name!r} is neither an existing path nor the name of a model on the Hub.\n"
+            "  fix: correct the path, or pass user/name"
+        )
+    hub = _import_hub()
+    unreachable: HubError | None = None
+    if not local_files_only:
+        api = hub.HfApi(token=token, library_name="fastamp", library_version=__version__)
+        try:
+            with _explained(repository, revision):
+                info = api.model_info(repository, revision=revision, timeout=_TIMEOUT)
+            _check_files(repository, [each.rfilename for each in info.siblings or ()])
+        except _UnreachableError as error:
+            unreachable = error
+    try:
+        with _explained(repository, revision):
+            folder = hub.snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=cache_dir,
+                token=token,
+                local_files_only=local_files_only or unreachable is not None,
+                allow_patterns=[WEIGHTS_NAME, CONFIG_NAME],
+                library_name="fastamp",
+                library_version=__version__,
+            )
+    except _NotCachedError:
+        if unreachable:
+            raise unreachable from None
+        raise
+    commit = Path(folder).name
+    if unreachable:
+        logger.warning("%s\n  using the files of revision %s, which were downloaded before", unreachable, commit)
+    else:
+        logger.info("%s: revision %s", repository, commit)
+    return Path(folder)
+
+
+def upload(
+    folder: Path, repository: str, *, private: bool = False, update: bool = False, token: str | None = None
+) -> str:
+    """Upload a packaged model to the Hub in one commit. The repository is created if it does not exist.
+
+    Args:
+        folder: packaged model. README.md, config.yaml, model.safetensors and LICENSE (optional) are uploaded.
+        repository: ``user/name``.
+        private: if True, create a private repository. Default: False, the default of the user or organization.
+        update: if False (default), the repository must be new or empty.
+        token: access token. Default: None, the token of ``HF_TOKEN`` or ``hf auth login``.
+
+    Returns:
+        str: URL of the commit.
+
+    Raises:
+        HubError: if the token is missing or may not write, the repository is not empty, or the upload fails.
+        ConfigError: if huggingface_hub is not installed, or the folder is not a packaged model with a license.
+        WeightsError: if the weights are damaged.
+    """
+    token = token or find_token(repository)
+    hub = _import_hub()
+    check_packaged(folder)
+    api = hub.HfApi(token=token, library_name="fastamp", library_version=__version__)
+    with _explained(repository):
+        try:
+            info = api.model_info(repository, timeout=_TIMEOUT)
+        except hub.errors.RepositoryNotFoundError:
+            info = None
+    if info is not None:
+        _check_existing(info, repository, private=private, update=update)
+    skipped = sorted(path.name for path in folder.iterdir() if path.name not in _UPLOADED)
+    if skipped:
+        logger.warning("not uploaded: %s; only %s are uploaded", ", ".join(skipped), ", ".join(_UPLOADED))
+    if repository not in (folder / CARD_NAME).read_text(encoding="utf-8", errors="replace"):
+        logger.warning(
+            "%s does not mention %s, so its examples load another model.\n"
+            "  fix: correct the name in the examples, or package the model with `fastamp push SOURCE %s --to FOLDER`",
+            folder / CARD_NAME,
+            repository,
+            repository,
+        )
+    files = [path for name in _UPLOADED if (path := folder / name).is_file()]
+    with _explained(repository):
+        if info is None:
+            api.create_repo(repository, private=private or None)
+        return api.create_commit(
+            repository,
+            [hub.CommitOperationAdd(path.name, path) for path in files],
+            commit_message=f"Upload model with fastamp {__version__}",
+        ).commit_url
+
+
+def find_token(repository: str) -> str:
+    """Return the access token of ``HF_TOKEN`` or ``hf auth login``.
+
+    Raises:
+        HubError: if there is none, or ``repository``, the repository to upload to, is not a valid name.
+        ConfigError: if huggingface_hub is not installed.
+    """
+    if not _REPOSITORY.fullmatch(repository):
+        raise HubError(f"{repository!r} is not the name of a model on the Hub.\n  fix: pass user/name")
+    token = _import_hub().get_token()
+    if not token:
+        raise HubError(f"uploading to {repository} requires an access token with write permission.\n  fix: {_LOG_IN}")
+    return token
+
+
+def _check_existing(info: Any, repository: str, *, private: bool, update: bool) -> None:
+    """Check that a repository is empty, or that it may be updated."""
+    files = [each.rfilename for each in info.siblings or () if each.rfilename != ".gitattributes"]
+    if files and not update:
+        raise HubError(
+            f"{repository} already exists and has {len(files)} files{examples(files)}.\n"
+            "  fix: choose another name, or add --update to replace the model and its card in a new commit"
+        )
+    if private and not info.private:
+        raise HubError(
+            f"--private: {repository} already exists and is public.\n"
+            "  fix: make it private in its settings on the Hub, or choose another name"
+        )
+
+
+def _check_files(repository: str, files: Sequence[str]) -> None:
+    """Check that a repository contains a packaged model."""
+    missing = [name for name in (WEIGHTS_NAME, CONFIG_NAME) if name not in files]
+    if missing:
+        raise HubError(
+            f"{repository} is not a model of fastamp: {' and '.join(missing)} not found.\n"
+            f"  found: {', '.join(sorted(files)[:8]) or 'no files'}\n"
+            "  fix: choose a model that was uploaded by `fastamp push`; to convert the weights of another program, "
+            "download them and run `fastamp import`"
+        )
+
+
+def _import_hub() -> ModuleType:
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+    except ImportError as error:
+        raise ConfigError(
+            "huggingface_hub is not installed; models on the Hub require it.\n"
+            '  fix: pip install "fastamp[hub]", or pass the path of a downloaded folder'
+        ) from error
+    return huggingface_hub
+
+
+class _UnreachableError(HubError):
+    """The Hub cannot be reached."""
+
+
+class _NotCachedError(HubError):
+    """A model is not in the cache."""
+
+
+@contextmanager
+def _explained(repository: str, revision: str | None = None) -> Iterator[None]:
+    """Convert the errors of huggingface_hub to HubErrors."""
+    try:
+        yield
+    except Exception as error:
+        explained = _explain(error, repository, revision)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explain(error: Exception, repository: str, revision: str | None) -> HubError | None:
+    """Return the error to show instead of an error of huggingface_hub; None for errors of other kinds."""
+    hub = _import_hub()
+    errors, endpoint = hub.errors, hub.constants.ENDPOINT
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, errors.GatedRepoError):
+        return HubError(
+            f"{repository} is gated: its owner grants access on request.\n"
+            f"  fix: request access at {endpoint}/{repository}, and {_LOG_IN}"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return HubError(
+            f"{repository} has no revision {revision!r}.\n  fix: choose a branch, tag or commit listed at "
+            f"{endpoint}/{repository}/commits/main"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        recipe = f"; {repository} is a recipe, not a model" if find_recipe(repository) else ""
+        return HubError(
+            f"{repository} was not found: there is no such local path, and at {endpoint} it does not exist or is "
+            f"private{recipe}.\n  fix: correct the name or path; for a private model, {_LOG_IN}"
+        )
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if isinstance(error.__cause__, Exception):  # why the file was searched in the cache
+            return _explain(error.__cause__, repository, revision)
+        return _NotCachedError(
+            f"{repository}{f' at revision {revision}' if revision else ''} is not in the cache of downloads.\n"
+            "  fix: download it with a connection to the Hub, or correct cache_dir"
+        )
+    if isinstance(error, errors.HfHubHTTPError):
+        return _explain_status(error, repository, first)
+    if isinstance(error, ConnectionError | TimeoutError | errors.HTTPError):
+        return _UnreachableError(
+            f"cannot reach {endpoint} for {repository}.\n  found: {first}\n"
+            "  fix: check the network, the proxy and HF_ENDPOINT"
+        )
+    if isinstance(error, OSError):
+        return HubError(
+            f"cannot transfer {repository}.\n  found: {first}\n"
+            "  fix: check the free space and the permissions of the cache folder (HF_HOME)"
+        )
+    if isinstance(error, ValueError):  # names that the Hub forbids, invalid model cards, answers of other servers
+        return HubError(
+            f"{endpoint} or huggingface_hub rejected {repository}.\n  found: {error}\n"
+            "  fix: correct the name, or the metadata at the top of README.md"
+        )
+    return None
+
+
+def _explain_status(error: Any, repository: str, first: str) -> HubError:
+    """Return the error for an HTTP status other than those of missing files and repositories."""
+    status = error.response.status_code
+    fix = {
+        400: "correct what the Hub rejected; the metadata of a model card is at the top of README.md",
+        401: f"correct the access token: {_LOG_IN}",
+        403: "use a token with write permission for this user or organization",
+        409: "choose another name",
+    }.get(status, "try again later")
+    return HubError(
+        f"the Hub answered with status {status} for {repository}.\n"
+        f"  found: {error.server_message or first}\n  fix: {fix}"
+    )

@@ -1,0 +1,132 @@
+"""Model card of a packaged model: README.md with the metadata that the Hugging Face Hub reads."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fastamp import __version__
+from fastamp.checkpoint.checkpointer import STRIPPED
+from fastamp.config import CfgNode
+from fastamp.config.changes import changed_values
+
+_TEMPLATES = Path(__file__).parent / "templates"
+_TASK = "image-feature-extraction"  # the Hub's name of the task
+_PROTOCOLS = {
+    "market1501": "Gallery images of the query's identity from the query's camera are ignored, so that each match is "
+    "from another camera.",
+    "no_camera": "All gallery images count for each query, including those of the query's camera.",
+    "cuhk03": "Gallery images of the query's identity from the query's camera are ignored. Rank-k is the mean over "
+    "random galleries with one image per identity.",
+    "vehicleid": "One image per identity is drawn as the gallery, and all other images are queries. Metrics are the "
+    "mean over several random galleries.",
+}
+_PRECISION = {"bfloat16": "bfloat16 mixed precision", "float16": "float16 mixed precision", "float32": "float32"}
+
+
+def model_card(
+    name: str,
+    *,
+    license: Mapping[str, str],
+    content: Mapping[str, Any],
+    cfg: CfgNode,
+    initial_weights: Sequence[str],
+    feature_dim: int,
+    plugin: str = "",
+) -> str:
+    """Write the text of a model card.
+
+    All facts are from the config and from entries of the checkpoint. The model card states which facts are missing.
+
+    Args:
+        name: ``user/name`` on the Hub, or the name of a folder.
+        license: metadata fields of the license.
+        content: content of the packaged model, see ``write_packaged_model``.
+        cfg: config of the packaged model.
+        initial_weights: weights that the training started from; may be empty.
+        feature_dim: dimension of the features.
+        plugin: file name of the plugin that the model needs; "" (default) for none.
+    """
+    evaluation = content.get("evaluation") or {}
+    results = {
+        dataset: {
+            metric: value
+            for metric, value in metrics.items()
+            if isinstance(value, float) and metric != "metric"  # mean of mAP and Rank-1
+        }
+        for dataset, metrics in evaluation.get("metrics", {}).items()
+        if isinstance(metrics, Mapping)
+    }
+    environment = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["code"] = _code
+    return environment.get_template("model_card.md").render(
+        metadata=yaml.safe_dump(
+            _metadata(name, dict(license), results), sort_keys=False, allow_unicode=True, width=1000
+        ),
+        name=name,
+        title=" ".join(name.rpartition("/")[2].split()),
+        license=license,
+        cfg=cfg,
+        parameters=sum(tensor.numel() for tensor in content["model"].values() if tensor.is_floating_point()),
+        dtypes=sorted({str(each.dtype).removeprefix("torch.") for each in content["model"].values()}),
+        feature_dim=feature_dim,
+        weights=content[STRIPPED],
+        best=content.get("best"),
+        initial_weights=initial_weights,
+        recipe=yaml.safe_dump(changed_values(cfg), sort_keys=True, allow_unicode=True, width=1000).rstrip(),
+        evaluation=evaluation,
+        results=results,
+        columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
+        protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL, ""),
+        policy=content.get("policy") or {},
+        precision=_PRECISION,
+        versions=content.get("versions") or {},
+        version=__version__,
+        torch_version=torch.__version__,
+        plugin=plugin,
+        withdrawn=[each for each in (*cfg.DATASETS.NAMES, *cfg.DATASETS.TESTS) if "duke" in each.lower()],
+    )
+
+
+def _metadata(name: str, license: dict[str, str], results: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Return the metadata of the model card; ``model-index`` holds the results that the Hub shows."""
+    metadata: dict[str, Any] = {
+        **license,
+        "library_name": "fastamp",
+        "pipeline_tag": _TASK,
+        "tags": ["fastamp", "re-identification", "image-retrieval", "pytorch"],
+    }
+    if not any(results.values()):
+        return metadata
+    task = {"type": _TASK, "name": "Re-identification"}
+    metadata["metrics"] = list(dict.fromkeys(metric for metrics in results.values() for metric in metrics))
+    metadata["model-index"] = [
+        {
+            "name": name.rpartition("/")[2],
+            "results": [
+                {
+                    "task": task.copy(),
+                    "dataset": {"type": dataset, "name": dataset},
+                    "metrics": [{"type": metric, "value": round(value, 4)} for metric, value in metrics.items()],
+                }
+                for dataset, metrics in results.items()
+                if metrics
+            ],
+        }
+    ]
+    return metadata
+
+
+def _code(value: Any) -> str:
+    """Format a value as inline code that cannot end the code, the line or the table cell."""
+    text = " ".join(str(value).split()).replace("`", "'").replace("|", "\\|")
+    return f"`{text}`"
