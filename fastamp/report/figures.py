@@ -18,6 +18,7 @@ from fastamp.report.thumbnails import thumbnail
 from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import drawable_text
+from fastamp.utils.table import display_width
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -184,14 +185,23 @@ def rank_list_figure(
 
 
 def _describe_image(item: ImageItem, names: EvaluatedSet | None, width: int) -> str:
-    """Return identity, camera and file name of an image, one line each, with at most ``width`` characters per line."""
+    """Return identity, camera and file name of an image, one line each, with at most ``width`` columns per line."""
     identity, camera = names.identity(item.pid) if names else str(item.pid), str(item.camid)
     if names:
         camera = names.camera(item.camid)
     file, camera = PurePath(item.path).name, f"cam {camera}" if camera.isdecimal() else camera
-    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in (identity, camera) if line]
-    # The ends of the file names differ.
-    return "\n".join([*lines, file if len(file) <= width else f"…{file[1 - width :]}"])
+    lines = [_shortened(line, width) for line in (identity, camera) if line]
+    return "\n".join([*lines, _shortened(file, width, keep_end=True)])  # the ends of file names differ
+
+
+def _shortened(text: str, width: int, *, keep_end: bool = False) -> str:
+    """Shorten text to ``width`` columns, after characters without a font are escaped, which makes it longer."""
+    text, _ = drawable_text(text)
+    if display_width(text) <= width:
+        return text
+    while display_width(text) >= width:
+        text = text[1:] if keep_end else text[:-1]
+    return f"…{text}" if keep_end else f"{text}…"
 
 
 def _show(axes: "Axes", item: ImageItem, color: str, text: str, size: tuple[int, int]) -> None:

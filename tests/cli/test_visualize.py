@@ -3,11 +3,15 @@
 import argparse
 import sys
 
+import numpy as np
 import pytest
 from matplotlib.text import Text
 from PIL import Image
 
 from fastamp.cli import visualize
+from fastamp.data.datasets.base import ImageItem
+from fastamp.evaluation import Protocol
+from fastamp.evaluation.retrieval_examples import RankList
 from fastamp.report import figures
 from fastamp.utils import fonts
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
@@ -78,6 +82,18 @@ def test_figures_draw_no_boxes_for_names_in_any_script(tmp_path, monkeypatch, na
     figures.write_figure(figure, tmp_path / "a.png")
     (title,) = [text.get_text() for text in figure.findobj(Text) if text.get_text()]
     assert (title == name) == (name in ("محمد علي", "דוד"))
+
+
+def test_names_below_the_images_of_a_rank_list_fit_after_escaping(tmp_path, monkeypatch):
+    monkeypatch.setattr(fonts, "_font_files", lambda: tuple(p for p in FONTS if p.name == "DejaVuSans.ttf"))
+    item = ImageItem(str(tmp_path / "前门摄像头 0001.jpg"), "前门摄像头的人员", "大厅东侧的摄像头")
+    ranked = RankList(0, np.array([0]), np.array([0.5], dtype=np.float32), np.array([True]), 1.0, 1)
+    figure = figures.rank_list_figure([ranked], [item], [item], Protocol())
+    figures.write_figure(figure, tmp_path / "a.png")
+    labels = [line for axes in figure.axes for line in axes.get_xlabel().split("\n")]
+    names = [line for line in labels if "\\u" in line or line.endswith(".jpg")]
+    assert len(names) == 6 and max(map(len, names)) <= 15
+    assert sum(line.endswith("0001.jpg") for line in labels) == 2
 
 
 def test_visualize_error_names_pip_extra_if_matplotlib_is_missing(checkpoint, monkeypatch):

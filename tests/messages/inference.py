@@ -260,7 +260,7 @@ def indices(record, predictor, checkpoint, gallery):
             call()
     with record("open_gallery of a folder next to which nothing can be written"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(extract_module, "lock_folder", read_only)
-        open_gallery(record.root / "images", of=predictor)
+        open_gallery(record.root / "images", of=predictor, index=record.root / "new.index")
     content = path.read_bytes()
     flipped = content[: len(content) // 3] + bytes([content[len(content) // 3] ^ 1]) + content[len(content) // 3 + 1 :]
     for name, damaged in (("cut", content[:-5]), ("flipped", flipped)):
