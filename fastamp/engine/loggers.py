@@ -44,7 +44,7 @@ def build_writers(cfg: CfgNode, start_iter: int) -> list[Any]:
     return [*writers, *(logger for logger in loggers if logger is not None)]
 
 
-def tracked(cfg: CfgNode) -> bool:
+def has_tracker(cfg: CfgNode) -> bool:
     """Return True if ``LOGGERS`` contains an experiment tracker."""
     return not set(cfg.LOGGERS) <= {"tensorboard"}
 
@@ -62,7 +62,7 @@ def in_group(cfg: CfgNode, folder: str | Path, name: str) -> CfgNode:
         folder (str | Path): folder of all runs; its name is the default of ``TRACKING.GROUP``.
         name (str): name of the run in the group, e.g. ``"seed0"``.
     """
-    if not tracked(cfg):
+    if not has_tracker(cfg):
         return cfg
     folder = Path(folder).absolute().name
     values = {"TRACKING.GROUP": cfg.TRACKING.GROUP or folder, "TRACKING.NAME": f"{cfg.TRACKING.NAME or folder}-{name}"}

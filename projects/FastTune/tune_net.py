@@ -42,6 +42,7 @@ from fastamp.data.datasets.base import ImageItem
 from fastamp.diagnostics.config_check import check_config
 from fastamp.engine import DefaultTrainer
 from fastamp.engine.command_line import TrainingInterrupted, print_exit_message, run_and_capture
+from fastamp.engine.loggers import check_loggers, has_tracker
 from fastamp.utils.errors import ConfigError, DataError, writing
 from fastamp.utils.files import ignore_closed_stdout, real_path
 from fastamp.utils.logger import setup_logger
@@ -60,6 +61,7 @@ def read_recipe(args: argparse.Namespace) -> tuple[CfgNode, float]:
     cfg.merge_from_other_cfg({name: value for name, value in with_ours.items() if name != VAL_FRACTION.split(".")[0]})
     cfg.freeze()
     check_config(cfg)
+    check_loggers(cfg)
     return cfg, with_ours.TUNE.VAL_FRACTION
 
 
@@ -243,6 +245,8 @@ def tune(args: argparse.Namespace, finish: Callable[[int], int]) -> int:
     output = real_path(cfg.OUTPUT_DIR)
     with writing(cfg.OUTPUT_DIR):
         setup_logger(cfg.OUTPUT_DIR)
+    if has_tracker(cfg) and not cfg.TRACKING.TRIALS:
+        logger.info("the experiment trackers in LOGGERS are not used in trials; to use them, set TRACKING.TRIALS True")
     space = choose_space(args, cfg)
     gpus = gpus_of_a_trial(cfg, args)
     # Prepare the data once, so that errors are found before any trial starts.

@@ -2,12 +2,17 @@
 
 import io
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from autotuner.space import Space
 from autotuner.split import register_split
-from autotuner.trial import run_trial
+from autotuner.trial import TrialSettings, output_dir, ray_trial, run_trial
+from autotuner.tune_hooks import EvalRounds
+from file_tracker import read_calls
 
 from fastamp.config import get_cfg
 
@@ -69,3 +74,42 @@ def test_trial_with_other_values_resets_best_score_of_checkpoint(demo, tmp_path)
     best = torch.load(folder / "model_best.pth", weights_only=True)["model"]
     last = torch.load(io.BytesIO(rest[-1][1]), weights_only=True)["model"]
     assert all(torch.equal(best[name], last[name]) for name in best)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_trial_is_tracked_only_if_asked(demo, tmp_path, monkeypatch, asked):
+    """Ray is replaced: a trial receives its ID and reports its metrics."""
+    context = SimpleNamespace(get_trial_id=lambda: "abc_00001")
+    tune = SimpleNamespace(
+        get_context=lambda: context,
+        get_checkpoint=lambda: None,
+        report=lambda *args, **kwargs: None,
+        Checkpoint=SimpleNamespace(from_directory=str),
+    )
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(tune=tune))
+    monkeypatch.chdir(tmp_path)
+    options = ("SOLVER.MAX_EPOCH", "1", "LOGGERS", "('tensorboard', 'file')", "TRACKING.TRIALS", str(asked))
+    settings = TrialSettings(
+        config=config(tmp_path, *options).dump(),
+        space=Space([]),
+        rounds=EvalRounds(1, 1, 0),
+        fraction=0.25,
+        seed=0,
+        plugin="",
+        here=str(tmp_path),
+        folder=str(tmp_path / "study/search"),
+        population=False,
+        resumed=False,
+        threads=1,
+    )
+    ray_trial({}, settings)
+    folder = output_dir(settings.folder, "abc_00001")
+    calls = read_calls(folder)
+    assert (folder / "model_best.pth").exists() and bool(calls) == asked
+    assert list(folder.glob("events.out.tfevents.*"))
+    if asked:
+        assert (calls[0][1]["name"], calls[0][1]["group"]) == ("study-abc_00001", "study")
+        assert calls[-1] == ("finish", "finished")
+    # The winner can be trained with the trackers of the recipe.
+    stored = torch.load(folder / "model_best.pth", weights_only=True)["config"]
+    assert get_cfg().load_cfg(stored).LOGGERS[1] == "file"

@@ -138,7 +138,8 @@ def ray_trial(sample: dict[str, Any], settings: TrialSettings) -> None:
     trial = tune.get_context().get_trial_id()
     recipe = settings.space.apply(cfg, settings.space.decoded(sample))
     recipe = recipe.with_values({"OUTPUT_DIR": str(output_dir(settings.folder, trial))})
-    cfg = in_group(recipe, settings.folder, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
+    group = Path(settings.folder).parent
+    cfg = in_group(recipe, group, trial) if recipe.TRACKING.TRIALS else without_trackers(recipe)
     if settings.fraction:
         train, validation = register_split(recipe, settings.fraction, settings.seed)
         cfg = cfg.with_values(
