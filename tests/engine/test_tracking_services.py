@@ -224,7 +224,7 @@ def test_clearml_stores_the_run(demo, tmp_path):
     expected = [(name, step, pytest.approx(value)) for name, step, value in sorted(numbers(folder))]
     assert sorted(scalars) == expected
     assert content["project_name"] == "cities" and content["name"] == "run"
-    assert content["tags"] == ["night", "group: study"]
+    assert sorted(content["tags"]) == ["group: study", "night"]
     config = {name: each["value"] for name, each in content["hyperparams"]["config"].items()}
     assert config.keys() == expected_config(folder).keys() and config["SOLVER.MAX_EPOCH"] == "2"
     names = [each["key"] for each in content["execution"]["artifacts"]]
