@@ -32,6 +32,7 @@ class ImportReport:
         dropped (list[str]): names of tensors that are in the file but not in the model.
         missing (list[str]): names of tensors that are in the model but not in the file.
         other_shape (list[str]): names of classifiers that were not loaded because the number of identities differs.
+        not_needed (list[str]): those of ``other_shape`` that the model, which is built for evaluation, does not need.
         backbone_fraction (float): fraction of the backbone's tensors that matched, in 0..1.
         notes (list[str]): remarks about the origin of the file.
     """
@@ -42,13 +43,15 @@ class ImportReport:
     dropped: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     other_shape: list[str] = field(default_factory=list)
+    not_needed: list[str] = field(default_factory=list)
     backbone_fraction: float = 0.0
     notes: list[str] = field(default_factory=list)
 
     backbone_share = renamed_attribute("backbone_share", "backbone_fraction")
 
     def __str__(self) -> str:
-        own = len(self.matched) + len(self.missing) + len(self.other_shape)
+        own = len(self.matched) + len(self.missing) + len(self.other_shape) - len(self.not_needed)
+        replaced = [name for name in self.other_shape if name not in self.not_needed]
         in_file = len(self.matched) + len(self.dropped) + len(self.other_shape)
         backbone = f"{self.backbone_fraction:.0%} of the backbone's"
         lines = [
@@ -57,8 +60,10 @@ class ImportReport:
             f"dropped  {_count(self.dropped, in_file)} of the file's tensors{examples(self.dropped)}",
             f"missing  {_count(self.missing, own)} of the model's tensors{examples(self.missing)}",
         ]
-        if self.other_shape:
-            lines.append(f"not loaded (different number of identities)  {', '.join(self.other_shape)}")
+        if replaced:
+            lines.append(f"not loaded (different number of identities)  {', '.join(replaced)}")
+        if self.not_needed:
+            lines.append(f"not needed for evaluation  {', '.join(self.not_needed)}")
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(f"  {line}" for line in lines)
 
@@ -159,12 +164,14 @@ def _compare(
     backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     found, classifier_keys = set(matched), classifiers(model)
+    other_shape = [key for key in converted if key in classifier_keys and key in own and key not in found]
     return ImportReport(
         source,
         matched=matched,
         dropped=[key for key in converted if key not in own],
         missing=[key for key in missing if own[key].numel() > 0],
-        other_shape=[key for key in converted if key in classifier_keys and key in own and key not in found],
+        other_shape=other_shape,
+        not_needed=[key for key in other_shape if own[key].shape[0] == 0],
         backbone_fraction=sum(key in found for key in backbone) / max(len(backbone), 1),
     )
 
@@ -233,8 +240,8 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
             examples(report.missing),
         )
     for key in report.other_shape:
-        if own[key].shape[0] == 0:
-            continue  # a head that is built for evaluation only has no classes
+        if key in report.not_needed:
+            continue
         logger.warning(
             "%s was not loaded and keeps its initial values, because the number of identities differs: the shape is %s "
             "in %s, but %s in the model",

@@ -42,8 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Extract the features and print a summary."""
-    from fastamp.inference.extract import extract
+    from fastamp.inference.extract import check_output, dataset_name, extract
 
+    check_output(args.output)
+    dataset_name(args.source)
     extraction, skipped = extract(
         predictor_of(args, args.key_values),
         args.source,

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
     from fastamp.inference.features_file import check_same_model, is_unknown
-    from fastamp.inference.index import open_gallery
+    from fastamp.inference.index import check_gallery, open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
     names = list(
@@ -73,15 +73,19 @@ def run(args: argparse.Namespace) -> int:
     )
     if not names:
         raise ConfigError(f"no query image, only {' '.join(args.queries)}.\n  fix: add an image or a folder")
-    predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))
-    gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
-    check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     queries = []
     for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
         if not images:
             raise DataError(f"no images found in the folder {query}.\n  fix: give a folder that contains images")
         queries += images
+    missing = next((query for query in queries if not Path(query).exists()), None)
+    if missing is not None:
+        raise DataError(f"query image {missing} not found.\n  fix: correct the path")
+    check_gallery(args.gallery)
+    predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))
+    gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
+    check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     result = predictor.search(
         queries,
         gallery,

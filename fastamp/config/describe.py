@@ -1,5 +1,6 @@
 """Documentation of config keys as text for a terminal."""
 
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
@@ -54,7 +55,8 @@ def explain_key(
     Args:
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
             that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
-            SOLVER.BASE_LR, and if several keys match equally well, e.g. ``NAME``, they are listed.
+            SOLVER.BASE_LR, and if several keys match equally well, e.g. ``NAME``, they are listed. If no
+            name matches, the keys whose descriptions contain the words are listed: ``batch_size``.
         cfg: config with the keys, including keys that a project declares; a value that differs from the default is
             shown. Default None: the default config.
         config_file: config file to search, with its ``_BASE_`` files; "" for none. Default "".
@@ -75,6 +77,10 @@ def explain_key(
         if any(f"{each.path.lower()}.".startswith(f"{path}.") for each in keys):
             return describe_config(name, cfg)
         found = _find_by_last_part(path, keys)
+        mentions = [] if found else _find_in_meanings(path, keys)
+        if mentions:
+            lines = [f"{each.path}: {show_value(each.default)}" for each in mentions]
+            return "\n".join([f"no key is named {name}; descriptions that contain these words:", *lines])
         if not found:
             return describe_config(name, cfg)  # raises
         if len(found) > 1 and _match_rank(path, found[0]) == _match_rank(path, found[1]):
@@ -127,6 +133,13 @@ def _find_by_last_part(name: str, keys: Sequence[Key]) -> list[Key]:
         return path.endswith(f".{name}") or f"_{name}_" in f"_{path.rpartition('.')[2]}_"
 
     return sorted((key for key in keys if matches(key.path.lower())), key=lambda key: _match_rank(name, key))
+
+
+def _find_in_meanings(name: str, keys: Sequence[Key]) -> list[Key]:
+    """Find the keys whose description contains the words of ``name``, in any order, at the start of a word."""
+    words = re.findall(r"[a-z0-9]+", name)
+    texts = {key.path: re.sub(r"\W+", " ", f" {key.meaning.lower()}") for key in keys}
+    return [key for key in keys if words and all(f" {word}" in texts[key.path] for word in words)]
 
 
 def _match_rank(name: str, key: Key) -> tuple[bool, int, int]:

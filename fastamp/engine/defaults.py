@@ -177,18 +177,18 @@ class DefaultTrainer(FastReIDMethods):
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
             self.writers += build_writers_of(self, start)
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
-        logger.info(
-            "training %s of %s%s",
-            plural(cfg.SOLVER.MAX_EPOCH, "epoch"),
-            plural(self.trainer.iters_per_epoch, "iteration"),
-            f", from iteration {start + 1} of {total}" if start else "",
-        )
         if start >= total:
             logger.info(
                 "training is already complete: only evaluating\n  fix: to continue training, increase SOLVER.MAX_EPOCH"
             )
             with closing_writers(self.writers):
                 return unwrap_single(self._evaluate_finished_run(start))
+        logger.info(
+            "training %s of %s%s",
+            plural(cfg.SOLVER.MAX_EPOCH, "epoch"),
+            plural(self.trainer.iters_per_epoch, "iteration"),
+            f", from iteration {start + 1} of {total}" if start else "",
+        )
         began = time.monotonic()
         try:
             with closing_writers(self.writers), self.stop.watching(), explain_lost_workers():

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -71,6 +72,46 @@ class Listing:
         return columns
 
 
+def dataset_name(source: str | PathLike[str]) -> str:
+    """Return the name of a dataset or CSV file as in DATASETS.NAMES; "" for a folder.
+
+    Raises:
+        DataError: if ``source`` is neither a dataset, a CSV file nor a folder.
+    """
+    name = str(source)
+    if name in DATASET_REGISTRY or name.partition(":")[0] in PATH_DATASETS:
+        return name
+    if Path(name).expanduser().is_dir():
+        return ""
+    if name.endswith(".csv"):
+        return f"csv:{name}"
+    suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
+    raise DataError(
+        f"{name} not found; expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}\n"
+        "  fix: correct the path or the dataset name"
+    )
+
+
+def check_output(out: str | PathLike[str]) -> Path:
+    """Return the path of an output file of ``extract``, and check it.
+
+    Raises:
+        ConfigError: if the suffix is unknown, or the folder does not exist or is not writable.
+    """
+    out = Path(out).expanduser()
+    if out.suffix not in (".npz", *SUFFIXES) or out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(
+            f"cannot write the extraction to {out}: expected a file name that ends in .npz, .csv or .parquet in an "
+            "existing folder.\n  fix: choose another --output"
+        )
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write the extraction to {out}: the folder is not writable.\n  fix: choose another --output"
+        )
+    check_table_format(out)
+    return out
+
+
 def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = SPLITS) -> Listing:
     """List the images of a dataset, a CSV file or a folder, in a fixed order.
 
@@ -89,25 +130,16 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     """
     for split in splits:
         check_choice("splits", split, SPLITS)
-    name = str(source)
-    folder = Path(name).expanduser()
-    if name not in DATASET_REGISTRY and name.partition(":")[0] not in PATH_DATASETS:
-        if folder.is_dir():
-            items = [ImageItem(file, 0, -1) for file in image_files(folder)]
-            if not items:
-                raise DataError(
-                    f"no images found in {folder.absolute()} or its subfolders.\n"
-                    "  fix: choose a folder that contains image files"
-                )
-            return Listing(PackedItems.of(items), np.full(len(items), -1))
-        if name.endswith(".csv"):
-            name = f"csv:{name}"
-        else:
-            suggestion = "" if "/" in name else did_you_mean(name, DATASET_REGISTRY)
+    name = dataset_name(source)
+    if not name:
+        folder = Path(source).expanduser()
+        items = [ImageItem(file, 0, -1) for file in image_files(folder)]
+        if not items:
             raise DataError(
-                f"{name} not found; expected a folder, a CSV file or a dataset name as in DATASETS.NAMES.{suggestion}\n"
-                "  fix: correct the path or the dataset name"
+                f"no images found in {folder.absolute()} or its subfolders.\n"
+                "  fix: choose a folder that contains image files"
             )
+        return Listing(PackedItems.of(items), np.full(len(items), -1))
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
@@ -168,13 +200,7 @@ def extract(
             that are not parts of an extraction, or another process is writing to ``out``.
         DataError: if there are no images, or an image cannot be read.
     """
-    out = Path(out).expanduser()
-    if out.suffix not in (".npz", *SUFFIXES) or out.is_dir() or not out.parent.is_dir():
-        raise ConfigError(
-            f"cannot write the extraction to {out}: expected a file name that ends in .npz, .csv or .parquet in an "
-            "existing folder.\n  fix: choose another --output"
-        )
-    check_table_format(out)
+    out = check_output(out)
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
@@ -213,7 +239,6 @@ def extract(
         parts.close()
         raise
     parts.remove()
-    logger.info("wrote %s: %s of dimension %d", out, plural(len(rows), "feature"), width)
     return extraction, skipped
 
 

@@ -319,6 +319,28 @@ def _check_parts(path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
     check_columns(path, meta, index.ntotal, fix=_BUILD_AGAIN)
 
 
+def check_gallery(gallery: str | PathLike[str]) -> Path:
+    """Return the path of a gallery, see ``open_gallery``, and check that it exists.
+
+    Raises:
+        DataError: if the path does not exist, or names a dataset or a table.
+    """
+    path = Path(gallery).expanduser()
+    is_dataset = not path.exists() and (
+        str(gallery) in DATASET_REGISTRY or str(gallery).partition(":")[0] in PATH_DATASETS
+    )
+    expected = "expected a folder of images, a file with extracted features (.npz) or an index file"
+    if is_dataset or (path.suffix in TABLE_SUFFIXES and not path.is_dir()):
+        source = "SOURCE" if path.suffix == ".parquet" else shlex.quote(str(gallery))
+        raise DataError(
+            f"{gallery} is a {'dataset' if is_dataset else 'table'}; {expected}.\n"
+            f"  fix: fastamp extract CHECKPOINT {source} -o gallery.npz, and search gallery.npz"
+        )
+    if not path.exists():
+        raise DataError(f"{gallery} not found; {expected}.\n  fix: correct the path")
+    return path
+
+
 def open_gallery(
     gallery: str | PathLike[str], *, of: Any = None, index: str | PathLike[str] | None = None, kind: str = "auto"
 ) -> GalleryIndex:
@@ -341,7 +363,7 @@ def open_gallery(
         DataError: if a file cannot be read, or was created with a different model.
         ConfigError: if the index cannot be written, or the features of a folder would overwrite a different file.
     """
-    path = Path(gallery).expanduser()
+    path = check_gallery(gallery)
     if path.is_dir():
         if of is None:
             raise DataError(
@@ -349,14 +371,6 @@ def open_gallery(
                 f"  fix: fastamp extract CHECKPOINT {path} -o gallery.npz, or pass the predictor (of=...)"
             )
         path = _extract_folder(path, of, index)
-    is_dataset = str(gallery) in DATASET_REGISTRY or str(gallery).partition(":")[0] in PATH_DATASETS
-    if path.suffix in TABLE_SUFFIXES or (is_dataset and not path.exists()):
-        source = "SOURCE" if path.suffix == ".parquet" else shlex.quote(str(gallery))
-        raise DataError(
-            f"{gallery} is a {'dataset' if is_dataset else 'table'}; expected a folder of images, a "
-            "file with extracted features (.npz) or an index file.\n"
-            f"  fix: fastamp extract CHECKPOINT {source} -o gallery.npz, and search gallery.npz"
-        )
     if path.suffix != ".npz":
         return load_index(path)
     extraction = read_extraction(path)
@@ -388,6 +402,11 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
         is_current = all(max(state.st_mtime, state.st_ctime) <= changed for state in states)
         if is_current and {*found.paths.tolist()} <= {*files}:
             return out
+    if not os.access(out.parent, os.W_OK):
+        raise ConfigError(
+            f"cannot write the features of the images in {folder} to {out}: the folder is not writable.\n"
+            "  fix: choose a file in another folder with --index"
+        )
     logger.info("extracting the features of the images in %s to %s, for this and later searches", folder, out)
     try:
         _, skipped = extract(predictor, folder, out, skip_corrupt=True)

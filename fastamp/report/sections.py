@@ -78,7 +78,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
     if metrics.get("baselines"):
         rows = [("this model", *_scores_of(metrics))]
         rows += [(f"baseline: {name}", *_scores_of(baseline)) for name, baseline in metrics["baselines"].items()]
-        tables.append(("Comparison with baselines without learning", ("ranked by", "mAP %", "Rank-1 %"), rows))
+        tables.append(("Comparison with the baselines", ("ranked by", "mAP %", "Rank-1 %"), rows))
     return tables
 
 

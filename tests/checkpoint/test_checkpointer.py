@@ -217,9 +217,14 @@ def test_loading_logs_backbone_tensors_that_the_model_lacks(caplog):
 
 def test_classifier_with_another_shape_is_not_loaded():
     model, source = Model(classes=3), Model(classes=9)
-    load_model_state(model, source.state_dict(), source="x")
+    report = load_model_state(model, source.state_dict(), source="x")
+    assert (report.other_shape, report.not_needed) == (["heads.weight"], [])
+    assert "different number of identities" in str(report)
     assert torch.equal(model.backbone[0].weight, source.backbone[0].weight)
     assert model.heads.weight.shape == (3, 4)
+    report = load_model_state(Model(classes=0), source.state_dict(), source="x")  # a model for evaluation
+    assert report.other_shape == report.not_needed == ["heads.weight"]
+    assert "(100%) of the model's tensors" in str(report) and "number of identities" not in str(report)
 
 
 def test_resume_rejects_bare_weights_and_checkpoints_of_other_models(tmp_path):

@@ -99,6 +99,14 @@ def test_config_explain_accepts_aliases_and_lists_shorthands(config, recipe):
         assert part in text
 
 
+def test_config_explain_searches_the_descriptions_if_no_key_has_the_name(config):
+    for words, key in (("learning_rate", "SOLVER.BASE_LR"), ("batch size", "SOLVER.IMS_PER_BATCH"), ("erasing", "REA")):
+        code, lines = config("explain", words)
+        assert code == 0 and words in lines[0] and any(key in line for line in lines[1:]), words
+    for words in ("bogus", "__", "learning_bogus"):
+        assert config("explain", words)[0] == 2
+
+
 def test_config_explain_describes_sections_and_rejects_unknown_keys(config, tmp_path):
     assert config("explain", "SOLVER.EMA")[1][0] == "[SOLVER.EMA]"
     code, lines = config("explain", "SOLVER.BASE_RL")

@@ -1,6 +1,7 @@
 """`fastamp train --seeds`: one run per seed, the same as separate runs, and a summary of the metrics."""
 
 import json
+import re
 import statistics
 
 import numpy as np
@@ -46,7 +47,8 @@ def test_resume_continues_with_the_missing_seeds(demo, tmp_path, capsys):
     assert json.loads((tmp_path / "seeds.json").read_text())["metrics"]["Demo/mAP"]["std"] is None
     capsys.readouterr()
     assert main(["train", "--seeds", "1", "2", "--resume", *options(tmp_path)]) == 0
-    assert "training is already complete" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "training is already complete" in out and len(re.findall("epochs? of ", out)) == 1  # of seed 2
     assert before == ((tmp_path / "seed1/metrics.json").read_bytes(), (tmp_path / "seed1/model_final.pth").read_bytes())
     assert json.loads((tmp_path / "seeds.json").read_text())["seeds"] == [1, 2]
 

@@ -15,7 +15,7 @@ from command import run_command
 
 from fastamp import Predictor
 from fastamp.cli import extract as command
-from fastamp.cli import search
+from fastamp.cli import main, search
 from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
@@ -268,6 +268,35 @@ def test_extraction_raises_if_source_or_output_is_invalid(predictor, images, tmp
     with pytest.raises(ConfigError, match="query, gallery, train"):
         extract(predictor, "Demo", tmp_path / "out.npz", splits=["test"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "images"]
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (command, ["nowhere", "-o", "out.npz"]),
+        (command, ["images", "-o", "out.txt"]),
+        (command, ["images", "-o", "nowhere/out.npz"]),
+        (search, ["nowhere.jpg", "--gallery", "images"]),
+        (search, ["images", "--gallery", "nowhere"]),
+        (search, ["images", "--gallery", "nowhere.csv"]),
+    ],
+)
+def test_commands_check_paths_before_the_model_is_loaded(command, words, images, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    module_name = command.__name__.rpartition(".")[2]
+    monkeypatch.setattr(command, "predictor_of", lambda *_: pytest.fail("the model is loaded"))
+    assert main([module_name, "logs/run", *words]) == 2
+    text = capsys.readouterr().err
+    assert ("nowhere" in text or "out.txt" in text) and "fix:" in text
+
+
+def test_extraction_and_search_name_a_folder_that_is_not_writable(predictor, images, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
+    with pytest.raises(ConfigError, match=r"out\.npz: the folder is not writable"):
+        extract(predictor, images, tmp_path / "out.npz")
+    with pytest.raises(ConfigError, match=r"(?s)not writable.*--index"):
+        open_gallery(images, of=predictor)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images"]
 
 
 def test_extraction_raises_and_leaves_no_files_if_disk_is_full(predictor, images, tmp_path, monkeypatch):

@@ -72,6 +72,7 @@ def commands(record, run):
         ("benchmark", "train_stop"),
         ("check-data", "Market1501/sbs_R50-ibn", "--write-clean", record.root / "clean.csv", "DATASETS.TESTS", "Demo"),
         ("search", best, "SEED", "1", "--gallery", "nowhere.npz"),
+        ("search", best, "nowhere.png", "--gallery", run),
         ("compare", best, "a.jpg", "b.jpg", "--device", "cuda"),
         ("help", "trian"),
         ("evaluate-features", "nowhere.npz", "TEST.METRIC"),

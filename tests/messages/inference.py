@@ -133,6 +133,12 @@ def extractions(record, predictor, folder):
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "skipped.npz", "--device", "cpu",
                    "--skip-corrupt", output=True)  # fmt: skip
     record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.access", lambda path, mode: False)
+        record.fastamp("extract", checkpoint, folder, "-o", out, "--device", "cpu")
+        other = record.root / "other" / "image.index"
+        record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--index", other, "--device", "cpu")
+    record.fastamp("search", checkpoint, folder / "0.png", "--gallery", "nowhere", "--device", "cpu")
     record.root.joinpath(f"images.{predictor.config_hash}.npz").write_text("not an extraction")
     record.fastamp("search", checkpoint, folder / "0.png", "--gallery", folder, "--device", "cpu")
     record.fastamp("extract", checkpoint, folder, "-o", record.root / "a.csv", "--device", "cpu", "--skip-corrupt")

@@ -4,7 +4,7 @@ from fastamp.config.key import Key
 
 KEYS = (
     Key("SOLVER.MAX_EPOCH", 120, "Number of training epochs.", low=1),
-    Key("SOLVER.IMS_PER_BATCH", 64, "Images per training batch, over all ranks.", low=1),
+    Key("SOLVER.IMS_PER_BATCH", 64, "Batch size in training: images per batch, over all ranks.", low=1),
     Key(
         "SOLVER.TRAINER",
         "auto",
