@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,9 @@ class Checkpointer:
         save_to_disk: bool | None = None,
         **checkpointables: Any,
     ) -> None:
-        self.model = model
+        # As in FastReID, the wrapper of a custom training loop is not part of the names in the file.
+        wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+        self.model = model.module if wrapped else model
         self.save_dir = Path(save_dir)
         self.min_match = min_match
         self.check = check
@@ -164,6 +166,10 @@ class Checkpointer:
         """Return True if ``save_dir`` contains a checkpoint to resume from. Must be called on every rank."""
         return self.last_checkpoint() is not None
 
+    def get_checkpoint_file(self) -> str:
+        """Return the path of the checkpoint to resume from; "" if there is none. Must be called on every rank."""
+        return str(self.last_checkpoint() or "")
+
     def resume_or_load(self, path: str | os.PathLike[str] = "", *, resume: bool = True) -> dict[str, Any]:
         """Resume from the newest readable checkpoint in ``save_dir``; if there is none, load weights.
 
@@ -179,8 +185,12 @@ class Checkpointer:
             return self.resume(last)
         return self.load(path) if path else {}
 
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], checkpointables: Sequence[str] = ()) -> dict[str, Any]:
         """Load only the model weights from a file.
+
+        Args:
+            path (str | os.PathLike): checkpoint or weights file.
+            checkpointables (Sequence[str]): as in FastReID, names of objects whose state is also loaded. Default ().
 
         Returns:
             dict[str, Any]: the remaining entries of the file, without the weights; empty for a bare state dict.
@@ -190,6 +200,8 @@ class Checkpointer:
         """
         content = read_checkpoint(path)
         load_model_state(self.model, state_dict_in(content, path), source=str(path), min_match=self.min_match)
+        for key in checkpointables or ():
+            self.checkpointables[key].load_state_dict(content.pop(key))
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:

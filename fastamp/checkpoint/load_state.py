@@ -161,7 +161,8 @@ def _compare(
     matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
     # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
     missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
-    backbone = [key for key in own if key.startswith(backbone_prefix) and not key.endswith("num_batches_tracked")]
+    weights = [key for key in own if not key.endswith("num_batches_tracked")]
+    backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     found, classifier_keys = set(matched), classifiers(model)
     other_shape = [key for key in converted if key in classifier_keys and key in own and key not in found]

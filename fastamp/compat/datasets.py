@@ -1,14 +1,11 @@
 """FastReID's base class of datasets."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from fastamp.data.datasets import base
-from fastamp.data.datasets.base import Items, count_items, log_splits
+from fastamp.data.datasets.base import Items
 from fastamp.data.datasets.items import ImageItem
-
-logger = logging.getLogger(__name__)
 
 
 class ImageDataset(base.ImageDataset):
@@ -26,7 +23,6 @@ class ImageDataset(base.ImageDataset):
         ValueError: if ``mode`` is unknown.
     """
 
-    _junk_pids: Sequence[int] = ()
     requires_gallery = False  # evaluators of projects may compare the queries with each other
 
     def __init__(
@@ -65,41 +61,8 @@ class ImageDataset(base.ImageDataset):
     def __len__(self) -> int:
         return len(self.data)
 
-    def parse_data(self, data: Sequence[tuple]) -> tuple[int, int]:
-        """Return ``(number of identities, number of cameras)`` of a list of ``(path, pid, camid)``."""
-        return count_items([ImageItem(*item) for item in data])[1:]
-
-    def get_num_pids(self, data: Sequence[tuple]) -> int:
-        """Count the identities in a list of ``(path, pid, camid)``."""
-        return self.parse_data(data)[0]
-
-    def get_num_cams(self, data: Sequence[tuple]) -> int:
-        """Count the cameras in a list of ``(path, pid, camid)``."""
-        return self.parse_data(data)[1]
-
     def show_summary(self) -> None:
         """Do nothing; for subclasses."""
-
-    def show_train(self) -> None:
-        """Log the numbers of training images, identities and cameras."""
-        log_splits(self, {"train": self.train})
-
-    def show_test(self) -> None:
-        """Log the numbers of query and gallery images, identities and cameras."""
-        log_splits(self, {"query": self.query, "gallery": self.gallery})
-
-    def combine_all(self) -> None:
-        """Add query and gallery images to the training images, except the identities in ``_junk_pids``.
-
-        The added identities get the prefix ``<dataset_name>_test_``; cameras keep their numbers.
-        """
-        prefix = f"{self.dataset_name or 'Unknown'}_test_"
-        extra = [
-            item._replace(pid=f"{prefix}{item.pid}")
-            for item in (*self.query, *self.gallery)
-            if item.pid not in self._junk_pids
-        ]
-        self._items["train"] = [*self.train, *extra]
 
 
 Dataset = ImageDataset

@@ -55,7 +55,9 @@ def build_reid_train_loader(
             set.
         sampler (Iterable[int], optional): sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
         transforms (Callable, optional): as in FastReID, function of a PIL image instead of the augmentations in INPUT.
-        kwargs: as in FastReID, further constructor arguments of the datasets in DATASETS.NAMES.
+        kwargs: as in FastReID, ``total_batch_size`` and ``num_workers`` instead of the values in the config, with which
+            ``cfg`` may be the ``train_set``; ``combineall`` instead of DATASETS.COMBINEALL; and further constructor
+            arguments of the datasets in DATASETS.NAMES.
 
     Returns:
         TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a
@@ -65,6 +67,8 @@ def build_reid_train_loader(
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
+    cfg, own = _fastreid_arguments(cfg, kwargs, "SOLVER.IMS_PER_BATCH", "DATALOADER.NUM_WORKERS")
+    train_set = own if train_set is None else train_set
     if train_set is None and (transforms is not None or kwargs):
         datasets = [build_dataset(name, cfg, **kwargs) for name in cfg.DATASETS.NAMES]
         parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
@@ -109,6 +113,27 @@ def build_reid_train_loader(
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     _attach_cache(dataset, cfg)
     return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
+
+
+def _fastreid_arguments(
+    cfg: Any, kwargs: dict[str, Any], batch_size: str, num_workers: str
+) -> tuple[CfgNode, Dataset | None]:
+    """Move FastReID's arguments of the loaders from ``kwargs`` to a copy of the config.
+
+    Args:
+        cfg (CfgNode | Dataset): config, or the dataset.
+        kwargs (dict): keyword arguments.
+        batch_size, num_workers (str): config keys.
+
+    Returns:
+        tuple: the config, and the dataset if ``cfg`` is one, else None.
+    """
+    names = {"total_batch_size": batch_size, "test_batch_size": batch_size, "num_workers": num_workers}
+    names |= {"combineall": "DATASETS.COMBINEALL"}
+    values = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
+    dataset = cfg if isinstance(cfg, Dataset) else None
+    cfg = get_cfg() if dataset is not None else cfg
+    return cfg.with_values(values) if values else cfg, dataset
 
 
 def _build_batch_sampler(
@@ -229,7 +254,8 @@ def build_reid_test_loader(
             images at its start; see ``build_custom_test_loader``.
         num_query (int): number of query images in ``test_set``. Default 0.
         transforms (Callable, optional): as in FastReID, function of a PIL image instead of the resize in INPUT.
-        kwargs: as in FastReID, further constructor arguments of the dataset.
+        kwargs: as in FastReID, ``test_batch_size`` and ``num_workers`` instead of the values in the config, with which
+            ``cfg`` may be the ``test_set``; and further constructor arguments of the dataset.
 
     Returns:
         tuple[TestLoader, int]: the loader and the number of query images. In each batch, ``indices`` contains the
@@ -239,6 +265,8 @@ def build_reid_test_loader(
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
         ConfigError: if a value is out of range or a name is unknown.
     """
+    cfg, own = _fastreid_arguments(cfg, kwargs, "TEST.IMS_PER_BATCH", "TEST.NUM_WORKERS")
+    test_set = own if test_set is None else test_set
     if dataset_name is None and test_set is None:
         raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
     if test_set is None and (transforms is not None or kwargs):

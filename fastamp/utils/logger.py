@@ -181,7 +181,13 @@ def _log_files() -> list[_LogFile]:
 
 
 def setup_logger(
-    output_dir: str | Path | None = None, distributed_rank: int = 0, *, rank: int | None = None, **unused: Any
+    output_dir: str | Path | None = None,
+    distributed_rank: int = 0,
+    *,
+    rank: int | None = None,
+    name: str = "fastamp",
+    output: str | Path | None = None,
+    **unused: Any,
 ) -> logging.Logger:
     """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``.
 
@@ -193,15 +199,22 @@ def setup_logger(
             write ``log.txt.rank<N>``.
         distributed_rank: FastReID's name of ``rank``. Default 0.
         rank: rank of this process. Default: ``distributed_rank``.
-        unused: FastReID's arguments ``color``, ``name`` and ``abbrev_name``; ignored.
+        name: name of another logger whose lines are handled in the same way, as are those of the logger ``fastreid``,
+            which code written for FastReID uses. Default ``"fastamp"``.
+        output: FastReID's name of ``output_dir``.
+        unused: FastReID's arguments ``color`` and ``abbrev_name``; ignored.
 
     Returns:
         The logger ``fastamp``.
     """
     rank = distributed_rank if rank is None else rank
+    output_dir = output if output_dir is None else output_dir
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)
     logger.propagate = False
+    for other in {"fastreid", name}:
+        if other.partition(".")[0] != "fastamp":
+            logging.getLogger(other).parent = logger
     for handler in list(logger.handlers):
         if isinstance(handler, (ConsoleHandler, _LogFile)):
             logger.removeHandler(handler)

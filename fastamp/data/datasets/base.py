@@ -9,6 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from fastamp.compat.dataset_methods import FastReIDDataset
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.utils.files import expand
@@ -25,7 +26,7 @@ ROOT_FIX = f"move the data there, or set {ROOT_VARIABLES[0]} to the folder that 
 Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
 
 
-class ImageDataset:
+class ImageDataset(FastReIDDataset):
     """Training, query and gallery images of a dataset.
 
     To add a dataset, register a subclass in ``DATASET_REGISTRY`` and set ``dataset_name``. The constructor of the
