@@ -95,11 +95,13 @@ setup(
         "Programming Language :: Python :: 3.13",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: Scientific/Engineering :: Image Recognition",
+        "Typing :: Typed",
     ],
     packages=[*find_packages(include=["fastamp", "fastamp.*"]), *INSTALLED],
     package_dir=INSTALLED,
     package_data={
         "fastamp.inference": ["templates/*"],
+        "fastamp": ["py.typed"],
         "fastamp.report": ["templates/*"],
         "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],

@@ -34,7 +34,8 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
     Merging the result into the default config reproduces ``cfg``.
     """
-    values, changed = parse_yaml(cfg.dump(), "this config"), {}
+    values = parse_yaml(cfg.dump(), "this config")
+    changed: dict[str, Any] = {}
     for key, _ in cfg.keys_below():
         default = list(key.default) if isinstance(key.default, tuple) else key.default
         value = _at(values, key.path, default)

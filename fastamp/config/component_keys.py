@@ -54,14 +54,16 @@ def declared_keys(file: Path) -> tuple[Key, ...]:
     if "\nKEYS" not in source:  # parsing all files takes half a second
         return ()
     for statement in ast.parse(source).body:
-        targets = getattr(statement, "targets", None) or [getattr(statement, "target", None)]
+        if not isinstance(statement, ast.Assign | ast.AnnAssign) or statement.value is None:
+            continue
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         if any(isinstance(target, ast.Name) and target.id == "KEYS" for target in targets):
             try:
-                value = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
+                keys: tuple[Key, ...] = eval(compile(ast.Expression(statement.value), str(file), "eval"), {"Key": Key})
             except NameError as error:
                 raise ValueError(
                     f"{file}:{statement.lineno}: KEYS: arguments of Key(...) must be literals: {error}.\n"
                     "  fix: replace the name by its value"
                 ) from error
-            return value
+            return keys
     return ()

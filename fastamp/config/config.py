@@ -32,7 +32,7 @@ class FrozenConfigError(ConfigError, AttributeError):
     """Raised when a frozen config is modified."""
 
 
-class CfgNode(YacsCfgNode):
+class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     """The config, or one of its sections.
 
     Values from a file, a command line, another config or an attribute assignment are checked against the declared keys
@@ -112,7 +112,8 @@ class CfgNode(YacsCfgNode):
         Args:
             options: keyword arguments of ``yaml.safe_dump``.
         """
-        return yaml.safe_dump(_to_builtin(self), **options)
+        text: str = yaml.safe_dump(_to_builtin(self), **options)
+        return text
 
     # ---- changing
 
@@ -165,11 +166,13 @@ class CfgNode(YacsCfgNode):
 
     def translation_notes(self) -> list[str]:
         """Return the lines that ``merge_from_file`` logged about translated keys and keys without a counterpart."""
-        return self.__dict__.get("_notes", [])
+        notes: list[str] = self.__dict__.get("_notes", [])
+        return notes
 
     def plugin_file(self) -> str:
         """Return the path of the plugin file that ``load_plugin`` loaded for this config last; "" for none."""
-        return self.__dict__.get("_plugin", "")
+        file: str = self.__dict__.get("_plugin", "")
+        return file
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict.
@@ -219,7 +222,7 @@ class CfgNode(YacsCfgNode):
                 f"with_values: expected a dict, got {brief(values)} ({type(values).__name__}).\n"
                 '  fix: pass a dict such as {"SOLVER.BASE_LR": 1e-3}'
             )
-        copied = self.clone()
+        copied: CfgNode = self.clone()
         copied.defrost()
         _apply(edit for name, value in values.items() for edit in copied._edits(name, value, ASSIGNMENT))
         copied.freeze()
@@ -243,7 +246,7 @@ class CfgNode(YacsCfgNode):
         path: str,
         default: Any,
         meaning: str,
-        choices: Iterable[str] | Iterable[int] = (),
+        choices: Iterable[Any] = (),
         aliases: Mapping[str, str] | None = None,
         of: type | None = None,
     ) -> None:
@@ -439,7 +442,7 @@ class CfgNode(YacsCfgNode):
                 f"{ASSIGNMENT}: {key.path}: expected null, a bool, number, string, list or dict, got "
                 f"{type(key.default).__name__}"
             )
-        if key.is_free_form:
+        if isinstance(key.default, Mapping):
             node = CfgNode(new_allowed=True)
             self._attach(name, node)
             node.__dict__["_declares"] = False

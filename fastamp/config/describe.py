@@ -110,7 +110,7 @@ def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | 
     spellings = current_names() | FASTREID_SPELLINGS
     section, _, last = key.path.rpartition(".")
     facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
-    choices = key.choices
+    choices: Sequence[str | int] = key.choices
     if not choices and components is not None and "string" in key.expected:
         choices = components().get(key.path, ())
     if choices:
@@ -189,5 +189,6 @@ def _describe(key: Key, value: object) -> list[str]:
 
 def _wrap(text: str, first: str, further: str) -> list[str]:
     """Wrap text with the given indents, without breaking paths."""
-    indents = {"initial_indent": first, "subsequent_indent": further}
-    return textwrap.wrap(text, _WIDTH, **indents, break_on_hyphens=False, break_long_words=False)
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False, break_long_words=False
+    )

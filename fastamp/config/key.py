@@ -13,8 +13,20 @@ from fastamp.utils.errors import ConfigError, did_you_mean
 
 _TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 _NONE = ("none", "null")
-_EXPECTED = {bool: "true or false", int: "an integer", float: "a number", str: "a string", None: "a value"}
-_EXPECTED_MANY = {bool: "true/false", int: "integers", float: "numbers", str: "strings", None: "values"}
+_EXPECTED: dict[type | None, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    None: "a value",
+}
+_EXPECTED_MANY: dict[type | None, str] = {
+    bool: "true/false",
+    int: "integers",
+    float: "numbers",
+    str: "strings",
+    None: "values",
+}
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,8 @@ def _type_error(path: str, expected: str, value: Any) -> ConfigError:
 def _choice(key: Key, value: Any) -> str:
     # YAML 1.1 reads a bare on or off as a bool.
     word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-    by_lower = {choice.lower(): choice for choice in key.choices} | {k.lower(): v for k, v in key.aliases.items()}
+    words = {str(choice): str(choice) for choice in key.choices} | dict(key.aliases)
+    by_lower = {name.lower(): choice for name, choice in words.items()}
     found = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
     if found is None:
         raise _not_among_choices(key, value, did_you_mean(str(word), by_lower))

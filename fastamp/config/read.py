@@ -68,6 +68,7 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     name = f"fastamp_plugin_{file}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader, file
         sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[name])
     module = sys.modules[name]

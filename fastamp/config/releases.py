@@ -220,7 +220,10 @@ class _Translation:
     """
 
     def __init__(self, release: str, layers: Layers, known: set[str]) -> None:
-        self.release, self.new, self.lines, self.missing = release, {}, [], []
+        self.release = release
+        self.new: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self.missing: list[str] = []
         self._settings: dict[str, _Setting] = {}
         self._translated: set[str] = set()
         for name, value in RELEASE_DEFAULTS[release].items():

@@ -82,11 +82,13 @@ def _parent(root: dict[str, Any], path: str) -> dict[str, Any]:
     node = root
     for name in path.split(".")[:-1]:
         node = node["properties"].setdefault(name, _section())
-    return node["properties"]
+    properties: dict[str, Any] = node["properties"]
+    return properties
 
 
 def _find(root: dict[str, Any], path: str) -> dict[str, Any]:
-    return _parent(root, path)[path.rpartition(".")[2]]
+    node: dict[str, Any] = _parent(root, path)[path.rpartition(".")[2]]
+    return node
 
 
 def _deprecated(message: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable
     sections = {key[:dot] for key in keys for dot, letter in enumerate(key) if letter == "."}
     # A typing error in one name of the path is more likely than a key in the wrong section.
     name, _, rest = path.removeprefix(f"{section}.").partition(".")
-    nearest = ".".join(filter(None, (section, _nearest(name, siblings), rest)))
+    nearest: str | None = ".".join(filter(None, (section, _nearest(name, siblings), rest)))
     if nearest not in keys | sections or nearest == section:
         nearest = _nearest(path, keys)
     last = path.rpartition(".")[2].lower()

@@ -180,7 +180,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         for split in SPLITS
     }
     total = sum(len(getattr(dataset, split)) for split in SPLITS)
-    matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)
+    matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)  # type: ignore[call-arg]
     kept["query"] = [each for each, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
@@ -283,7 +283,7 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
         check_not_device(item.path)
         content = Path(item.path).read_bytes()
         with open_with_pil(io.BytesIO(content)) as image:
-            check_pixels(item.path, *image.size, max_pixels)
+            check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
             check_mode(image)
             image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
             upright = ImageOps.exif_transpose(image)

@@ -224,7 +224,7 @@ def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
 
 def _read_with_pil(path: str, mode: str, max_pixels: int, least_side: int | None = None) -> Tensor:
     with _pil_errors(path), open_with_pil(path) as image:
-        check_pixels(path, *image.size, max_pixels)
+        check_pixels(path, *image.size, max_pixels)  # type: ignore[call-arg]
         if least_side is not None:
             image.draft(None, (least_side, least_side))
         return _pil_pixels(image, mode)

@@ -4,9 +4,9 @@ import itertools
 import logging
 import pkgutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -91,7 +91,7 @@ def inference_on_dataset(
     finite = []
     try:
         with torch.inference_mode(), DeviceErrorHandler("the evaluation", IN_EVALUATION) as computing:
-            for batch in track(data_loader, len(data_loader), "evaluating"):
+            for batch in track(data_loader, len(cast(Sized, data_loader)), "evaluating"):
                 computing.batch = batch
                 features = extract_features(model, batch, policy, flip_test)
                 outputs = [each for each in tree_leaves(features) if isinstance(each, torch.Tensor)]
@@ -107,7 +107,7 @@ def inference_on_dataset(
         for module, mode in was_training.items():
             module.training = mode
     seconds = time.perf_counter() - start
-    (images,) = comm.sum_over_ranks([images])
+    images = int(comm.sum_over_ranks([images])[0])
     logger.info(
         "extracted features of %d images in %s (%.0f images/s)", images, format_duration(seconds), images / seconds
     )
@@ -129,12 +129,13 @@ def extract_features(
         (B, D) float32 on the model's device, not normalized; float64 if the model is float64.
     """
     with policy.autocast():
-        features = to_float32(model(batch))
+        features: torch.Tensor = to_float32(model(batch))
     if not flip_test:
         return features
     mirrored = batch | {"images": batch["images"].flip(3)}
     with policy.autocast():
-        return (features + to_float32(model(mirrored))) / 2
+        features = (features + to_float32(model(mirrored))) / 2
+    return features
 
 
 def _explain_not_finite(
@@ -297,7 +298,7 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             paths.append(folder / "per_query.npz")
             write_per_query(result, paths[0])
         if result.roc is not None:
-            paths += write_roc(result.roc, self.protocol.false_accept_rates, folder)
+            paths += write_roc(result.roc, self.protocol.false_accept_rates or (), folder)
         for path in paths:
             logger.info("wrote %s", path)
 

@@ -76,8 +76,9 @@ class EvaluationResult:
         metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
         metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
         metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
-        for rate in self.protocol.false_accept_rates if self.roc else ():
-            metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
+        if self.roc is not None:
+            for rate in self.protocol.false_accept_rates or ():
+                metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
         metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
         metrics["num_gallery"] = self.num_gallery
         if self.protocol.random_query_gallery_split:  # counts of one trial, in which each query has a match
@@ -149,9 +150,10 @@ def compute_metrics(
     if protocol.random_query_gallery_split:
         identities = identities.all_images()
         query_features = gallery_features = torch.cat((query_features, gallery_features))
-    search = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
+    search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
     if protocol.expansion:
         query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
+    blocks: FeatureDistances | ReRankedDistances
     if protocol.re_ranking:
         blocks = ReRankedDistances(
             query_features, gallery_features, metric=protocol.metric, options=protocol.re_ranking, **search
@@ -164,7 +166,7 @@ def compute_metrics(
     roc = example_counter = limit = None
     if protocol.false_accept_rates is not None or (report_options and not protocol.random_query_gallery_split):
         limit = comm.broadcast_scalar(distance_limit(blocks))
-    if protocol.false_accept_rates is not None:
+    if protocol.false_accept_rates is not None and limit is not None:
         roc = RocCounter(identities, limit=limit, junk=protocol.junk)
     if report_options:
         example_counter = ExampleCounter(identities, protocol, report_options, limit=limit if roc is None else None)
@@ -186,7 +188,7 @@ def compute_metrics(
 
     num_gallery = len(ranker.matches.groups.pids) if protocol.random_query_gallery_split else len(gallery_features)
     curve, examples = _curve(roc, protocol), None
-    if report_options:
+    if report_options and example_counter is not None:
         lists = rank_lists(ranking, blocks, ranker.matches, protocol, report_options) if comm.is_main_process() else {}
         examples = example_counter.result(lists, curve)
     return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct)
@@ -336,7 +338,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
             "  fix: set TEST.ROC to False, or use a test set with matches and with several identities"
         )
         return None
-    unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates if rate * curve.num_impostor < 1]
+    unreachable = [f"{rate:.10g}" for rate in protocol.false_accept_rates or () if rate * curve.num_impostor < 1]
     if unreachable:
         logger.warning(
             "false accept rates in TEST.ROC.FAR are too low to be measured: %s (there are only %d impostor pairs).\n"

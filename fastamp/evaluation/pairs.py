@@ -91,7 +91,8 @@ def sample_pairs(
     order = random.permutation(len(pids))
     shuffled = Identities(pids[order], gallery_pids, camids[order], gallery_camids)
     matches = Matches(shuffled, junk=junk, unmatched_pid=JUNK_PID)
-    columns, queries = [], []
+    columns: list[Any] = []
+    queries: list[Any] = []
     for first, last in matches.spans(0, len(order)):
         pairs = matches.pairs(first, last)
         rows, match_columns = first + pairs.rows, pairs.columns

@@ -17,6 +17,13 @@ from fastamp.utils.progress import track
 logger = logging.getLogger(__name__)
 
 
+def _buffers(layer: nn.modules.batchnorm._BatchNorm) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the running mean, running variance and number of batches of a layer that tracks them."""
+    mean, variance, count = layer.running_mean, layer.running_var, layer.num_batches_tracked
+    assert mean is not None and variance is not None and count is not None
+    return mean, variance, count
+
+
 class _PooledStatistics:
     """Pooled mean and variance of a layer's inputs over batches (Chan et al. 1983, updating formulas).
 
@@ -27,7 +34,7 @@ class _PooledStatistics:
     def __init__(self, layer: nn.modules.batchnorm._BatchNorm) -> None:
         self.layer = layer
         self.count = 0
-        self.mean = to_float32(torch.zeros_like(layer.running_mean))
+        self.mean = to_float32(torch.zeros_like(_buffers(layer)[0]))
         self.squares = self.mean.clone()  # sum of squared deviations from the mean, divided by the count
 
     @force_fp32
@@ -48,9 +55,10 @@ class _PooledStatistics:
         mean = comm.all_reduce_sum(self.mean * (count / total))
         squares = comm.all_reduce_sum((self.squares + (self.mean - mean).square()) * (count / total))
         # Layers that evaluation does not run, e.g. those of a momentum encoder, keep their statistics.
+        running_mean, running_var, _ = _buffers(self.layer)
         for buffer, value in (
-            (self.layer.running_mean, mean),
-            (self.layer.running_var, squares * (total / (total - 1).clamp_min(1))),
+            (running_mean, mean),
+            (running_var, squares * (total / (total - 1).clamp_min(1))),
         ):
             buffer.copy_(torch.where(total > 0, value, buffer))
 
@@ -83,9 +91,7 @@ def update_bn_statistics(
         return 0
     modes = {module: module.training for module in model.modules()}
     statistics = [_PooledStatistics(layer) for layer in layers]
-    saved = [
-        (layer.running_mean.clone(), layer.running_var.clone(), layer.num_batches_tracked.clone()) for layer in layers
-    ]
+    saved = [[buffer.clone() for buffer in _buffers(layer)] for layer in layers]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, each=each: each.add(inputs[0]))
         for layer, each in zip(layers, statistics, strict=True)
@@ -105,10 +111,9 @@ def update_bn_statistics(
             handle.remove()
         for module, mode in modes.items():
             module.training = mode
-        for layer, (mean, variance, number) in zip(layers, saved, strict=True):
-            layer.running_mean.copy_(mean)
-            layer.running_var.copy_(variance)
-            layer.num_batches_tracked.copy_(number)
+        for layer, values in zip(layers, saved, strict=True):
+            for buffer, value in zip(_buffers(layer), values, strict=True):
+                buffer.copy_(value)
     for each in statistics:
         each.write()
     counts = plural(len(layers), "layer"), plural(done, "batch", "batches")

@@ -182,7 +182,8 @@ class Matches:
 
 def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
     """Return True for each pair of a query and a gallery image from the same camera; see ``Junk.test``."""
-    return matches.query_camids[queries] == matches.gallery_camids[gallery]
+    same: np.ndarray = matches.query_camids[queries] == matches.gallery_camids[gallery]
+    return same
 
 
 SAME_CAMERA = Junk(same_camera)

@@ -117,7 +117,12 @@ def expand(
 
 
 def _expand(
-    features: torch.Tensor, pool: torch.Tensor, options: QueryExpansion, search: dict, *, with_itself: bool = False
+    features: torch.Tensor,
+    pool: torch.Tensor,
+    options: QueryExpansion,
+    search: dict[str, Any],
+    *,
+    with_itself: bool = False,
 ) -> torch.Tensor:
     """Expand (N, D) features with neighbors from ``pool``; ``with_itself`` adds each feature to its own mean."""
     unit = F.normalize(features, dim=1)

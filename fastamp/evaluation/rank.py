@@ -178,16 +178,16 @@ def _count_before(row: np.ndarray, column: int, flags: np.ndarray) -> int:
     before, after = flags[:column], flags[column:]
     np.less_equal(row[:column], match_distance, out=before)
     np.less(row[column:], match_distance, out=after)
-    return np.count_nonzero(flags)
+    return int(np.count_nonzero(flags))
 
 
 def _ranks_on_device(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Compute ranks by tensor operations on chunks of matches; a chunk needs about as much memory as the distances."""
-    rows, columns = (torch.from_numpy(side).to(distances.device) for side in (rows, columns))
+    on_device = [torch.from_numpy(side).to(distances.device) for side in (rows, columns)]
     gallery = torch.arange(distances.shape[1], device=distances.device)
     ranks = []
     size = max(1, len(distances) // 2)
-    for chunk_rows, chunk_columns in zip(rows.split(size), columns.split(size), strict=True):
+    for chunk_rows, chunk_columns in zip(*(side.split(size) for side in on_device), strict=True):
         match_distances = distances[chunk_rows, chunk_columns][:, None]
         row_distances = distances[chunk_rows]
         before = (row_distances < match_distances) | (

@@ -125,7 +125,7 @@ class ReRankedDistances(DistanceBlocks):
         )
         # FastReID adds the distance of the metric: 1 - cosine is half the squared distance of unit vectors.
         self._scale = 0.5 if options.variant == "fastreid" and metric == "cosine" else 1.0
-        search = {"metric": "euclidean", "memory_budget_mb": memory_budget_mb}
+        search: dict[str, Any] = {"metric": "euclidean", "memory_budget_mb": memory_budget_mb}
         self._kept = self._keep_distances() if backend != "faiss" else None
         if self._kept is None:
             distances = FeatureDistances(features, features, **search)

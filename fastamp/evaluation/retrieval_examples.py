@@ -238,8 +238,10 @@ def rank_lists(
 
 def _select_diverse_queries(queries: Sequence[int], pids: np.ndarray, count: int) -> list[int]:
     """Select ``count`` queries in their given order, preferring the first query of each identity."""
-    seen: set[int] = set()
-    first = [query for query in queries if not (pids[query] in seen or seen.add(pids[query]))][:count]
+    by_pid: dict[int, int] = {}
+    for query in queries:
+        by_pid.setdefault(pids[query], query)
+    first = list(by_pid.values())[:count]
     kept = set(first)
     rest = [query for query in queries if query not in kept][: count - len(first)]
     kept |= set(rest)

@@ -133,13 +133,12 @@ def _rank_among_drawn(
         drawn: (P,) int64, drawn gallery index of each identity.
         query_group: (n,) int64, index of each query's identity in ``drawn``.
     """
-    rows, match_columns, drawn, query_group = (
+    row, match, column, group = (
         torch.from_numpy(side).to(distances.device) for side in (rows, match_columns, drawn, query_group)
     )
-    drawn_distances = distances[rows[:, None], drawn]
-    drawn_distances[torch.arange(len(rows), device=distances.device), query_group] = torch.nan
-    match_distances = distances[rows, match_columns][:, None]
-    before = (drawn_distances < match_distances) | (
-        (drawn_distances == match_distances) & (drawn < match_columns[:, None])
-    )
-    return before.sum(1).cpu().numpy()
+    drawn_distances = distances[row[:, None], column]
+    drawn_distances[torch.arange(len(row), device=distances.device), group] = torch.nan
+    match_distances = distances[row, match][:, None]
+    before = (drawn_distances < match_distances) | ((drawn_distances == match_distances) & (column < match[:, None]))
+    ranks: np.ndarray = before.sum(1).cpu().numpy()
+    return ranks

@@ -89,7 +89,7 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
             f"{side}_features: expected a numeric array of shape (N, D); got {features.dtype} of shape {features.shape}"
         )
     native = features.dtype.newbyteorder("=")
-    native = native if native in (np.float16, np.float32, np.float64) else np.float32
+    native = native if native in (np.float16, np.float32, np.float64) else np.dtype(np.float32)
     return torch.from_numpy(np.ascontiguousarray(features, dtype=native))
 
 
@@ -117,7 +117,8 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
     except (ValueError, OverflowError):
         _, numbers = np.unique(np.concatenate([array.astype(str) for array in both]), return_inverse=True)
         both = np.split(numbers.reshape(-1), [len(both[0])])
-    return tuple(torch.from_numpy(array.astype(np.int64)) for array in both)
+    query, gallery = (torch.from_numpy(array.astype(np.int64)) for array in both)
+    return query, gallery
 
 
 def _is_integral(array: np.ndarray) -> bool:
@@ -149,14 +150,14 @@ def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: 
     device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
     # With --json, only JSON may be printed on stdout.
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = compute_metrics(*(side.to(device) for side in features), ids, protocol)
+        result = compute_metrics(features[0].to(device), features[1].to(device), ids, protocol)
     metrics = result.metrics()
     name, written = Path(path).stem, []
     if per_query is not None:
         written.append(Path(per_query))
         write_per_query(result, written[0])
     if result.roc is not None:
-        written += write_roc(result.roc, protocol.false_accept_rates, Path(cfg.OUTPUT_DIR) / "evaluation" / name)
+        written += write_roc(result.roc, protocol.false_accept_rates or (), Path(cfg.OUTPUT_DIR) / "evaluation" / name)
     if as_json:
         counted = {"num_valid_queries": result.ranking.num_valid}
         print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
@@ -169,7 +170,8 @@ def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: 
 
 def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return zeros as camera IDs of queries and gallery: int64 tensors ``(Q,)`` and ``(G,)``."""
-    return tuple(torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
+    query, gallery = (torch.zeros(arrays[f"{side}_pids"].size, dtype=torch.int64) for side in SIDES)
+    return query, gallery
 
 
 def check(cfg: CfgNode, opts: Sequence[str], *, per_query: str | None = None) -> None:

@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
-from fastamp.config import fixed_input_size, input_size
+from fastamp.config import fixed_input_size
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet
 from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
@@ -36,6 +36,8 @@ __getattr__ = moved_names(
 )
 
 logger = logging.getLogger(__name__)
+
+_NEEDED_BY = "an exported model"
 
 PRECISIONS = ("float32", "fp16")
 MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
@@ -70,13 +72,15 @@ class ExportReport:
     @property
     def map_difference(self) -> float | None:
         """mAP of the exported model minus mAP of the PyTorch model, in percentage points; None without ``data``."""
-        return None if self.found_map is None else self.found_map - self.expected_map
+        if self.found_map is None or self.expected_map is None:
+            return None
+        return self.found_map - self.expected_map
 
     def table(self) -> str:
         """Format the comparisons as a table."""
         headers = ("images", "number", "min cosine", "mean cosine", "max difference")
         rows = [tuple(asdict(each).values()) for each in self.comparisons]
-        text = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
+        text: str = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
         if self.found_map is not None:
             text += (
                 f"\nmAP: {self.expected_map:.2f} in PyTorch, {self.found_map:.2f} exported, difference "
@@ -131,7 +135,7 @@ def export(
     """
     path = Path(path).expanduser()
     format = _check_arguments(path, precision, opset, tolerance)
-    fixed_input_size(predictor.cfg, is_train=False, needed_by="an exported model")
+    fixed_input_size(predictor.cfg, is_train=False, needed_by=_NEEDED_BY)
     images = _load_test_images(predictor, data, max_images)
     extractor = _FeatureExtractor(predictor, precision=precision, normalization=normalization, l2=l2)
     program = _trace(extractor, predictor)
@@ -185,14 +189,15 @@ def _normalized(features: Tensor) -> Tensor:
 
 def _to_deploy_form(model: nn.Module) -> nn.Module:
     """Copy the model to the CPU and convert the copy to deploy form, in which the branches of blocks are fused."""
-    model = copy.deepcopy(model).to("cpu", memory_format=torch.contiguous_format).eval().requires_grad_(False)
+    model = copy.deepcopy(model).to("cpu").to(memory_format=torch.contiguous_format).eval().requires_grad_(False)
     for name in getattr(model, "training_only", ()):
         setattr(model, name, None)
     before = len(model.state_dict())
     for module in list(model.modules()):
-        if hasattr(module, "switch_to_deploy"):
+        switch = getattr(module, "switch_to_deploy", None)
+        if switch is not None:
             with contextlib.suppress(ConfigError):  # no deploy form without batch norm
-                module.switch_to_deploy()
+                switch()
     if len(model.state_dict()) != before:
         logger.info("fused the branches of each block into one convolution (MODEL.BACKBONE.DEPLOY)")
     return model
@@ -202,7 +207,9 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
     """Trace the module with a dynamic batch size."""
     cfg = predictor.cfg
     # Two images, because torch.export specializes on a batch size of 1.
-    inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))}
+    inputs = {
+        "images": torch.zeros(2, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY))
+    }
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.camera_view_counts}
     batch = Dim("batch", min=1)
     with quiet("torch.export cannot trace the model"), torch.no_grad():
@@ -256,12 +263,13 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
 
 def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> dict[str, Any]:
     """Build the metadata to store in an exported file."""
-    cfg, model = predictor.cfg, predictor.model
+    cfg = predictor.cfg
+    model: Any = predictor.model
     resize = predictor.resize
     return {
         "fastamp_version": fastamp.__version__,
         "config_hash": predictor.config_hash,
-        "input_size": list(input_size(cfg, is_train=False)),
+        "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY)),
         "resize": list(resize.size),
         "aspect": "stretched" if len(resize.size) == 2 else "kept",
         "interpolation": resize.interpolation,

@@ -132,13 +132,14 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
             external_data=False,
             verbose=False,
         )
+        assert exported is not None  # because of dynamo=True
         model = exported.model_proto
     _name_batch(model)
     _forget_source(model)
     for key, value in metadata.items():
         entry = model.metadata_props.add()
         entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
-    return model.SerializeToString()
+    return bytes(model.SerializeToString())
 
 
 def _name_batch(model: Any) -> None:
@@ -193,7 +194,8 @@ def _pt2_runner(content: bytes) -> Run:
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            return module(**inputs)
+            features: Tensor = module(**inputs)
+        return features
 
     return run
 

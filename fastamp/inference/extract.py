@@ -20,9 +20,9 @@ from torch import Tensor
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, number_cameras
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, number_cameras
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
-from fastamp.data.datasets.items import Column, PackedItems
+from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
@@ -133,13 +133,13 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     name = dataset_name(source)
     if not name:
         folder = Path(source).expanduser()
-        items = [ImageItem(file, 0, -1) for file in image_files(folder)]
-        if not items:
+        files = [ImageItem(file, 0, -1) for file in image_files(folder)]
+        if not files:
             raise DataError(
                 f"no images found in {folder.absolute()} or its subfolders.\n"
                 "  fix: choose a folder that contains image files"
             )
-        return Listing(PackedItems.of(items), np.full(len(items), -1))
+        return Listing(PackedItems.of(files), np.full(len(files), -1))
     dataset = build_dataset(name, cfg)
     parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
@@ -156,12 +156,12 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
     cameras = items.camids
     if not cameras.is_integer:
         cameras = cameras.map(number_cameras(cameras.unique()[0]).get)
-    split = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
+    split_names = np.concatenate([np.full(len(part), split) for split, part in parts.items()])
     items = items.replace(pids=Column(np.zeros(len(items), dtype=np.int64)), camids=cameras)
     return Listing(
         items,
         np.array(pids, dtype=np.int64 if are_integers else None)[inverse],
-        split,
+        split_names,
         np.array(names)[codes] if has_names else None,
         dataset,
         has_cameras=any(names),
@@ -422,14 +422,13 @@ class _Parts:
 
     def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
         """Write the features of the images ``done:stop`` as one part."""
-        features, rows, unreadable = (list(column) for column in zip(*batches, strict=True))
-        messages = {row: text for each in unreadable for row, text in each.items()}
-        rows = torch.cat(rows).numpy()
+        messages = {row: text for _, _, unreadable in batches for row, text in unreadable.items()}
+        rows = torch.cat([each for _, each, _ in batches]).numpy()
         kept = ~np.isin(rows, list(messages))
         arrays = {
             "span": np.array([self.done, stop]),
             "rows": rows[kept],
-            "features": torch.cat(features).numpy()[kept],
+            "features": torch.cat([features for features, _, _ in batches]).numpy()[kept],
             "unreadable": np.array([messages[row] for row in sorted(messages)], dtype=str),
         }
         path = self.folder / f"{self.done:012d}.npz"

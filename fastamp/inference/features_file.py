@@ -214,8 +214,8 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
             f"  fix: {_WRITE_AGAIN}"
         )
     check_columns(path, arrays, len(features), fix=_WRITE_AGAIN)
-    rows = {name: arrays[name] for name in _COLUMNS if name in arrays}
-    texts = {
+    rows: dict[str, Any] = {name: arrays[name] for name in _COLUMNS if name in arrays}
+    texts: dict[str, Any] = {
         name: text_of(path, name, arrays[name], fix=_WRITE_AGAIN) for name in ("config_hash", "checkpoint", "metric")
     }
     return Extraction(path=path, features=features, **rows, **texts, fingerprint=fingerprint)
@@ -278,6 +278,7 @@ def map_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
     entry = archive.getinfo(f"{name}.npy")
     if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & _NOT_PLAIN:
         return read_array(archive, name)
+    assert archive.filename is not None  # it is not a stream
     with open(archive.filename, "rb") as file:
         file.seek(entry.header_offset)
         header = file.read(_LOCAL_HEADER)

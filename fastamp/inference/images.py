@@ -40,7 +40,7 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
     return with_channels(_as_tensor(image, color), channels)
 
 
-def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray] | list[Tensor]:
+def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray | Tensor]:
     """Crop boxes from a frame; a box outside the frame results in an image without pixels.
 
     The crops have the type of the frame, so that callers can convert only the crops instead of the entire frame.

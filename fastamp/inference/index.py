@@ -117,12 +117,12 @@ class GalleryIndex:
         self._columns = {name: meta.get(name) for name in ("paths", "pids", "camids", "boxes", "cameras")}
 
     def __len__(self) -> int:
-        return self._index.ntotal
+        return int(self._index.ntotal)
 
     @property
     def width(self) -> int:
         """Dimension D of the features."""
-        return self._index.d
+        return int(self._index.d)
 
     def search(
         self, features: Tensor | np.ndarray, k: int = 10, *, effort: int | None = None, exact: bool = False
@@ -161,7 +161,9 @@ class GalleryIndex:
         values, rows = self._search(features, k, effort, exact)
         # Rounding may increase a similarity above 1 and decrease a squared distance below 0.
         scores = values.clip(-1, 1) if self.metric == "cosine" else np.sqrt(values.clip(min=0))
-        columns = {name: None if column is None else column[rows] for name, column in self._columns.items()}
+        columns: dict[str, Any] = {
+            name: None if column is None else column[rows] for name, column in self._columns.items()
+        }
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 
     def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -190,7 +192,8 @@ class GalleryIndex:
         import faiss
 
         if self.kind == "ivf":
-            return self._index.search(features, k, params=faiss.SearchParametersIVF(nprobe=self._index.nlist))
+            values, found = self._index.search(features, k, params=faiss.SearchParametersIVF(nprobe=self._index.nlist))
+            return values, found
         storage = faiss.downcast_index(self._index.storage) if self.kind == "hnsw" else self._index
         gallery = faiss.rev_swig_ptr(storage.get_xb(), len(self) * self.width).reshape(len(self), self.width)
         queries = torch.from_numpy(features)

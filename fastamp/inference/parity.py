@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastamp.config import input_size
+from fastamp.config import fixed_input_size
 from fastamp.data import build_reid_test_loader
 from fastamp.data.subset import subsample_identities
 from fastamp.evaluation import ReidEvaluator
@@ -70,7 +70,7 @@ def compare_on_random_images(predictor: Predictor, expected: Features, found: Fe
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     comparisons = []
     for size in BATCH_SIZES:
-        shape = (size, cfg.INPUT.CHANNELS, *input_size(cfg, is_train=False))
+        shape = (size, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by="an exported model"))
         batch = {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
         for name in ("camids", "viewids"):
             batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (size,), generator=generator)
@@ -110,4 +110,6 @@ class RankedImages:
         evaluator = ReidEvaluator(self.cfg, self.num_query)
         for batch, rows in zip(self.batches, features, strict=True):
             evaluator.process(batch, rows)
-        return evaluator.evaluate()["mAP"]
+        metrics = evaluator.evaluate()
+        assert metrics is not None  # one process
+        return float(metrics["mAP"])

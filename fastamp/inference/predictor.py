@@ -39,8 +39,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
 # Config keys that determine the features, in addition to the weights.
-_KEYS_OF_FEATURES = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD")
-_KEYS_OF_FEATURES += ("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP")
+_KEYS_OF_FEATURES = (
+    *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
+    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP"),
+)
 # Keys of later versions with the value that keeps the features, so that hashes of earlier versions stay valid.
 _ADDED_KEYS = {"crop": None, "interpolation": "bicubic"}
 
@@ -189,10 +191,11 @@ class Predictor:
             starts = range(0, len(images), size)
             for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
                 loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
-                rows = [number for number, image in loaded.items() if image is not None]
+                found = {number: image for number, image in loaded.items() if image is not None}
+                rows = list(found)
                 if rows:
                     batch = {name: values[rows] for name, values in ids.items()}
-                    batch["images"] = self._transforms.stack([loaded[number] for number in rows])
+                    batch["images"] = self._transforms.stack(list(found.values()))
                     features.append(self.features_of_batch(batch).cpu())
                     kept += rows
         if features and len(kept) == len(images):
@@ -327,9 +330,7 @@ class Predictor:
         transforms = self._transforms
         return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
 
-    def _crop(
-        self, images: Image | Sequence[Image], boxes: Any, color: str
-    ) -> tuple[list[np.ndarray] | list[Tensor], str]:
+    def _crop(self, images: Image | Sequence[Image], boxes: Any, color: str) -> tuple[list[np.ndarray | Tensor], str]:
         """Crop boxes from a frame with ``crop_boxes``, and return the crops and their channel order."""
         frames, corners = as_list(images), as_boxes(boxes)
         if len(frames) != 1:
@@ -387,7 +388,7 @@ class Predictor:
     places = renamed_attribute("places", "camera_view_ids")
     place_counts = renamed_attribute("place_counts", "camera_view_counts")
 
-    def camera_view_ids(self, count: int, **given: Sequence[int] | None) -> dict[str, Tensor]:
+    def camera_view_ids(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
         """Validate cameras and views and convert them to model inputs, one per image; see ``features``.
 
         Raises:

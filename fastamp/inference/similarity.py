@@ -63,9 +63,10 @@ class Comparison:
         text = f"{name} {self.score:.4f}"
         if self.pairs is None:
             return f"{text}\n{_NO_PAIRS}"
+        genuine, impostor = self.pairs.percentile_of(self.score)
         return (
-            f"{text}: {more} than {100 * self.impostor_fraction:.1f} % of impostor pairs; {less} than "
-            f"{100 * (1 - self.genuine_fraction):.1f} % of genuine pairs\n({self.source}: a sample of "
+            f"{text}: {more} than {100 * impostor:.1f} % of impostor pairs; {less} than "
+            f"{100 * (1 - genuine):.1f} % of genuine pairs\n({self.source}: a sample of "
             f"{self.pairs.num_genuine:,} genuine and {self.pairs.num_impostor:,} impostor pairs)"
         )
 
@@ -128,7 +129,8 @@ class _RowSubset:
         self.features, self.rows = features, rows
 
     def __getitem__(self, chosen: np.ndarray) -> np.ndarray:
-        return self.features[self.rows[chosen]]
+        features: np.ndarray = self.features[self.rows[chosen]]
+        return features
 
 
 def _integer_ids(pids: np.ndarray) -> torch.Tensor:

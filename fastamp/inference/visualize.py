@@ -8,6 +8,8 @@ import torch
 
 from fastamp.data import build_reid_test_loader
 from fastamp.evaluation import ReidEvaluator, ReportOptions, inference_on_dataset
+from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.retrieval_examples import RankList
 from fastamp.inference.predictor import Predictor
 from fastamp.report import EvaluatedSet, evaluated_set
 from fastamp.report.curves import cmc_panel, roc_panel, score_panel
@@ -52,10 +54,12 @@ def draw_set(
         policy=predictor.policy,
     )
     each = evaluated_set(name, metrics, evaluator, loader, num_query)
-    result, examples, protocol = each.result, each.result.examples, each.result.protocol
+    result = each.result
+    assert result is not None and result.examples is not None  # because of report_options
+    examples, protocol = result.examples, result.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
     if "rank-lists" in kinds:
-        queries, gallery = _sides(each)
+        queries, gallery = _sides(each, protocol)
         for kind, lists in examples.lists.items():
             if lists:
                 title = f"{kind} queries on {name}"
@@ -74,26 +78,29 @@ def draw_set(
                 continue
             save(panel_figure([panel]), kind)
     if "grad-cam" in kinds:
-        save(similarity_figure(_similar_pairs(predictor, each, loader.dataset), each), "grad_cam")
+        shown = [one for one in examples.lists["random"] if len(one.gallery)]
+        pairs = _similar_pairs(predictor, each, loader.dataset, shown, protocol)
+        save(similarity_figure(pairs, each), "grad_cam")
 
 
-def _similar_pairs(predictor: Predictor, each: EvaluatedSet, dataset: Any) -> list[tuple]:
+def _similar_pairs(
+    predictor: Predictor, each: EvaluatedSet, dataset: Any, shown: list[RankList], protocol: Protocol
+) -> list[tuple[Any, ...]]:
     """Return ``(query, nearest gallery image, similarity map)`` for random queries."""
-    protocol, pairs = each.result.protocol, []
+    pairs = []
     offset = 0 if protocol.random_query_gallery_split else len(each.query)
-    for one in each.result.examples.lists["random"]:
-        if len(one.gallery):
-            numbers = one.query, offset + int(one.gallery[0])
-            batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
-            batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-            first, second = (each.images[number] for number in numbers)
-            pairs.append((first, second, similarity_map(predictor.model, batch)))
+    for one in shown:
+        numbers = one.query, offset + int(one.gallery[0])
+        batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
+        batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        first, second = (each.images[number] for number in numbers)
+        pairs.append((first, second, similarity_map(predictor.model, batch)))
     return pairs
 
 
-def _sides(each: EvaluatedSet) -> tuple[list, list]:
+def _sides(each: EvaluatedSet, protocol: Protocol) -> tuple[list[Any], list[Any]]:
     """Return the images to which the indices in rank lists refer, as ``(query images, gallery images)``."""
-    if each.result.protocol.random_query_gallery_split:
+    if protocol.random_query_gallery_split:
         return each.images, each.images
     return list(each.query), list(each.gallery)
 

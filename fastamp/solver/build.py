@@ -182,7 +182,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
         ):
             continue
         try:
-            optimizer = optimizer_class(groups, lr=base_lr, **options, **fast)
+            optimizer = optimizer_class(groups, lr=base_lr, **options, **fast)  # type: ignore[call-arg]
         except RuntimeError as error:
             if fast:
                 continue  # unsupported with these options or on this device

@@ -61,7 +61,7 @@ class ImageDataset(FastReIDDataset):
             cfg (CfgNode): config.
             root (str): data root.
         """
-        return cls(root=root)
+        return cls(root=root)  # type: ignore[call-arg]
 
     def test_items(self) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
         """Return the query and the gallery images of a test loader, with integer identities and cameras."""
