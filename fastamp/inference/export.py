@@ -211,7 +211,7 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
         "images": torch.zeros(2, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY))
     }
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.camera_view_counts}
-    batch = Dim("batch", min=1)
+    batch = Dim("batch", min=1, max=2**31 - 1)  # PyTorch 2.6 requires an upper bound
     with quiet("torch.export cannot trace the model"), torch.no_grad():
         return torch.export.export(
             extractor, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs}, strict=False

@@ -187,11 +187,12 @@ def upload(
     with _explained(repository):
         if info is None:
             api.create_repo(repository, private=private or None)
-        return api.create_commit(
+        commit = api.create_commit(
             repository,
             [hub.CommitOperationAdd(path.name, path) for path in files],
             commit_message=f"Upload model with fastamp {__version__}",
-        ).commit_url
+        )
+    return str(commit.commit_url)
 
 
 def find_token(repository: str) -> str:
@@ -203,7 +204,7 @@ def find_token(repository: str) -> str:
     """
     if not _REPOSITORY.fullmatch(repository):
         raise HubError(f"{repository!r} is not the name of a model on the Hub.\n  fix: pass user/name")
-    token = _import_hub().get_token()
+    token: str | None = _import_hub().get_token()
     if not token:
         raise HubError(f"uploading to {repository} requires an access token with write permission.\n  fix: {_LOG_IN}")
     return token

@@ -32,8 +32,10 @@ logger = logging.getLogger(__name__)
 CARD_NAME, LICENSE_NAME = "README.md", "LICENSE"
 _FLOAT32 = ("SOLVER.AMP", "off", "SOLVER.AMP.EVAL_DTYPE", "float32")
 # Keys of the machine that trained and of its experiment trackers.
-_REMOVED_KEYS = ("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "DIST_TIMEOUT_MINUTES", "MODEL.WEIGHTS")
-_REMOVED_KEYS += ("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.DEVICE", "LOGGERS", "TRACKING")
+_REMOVED_KEYS = (
+    *("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "DIST_TIMEOUT_MINUTES", "MODEL.WEIGHTS"),
+    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.DEVICE", "LOGGERS", "TRACKING"),
+)
 _LOCAL_PATH = re.compile(r"(csv:|folder:)?(?:[/~]|[A-Za-z]:[/\\]).*[/\\]([^/\\]+)[/\\]?", re.DOTALL)
 
 
@@ -191,14 +193,14 @@ def check_packaged(folder: Path) -> License:
 
 
 def _default_config(plugin: str) -> CfgNode:
-    cfg = read_config("", (), plugin=plugin).clone()
+    cfg: CfgNode = read_config("", (), plugin=plugin).clone()
     cfg.defrost()
     return cfg
 
 
 def _recorded_evaluation(content: Mapping[str, Any], checkpoint: Path) -> dict[str, Any]:
     """Return the evaluation that a training run recorded for the packaged weights; empty if there is none."""
-    evaluation = content.get("evaluation")
+    evaluation: dict[str, Any] | None = content.get("evaluation")
     if evaluation is None:
         return {}
     wrong = structure_mismatch({"weights": "", "protocol": "", "metrics": {}}, evaluation, "evaluation")

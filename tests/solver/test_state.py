@@ -207,7 +207,8 @@ def test_checkpoint_with_previous_optimizer_layout_resumes_bit_identically(demo,
     # The layout that this test writes equals that of the stored file.
     assert names == end["names"]
     for ours, theirs in zip(previous["optimizer"]["param_groups"], stored["optimizer"]["param_groups"], strict=True):
-        assert ours == theirs
+        added = {"decoupled_weight_decay"} - set(ours)  # by PyTorch 2.7
+        assert ours == {name: value for name, value in theirs.items() if name not in added}
     straight = tiny.weights(tmp_path / "straight/model_final.pth")
     again = resumed(tmp_path / "again", previous)["model"]
     assert all(torch.equal(again[name], straight[name]) for name in straight)
