@@ -270,7 +270,9 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
             "SOLVER.BASE_LR\n  fix: reduce %s, or train longer (SOLVER.MAX_EPOCH)",
             warmup,
             total,
-            "SOLVER.WARMUP_EPOCHS" if cfg.SOLVER.WARMUP_EPOCHS else f"SOLVER.WARMUP_ITERS, e.g. to {total // 10}",
+            "SOLVER.WARMUP_EPOCHS"
+            if cfg.SOLVER.WARMUP_EPOCHS
+            else f"SOLVER.WARMUP_ITERS, e.g. to {max(1, total // 10)}",
         )
     swa = cfg.SOLVER.SWA
     if swa.ENABLED and swa.LR_FACTOR > 0:
