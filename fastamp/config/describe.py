@@ -55,7 +55,7 @@ def explain_key(
     Args:
         name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
             that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
-            SOLVER.BASE_LR, and if several keys match equally well, e.g. ``NAME``, they are listed. If no
+            SOLVER.BASE_LR, and if several keys match equally well, e.g. ``ENABLED``, they are listed. If no
             name matches, the keys whose descriptions contain the words are listed: ``batch_size``.
         cfg: config with the keys, including keys that a project declares; a value that differs from the default is
             shown. Default None: the default config.
