@@ -115,8 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--near-duplicates",
         type=int,
         metavar="BITS",
-        help="images are near-duplicates if at most BITS of 256 bits of their hashes differ (default: 30, fewer if all "
-        "images are similar)",
+        help="images are near-duplicates if at most BITS of 256 bits of their hashes differ (default: 30; if all "
+        "images are similar, their gray levels are compared)",
     )
     add_plugin_argument(parser)
     add_key_values(parser)

@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import faiss
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
@@ -28,6 +27,7 @@ from fastamp.data.decode import (
     open_with_pil,
     read_image,
 )
+from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import check_not_device, write_atomically
@@ -38,13 +38,8 @@ from fastamp.utils.progress import track
 logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "query", "gallery")
-# Difference hash of 256 bits: each compares neighboring cells of a 16 x 17 grid. Measured on the demo dataset: resized
-# and recompressed copies differ in 8 to 27 bits (medians; at most 39), different images in at least 49.
-_HASH_SIDE, _NEAR_DUPLICATE_BITS = 16, 30
-HASH_BITS = _HASH_SIDE**2
-# Near-duplicates differ in fewer bits than this fraction of the distance below which 1 % of the pairs of different
-# identities are. Images of one fixed camera, whose background is equal, differ in few bits.
-_FRACTION_OF_DIFFERENT, _PERCENTILE, _SAMPLED_PAIRS = 0.6, 1, 20_000
+# Pairs from which the threshold of near-duplicates is estimated.
+_SAMPLED_PAIRS = 20_000
 
 
 @dataclass(frozen=True)
@@ -93,12 +88,12 @@ class Report:
 
 @dataclass(frozen=True)
 class _ImageSummary:
-    """Size, digest and perceptual hash of an image, or the reason why it cannot be read."""
+    """Size, digest and fingerprint of an image, or the reason why it cannot be read."""
 
     fault: str = ""
     size: tuple[int, int] = (0, 0)
     digest: bytes = b""
-    hash_bits: np.ndarray | None = None
+    fingerprint: Fingerprint | None = None
 
 
 def check_dataset(
@@ -115,8 +110,7 @@ def check_dataset(
         dataset (ImageDataset): dataset to check.
         max_pixels (int): maximum width x height of an image; larger images are reported as unreadable. Default
             100,000,000.
-        near_duplicate_bits (int, optional): maximum number of different bits, of ``HASH_BITS``, between the hashes of
-            near-duplicates. Default: 30, or fewer if the images of different identities are similar.
+        near_duplicate_bits (int, optional): see ``NearestImages``.
         training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
         protocol (evaluation.Protocol, optional): evaluation protocol, whose rule defines which queries have a match.
             Default: the rule ``market1501``, which excludes images of the query's identity from the query's camera.
@@ -296,9 +290,8 @@ def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSu
     if upright.mode.startswith("I"):  # more than 8 bits
         values = np.asarray(upright, dtype=np.float64)
         upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
-    gray = np.asarray(upright.convert("L").resize((_HASH_SIDE + 1, _HASH_SIDE), Image.Resampling.BOX))
     digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
-    return _ImageSummary(size=upright.size, digest=digest, hash_bits=np.packbits(gray[:, 1:] > gray[:, :-1]))
+    return _ImageSummary(size=upright.size, digest=digest, fingerprint=Fingerprint.of(upright))
 
 
 def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Any) -> bool:
@@ -446,7 +439,7 @@ class _CheckedDataset:
         )
 
     def find_duplicates(self, near_duplicate_bits: int | None, notes: list[str]) -> Iterable[Finding]:
-        """Find exact copies and near-duplicates that are in different splits; add lower thresholds to ``notes``."""
+        """Find exact copies and near-duplicates that are in different splits; describe similar images in ``notes``."""
         for number, first in enumerate(SPLITS):
             for second in SPLITS[number + 1 :]:
                 first_rows = [row for row, _, each in self.rows(first) if not each.fault]
@@ -472,56 +465,52 @@ class _CheckedDataset:
                         else [row for _, row in same]
                     ),
                 )
-                threshold = near_duplicate_bits
-                if threshold is None:
-                    typical = self._typical_distance(first_rows, second_rows)
-                    threshold = min(_NEAR_DUPLICATE_BITS, int(_FRACTION_OF_DIFFERENT * typical))
-                    if threshold < _NEAR_DUPLICATE_BITS:
-                        notes.append(
-                            f"images of {first} and {second} are similar: {_PERCENTILE} % of the pairs of different "
-                            f"identities differ in at most {typical:.0f} of {HASH_BITS} bits; near-duplicates are "
-                            f"pairs that differ in at most {threshold} (--near-duplicates BITS sets this threshold)"
-                        )
-                near = self._near_duplicates(first_rows, second_rows, threshold)
+                search = NearestImages(
+                    [self._summary(row).fingerprint for row in first_rows],
+                    [self._summary(row).fingerprint for row in second_rows],
+                    self._sample_different(first_rows, second_rows),
+                    bits=near_duplicate_bits,
+                )
+                if search.note:
+                    notes.append(f"images of {first} and {second} are similar: {search.note}")
                 yield from _findings(
                     f"near-duplicates between {first} and {second}",
                     [
-                        f"{' ~ '.join(self.label(row, pid=True) for row in pair)}: {bits} of {HASH_BITS} bits differ"
-                        for bits, *pair in near
+                        f"{' ~ '.join(self.label(row, pid=True) for row in pair)}: {search.describe(distance)}"
+                        for distance, *pair in self._near_duplicates(first_rows, second_rows, search)
                     ],
                     is_error=False,
                     fix="compare these images, and keep near-duplicates in one split",
                 )
 
-    def _typical_distance(self, first_rows: Sequence[Row], second_rows: Sequence[Row]) -> float:
-        """Estimate the distance, in bits, below which 1 % of the pairs of different identities are."""
+    def _sample_different(
+        self, first_rows: Sequence[Row], second_rows: Sequence[Row]
+    ) -> list[tuple[Fingerprint, Fingerprint]]:
+        """Draw random pairs of images of different identities."""
         rng = np.random.default_rng(0)
         rows = [
             [side[number] for number in rng.integers(len(side), size=_SAMPLED_PAIRS)]
             for side in (first_rows, second_rows)
         ]
         names = {row: self.dataset.identity(self._item(row).pid) for row in {*rows[0], *rows[1]}}
-        pairs = [(a, b) for a, b in zip(*rows, strict=True) if names[a] != names[b]]
-        if not pairs:
-            return float(HASH_BITS)
-        first, second = (np.stack([self._summary(row).hash_bits for row in side]) for side in zip(*pairs, strict=True))
-        return float(np.percentile(np.unpackbits(first ^ second, axis=1).sum(axis=1), _PERCENTILE))
+        return [
+            (self._summary(a).fingerprint, self._summary(b).fingerprint)
+            for a, b in zip(*rows, strict=True)
+            if names[a] != names[b]
+        ]
 
     def _near_duplicates(
-        self, first_rows: Sequence[Row], second_rows: Sequence[Row], threshold: int
-    ) -> list[tuple[int, Row, Row]]:
-        """List ``(different bits, row, row)`` of pairs that are near-duplicates but not copies, most similar first."""
-        index = faiss.IndexBinaryFlat(HASH_BITS)
-        index.add(np.stack([self._summary(row).hash_bits for row in first_rows]))
-        distances, nearest = index.search(np.stack([self._summary(row).hash_bits for row in second_rows]), 1)
+        self, first_rows: Sequence[Row], second_rows: Sequence[Row], search: NearestImages
+    ) -> list[tuple[float, Row, Row]]:
+        """List ``(distance, row, row)`` of pairs that are near-duplicates but not copies, most similar first."""
         found = []
-        for row, distance, number in zip(second_rows, distances[:, 0].tolist(), nearest[:, 0].tolist(), strict=True):
+        for row, distance, number in zip(second_rows, search.distances, search.nearest, strict=True):
             item, near = self._item(row), self._item(first_rows[number])
             is_copy = self._summary(row).digest == self._summary(first_rows[number]).digest
             # Adjacent frames of one camera are excluded from the evaluation: SAME_CAMERA in
             # fastamp.evaluation.protocol.
             is_junk = _excludes_same_camera(self.protocol) and near.pid == item.pid and near.camid == item.camid
-            if distance <= threshold and not is_copy and not is_junk:
+            if distance <= search.threshold and not is_copy and not is_junk:
                 found.append((distance, first_rows[number], row))
         return sorted(found)
 
