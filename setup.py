@@ -35,7 +35,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "mlflow": ["mlflow-skinny>=3"],
     "clearml": ["clearml"],
-    "hub": ["huggingface_hub", "safetensors"],
+    "hub": ["huggingface_hub>=2", "safetensors"],
     "dev": [
         "ruff",
         "mypy",
