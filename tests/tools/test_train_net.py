@@ -63,7 +63,8 @@ def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, 
     assert evaluated[-1]["Demo/mAP low"] <= evaluated[-1]["Demo/mAP"] <= evaluated[-1]["Demo/mAP high"]
     assert not (output / "evaluation").exists()
     content = torch.load(output / "model_final.pth", weights_only=True)
-    assert {"model", "optimizer", "trainer", "random", "policy", "config", "pairs"} == set(content)
+    notes = {"pairs", "evaluation", "versions"}
+    assert {"model", "optimizer", "trainer", "random", "policy", "config"} | notes == set(content)
     assert content["policy"]["dtype"] == "bfloat16"
     assert yaml.safe_load(content["config"])["SOLVER"]["MAX_EPOCH"] == 4
     saved = yaml.safe_load((output / "config.yaml").read_text())
