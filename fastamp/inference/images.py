@@ -124,9 +124,11 @@ def _check_layout(image: Any) -> None:
     gray = len(shape) == 2 and not isinstance(image, Tensor)
     if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
+        convert = "to(torch.uint8)" if isinstance(image, Tensor) else "astype('uint8')"
+        scale = f"; for values in 0..1: (255 * image).round().{convert}" if "float" in dtype else ""
         raise DataError(
             f"an image must be uint8 {layout} with 1, 3 or 4 channels; got {dtype} {shape}.\n"
-            f"  fix: convert the image to integers in 0..255, dtype uint8, and shape {layout}"
+            f"  fix: convert the image to integers in 0..255, dtype uint8, and shape {layout}{scale}"
         )
 
 

@@ -102,6 +102,17 @@ def test_images_of_wrong_type_are_explained(predictor, picture, tmp_path):
             predictor(image)
 
 
+def test_conversion_that_an_error_suggests_for_floats_in_0_to_1_is_correct(predictor, picture):
+    array = np.asarray(picture)
+    for image, suggested in (
+        (array / np.float32(255), lambda image: (255 * image).round().astype("uint8")),
+        (torch.from_numpy(array / np.float32(255)).movedim(-1, 0), lambda image: (255 * image).round().to(torch.uint8)),
+    ):
+        with pytest.raises(DataError, match=r"0\.\.1: \(255 \* image\)\.round\(\)"):
+            predictor(image)
+        assert torch.equal(predictor(suggested(image)), predictor(picture))
+
+
 def test_gallery_of_wrong_type_is_explained(predictor, picture):
     with pytest.raises(TypeError, match=r"(?s)got int.*fix:"):
         predictor.search(picture, 5)

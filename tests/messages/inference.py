@@ -83,6 +83,7 @@ def images(record, predictor, checkpoint):
         "features of a folder": lambda: predictor.features(record.root),
         "search in 3": lambda: predictor.search(array, 3),
         "features of a float image": lambda: predictor.features(PIL.Image.new("F", (4, 4))),
+        "features of float32": lambda: predictor.features(array / np.float32(255)),
         "features of int32": lambda: predictor.features([array, array.astype(np.int32)]),
         "features of channels first": lambda: predictor.features(np.zeros((3, 8, 8), np.uint8)),
         "features of channels last": lambda: predictor.features(torch.zeros(8, 8, 3, dtype=torch.uint8)),
