@@ -31,7 +31,7 @@ PACKAGES = {
     "engine": ("training loop, hooks and trainers", ["engine", "engine.hooks"]),
     "inference": (
         "feature extraction, search, comparison and export with a trained model",
-        ["inference", "inference.extract", "inference.index", "inference.similarity", "inference.export"],
+        ["inference", *(f"inference.{name}" for name in ("extract", "index", "similarity", "export", "hub"))],
     ),
     "report": ("report.html", ["report"]),
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),
@@ -48,7 +48,8 @@ def api_pages() -> dict[str, str]:
     index = f"""# Python API
 
 After this page you can find the public classes and functions of each package. `fastamp.Predictor` is
-[`fastamp.inference.Predictor`](inference.md#fastamp.inference.Predictor).
+[`fastamp.inference.Predictor`](inference.md#fastamp.inference.Predictor), and `fastamp.from_pretrained` is
+[`fastamp.inference.hub.from_pretrained`](inference.md#fastamp.inference.hub.from_pretrained).
 
 {table(("package", "content"), rows)}"""
     pages = {"reference/api/index.md": index}
