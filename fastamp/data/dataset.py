@@ -91,6 +91,16 @@ class ReidDataset(Dataset):
         """Read resized images from ``cache`` instead of decoding image files."""
         self.cache = cache
 
+    @property
+    def img_items(self) -> Sequence[ImageItem]:
+        """FastReID's name of ``items``."""
+        return self.items
+
+    @property
+    def num_cameras(self) -> int:
+        """Number of distinct cameras."""
+        return len(np.unique(self.camids))
+
     def __len__(self) -> int:
         return len(self.items)
 

@@ -42,6 +42,11 @@ def test_combineall_of_the_loader_is_the_config_key(cfg):
     assert len(build_reid_train_loader(cfg, combineall=False).dataset) == 96
 
 
+def test_dataset_of_a_loader_has_fastreids_attributes(cfg):
+    dataset = build_reid_test_loader(cfg, "Demo")[0].dataset
+    assert len(dataset.img_items) == 30 and dataset.img_items[0][0].endswith(".jpg") and dataset.num_cameras == 3
+
+
 def test_loaders_with_explicit_arguments(cfg):
     dataset = DATASET_REGISTRY.get("Demo").from_config(cfg, root=os.environ["FASTAMP_DATASETS"])
     train = CommDataset(dataset.train, build_transforms(cfg, is_train=True))
