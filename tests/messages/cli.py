@@ -113,6 +113,7 @@ def commands(record, run):
     record.fastamp("help", output=True)
     record.fastamp("init", record.root / "project", output=True)
     record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)
+    record.fastamp("config", "explain", "NUM_WORKERS", output=True)
     record.fastamp("config", "list", "SOLVER.EMA", output=True)
     record.fastamp("config", "diff", best, best, output=True)
     torch.save(torch.load(best, weights_only=True)["model"], record.root / "bare.pth")
