@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parents[2] / "docs/notebooks"
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("demo", ["training finished in", "baseline", "rank-lists.png"]),
+        ("demo", ["training finished in", "baseline", "rank_list_random.png"]),
         ("own-data", ["1 unreadable image", "training finished in", "entrance"]),
         ("search", ["training finished in", "Predictor(", "torch.Size([2, 512])", ".jpg", "cosine"]),
     ],
