@@ -1,5 +1,6 @@
 """The installed wheel: commands that need files of the package, from an empty folder."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -60,6 +61,13 @@ def test_wheel_is_installed_with_complete_metadata(installed):
     assert file.startswith(str(installed.python.parents[1]))
     for name in ("Summary", "Keywords", "Classifier", "Project-URL", "License", "Requires-Python"):
         assert f"\n{name}" in f"\n{text}", name
+
+
+def test_wheel_contains_the_marker_of_types_and_prints_the_schema(installed):
+    (packages,) = installed.python.parents[1].glob("lib/python*/site-packages")
+    assert (packages / "fastamp/py.typed").is_file()
+    schema = json.loads(installed.check("schema"))
+    assert "BASE_LR" in schema["properties"]["SOLVER"]["properties"]
 
 
 def test_installed_recipes_are_listed_printed_and_read(installed):
