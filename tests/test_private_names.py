@@ -27,6 +27,7 @@ ASSIGNED = {
     "_accelerator_graph_capture_health_check",
     # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
+    "logging.getLogger(other).parent",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
