@@ -70,6 +70,16 @@ def test_wheel_contains_the_marker_of_types_and_prints_the_schema(installed):
     assert "BASE_LR" in schema["properties"]["SOLVER"]["properties"]
 
 
+def test_demo_of_the_wheel_trains_above_its_baselines(installed):
+    sizes = ("INPUT.SIZE_TRAIN=(64, 32)", "INPUT.SIZE_TEST=(64, 32)")
+    installed.check("demo", *sizes, "SOLVER.MAX_EPOCH=2", "TEST.EVAL_PERIOD=2", "OUTPUT_DIR=demo")
+    folder = installed.folder / "demo"
+    assert (folder / "report.html").is_file() and (folder / "model_best.pth").is_file()
+    rows = map(json.loads, (folder / "metrics.json").read_text().splitlines())
+    (row,) = (row for row in rows if "Demo/mAP" in row)
+    assert row["Demo/mAP"] > row["Demo/baseline raw pixels/mAP"], row
+
+
 def test_installed_recipes_are_listed_printed_and_read(installed):
     recipes = installed.check("recipes").split()
     assert {"Market1501/sbs_R50-ibn", "Demo/quickstart", "VeRi/vit_base"} <= set(recipes)

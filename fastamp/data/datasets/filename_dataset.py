@@ -5,6 +5,7 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,6 +84,15 @@ class FilenameDataset(ImageDataset):
         tree = f"{self.folder}/{self.tree}"
         check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
         super().__init__(*(partial(self._load, split) for split in self._folders))
+
+    def camera(self, camid: int | str) -> str:
+        """Return the camera as it is written in file or folder names."""
+        if not isinstance(camid, Integral):
+            return super().camera(camid)
+        if self.first_camera is not None:
+            return str(camid + self.first_camera)
+        names = {number: str(name) for name, number in self._camera_numbers.items()}
+        return names.get(camid, str(camid))
 
     def _find_dataset_dir(self, root: Path) -> Path:
         """Return the folder of the dataset; subclasses may override this if the data root can have several layouts."""

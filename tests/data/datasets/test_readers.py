@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from dataset_trees import TREES, msmt, write
+from documented import documented_file
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
@@ -453,18 +454,29 @@ def test_registered_dataset_class_or_function_is_built_by_name(root):
 GUIDE = (Path(__file__).parents[3] / "docs/guides/datasets.md").read_text(encoding="utf-8")
 
 
-def test_example_dataset_class_in_the_guide_loads_images(root):
-    code = GUIDE.split("```python\n")[1].split("```")[0]
+def test_documented_dataset_class_loads_images_and_keeps_camera_names(root):
+    paths = ("train/12/gate_001.png", "query/1/barn_1.png", "gallery/1/a_1.png")
+    write(root, {f"cows/{path}": "" for path in paths})
     try:
-        exec(code, {})
-        write(
-            root,
-            {f"warehouse/{path}": "" for path in ("train/gate/0012_1.jpg", "query/b/1_1.jpg", "gallery/a/1_1.jpg")},
-        )
-        dataset = build_dataset("Warehouse")
+        exec(documented_file("extending/dataset", "cows.py"), {})
+        dataset = build_dataset("Cows")
     finally:
-        DATASET_REGISTRY._components.pop("Warehouse", None)
-    assert labels_of(dataset.train + dataset.query + dataset.gallery) == [("warehouse_12", 2), (1, 1), (1, 0)]
+        DATASET_REGISTRY._components.pop("Cows", None)
+    items = dataset.train + dataset.query + dataset.gallery
+    assert labels_of(items) == [("cows_12", 2), (1, 1), (1, 0)]
+    assert [dataset.camera(item.camid) for item in items] == ["gate", "barn", "a"]
+
+
+def test_camera_names_are_the_numbers_in_file_names(root):
+    names = {
+        "bounding_box_train": "0002_c1s1_1_1.jpg",
+        "query": "0001_c3s1_1_1.jpg",
+        "bounding_box_test": "0001_c6_1.jpg",
+    }
+    write(root, {f"Market-1501-v15.09.15/{folder}/{name}": "" for folder, name in names.items()})
+    dataset = build_dataset("Market1501")
+    assert [(item.camid, dataset.camera(item.camid)) for item in dataset.query] == [(2, "3")]
+    assert [dataset.camera(item.camid) for item in dataset.train] == ["1"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "CUHK03", "Demo"])
