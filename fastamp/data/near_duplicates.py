@@ -23,7 +23,7 @@ _THUMBNAIL = (16, 32)
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What near-duplicates are recognized by.
+    """Measure by which near-duplicates are recognized.
 
     Attributes:
         hash_bits: (32,) uint8, packed difference hash.

@@ -212,7 +212,7 @@ def test_min_match_is_the_minimum_fraction_of_matched_backbone_tensors():
 def test_loading_logs_backbone_tensors_that_the_model_lacks(caplog):
     state = Model().state_dict() | {"backbone.9.weight": torch.ones(1), "backbone.fc.weight": torch.ones(1)}
     load_model_state(Model(), state, source="x.pth")
-    assert "x.pth has 1 tensors" in caplog.text and "(backbone.9.weight)" in caplog.text
+    assert "x.pth has 1 tensor " in caplog.text and "(backbone.9.weight)" in caplog.text
 
 
 def test_classifier_with_another_shape_is_not_loaded():

@@ -1,6 +1,7 @@
 """Scripts written as FastReID's documentation teaches; only the package name in their imports is changed."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,10 @@ def test_custom_dataset_script_runs(run, demo):
                 for number in range(2):
                     color = (pid * 30 % 256, pid * 70 % 256, number)
                     Image.new("RGB", (16, 32), color).save(folder / f"{pid}_c{camera}_{number}.png")
-    out = run("dataset", "SOLVER.IMS_PER_BATCH", "8", "DATALOADER.NUM_INSTANCE", "4")
+    try:
+        out = run("dataset", "SOLVER.IMS_PER_BATCH", "8", "DATALOADER.NUM_INSTANCE", "4")
+    finally:
+        shutil.rmtree(demo / "my_shop")  # the data root is shared with other tests
     assert "IDENTITIES 8 CAMERAS 2" in out and "MyShop" in out and "mAP" in out
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import gc
 import importlib
 import io
 import itertools
@@ -23,6 +24,7 @@ from fastamp.cli.options import parse_arguments
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS, current_path
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.registry import Registry
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -276,9 +278,11 @@ class _Parsed(Exception):
 
 
 def _parse_script(path: Path, arguments: list[str]) -> argparse.Namespace:
-    """Run a script up to the call that parses its arguments."""
+    """Run a script up to the call that parses its arguments; components that it registers are removed again."""
     parse = argparse.ArgumentParser.parse_args
     with pytest.MonkeyPatch.context() as patch:
+        for registry in [each for each in gc.get_objects() if type(each) is Registry]:
+            patch.setattr(registry, "_components", dict(registry._components))
 
         def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:
             raise _Parsed(parse(self, *args, **kwargs))
