@@ -1,6 +1,7 @@
 """The pages of the documentation and of the README: links, commands, config keys and Python code are correct."""
 
 import re
+from collections import Counter
 
 import pytest
 from documents import (
@@ -40,6 +41,21 @@ def test_links_and_anchors_exist(generated, subtests):
 def test_lists_and_tables_follow_a_blank_line(name):
     if name.startswith("docs/"):
         assert missing_blank_lines(PAGES[name]) == []
+
+
+def repeated_lines(text):
+    """Return the headings and the long lines that occur more than once, except settings of diagrams."""
+    lines = [line for line in text.splitlines() if line.startswith("## ") or (len(line) > 60 and line[:2] != "%%")]
+    return [line for line, count in Counter(lines).items() if count > 1]
+
+
+@names
+def test_page_does_not_repeat_lines(name):
+    assert name == "CHANGELOG.md" or repeated_lines(PAGES[name]) == []
+
+
+def test_check_of_repetitions_finds_planted_ones():
+    assert repeated_lines("# A\n## B\ntext\n## B\n" + 2 * ("long " * 20 + "\n")) == ["## B", "long " * 20]
 
 
 @names

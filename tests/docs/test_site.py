@@ -51,7 +51,7 @@ def test_search_finds_config_keys(site):
     assert "reference/config/#SOLVER.AMP.ENABLED" in (site / "search/search_index.json").read_text(encoding="utf-8")
 
 
-def test_site_needs_no_other_server(site):
+def test_pages_of_the_site_load_no_files_from_other_servers(site):
     loaded = re.compile(r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(https?://[^"]*)"')
     assert {url for page in site.rglob("*.html") for url in loaded.findall(page.read_text(encoding="utf-8"))} == set()
 
