@@ -4,7 +4,7 @@ import itertools
 import logging
 import pkgutil
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,12 @@ logger = logging.getLogger(__name__)
 Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
 LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
 """Default locator of ``inference_on_dataset``, imported only on failure because diagnostics imports evaluation."""
+
+
+# Names in a batch that are not columns of the dataset.
+_RESERVED = ("images", "targets", "camids", "viewids", "indices", "img_paths")
+# Prefix of columns of the dataset among the accumulated batches.
+_COLUMN = "column "
 
 
 class DatasetEvaluator:
@@ -170,6 +176,7 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
 
     Attributes:
         result: result of the last evaluation; None without ``report_options``.
+        column_names: text columns of the test set -> text of each number, see ``set_column_names``.
         ranking: results of each query of the last evaluation, on the main process.
         pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
             no genuine or no impostor pairs.
@@ -191,6 +198,7 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         self.num_query = num_query
         self.output_dir = output_dir
         self.report_options = report_options or (ReportOptions() if cfg.TEST.REPORT else None)
+        self.column_names: dict[str, Sequence[str]] = {}
         self.result: EvaluationResult | None = None
         self.ranking: RankingResult | None = None
         self.reset()
@@ -198,6 +206,14 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
     def metric_names(self) -> list[str]:
         """List the names of the metrics that are in percent."""
         return self.protocol.metric_names()
+
+    def set_column_names(self, column_names: Mapping[str, Sequence[str]]) -> None:
+        """Set the text of each number in the text columns of the test set, for ``TEST.GROUP_BY``.
+
+        Args:
+            column_names: column name -> texts; value v of a column has the text at index v.
+        """
+        self.column_names = dict(column_names)
 
     def reset(self) -> None:
         """Discard all features."""
@@ -211,14 +227,21 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
 
         Args:
             inputs: batch with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64 positions in the test
-                set; may be omitted in a single process if batches arrive in the order of the test set.
+                set; may be omitted in a single process if batches arrive in the order of the test set. Columns that
+                the protocol or ``TEST.GROUP_BY`` needs: (B,), under their names.
             outputs: (B, D) features of any precision, stored on the CPU in float32, or in float64 if they are float64.
+
+        Raises:
+            DataError: if the batch does not contain a column that the evaluation needs.
         """
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
         in_order = torch.arange(self._num_images, self._num_images + len(outputs))
         batch["indices"] = inputs["indices"].cpu() if "indices" in inputs else in_order
+        if self.protocol.columns:
+            self.protocol.check_columns(columns_of(inputs))
+            batch |= {_COLUMN + name: inputs[name].cpu() for name in self.protocol.columns}
         batch |= {name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()}
         self._num_images += len(outputs)
         for name, column in batch.items():
@@ -242,7 +265,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             )
         columns, n, protocol = self._gather(), self.num_query, self.protocol
         pids, camids = columns["targets"], columns["camids"]
-        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:])
+        further = {name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in protocol.columns}
+        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], further, self.column_names)
         features = columns.pop("features")
         features = features.to(ranking_device(features, protocol, self._device))
         result = compute_metrics(features[:n], features[n:], identities, protocol, self.report_options)
@@ -301,6 +325,15 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             paths += write_roc(result.roc, self.protocol.false_accept_rates or (), folder)
         for path in paths:
             logger.info("wrote %s", path)
+
+
+def columns_of(batch: Mapping[str, Any]) -> list[str]:
+    """List the columns in a batch that an evaluation can use: tensors with one number for each image."""
+    return [
+        name
+        for name, values in batch.items()
+        if name not in _RESERVED and isinstance(values, torch.Tensor) and values.shape == batch["targets"].shape
+    ]
 
 
 @renamed_arguments(judgement="result")

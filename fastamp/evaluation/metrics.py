@@ -50,6 +50,7 @@ class EvaluationResult:
         examples: retrieval examples for a report; None if they were not requested.
         num_indistinct: number of images whose features cannot be distinguished from those of another identity, see
             ``count_indistinct``. Default: 0.
+        groups: (Q,) str, value of ``TEST.GROUP_BY`` for each query; None (default) for no groups.
     """
 
     protocol: Protocol
@@ -58,6 +59,7 @@ class EvaluationResult:
     num_gallery: int
     examples: RetrievalExamples | None = None
     num_indistinct: int = 0
+    groups: np.ndarray | None = None
     details = renamed_attribute("details", "examples")
 
     def metrics(self) -> dict[str, Any]:
@@ -70,12 +72,11 @@ class EvaluationResult:
             In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1) and,
             with verification, ``TAR@FAR=f``. As int: ``num_query``, ``num_gallery``, ``num_query_without_match`` and,
             if it is not 0, ``num_indistinct``. ``intervals``: ``mAP`` and ``Rank-1`` -> [low, high] of the 95 %
-            bootstrap confidence interval.
+            bootstrap confidence interval. With ``TEST.GROUP_BY``, ``groups``: see ``group_metrics``, and
+            ``mean_over_groups``: metric -> mean over the groups that have a query with a match.
         """
         ranking = self.ranking
-        metrics: dict[str, Any] = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
-        metrics |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
-        metrics["metric"] = (metrics["mAP"] + metrics["Rank-1"]) / 2
+        metrics: dict[str, Any] = self._rates(ranking)
         if self.roc is not None:
             for rate in self.protocol.false_accept_rates or ():
                 metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
@@ -88,7 +89,38 @@ class EvaluationResult:
             metrics["num_indistinct"] = self.num_indistinct
         if self.protocol.resamples:
             metrics["intervals"] = self.intervals()
+        if self.groups is not None:
+            metrics["groups"] = self.group_metrics()
+            rates = [self._rates(each) for each in self._group_rankings().values() if each.num_valid]
+            metrics["mean_over_groups"] = {name: float(np.mean([each[name] for each in rates])) for name in rates[0]}
         return metrics
+
+    def group_metrics(self) -> dict[str, dict[str, Any]]:
+        """Compute the metrics of the queries with each value of ``TEST.GROUP_BY``.
+
+        Returns:
+            Value -> dict with the metrics in percent, for groups that have a query with a match, and the counts
+            ``num_query`` and ``num_query_without_match``.
+        """
+        return {
+            value: (self._rates(each) if each.num_valid else {})
+            | {"num_query": len(each.ap), "num_query_without_match": len(each.ap) - each.num_valid}
+            for value, each in self._group_rankings().items()
+        }
+
+    def _group_rankings(self) -> dict[str, RankingResult]:
+        """Return value of ``TEST.GROUP_BY`` -> results of its queries; numbers in ascending order, then texts."""
+        groups = self.groups if self.groups is not None else np.empty(0, dtype=str)
+        return {
+            value: self.ranking.select(torch.from_numpy(groups == value))
+            for value in sorted(np.unique(groups).tolist(), key=_number_before_text)
+        }
+
+    def _rates(self, ranking: RankingResult) -> dict[str, float]:
+        """Compute the CMC, mAP, mINP and their combination over queries of this result, in percent."""
+        rates = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
+        rates |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
+        return rates | {"metric": (rates["mAP"] + rates["Rank-1"]) / 2}
 
     def intervals(self) -> dict[str, list[float]]:
         """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""
@@ -111,6 +143,13 @@ class EvaluationResult:
             name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
             for name, parts in means.items()
         }
+
+
+def _number_before_text(value: str) -> tuple[bool, float, str]:
+    try:
+        return False, float(value), value
+    except ValueError:
+        return True, 0.0, value
 
 
 @renamed_arguments(ids="identities", wanted="report_options")
@@ -139,10 +178,11 @@ def compute_metrics(
 
     Raises:
         ConfigError: if the weights of query expansion overflow.
-        DataError: if the features are invalid, see ``check_features``.
+        DataError: if the features are invalid, see ``check_features``, or a column is missing.
         NoMatchError: if no query has a match.
     """
     protocol = protocol or Protocol()
+    protocol.check_columns(identities.columns)
     check_features(query_features, gallery_features, identities, protocol.dtype(torch.float64))
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
     num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
@@ -191,7 +231,8 @@ def compute_metrics(
     if report_options and example_counter is not None:
         lists = rank_lists(ranking, blocks, ranker.matches, protocol, report_options) if comm.is_main_process() else {}
         examples = example_counter.result(lists, curve)
-    return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct)
+    groups = identities.query_texts(protocol.group_by) if protocol.group_by else None
+    return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct, groups)
 
 
 @renamed_arguments(ids="identities")

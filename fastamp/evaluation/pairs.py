@@ -86,10 +86,8 @@ def sample_pairs(
         The scores; None if there are no genuine or no impostor pairs.
     """
     random = np.random.default_rng(seed)
-    pids, camids = identities.query_pids.cpu(), identities.query_camids.cpu()
-    gallery_pids, gallery_camids = identities.gallery_pids.cpu(), identities.gallery_camids.cpu()
-    order = random.permutation(len(pids))
-    shuffled = Identities(pids[order], gallery_pids, camids[order], gallery_camids)
+    order = random.permutation(len(identities.query_pids))
+    shuffled = identities.select(order, slice(None))
     matches = Matches(shuffled, junk=junk, unmatched_pid=JUNK_PID)
     columns: list[Any] = []
     queries: list[Any] = []
@@ -105,12 +103,12 @@ def sample_pairs(
             queries.append(order[row])
         if len(queries) == _QUERIES:
             break
-    negatives = np.delete(np.arange(len(gallery_pids)), matches.unmatched)
+    negatives = np.delete(np.arange(len(identities.gallery_pids)), matches.unmatched)
     negatives = np.sort(random.permutation(negatives)[:_GALLERY])
     if not queries or not len(negatives):
         return None
     sampled_queries = _take_rows(query_features, np.array(queries))
-    sampled_identities = Identities(pids[queries], gallery_pids[negatives], camids[queries], gallery_camids[negatives])
+    sampled_identities = identities.select(np.array(queries), negatives)
     is_impostor = sampled_identities.query_pids[:, None] != sampled_identities.gallery_pids
     excluded = Matches(sampled_identities, junk=junk)
     for first, last in excluded.spans(0, len(queries)):

@@ -6,8 +6,8 @@ Under every rule, trapezoidal AP and sampled pairs also exclude gallery images o
 (``Matches.unmatched``). Rules with a randomly drawn gallery are in ``single_shot``.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
-from fastamp.utils.errors import ConfigError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 
 KEYS = (
@@ -33,6 +33,11 @@ KEYS = (
         choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
     ),
 )
+
+CAMERA = "camera"
+"""Name of the camera as a column, e.g. for ``TEST.GROUP_BY``."""
+
+Rows = torch.Tensor | np.ndarray | slice
 
 # Identity that the original Market-1501 evaluation code excludes from the gallery.
 JUNK_PID = -1
@@ -50,23 +55,62 @@ __getattr__ = moved_names(
 
 @dataclass(frozen=True)
 class Identities:
-    """Identities and cameras of Q query and G gallery images.
+    """Identities, cameras and further columns of Q query and G gallery images.
 
     Attributes:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
+        columns: column name -> (query values (Q,), gallery values (G,)), of any dtype. Default: no columns.
+        column_names: column name -> text of each number in a text column. Default: no texts.
     """
 
     query_pids: torch.Tensor
     gallery_pids: torch.Tensor
     query_camids: torch.Tensor
     gallery_camids: torch.Tensor
+    columns: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    column_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def all_images(self) -> "Identities":
-        """Return the identities and cameras of a test in which all images are both queries and gallery."""
+        """Return the identities and columns of a test in which all images are both queries and gallery."""
         pids = torch.cat((self.query_pids, self.gallery_pids))
         camids = torch.cat((self.query_camids, self.gallery_camids))
-        return Identities(pids, pids, camids, camids)
+        columns = {name: (torch.cat(both),) * 2 for name, both in self.columns.items()}
+        return Identities(pids, pids, camids, camids, columns, self.column_names)
+
+    def select(self, queries: Rows, gallery: Rows) -> "Identities":
+        """Return the identities and columns of some query and gallery images.
+
+        Args:
+            queries, gallery: indices, a mask or a slice.
+
+        Returns:
+            The selected rows, on the CPU.
+        """
+        return Identities(
+            self.query_pids.cpu()[queries],
+            self.gallery_pids.cpu()[gallery],
+            self.query_camids.cpu()[queries],
+            self.gallery_camids.cpu()[gallery],
+            {name: (query.cpu()[queries], other.cpu()[gallery]) for name, (query, other) in self.columns.items()},
+            self.column_names,
+        )
+
+    def query_texts(self, column: str) -> np.ndarray:
+        """Return the values of a column, or of ``"camera"``, as text for each query: (Q,) str; "missing" if unknown."""
+        values = (self.query_camids if column == CAMERA else self.columns[column][0]).cpu()
+        names = self.column_names.get(column, ())
+        distinct, numbers = values.unique(return_inverse=True)
+        texts = np.array([_value_text(value, names) for value in distinct.tolist()], dtype=str)
+        chosen: np.ndarray = texts[numbers.numpy()]
+        return chosen
+
+
+def _value_text(value: float, names: Sequence[str]) -> str:
+    """Return the text of a column's value: its name in a text column; "missing" for NaN, and -1 in a text column."""
+    if value != value or (names and not 0 <= value < len(names)):
+        return "missing"
+    return names[int(value)] if names else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 @dataclass(frozen=True)
@@ -131,6 +175,8 @@ class Matches:
     Attributes:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
+        query_columns: column name -> (Q,) values; see ``Identities.columns``.
+        gallery_columns: column name -> (G,) values.
         unmatched: (U,) int64, gallery indices of the images with ``unmatched_pid``.
     """
 
@@ -139,6 +185,8 @@ class Matches:
         self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
         self.query_camids = identities.query_camids.cpu().numpy()
         self.gallery_camids = identities.gallery_camids.cpu().numpy()
+        self.query_columns = {name: both[0].cpu().numpy() for name, both in identities.columns.items()}
+        self.gallery_columns = {name: both[1].cpu().numpy() for name, both in identities.columns.items()}
         self.junk, self.unmatched_pid = junk, unmatched_pid
         self.groups = GalleryGroups(self.gallery_pids)
         self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
@@ -255,12 +303,14 @@ class RankingRule:
         build: function (identities, protocol) -> ranker. Default: ``build_ranker``.
         random_query_gallery_split: if True, queries and gallery are drawn at random from all images, so distances
             between all images are required. Default: False.
+        columns: names of the columns that the rule needs in ``Identities.columns``. Default: none.
     """
 
     text: str
     junk: Junk | None
     build: Callable[[Identities, "Protocol"], Ranker] = build_ranker
     random_query_gallery_split: bool = False
+    columns: tuple[str, ...] = ()
     draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
 
@@ -302,6 +352,8 @@ class Protocol:
         re_ranking: re-ranking. Default: None.
         backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
         memory_budget_mb: memory for distances in MiB. Default: 256.
+        group_by: column, or ``"camera"``, by whose value in the query the metrics are also computed. Default: "", no
+            groups.
 
     Raises:
         ConfigError: if a value is unknown, or settings are incompatible.
@@ -319,6 +371,7 @@ class Protocol:
     re_ranking: ReRanking | None = None
     backend: str = "auto"
     memory_budget_mb: float = 256
+    group_by: str = ""
     repeats = renamed_attribute("repeats", "num_trials")
     draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
@@ -363,11 +416,14 @@ class Protocol:
             re_ranking=ReRanking.from_config(cfg) if test.RERANK.ENABLED else None,
             backend=test.KNN_BACKEND,
             memory_budget_mb=test.MEMORY_BUDGET_MB,
+            group_by=test.GROUP_BY,
         )
 
     def plain(self) -> "Protocol":
         """Return the protocol for baselines: the same rule, with cosine distances and no re-ranking or expansion."""
-        return replace(self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None)
+        return replace(
+            self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None, group_by=""
+        )
 
     def metric_names(self) -> list[str]:
         """List the names of the metrics in percent that ``EvaluationResult.metrics`` computes under this protocol.
@@ -381,6 +437,30 @@ class Protocol:
     def junk(self) -> Junk | None:
         """Junk rule; None for no junk."""
         return RULES[self.rule].junk
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Name of each column that the evaluation needs -> the config key and value that need it."""
+        needed = dict.fromkeys(RULES[self.rule].columns, f"TEST.PROTOCOL={self.rule}")
+        if self.group_by not in ("", CAMERA, *needed):
+            needed[self.group_by] = f"TEST.GROUP_BY={self.group_by}"
+        return needed
+
+    def check_columns(self, available: Iterable[str]) -> None:
+        """Check that each column that the evaluation needs is available.
+
+        Raises:
+            DataError: if a column is missing; the message lists the available columns.
+        """
+        names = sorted(available)
+        for name, needed_by in self.columns.items():
+            if name not in names:
+                raise DataError(
+                    f"{needed_by} needs the column {name!r}, which the test set does not have."
+                    f"{did_you_mean(name, names)}\n"
+                    f"  available columns: {', '.join(names) or 'none'}\n"
+                    f"  fix: add the column to the test set, or change {needed_by.split('=')[0]}"
+                )
 
     @property
     def cross_camera(self) -> bool:

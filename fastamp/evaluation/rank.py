@@ -78,6 +78,10 @@ class RankingResult:
         """Compute the CMC at 1-based ``rank``: fraction in 0..1 of valid queries with a match within that rank."""
         return self._mean(self.hits(rank))
 
+    def select(self, queries: torch.Tensor) -> "RankingResult":
+        """Return the results of some queries, given their indices or a mask."""
+        return RankingResult(self.ap[queries], self.inp[queries], self.first_match[queries])
+
     def _mean(self, values: torch.Tensor) -> float:
         return ((values * self.trials).sum() / self.trials.sum()).item()
 

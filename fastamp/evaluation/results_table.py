@@ -7,6 +7,9 @@ from fastamp.utils.table import format_table
 
 logger = logging.getLogger(__name__)
 
+# Groups of queries in the table; the metrics contain all of them.
+_NUM_GROUPS = 30
+
 
 def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
     """Log a table of the results of all test sets and their baselines.
@@ -21,11 +24,22 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
         for title, values in (
             (name, metrics),
             *((f"  baseline: {k}", v) for k, v in metrics.get("baselines", {}).items()),
+            *_group_rows(metrics),
         ):
             rows.append([title, *(f"{values[column]:.2f}" if column in values else "" for column in columns)])
     table = format_table(rows, ["dataset", *columns])
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))
     logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, notes)
+
+
+def _group_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return the title and metrics of the first groups of queries (``TEST.GROUP_BY``) and of their mean."""
+    groups = metrics.get("groups", {})
+    rows = [(f"  group: {name}", values) for name, values in groups.items()][:_NUM_GROUPS]
+    if len(groups) > _NUM_GROUPS:
+        rows.append((f"  ({len(groups) - _NUM_GROUPS} more groups)", {}))
+    valid = sum(values["num_query"] > values["num_query_without_match"] for values in groups.values())
+    return [*rows, (f"  mean of {valid} groups", metrics["mean_over_groups"])] if groups else []
 
 
 def _columns(results: dict[str, dict[str, Any]]) -> list[str]:

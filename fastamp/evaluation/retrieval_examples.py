@@ -134,11 +134,10 @@ class ExampleCounter:
         chosen = np.random.default_rng(report_options.seed).permutation(self.queries)[:count]
         self._sample = np.sort(chosen) if count < self.queries else np.arange(self.queries)
         rows = torch.from_numpy(self._sample)
-        query_pids, query_camids = identities.query_pids.cpu()[rows], identities.query_camids.cpu()[rows]
-        gallery_pids, gallery_camids = identities.gallery_pids.cpu(), identities.gallery_camids.cpu()
+        sampled = identities.select(rows, slice(None))
+        query_camids, gallery_camids = sampled.query_camids, sampled.gallery_camids
         self._roc = None
         if limit is not None:
-            sampled = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
             self._roc = RocCounter(sampled, limit=limit, junk=protocol.junk)
         self._query_camids = query_camids.numpy()
         self._query_cameras, omitted_query_cameras = _most_frequent(query_camids, report_options.cameras)
@@ -149,9 +148,8 @@ class ExampleCounter:
             self._gallery_cameras = []
         for camera in self._gallery_cameras:
             columns = (gallery_camids == camera).nonzero().flatten()
-            of_camera = Identities(query_pids, gallery_pids[columns], query_camids, gallery_camids[columns])
             self._columns.append(columns)
-            self._rankers.append(build_ranker(of_camera, protocol))
+            self._rankers.append(build_ranker(sampled.select(slice(None), columns), protocol))
         self._first = len(self._sample)
 
     @renamed_arguments(block="distances")

@@ -69,7 +69,7 @@ def _counts(metrics: dict[str, Any]) -> str:
 
 
 def _tables(metrics: dict[str, Any]) -> list[Table]:
-    """Prepare the tables of true accept rates and of baselines, if they were computed."""
+    """Prepare the tables of true accept rates, baselines and groups of queries, if they were computed."""
     tables: list[Table] = []
     rates = {name: value for name, value in metrics.items() if name.startswith("TAR@FAR=")}
     if rates:
@@ -79,6 +79,13 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
         rows = [("this model", *_scores_of(metrics))]
         rows += [(f"baseline: {name}", *_scores_of(baseline)) for name, baseline in metrics["baselines"].items()]
         tables.append(("Comparison with the baselines", ("ranked by", "mAP %", "Rank-1 %"), rows))
+    if metrics.get("groups"):
+        rows = [
+            (name, f"{each['num_query']:,}", *(_scores_of(each) if "mAP" in each else ("", "")))
+            for name, each in metrics["groups"].items()
+        ]
+        rows.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
+        tables.append(("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
     return tables
 
 

@@ -87,6 +87,8 @@ def features(record):
     ):  # fmt: skip
         with record(f"features: {title}"):
             compute_metrics(query, others, identities, protocol)
+    with record("TEST.GROUP_BY with a column that the test set does not have"):
+        compute_metrics(queries, gallery, ids, Protocol(group_by="species"))
     with record("distances of another shape"):
         rank_distances(torch.zeros(2, 2), ids)
     with record("NaN among the distances"):

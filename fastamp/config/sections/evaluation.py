@@ -37,6 +37,12 @@ KEYS = (
         low=0,
     ),
     Key(
+        "TEST.GROUP_BY",
+        "",
+        "Also report the metrics of the queries with each value of this column of the test set, e.g. species, or "
+        "camera; empty for no groups.",
+    ),
+    Key(
         "TEST.REPORT",
         False,
         "Write OUTPUT_DIR/report.html after each evaluation: results, curves, rank lists and mixed precision in "

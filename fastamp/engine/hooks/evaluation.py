@@ -190,13 +190,18 @@ def _flatten_results(results: Mapping[str, Any], prefix: str = "") -> Iterator[t
 def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield each metric as ``(name, value)``, e.g. ``("Market1501/mAP", 85.9)``.
 
-    Names of baselines have the form ``Market1501/baseline <name>/mAP``, and names of interval bounds the form
-    ``Market1501/mAP low``.
+    Names of baselines have the form ``Market1501/baseline <name>/mAP``, those of groups of queries ``Market1501/group
+    <value>/mAP`` and ``Market1501/mean over groups/mAP``, and names of interval bounds ``Market1501/mAP low``.
     """
     for name, value in metrics.items():
         if name == "baselines":
             for baseline, values in value.items():
                 yield from _flatten_metrics(f"{prefix}/baseline {baseline}", values)
+        elif name == "groups":
+            for group, values in value.items():
+                yield from _flatten_metrics(f"{prefix}/group {group}", values)
+        elif name == "mean_over_groups":
+            yield from _flatten_metrics(f"{prefix}/mean over groups", value)
         elif name == "intervals":
             for metric, (low, high) in value.items():
                 yield from ((f"{prefix}/{metric} low", low), (f"{prefix}/{metric} high", high))
