@@ -1,7 +1,7 @@
 """Build train and test data loaders from a config."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from fastamp.amp import requested_device, resolve_device
 from fastamp.compat import data as compat_data  # fastamp.compat.data imports fastamp.data
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
+from fastamp.data.columns import CAMERA, EncodedColumn
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
@@ -19,7 +20,7 @@ from fastamp.data.datasets.custom import PATH_DATASETS
 from fastamp.data.datasets.items import PackedItems, split_path
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
-from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler
+from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, build_sampler
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
@@ -94,6 +95,7 @@ def build_reid_train_loader(
         augment=cfg.INPUT.AUGMENT_ON == "worker",
         skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
         sources=datasets,
+        categories=cfg.DATASETS.CATEGORIES,
     )
     _check_camera_view_ids(cfg, dataset, cfg.DATASETS.NAMES)
     check_files(dataset.items, datasets, skip=dataset.skip_corrupt)
@@ -152,13 +154,13 @@ def _build_batch_sampler(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
             "  fix: add images of other identities"
         )
-    sampler = SAMPLER_REGISTRY.build(
-        cfg.DATALOADER.SAMPLER_TRAIN,
+    sampler = build_sampler(
         cfg,
         labels=dataset.labels,
         camids=dataset.camids,
         sets=sets,
         world_size=world_size,
+        columns={CAMERA: dataset.camids} | {name: column.values for name, column in dataset.columns.items()},
     )
     return EpochBatchSampler(
         sampler,
@@ -202,7 +204,7 @@ def _collect_problem(problems: list[str], check: Callable[..., None], *args: Any
 def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms = build_transforms(cfg, is_train=True)
-    dataset = ReidDataset(items, transforms, relabel=True, sources=[source])
+    dataset = ReidDataset(items, transforms, relabel=True, sources=[source], categories=cfg.DATASETS.CATEGORIES)
     _check_camera_view_ids(cfg, dataset, [source.title])
     _build_batch_sampler(cfg, dataset, np.zeros(len(dataset), dtype=np.int64), 0, 0, 1)
     _check_equal_sizes(dataset, cfg.SOLVER.IMS_PER_BATCH)
@@ -210,7 +212,8 @@ def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> N
 
 def _check_test_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
-    dataset = ReidDataset(items, build_transforms(cfg, is_train=False), relabel=False, sources=[source])
+    transforms, categories = build_transforms(cfg, is_train=False), cfg.DATASETS.CATEGORIES
+    dataset = ReidDataset(items, transforms, relabel=False, sources=[source], categories=categories)
     _check_camera_view_ids(cfg, dataset, [source.title])
     _check_equal_sizes(dataset, cfg.TEST.IMS_PER_BATCH)
 
@@ -282,7 +285,7 @@ def build_reid_test_loader(
     for split in ("query", "gallery") if source.requires_gallery else ("query",):
         check_split(dataset_name, split, len(getattr(source, split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
-    dataset = ReidDataset(items, transforms, relabel=False, sources=[source])
+    dataset = ReidDataset(items, transforms, relabel=False, sources=[source], categories=cfg.DATASETS.CATEGORIES)
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
@@ -564,3 +567,10 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
             f"{num_classes} identities.\n  fix: set MODEL.HEADS.NUM_CLASSES to 0, which uses the number of identities"
         )
     return cfg.with_values({"MODEL.HEADS.NUM_CLASSES": num_classes})
+
+
+def with_num_categories(cfg: CfgNode, dataset: Dataset) -> CfgNode:
+    """Return a frozen copy of the config with ``DATASETS.NUM_CATEGORIES`` set for the columns of a training set."""
+    columns: Mapping[str, EncodedColumn] = getattr(dataset, "columns", {})
+    categories = {name: len(column.names) for name, column in columns.items() if column.names}
+    return cfg.with_values({"DATASETS.NUM_CATEGORIES": categories}) if categories else cfg

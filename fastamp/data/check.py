@@ -179,7 +179,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
-    extra_names, extra_values = dataset.unused_columns() if is_csv else ([], {})
+    extra_names, extra_values = dataset.further_columns() if is_csv else ([], {})
     has_cameras = _writes_cameras(dataset, {split: [item for _, item in kept[split]] for split in SPLITS}, protocol)
     has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
     folder = os.path.abspath(path.parent)

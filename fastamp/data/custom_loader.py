@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
-from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, InferenceSampler, batch_size_per_rank
+from fastamp.data.samplers import EpochSampler, InferenceSampler, batch_size_per_rank, build_sampler
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
@@ -171,7 +172,9 @@ def build_custom_train_loader(
         name = cfg.DATALOADER.SAMPLER_TRAIN
         labels, camids = _labels(dataset, required_by=name)
         sets = np.zeros(len(labels), dtype=np.int64)
-        sampler = SAMPLER_REGISTRY.build(name, cfg, labels=labels, camids=camids, sets=sets, world_size=world_size)
+        sampler = build_sampler(
+            cfg, labels=labels, camids=camids, sets=sets, world_size=world_size, columns={CAMERA: camids}
+        )
     if isinstance(sampler, EpochSampler):
         epochs = functools.partial(_batches_of_epochs, sampler, size, iters_per_epoch)
 

@@ -1,7 +1,7 @@
 """ReID dataset that loads batches of images with labels, cameras and views."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp.data.cache import ImageCache
+from fastamp.data.columns import encode_columns
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.missing_images import find_origin
@@ -35,11 +36,13 @@ class ReidDataset(Dataset):
             under the key ``augmentation``, for ``Transforms.augment``. Default True.
         skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
         sources (Sequence[ImageDataset]): datasets of the images, for names of identities and cameras and for messages.
+        categories (Mapping, optional): ``DATASETS.CATEGORIES``; see ``encode_columns``. Default: none.
 
     Attributes:
         items (PackedItems): the images.
         labels, camids (np.ndarray): (N,) int64 identity and camera of each image.
         num_classes (int): number of identities.
+        columns (dict[str, EncodedColumn]): further columns of the images, by name.
         cache (ImageCache, optional): resized images of all items.
 
     Raises:
@@ -57,6 +60,7 @@ class ReidDataset(Dataset):
         augment: bool = True,
         skip_corrupt: bool = False,
         sources: Sequence[ImageDataset] = (),
+        categories: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
         self.sources = sources
         self.items = PackedItems.of(items)
@@ -68,6 +72,8 @@ class ReidDataset(Dataset):
         self._warned: set[str] = set()
         pids, camids = self.items.pids, self.items.camids
         self.num_classes = len(pids.unique()[0])
+        title = ", ".join(source.title for source in sources)
+        self.columns = encode_columns(self.items.columns, categories, title=title or "the dataset", training=relabel)
         if relabel:
             self.labels = _sorted_ranks(pids)
             self.camids = camids.codes if camids.is_integer else _sorted_ranks(camids)
@@ -117,8 +123,8 @@ class ReidDataset(Dataset):
 
         Returns:
             dict: ``images``: (B, C, H, W) uint8; ``targets`` (identities), ``camids``, ``viewids`` and ``indices`` (in
-                this dataset): (B,) int64; ``img_paths``: list of str. If ``augment`` is False, also ``augmentation``:
-                the parameters for ``Transforms.augment``.
+                this dataset): (B,) int64; ``img_paths``: list of str; and each of ``columns`` under its name. If
+                ``augment`` is False, also ``augmentation``: the parameters for ``Transforms.augment``.
 
         Raises:
             DataError: if an image cannot be read, or the images have different sizes.
@@ -143,6 +149,7 @@ class ReidDataset(Dataset):
             "viewids": torch.from_numpy(self.items.viewids[rows]),
             "indices": torch.tensor(indices),
             "img_paths": self.items.paths(rows),
+            **{name: column.take(rows) for name, column in self.columns.items()},
         }
         if not self.augment:
             batch["augmentation"] = parameters

@@ -1,17 +1,29 @@
 """Batch samplers: index streams that depend only on the seed and the epoch."""
 
+import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from fastamp.config import Key
+from fastamp.data.columns import check_column
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
+
+KEYS = (
+    Key(
+        "DATALOADER.BALANCE_COLUMN",
+        "camera",
+        "Column whose values share the NUM_INSTANCE images of each identity equally, for ColumnBalancedSampler: "
+        "camera, or a column of the dataset, e.g. modality or clothes.",
+    ),
+)
 
 # (epoch, position in the epoch's stream, index in the dataset)
 SampleKey = tuple[int, int, int]
@@ -21,7 +33,8 @@ class EpochSampler:
     """Base class of samplers that generate the image indices of an epoch for all ranks.
 
     A subclass defines a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws random numbers
-    only from ``generator(seed, epoch)``.
+    only from ``generator(seed, epoch)``. If ``from_config`` has a parameter ``columns``, it receives the columns of the
+    images, name -> (N,) values; ``camera`` is one of them.
     """
 
     def epoch(self, epoch: int) -> Iterator[int]:
@@ -235,6 +248,68 @@ class BalancedIdentitySampler(IdentitySampler):
 
 
 @SAMPLER_REGISTRY.register()
+class ColumnBalancedSampler(BalancedIdentitySampler):
+    """Visit identities in random order, and draw K images of each, shared equally by the values of a column.
+
+    If K is not a multiple of the number of values that an identity has, randomly chosen values get one more image. A
+    value with too few images repeats them. Identities that do not fill a batch at the end of a pass are dropped. With
+    the column modality, these are the batches of visible-infrared methods: K / 2 visible and K / 2 infrared images.
+
+    Args:
+        values (np.ndarray): (N,) value of the column for each image.
+        options: keyword arguments of ``IdentitySampler``.
+    """
+
+    def __init__(self, *, values: np.ndarray, **options: Any) -> None:
+        super().__init__(**options)
+        self.values = values
+
+    @classmethod
+    def from_config(
+        cls,
+        cfg: Any,
+        *,
+        labels: Sequence[int],
+        camids: Sequence[int],
+        world_size: int,
+        columns: Mapping[str, Any],
+        **unused: Any,
+    ) -> "EpochSampler":
+        """Build the sampler from DATALOADER.BALANCE_COLUMN and the keys of ``IdentitySampler``.
+
+        Raises:
+            ConfigError: if the column does not exist, or is a list.
+        """
+        key, name = "DATALOADER.BALANCE_COLUMN", cfg.DATALOADER.BALANCE_COLUMN
+        title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
+        check_column(name, columns, key, title)
+        values = columns[name]
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "i":
+            raise ConfigError(
+                f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one"
+            )
+        return cls(
+            values=values,
+            labels=labels,
+            camids=camids,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            seed=cfg.SEED,
+            world_size=world_size,
+        )
+
+    def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
+        shuffled = rng.permutation(images)
+        values = self.values[shuffled]
+        found = rng.permutation(np.unique(values))
+        counts = [len(part) for part in np.array_split(np.arange(self.num_instances), len(found))]
+        chosen: list[int] = []
+        for value, count in zip(found, counts, strict=True):
+            chosen += itertools.islice(itertools.cycle(shuffled[values == value].tolist()), count)
+        return chosen
+
+
+@SAMPLER_REGISTRY.register()
 class SetReWeightSampler(BalancedIdentitySampler):
     """Draw a fixed number of identities per batch from each dataset, independent of the dataset sizes.
 
@@ -393,6 +468,21 @@ class InferenceSampler:
         """Yield this rank's sample keys for each batch."""
         for start in range(0, len(self.indices), self.batch_size):
             yield [(0, index, index) for index in self.indices[start : start + self.batch_size]]
+
+
+def build_sampler(cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> EpochSampler:
+    """Build the sampler in DATALOADER.SAMPLER_TRAIN.
+
+    Args:
+        cfg (CfgNode): config.
+        columns (Mapping): name -> (N,) values, for samplers whose ``from_config`` has a parameter ``columns``.
+        images: ``labels``, ``camids``, ``sets`` and ``world_size``; see ``EpochSampler``.
+    """
+    name = cfg.DATALOADER.SAMPLER_TRAIN
+    component = SAMPLER_REGISTRY.get(name)
+    if "columns" in inspect.signature(getattr(component, "from_config", component)).parameters:
+        images["columns"] = columns
+    return SAMPLER_REGISTRY.build(name, cfg, **images)
 
 
 def batch_size_per_rank(batch_size: int, world_size: int) -> int:

@@ -14,7 +14,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.build import with_num_classes
+from fastamp.data.build import with_num_categories, with_num_classes
 from fastamp.data.subset import subsample_identities
 from fastamp.diagnostics.doctor_report import AmpReport, PrecisionReport
 from fastamp.diagnostics.environment import inspect_environment
@@ -66,7 +66,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         UserError: if the config, the data or the weights are invalid, or memory runs out.
     """
     loader = build_reid_train_loader(cfg)
-    cfg = with_num_classes(cfg, loader.dataset.num_classes)
+    cfg = with_num_categories(with_num_classes(cfg, loader.dataset.num_classes), loader.dataset)
     test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0])
     model = build_model(cfg)
     if cfg.MODEL.WEIGHTS:

@@ -26,7 +26,7 @@ from fastamp.compat.trainer import (
 )
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.build import with_num_classes
+from fastamp.data.build import with_num_categories, with_num_classes
 from fastamp.data.loader import explain_lost_workers
 from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
@@ -88,7 +88,8 @@ class DefaultTrainer(FastReIDMethods):
         log_to_console()
         check_loggers(cfg)
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
-        self.cfg = cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
+        cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
+        self.cfg = cfg = with_num_categories(cfg, self.data_loader.dataset)
         # Built before the model, so that missing images and test sets fail early.
         self.test_loaders = self._build_test_loaders(cfg)
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)

@@ -224,7 +224,7 @@ def test_splits_given_as_lists_remain_lists(tmp_path):
             super().__init__([("a.jpg", "mine_1", 0)], lambda: [("b.jpg", 1, 0)], [])
 
     dataset = Mine(root="")
-    assert dataset.train == [("a.jpg", "mine_1", 0, 0, None)] and isinstance(dataset.train, list)
+    assert dataset.train == [("a.jpg", "mine_1", 0, 0, None, None)] and isinstance(dataset.train, list)
     dataset.query.append(ImageItem("c.jpg", 2, 1))
     assert len(dataset.query) == 2 and dataset.gallery == []
 

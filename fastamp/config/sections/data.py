@@ -82,14 +82,17 @@ KEYS = (
     "DATASETS.VIPER",
     "DATASETS.VERI",
     "DATASETS.VEHICLEID",
+    "DATASETS.CATEGORIES",
+    "DATASETS.NUM_CATEGORIES",
     Key(
         "DATALOADER.SAMPLER_TRAIN",
         "TrainingSampler",
         "Training sampler: TrainingSampler (uniform over images), ImbalancedDatasetSampler (uniform over "
-        "identities), or NaiveIdentitySampler, BalancedIdentitySampler, SetReWeightSampler (NUM_INSTANCE images "
-        "per identity).",
+        "identities), or NaiveIdentitySampler, BalancedIdentitySampler, ColumnBalancedSampler, SetReWeightSampler "
+        "(NUM_INSTANCE images per identity).",
     ),
     Key("DATALOADER.NUM_INSTANCE", 4, "Images per identity in a batch, for the identity samplers.", low=1),
+    "DATALOADER.BALANCE_COLUMN",
     Key(
         "DATALOADER.NUM_WORKERS",
         8,

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 
 from fastamp.config import Key
+from fastamp.data.columns import number_names
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
-from fastamp.data.datasets.items import Column, PackedItems, PackedText, PathBuilder, split_path
+from fastamp.data.datasets.csv_columns import CsvColumnBuilder
+from fastamp.data.datasets.items import RESERVED_NAMES, Column, PackedItems, PackedText, PathBuilder, split_path
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
@@ -58,7 +60,6 @@ SPLITS = ("train", "query", "gallery")
 _SPLIT_NUMBERS = {split: number for number, split in enumerate(SPLITS)}
 _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
-_NUMBER = re.compile(r"-?[0-9]{1,18}")
 _EXCLUDED_ID = "-1"
 _MAX_HEADER = 2**16
 _MAX_COORDINATE = 2**31
@@ -79,7 +80,8 @@ class CsvDataset(ImageDataset):
     ``pid``, and optionally ``camid``, ``split`` (train, query or gallery; case does not matter) and ``x0``, ``y0``,
     ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and
     cameras can be any text; images of identity -1 are excluded. Without ``camid``, gallery images from the query's
-    camera are not excluded. Columns are separated by commas, semicolons or tabs.
+    camera are not excluded. All other columns become columns of the images; ``csv_columns`` describes their types.
+    Columns are separated by commas, semicolons or tabs.
 
     Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
     possible, e.g. with fewer than four identities, all images are training images.
@@ -120,7 +122,7 @@ class CsvDataset(ImageDataset):
             logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
             camids, self._cameras = Column(table.lines), {}
         else:
-            numbers = _number_names(set(table.camids.values), start=0)
+            numbers = number_names(set(table.camids.values), start=0)
             camids = Column(np.array([numbers[camid] for camid in table.camids.values])[table.camids.codes])
             self._cameras = {number: name for name, number in numbers.items()}
         split_of, self.has_cameras = table.splits, table.camids is not None
@@ -134,7 +136,7 @@ class CsvDataset(ImageDataset):
                 }
                 camids = Column(table.lines)
         names, codes = table.pids.values, table.pids.codes
-        test_ids = _number_names({names[code] for code in np.unique(codes[split_of > 0]).tolist()}, start=1)
+        test_ids = number_names({names[code] for code in np.unique(codes[split_of > 0]).tolist()}, start=1)
         numbers_of = np.array([test_ids.get(name, 0) for name in names], dtype=np.int64)
         self._names = {number: name for name, number in test_ids.items()}
         self._lines, splits = {}, []
@@ -148,7 +150,13 @@ class CsvDataset(ImageDataset):
             boxes = None if table.boxes is None else table.boxes[rows]
             splits.append(
                 PackedItems(
-                    folders, folder_of[rows], files.take(rows), pids=pids, camids=camids.take(rows), boxes=boxes
+                    folders,
+                    folder_of[rows],
+                    files.take(rows),
+                    pids=pids,
+                    camids=camids.take(rows),
+                    boxes=boxes,
+                    columns={name: column.take(rows) for name, column in table.columns.items()},
                 )
             )
             self._lines[split] = table.lines[rows]
@@ -166,14 +174,14 @@ class CsvDataset(ImageDataset):
                 return f"{self.file}, line {self.line(split, index)}"
         return ""
 
-    def unused_columns(self) -> tuple[list[str], dict[int, list[str]]]:
-        """Read the columns that the dataset does not use: ``(names, line number -> values)``."""
+    def further_columns(self) -> tuple[list[str], dict[int, list[str]]]:
+        """Read the further columns as text: ``(names, line number -> values)``."""
         with _open_table(self.file) as (reader, names):
-            unused = [column for column, name in enumerate(names) if name not in _COLUMNS]
+            further = [column for column, name in enumerate(names) if name not in _COLUMNS]
             rows: dict[int, list[str]] = {}
             for line in reader:
-                rows[reader.line_num] = [line[column].strip() if column < len(line) else "" for column in unused]
-        return [names[column] for column in unused], rows
+                rows[reader.line_num] = [line[column].strip() if column < len(line) else "" for column in further]
+        return [names[column] for column in further], rows
 
     @classmethod
     def from_config(cls, cfg: Any, path: str, *, skip_invalid: bool = False) -> "CsvDataset":
@@ -513,6 +521,7 @@ class _Table:
         boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
         excluded: number of images with identity ``_EXCLUDED_ID``, which the table does not contain.
         invalid: line number -> problem of each invalid line, which the table does not contain.
+        columns: further columns, by name.
     """
 
     lines: np.ndarray
@@ -523,6 +532,7 @@ class _Table:
     boxes: np.ndarray | None
     excluded: int
     invalid: dict[int, str]
+    columns: dict[str, Column]
 
 
 @contextmanager
@@ -573,6 +583,11 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
     )
     lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
+    further = {
+        names.index(name): CsvColumnBuilder()
+        for name in names
+        if name and name not in _COLUMNS and name not in RESERVED_NAMES
+    }
     folders: dict[str, str] = {}
     invalid: dict[int, str] = {}
     excluded = 0
@@ -607,6 +622,8 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         pids.append(values[pid_column])
         if camid_column is not None:
             camids.append(values[camid_column])
+        for column, builder in further.items():
+            builder.append(values[column])
     return _Table(
         lines=np.array(lines, dtype=np.int64),
         paths=paths.build(),
@@ -616,6 +633,7 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in column_of else None,
         excluded=excluded,
         invalid=invalid,
+        columns={names[column]: builder.build() for column, builder in further.items()},
     )
 
 
@@ -653,6 +671,7 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
     boxes = [name for name in _BOX if name in names]
     missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
     unknown = [name for name in names if name and name not in _COLUMNS]
+    optional = [name for name in _COLUMNS if name not in names]
     if twice or missing:
         hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
         fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
@@ -661,23 +680,24 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
             f"{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
         )
-    if unknown:
+    reserved = [name for name in unknown if name in RESERVED_NAMES]
+    if reserved:
         logger.warning(
-            "%s: ignoring unknown columns %s; known columns: %s",
+            "%s: ignoring the columns %s, whose names have another meaning\n  fix: rename them",
             file,
-            _truncate(", ".join(unknown)),
-            ", ".join(_COLUMNS),
+            _truncate(", ".join(reserved)),
+        )
+    similar = [f"{name}:{did_you_mean(name, optional)}" for name in unknown if did_you_mean(name, optional)]
+    if similar:
+        logger.warning(
+            "%s: read as further columns, without a meaning for fastamp: %s\n  fix: rename them if this is a mistake",
+            file,
+            _truncate("; ".join(similar)),
         )
 
 
 def _truncate(text: str) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _number_names(names: set[str], *, start: int) -> dict[str, int]:
-    """Number the names from ``start``: integers in ascending order (007 before 07 and 7), then text."""
-    order = sorted(names, key=lambda name: (0, int(name), name) if _NUMBER.fullmatch(name) else (1, 0, name))
-    return {name: number for number, name in enumerate(order, start=start)}
 
 
 def _parse_split(text: str) -> int:

@@ -2,15 +2,23 @@
 
 import os
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from numbers import Integral
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fastamp.utils.errors import DataError
+
 # Round-trips any string, including file names that are not UTF-8.
 _CODEC = ("utf-8", "surrogatepass")
 _NO_BOX = np.iinfo(np.int64).min
+
+_FIELDS = ("path", "pid", "camid", "viewid", "camera", "split", "box")
+_BATCH_KEYS = ("images", "targets", "camids", "viewids", "indices", "img_paths", "augmentation")
+_OUTPUTS = ("features", "cls_outputs", "pred_class_logits")
+RESERVED_NAMES = frozenset((*_FIELDS, *_BATCH_KEYS, *_OUTPUTS))
+"""Names that a column cannot have: fields of an image, and keys of batches and of the outputs of heads."""
 
 
 class ImageItem(NamedTuple):
@@ -24,6 +32,8 @@ class ImageItem(NamedTuple):
         viewid (int): viewpoint. Default 0.
         box (tuple, optional): (left, top, right, bottom) of the region of the image file to use, in pixels; right and
             bottom are exclusive. None (default) uses the whole image.
+        columns (Mapping, optional): column name -> int, float, str, tuple of these, or None for a missing value, e.g.
+            ``{"modality": "infrared"}``. ``fastamp.data.columns`` describes the types. Default None: no columns.
     """
 
     path: str
@@ -31,6 +41,7 @@ class ImageItem(NamedTuple):
     camid: int | str
     viewid: int = 0
     box: tuple[int, int, int, int] | None = None
+    columns: Mapping[str, Any] | None = None
 
 
 class PackedText(Sequence[str]):
@@ -103,10 +114,10 @@ class TextBuilder:
 
 
 class Column:
-    """N values, one per image, stored as int64 values or as indices into a table of distinct values.
+    """N values, one per image, stored as numbers or as indices into a table of distinct values.
 
     Args:
-        codes (np.ndarray): (N,) int64 values, or indices into ``table``.
+        codes (np.ndarray): (N,) int64 or float64 values, or int64 indices into ``table``.
         table (Sequence, optional): distinct values. None (default) means that ``codes`` are the values.
     """
 
@@ -115,10 +126,11 @@ class Column:
 
     @classmethod
     def pack(cls, values: Iterable[Any]) -> "Column":
-        """Build a column from values: integers, strings or other hashable values."""
+        """Build a column from values: integers, floats, strings or other hashable values."""
         values = list(values)
-        if all(_is_int64(value) for value in values):
-            return cls(np.array(values, dtype=np.int64))
+        dtype = _number_dtype(values)
+        if dtype is not None:
+            return cls(np.array(values, dtype=dtype))
         numbers: dict[Any, int] = {}
         codes = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
         return cls.of(codes, list(numbers))
@@ -126,8 +138,9 @@ class Column:
     @classmethod
     def of(cls, codes: np.ndarray, values: Sequence[Any]) -> "Column":
         """Build a column whose row i contains ``values[codes[i]]``; ``values`` may contain duplicates."""
-        if all(_is_int64(value) for value in values):
-            return cls(np.array(values, dtype=np.int64)[codes])
+        dtype = _number_dtype(values)
+        if dtype is not None:
+            return cls(np.array(values, dtype=dtype)[codes])
         numbers: dict[Any, int] = {}
         rows = np.array([numbers.setdefault(value, len(numbers)) for value in values], dtype=np.int64)
         table = list(numbers)
@@ -136,13 +149,13 @@ class Column:
     @property
     def is_integer(self) -> bool:
         """True if all values are integers that fit into an int64."""
-        return self.table is None
+        return self.table is None and self.codes.dtype.kind == "i"
 
     def __len__(self) -> int:
         return len(self.codes)
 
     def __getitem__(self, index: int) -> Any:
-        code = int(self.codes[index])
+        code = self.codes[index].item()
         return code if self.table is None else self.table[code]
 
     def take(self, rows: np.ndarray | slice) -> "Column":
@@ -162,7 +175,7 @@ class Column:
     @staticmethod
     def concat(parts: Sequence["Column"]) -> "Column":
         """Concatenate columns."""
-        if all(part.table is parts[0].table for part in parts):
+        if all(part.table is parts[0].table and part.codes.dtype == parts[0].codes.dtype for part in parts):
             return Column(np.concatenate([part.codes for part in parts]), parts[0].table)
         distinct = [part.unique() for part in parts]
         starts = np.cumsum([0, *(len(values) for values, _ in distinct)])
@@ -170,9 +183,11 @@ class Column:
         return Column.of(np.concatenate(codes), [value for values, _ in distinct for value in values])
 
 
-def _is_int64(value: Any) -> bool:
-    """Return True if a value is an integer that fits into an int64."""
-    return isinstance(value, Integral) and -(2**63) <= value < 2**63
+def _number_dtype(values: Sequence[Any]) -> type | None:
+    """Return the dtype of values that are all integers, or integers and floats; None for any other values."""
+    if all(isinstance(value, Integral) for value in values):
+        return np.int64 if all(-(2**63) <= value < 2**63 for value in values) else None
+    return np.float64 if all(isinstance(value, Real) for value in values) else None
 
 
 class PackedItems(Sequence[ImageItem]):
@@ -187,6 +202,10 @@ class PackedItems(Sequence[ImageItem]):
         pids, camids (Column): N identities and cameras.
         viewids (np.ndarray, optional): (N,) int64 views. Default: zeros.
         boxes (np.ndarray, optional): (N, 4) int64 boxes, see ``ImageItem``. None (default) uses whole images.
+        columns (Mapping[str, Column], optional): further columns by name. Default: none.
+
+    Raises:
+        DataError: if the name of a column is reserved, see ``RESERVED_NAMES``.
     """
 
     def __init__(
@@ -199,14 +218,19 @@ class PackedItems(Sequence[ImageItem]):
         camids: Column,
         viewids: np.ndarray | None = None,
         boxes: np.ndarray | None = None,
+        columns: Mapping[str, Column] | None = None,
     ) -> None:
         self.folders, self.folder_of, self.names = folders, folder_of, names
         self.pids, self.camids, self.boxes = pids, camids, boxes
         self.viewids = np.zeros(len(names), dtype=np.int64) if viewids is None else viewids
+        self.columns = dict(columns or {})
+        reserved = sorted(RESERVED_NAMES & self.columns.keys())
+        if reserved:
+            raise DataError(f"a column cannot be named {reserved[0]}, which has another meaning.\n  fix: rename it")
 
     @classmethod
     def of(cls, items: Iterable[tuple]) -> "PackedItems":
-        """Pack tuples (path, pid, camid[, viewid[, box]]); return ``items`` itself if it is already packed."""
+        """Pack tuples (path, pid, camid[, viewid[, box[, columns]]]); return ``items`` itself if already packed."""
         if isinstance(items, PackedItems):
             return items
         items = [ImageItem(*item) for item in items]
@@ -216,12 +240,15 @@ class PackedItems(Sequence[ImageItem]):
         boxes = None
         if any(item.box is not None for item in items):
             boxes = np.array([(_NO_BOX,) * 4 if item.box is None else item.box for item in items], dtype=np.int64)
+        names = dict.fromkeys(name for item in items for name in item.columns or ())
+        columns = {name: Column.pack((item.columns or {}).get(name) for item in items) for name in names}
         return cls(
             *paths.build(),
             pids=Column.pack(item.pid for item in items),
             camids=Column.pack(item.camid for item in items),
             viewids=np.array([item.viewid for item in items], dtype=np.int64),
             boxes=boxes,
+            columns=columns,
         )
 
     def __len__(self) -> int:
@@ -231,7 +258,8 @@ class PackedItems(Sequence[ImageItem]):
         if isinstance(index, slice):
             return self.take(index)
         pid, camid, viewid = self.pids[index], self.camids[index], int(self.viewids[index])
-        return ImageItem(self.path(index), pid, camid, viewid, self.box(index))
+        columns = {name: column[index] for name, column in self.columns.items()} or None
+        return ImageItem(self.path(index), pid, camid, viewid, self.box(index), columns)
 
     def __iter__(self) -> Iterator[ImageItem]:
         return (self[index] for index in range(len(self)))
@@ -276,6 +304,7 @@ class PackedItems(Sequence[ImageItem]):
             camids=self.camids.take(rows),
             viewids=self.viewids[rows],
             boxes=None if self.boxes is None else self.boxes[rows],
+            columns={name: column.take(rows) for name, column in self.columns.items()},
         )
 
     def replace(self, *, pids: Column | None = None, camids: Column | None = None) -> "PackedItems":
@@ -288,6 +317,7 @@ class PackedItems(Sequence[ImageItem]):
             camids=self.camids if camids is None else camids,
             viewids=self.viewids,
             boxes=self.boxes,
+            columns=self.columns,
         )
 
     def rows_in(self, folders: Collection[str]) -> np.ndarray:
@@ -315,6 +345,12 @@ class PackedItems(Sequence[ImageItem]):
         if any(part.boxes is not None for part in parts):
             none = [np.full((len(part), 4), _NO_BOX) if part.boxes is None else part.boxes for part in parts]
             boxes = np.concatenate(none)
+        names = dict.fromkeys(name for part in parts for name in part.columns)
+        missing = [Column(np.zeros(len(part), dtype=np.int64), (None,)) for part in parts] if names else []
+        columns = {
+            name: Column.concat([part.columns.get(name, none) for part, none in zip(parts, missing, strict=True)])
+            for name in names
+        }
         return PackedItems(
             folders,
             np.concatenate(folder_of),
@@ -323,6 +359,7 @@ class PackedItems(Sequence[ImageItem]):
             camids=Column.concat([part.camids for part in parts]),
             viewids=np.concatenate([part.viewids for part in parts]),
             boxes=boxes,
+            columns=columns,
         )
 
 

@@ -20,7 +20,8 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
     ``outputs`` is the output of the head in training mode. A loss with the class attribute ``over_pairs = True``
     compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
-    all ranks.
+    all ranks. A loss with an attribute ``columns``, e.g. ``("clothes",)``, receives these columns of the batch in
+    ``outputs``, under their names.
 
     Args:
         cfg (CfgNode): the config.

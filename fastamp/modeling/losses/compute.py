@@ -1,13 +1,17 @@
 """Compute the losses from the outputs of a head."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError, did_you_mean
 
 Outputs = dict[str, torch.Tensor]
+
+_NOT_COLUMNS = ("images", "targets", "camids", "viewids", "indices", "img_paths", "augmentation")
 
 
 def main_outputs(outputs: Outputs | list[tuple[float, Outputs]]) -> Outputs:
@@ -61,7 +65,8 @@ def compute_losses(
         return {name: torch.stack([output[name] for output in per_output]).sum() for name in losses}
     gathered = (outputs, targets)
     if gather and any(over_pairs(loss) for loss in losses.values()):
-        gathered = (outputs | {"features": comm.all_gather(outputs["features"])}, comm.all_gather(targets))
+        names = ["features", *needed_columns(loss for loss in losses.values() if over_pairs(loss))]
+        gathered = (outputs | {name: comm.all_gather(outputs[name]) for name in names}, comm.all_gather(targets))
     return {
         name: loss(*gathered) if over_pairs(loss) else _compute_per_image(loss, outputs, targets, gather=gather)
         for name, loss in losses.items()
@@ -75,6 +80,49 @@ def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor,
     # The mean of per-rank means would weight images differently if the counts of the ranks differ.
     total, count = loss.total_and_count(outputs, targets)
     return total * comm.get_world_size() / comm.all_reduce_sum(count).clamp(min=1)
+
+
+def needed_columns(losses: Iterable[nn.Module]) -> list[str]:
+    """Return the names of the columns of the batch that the losses use: their attributes ``columns``."""
+    return list(dict.fromkeys(name for loss in losses for name in getattr(loss, "columns", ())))
+
+
+def with_columns(
+    outputs: Outputs | list[tuple[float, Outputs]], batch: Mapping[str, Any], losses: Mapping[str, nn.Module]
+) -> Outputs | list[tuple[float, Outputs]]:
+    """Add the columns of the batch that the losses use to the outputs of a head, on the device of the features.
+
+    Args:
+        outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode.
+        batch (Mapping[str, Any]): batch with the columns, (B,) or (B, L).
+        losses (Mapping[str, nn.Module]): loss name -> module.
+
+    Raises:
+        ConfigError: if the batch does not contain a column; the message lists the available columns.
+    """
+    names = needed_columns(losses.values())
+    if not names:
+        return outputs
+    if isinstance(outputs, list):
+        return [(weight, with_columns(output, batch, losses)) for weight, output in outputs]
+    device = outputs["features"].device
+    return outputs | {name: column_of(batch, name).to(device, non_blocking=True) for name in names}
+
+
+def column_of(batch: Mapping[str, Any], name: str) -> torch.Tensor:
+    """Return a column of a batch.
+
+    Raises:
+        ConfigError: if the batch does not contain the column as a tensor; the message lists the available columns.
+    """
+    if isinstance(batch.get(name), torch.Tensor):
+        return batch[name]
+    columns = [key for key, value in batch.items() if isinstance(value, torch.Tensor) and key not in _NOT_COLUMNS]
+    raise ConfigError(
+        f"the model needs the column {name!r}, which the dataset does not have; available columns: "
+        f"{', '.join(columns) or 'none'}.{did_you_mean(name, columns)}\n"
+        "  fix: use a dataset with this column, or add it to the CSV file"
+    )
 
 
 def over_pairs(loss: nn.Module) -> bool:

@@ -11,7 +11,7 @@ from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import check_shareable
-from fastamp.modeling.losses.compute import Losses, Outputs
+from fastamp.modeling.losses.compute import Losses, Outputs, with_columns
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
 
@@ -107,7 +107,7 @@ class Baseline(ImageModel):
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
-        return self.losses(outputs, targets)
+        return self.losses(with_columns(outputs, batch, self._modules["losses"]), targets)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute scaled class logits without margin, (B, K) float32; works in both training and evaluation mode."""

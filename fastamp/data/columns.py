@@ -1,0 +1,201 @@
+"""Named columns: further labels of the images of a dataset, such as modality, clothes or species.
+
+A column has one type, which its values determine:
+
+======== ================================= =================================== =====================================
+type     values                            in a batch                          missing
+======== ================================= =================================== =====================================
+integer  all are integers                  (B,) int64                          -1; negative values are then an error
+float    all are numbers                   (B,) float32                        NaN
+list     all are tuples                    (B, L) float32 or int64 if they     list of tuples; a missing one is empty
+                                           are L numbers each
+text     anything else                     (B,) int64, number of the text      -1
+======== ================================= =================================== =====================================
+
+Texts are numbered in sorted order: integers in ascending order (007 before 07 and 7), then other texts. The training
+set numbers its own texts. The numbers of training and test images agree only for columns in ``DATASETS.CATEGORIES``.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.config import Key
+from fastamp.data.datasets.items import Column
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+
+logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "DATASETS.CATEGORIES",
+        {},
+        "Column name -> its values in the order of their numbers, from 0, e.g. {modality: [visible, infrared]}. "
+        "Training and test images then have the same numbers, which a model that uses the column requires. An empty "
+        "list numbers the values of the training set in sorted order, also if they are integers.",
+    ),
+    Key(
+        "DATASETS.NUM_CATEGORIES",
+        {},
+        "Column name -> number of its categories in the training set. Set by the training, as MODEL.HEADS.NUM_CLASSES.",
+    ),
+)
+
+CAMERA = "camera"
+"""Name of the cameras where a config key expects a column."""
+
+_NUMBER = re.compile(r"-?[0-9]{1,18}")
+
+
+@dataclass(frozen=True)
+class EncodedColumn:
+    """Values of a column for N images, as in batches.
+
+    Attributes:
+        values (np.ndarray | list[tuple]): (N,) int64 or float32, (N, L) int64 or float32, or N tuples.
+        names (tuple[str, ...]): text of each number; () for numbers and lists.
+    """
+
+    values: np.ndarray | list[tuple]
+    names: tuple[str, ...] = ()
+
+    def take(self, rows: np.ndarray) -> torch.Tensor | list[tuple]:
+        """Return the values of the given rows: a tensor, or a list of tuples."""
+        if isinstance(self.values, list):
+            return [self.values[row] for row in rows.tolist()]
+        return torch.from_numpy(self.values[rows])
+
+
+def encode_columns(
+    columns: Mapping[str, Column], categories: Mapping[str, Sequence[Any]] | None = None, *, title: str, training: bool
+) -> dict[str, EncodedColumn]:
+    """Encode the columns of a dataset.
+
+    Args:
+        columns (Mapping[str, Column]): column name -> N values.
+        categories (Mapping, optional): ``DATASETS.CATEGORIES``. Default: none.
+        title (str): names of the datasets, for messages.
+        training (bool): if True, a value that is not in a list of ``categories`` is an error. If False, such values are
+            numbered after the list, in sorted order.
+
+    Raises:
+        ConfigError: if ``categories`` names a column that does not exist.
+        DataError: if a training value is not in ``categories``, or integers with missing values are negative.
+    """
+    categories = categories or {}
+    if training:
+        for name in categories:
+            check_column(name, columns, "DATASETS.CATEGORIES", title)
+    return {
+        name: _encode(name, column, categories.get(name), title=title, training=training)
+        for name, column in columns.items()
+    }
+
+
+def check_column(name: str, columns: Mapping[str, Any], key: str, title: str) -> None:
+    """Check that a column which a config key names exists.
+
+    Raises:
+        ConfigError: if it does not exist; the message lists the available columns.
+    """
+    if name in columns:
+        return
+    available = ", ".join(columns) or "none"
+    raise ConfigError(
+        f"{key}: {title} has no column {name!r}; available columns: {available}.{did_you_mean(name, columns)}\n"
+        "  fix: choose one of these columns, or add the column to the dataset"
+    )
+
+
+def number_names(names: Sequence[str] | set[str], *, start: int) -> dict[str, int]:
+    """Number the names from ``start``: integers in ascending order (007 before 07 and 7), then text."""
+    order = sorted(names, key=lambda name: (0, int(name), name) if _NUMBER.fullmatch(name) else (1, 0, name))
+    return {name: number for number, name in enumerate(order, start=start)}
+
+
+def describe_type(column: Column) -> str:
+    """Return the type of a column for a report: ``integer``, ``float``, ``list`` or ``text``."""
+    return _type_of([value for value in column.unique()[0] if not _is_missing(value)])
+
+
+def count_missing(column: Column) -> int:
+    """Return the number of missing values."""
+    values, inverse = column.unique()
+    return int(np.array([_is_missing(value) for value in values])[inverse].sum()) if len(column) else 0
+
+
+def _is_missing(value: Any) -> bool:
+    return value is None or value != value  # NaN
+
+
+def _type_of(present: Sequence[Any]) -> str:
+    """Return the type of a column with these distinct values, none of them missing."""
+    if present and all(isinstance(value, Integral) for value in present):
+        return "integer"
+    if present and all(isinstance(value, Real) for value in present):
+        return "float"
+    return "list" if present and all(isinstance(value, tuple) for value in present) else "text"
+
+
+def _encode(name: str, column: Column, listed: Sequence[Any] | None, *, title: str, training: bool) -> EncodedColumn:
+    values, inverse = column.unique()
+    present = [value for value in values if not _is_missing(value)]
+    kind = _type_of(present)
+    if listed is not None and kind in ("integer", "text"):
+        return _encode_text(name, values, inverse, [str(value) for value in listed], title, training)
+    if kind == "integer":
+        if len(present) < len(values) and min(present) < 0:
+            raise DataError(
+                f"{title}: the column {name!r} has missing values, which are encoded as -1, and negative values "
+                f"such as {min(present)}.\n  fix: fill in the missing values, or use text"
+            )
+        return EncodedColumn(np.array([-1 if _is_missing(value) else value for value in values], np.int64)[inverse])
+    if kind == "float":
+        return _encode_floats(name, values, inverse, title)
+    if kind == "list":
+        return _encode_lists(values, inverse)
+    return _encode_text(name, values, inverse, [], title, training)
+
+
+def _encode_text(
+    name: str, values: Sequence[Any], inverse: np.ndarray, listed: list[str], title: str, training: bool
+) -> EncodedColumn:
+    texts = {str(value) for value in values if not _is_missing(value)}
+    unlisted = number_names(texts - set(listed), start=len(listed))
+    if listed and unlisted and training:
+        raise DataError(
+            f"DATASETS.CATEGORIES.{name}: the training set ({title}) has values that are not listed: "
+            f"{', '.join(list(unlisted)[:5])}; listed: {', '.join(listed)}.\n"
+            "  fix: add these values, or set an empty list to number the values of the training set"
+        )
+    numbers = {text: number for number, text in enumerate(listed)} | unlisted
+    codes = np.array([-1 if _is_missing(value) else numbers[str(value)] for value in values], dtype=np.int64)
+    return EncodedColumn(codes[inverse], tuple(numbers))
+
+
+def _encode_floats(name: str, values: Sequence[Any], inverse: np.ndarray, title: str) -> EncodedColumn:
+    exact = np.array([np.nan if _is_missing(value) else value for value in values], dtype=np.float64)
+    rounded = exact.astype(np.float32)
+    if len(np.unique(rounded)) < len(np.unique(exact)):
+        logger.warning(
+            "%s: some values of the column %r differ by less than the precision of float32 and become equal in "
+            "batches\n  fix: store large numbers such as times as integers, or subtract a constant",
+            title,
+            name,
+        )
+    return EncodedColumn(rounded[inverse])
+
+
+def _encode_lists(values: Sequence[Any], inverse: np.ndarray) -> EncodedColumn:
+    lists = [() if _is_missing(value) else value for value in values]
+    elements = [element for each in lists for element in each]
+    if len({len(each) for each in lists}) == 1 and elements and all(isinstance(each, Real) for each in elements):
+        dtype = np.int64 if all(isinstance(each, Integral) for each in elements) else np.float32
+        return EncodedColumn(np.array(lists, dtype=dtype)[inverse])
+    return EncodedColumn([lists[row] for row in inverse.tolist()])
