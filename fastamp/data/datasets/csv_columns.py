@@ -2,7 +2,8 @@
 
 The values of a column determine its type; empty cells are missing values and have no influence:
 
-- integer: all values are integers without leading zeros, such as 7 or -3. Identities such as 007 are therefore text.
+- integer: all values are integers of at most 18 digits without leading zeros, such as 7 or -3. Identities such as 007
+  are therefore text.
 - float: all values are decimal numbers, such as 0.5 or 1e-3; no nan and no inf.
 - list: all values are JSON lists of numbers or texts, such as [1, 0, 1] or ["a", "b"].
 - text: any other values, and a column without values.
@@ -19,7 +20,7 @@ import numpy as np
 from fastamp.data.datasets.items import Column, TextBuilder
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
-_FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]*)(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
+_FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]{0,17})(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
 # Number of distinct values up to which they are counted while reading; more of them, such as times, are only stored.
 _MAX_CATEGORIES = 2**16
 
