@@ -1,6 +1,7 @@
 """Messages of fastamp/data and fastamp/demo: datasets, images, loaders and samplers."""
 
 import errno
+import functools
 import os
 import shutil
 from collections.abc import Mapping
@@ -20,14 +21,16 @@ from fastamp.data.build import build_dataset, training_items
 from fastamp.data.cache import ImageCache
 from fastamp.data.check import Report, check_dataset, write_clean
 from fastamp.data.check import contact_sheet as contact_sheet_of_dataset
+from fastamp.data.columns import encode_columns
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import list_files, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
+from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.decode import read_image
 from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
 from fastamp.data.missing_images import check_files
-from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler
+from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler, build_sampler
 from fastamp.data.split import hold_out
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 
@@ -38,6 +41,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(record.root / "home"))
         tables(record)
+        columns(record)
         checks(record)
         folders(record)
         data_set_names(record)
@@ -84,6 +88,24 @@ def tables(record):
         file = record.file(f"{name}.csv", text)
         with record(f"DATASETS.NAMES csv:{file}"):
             build_dataset(f"csv:{file}")
+
+
+def columns(record):
+    """Read columns of CSV files and encode columns."""
+    header = "path,pid,cam_id,split,features"
+    with record("a CSV file with columns whose names are reserved or similar to others"):
+        build_dataset(f"csv:{record.file('typo.csv', header + chr(10) + '0.png,1,2,train,5')}")
+    with record("a column with a reserved name"):
+        PackedItems.of([ImageItem("a.jpg", 1, 0, columns={"targets": 1})])
+    encode = functools.partial(encode_columns, title="Market1501", training=True)
+    with record("DATASETS.CATEGORIES of a column that does not exist"):
+        encode({"modality": Column.pack(["visible"])}, {"modalty": []})
+    with record("DATASETS.CATEGORIES without a value of the training set"):
+        encode({"modality": Column.pack(["visible", "radar"])}, {"modality": ["visible", "infrared"]})
+    with record("negative integers and missing values"):
+        encode({"side": Column.pack([-2, None])})
+    with record("floats that are equal in float32"):
+        encode({"time": Column.pack([1600000000.25, 1600000001.5])})
 
 
 def checks(record):
@@ -516,6 +538,14 @@ def samplers(record):
     for fraction in (0.0, 0.95):
         with record(f"hold_out {fraction}"):
             hold_out(items, fraction, 0, key="DATASETS.FOLDER.TEST_FRACTION")
+    for column in ("modality", "captions"):
+        with record(f"ColumnBalancedSampler, DATALOADER.BALANCE_COLUMN {column}"):
+            cfg = get_cfg()
+            cfg.merge_from_list(
+                ["DATALOADER.SAMPLER_TRAIN", "ColumnBalancedSampler", "DATALOADER.BALANCE_COLUMN", column]
+            )
+            columns = {"captions": [("a",), ("b",)]}
+            build_sampler(cfg, labels=[0, 1], camids=[0, 1], sets=[0, 0], world_size=1, columns=columns)
     with record("hold_out where no identity has two images"):
         hold_out([item._replace(pid=item.path) for item in items], 0.3, 0, key="DATASETS.FOLDER.TEST_FRACTION")
     for sets, weights in (((0, 1), (1, 0)), ((0, 1), (100, 1)), ((0, 1), (1, 3))):

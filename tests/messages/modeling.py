@@ -12,6 +12,7 @@ from fastamp.layers.norm import group_norm
 from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
 from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.load import load_model
+from fastamp.modeling.losses.compute import with_columns
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.solver.state import OptimizerState
 from fastamp.solver.weight_average import WeightAverage
@@ -153,6 +154,11 @@ def losses(record):
     with record("pytorch-metric-learning is not installed"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "pytorch_metric_learning", None)
         build(record, *PML)
+
+    clothes_loss = nn.Module()
+    clothes_loss.columns = ("clothes",)
+    with record("a loss that needs a column which the batch does not have"):
+        with_columns({"features": torch.ones(1, 2)}, {"cloths": torch.zeros(1)}, {"loss": clothes_loss})
 
 
 def teachers(record):
