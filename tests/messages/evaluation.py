@@ -4,6 +4,7 @@ import logging
 
 import pytest
 import torch
+from look_alikes import identities_of, look_alikes
 from messages import Recorder
 from naive_ranking import random_set
 from tiny import tiny_config
@@ -13,6 +14,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.evaluation.baselines import color_histogram
+from fastamp.evaluation.calibration import Calibration, calibrate
 from fastamp.evaluation.metrics import rank_distances
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
@@ -29,6 +31,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     features(record)
     models(record)
     figures(record)
+    calibrations(record)
 
 
 def protocols(record):
@@ -164,3 +167,33 @@ def figures(record):
         with record(f"similarity_map of a model {title}"):
             similarity_map(model.eval(), {"images": batch["images"].clone()})
     logging.getLogger("fastamp").setLevel(logging.INFO)
+
+
+def calibrations(record):
+    """Calibrate with invalid rates, too few identities, and features without pairs."""
+    features, identities = look_alikes(120, 4, seed=0)
+    wanted = {"metric": "cosine", "far": 0.01, "frr": 0.1, "fpir": 0.1}
+    nan = features.clone()
+    nan[0] = float("nan")
+    for title, options in {
+        "far=0": {"far": 0},
+        "fpir=1": {"fpir": 1},
+        "fraction=2": {"fraction": 2},
+        "method=beta": {"method": "beta"},
+        "far=1e-4": {"far": 1e-4},
+        "frr=0.01": {"frr": 0.01},
+        "fpir=0.01": {"fpir": 0.01},
+        "fraction=0.995": {"fraction": 0.995},
+        "gallery_size=1000": {"gallery_size": 1000},
+    }.items():
+        with record(f"calibrate({title})"):
+            calibrate(features, identities, **wanted | options)
+    with record("calibrate with NaN"):
+        calibrate(nan, identities, **wanted)
+    with record("calibrate with one image per identity"):
+        calibrate(features, identities_of(480, 1), **wanted)
+    state = calibrate(features, identities, **wanted).state_dict()
+    with record("Calibration.from_state with invalid values"):
+        Calibration.from_state(state | {"far": 0.0, "gallery_size": 0})
+    with record("Calibration.from_state with a missing value"):
+        Calibration.from_state({name: state[name] for name in state if name != "far"})

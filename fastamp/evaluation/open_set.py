@@ -1,0 +1,237 @@
+"""Error rates of open-set decisions: same, different or unknown for pairs, accepted or unknown for searches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.evaluation.error_rates import ErrorRate, identity_error_rate, pair_error_rate
+from fastamp.evaluation.probability import ProbabilityCurve
+from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches
+from fastamp.layers.distance import pairwise_distance
+from fastamp.utils.errors import DataError
+
+# Images of a set that are compared with each other: 100 MB of scores. More images per identity add little, because the
+# intervals depend on the number of identities.
+_MAX_IMAGES = 5000
+_RELIABILITY_BINS = 10
+
+
+@dataclass(frozen=True)
+class OpenSetRates:
+    """Error rates of open-set decisions on one set of identities.
+
+    Attributes:
+        far: impostor pairs declared the same (false accept rate).
+        frr: genuine pairs declared different (false reject rate).
+        undecided_impostor, undecided_genuine: impostor and genuine pairs that remain unknown.
+        fpir: queries without a match whose best gallery image is accepted (false-positive identification rate).
+        fnir: queries with a match of which no match is accepted (false-negative identification rate).
+        gallery_size: mean number of gallery images that a query was compared with.
+    """
+
+    far: ErrorRate
+    frr: ErrorRate
+    undecided_impostor: ErrorRate
+    undecided_genuine: ErrorRate
+    fpir: ErrorRate
+    fnir: ErrorRate
+    gallery_size: int
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a dict of plain values, see ``Calibration.state_dict``."""
+        return {
+            each.name: value if isinstance(value, int) else value.state_dict()
+            for each in fields(self)
+            for value in [getattr(self, each.name)]
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> "OpenSetRates":
+        """Restore the rates from ``state_dict``."""
+        values: dict[str, Any] = {
+            name: ErrorRate(**each) if name != "gallery_size" else each for name, each in state.items()
+        }
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Observed fraction of genuine pairs for pairs of similar predicted probability, at a prior of 0.5.
+
+    Attributes:
+        predicted, observed: (B,) float64 in 0..1, mean prediction and observed fraction in each non-empty bin.
+        error: mean absolute difference of both over all pairs (expected calibration error).
+    """
+
+    predicted: np.ndarray
+    observed: np.ndarray
+    error: float
+
+
+class SetScores:
+    """Similarities of all pairs of the images of some identities; higher is more similar.
+
+    Args:
+        features: (N, D) float features.
+        identities: identities and cameras of the N images as queries and as gallery.
+        metric: ``"cosine"`` or ``"euclidean"``, whose distances are negated.
+        junk: pairs to exclude; None for no junk.
+        only: identities to use. Default: None, all that are not negative.
+        seed: seed of the selection of images, if there are more than 5,000.
+
+    Attributes:
+        pids: (M,) int64, identities of the used images, ascending.
+
+    Raises:
+        DataError: if features are not finite, or there are no genuine or no impostor pairs.
+    """
+
+    def __init__(
+        self,
+        features: Tensor,
+        identities: Identities,
+        *,
+        metric: str,
+        junk: Junk | None = SAME_CAMERA,
+        only: np.ndarray | None = None,
+        seed: int = 0,
+    ) -> None:
+        all_pids = identities.query_pids.cpu().numpy()
+        rows = _sampled_rows(all_pids, all_pids[all_pids >= 0] if only is None else only, seed)
+        self.pids = all_pids[rows]
+        chosen = features[torch.from_numpy(rows).to(features.device)].float().cpu()
+        if not torch.isfinite(chosen).all():
+            raise DataError(
+                f"{int((~torch.isfinite(chosen)).any(1).sum())} of {len(chosen)} features are not finite.\n"
+                "  fix: extract the features with SOLVER.AMP.EVAL_DTYPE float32"
+            )
+        distances = pairwise_distance(chosen, chosen, metric).numpy()
+        self._scores = 1 - distances if metric == "cosine" else -distances
+        self._same = self.pids[:, None] == self.pids
+        if junk is not None:
+            matches = Matches(identities, junk=junk)
+            excluded = junk.test(matches, rows[:, None], rows)
+            self._scores[excluded & self._same if junk.same_identity_only else excluded] = np.nan
+        np.fill_diagonal(self._scores, np.nan)
+        _, self._starts, self._identity = np.unique(self.pids, return_index=True, return_inverse=True)
+        if not len(self.genuine) or not len(self.impostor):
+            raise DataError(
+                f"{len(self._starts)} identities with {len(rows)} images have no genuine or no impostor pairs.\n"
+                "  fix: use a dataset with several identities, and with images of each from several cameras"
+            )
+
+    def draw_gallery(self, size: int, seed: int) -> np.ndarray:
+        """Draw identities at random until they have about ``size`` images; return True for their images, (M,) bool."""
+        order = np.random.default_rng(seed).permutation(len(self._starts))
+        sizes = np.bincount(self._identity)
+        kept = order[: max(2, int((np.cumsum(sizes[order]) <= size).sum()))]
+        chosen: np.ndarray = np.isin(self._identity, kept)
+        return chosen
+
+    @cached_property
+    def genuine(self) -> np.ndarray:
+        """Scores of the pairs of the same identity, (G,) float32, each pair once."""
+        return self._pairs(self._same)
+
+    @cached_property
+    def impostor(self) -> np.ndarray:
+        """Scores of the pairs of different identities, (I,) float32, each pair once."""
+        return self._pairs(~self._same)
+
+    def _pairs(self, chosen: np.ndarray) -> np.ndarray:
+        scores = self._scores[np.triu(chosen, 1)]
+        found: np.ndarray = scores[~np.isnan(scores)]
+        return found
+
+    def best(self, gallery: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Find the most similar gallery image of another identity for each image.
+
+        Args:
+            gallery: (M,) bool, True for gallery images.
+
+        Returns:
+            Its score, (M,) float32, -inf if there is none; and its index, (M,) int64.
+        """
+        others = np.where(self._same | ~gallery | np.isnan(self._scores), -np.inf, self._scores)
+        columns = others.argmax(1)
+        return others[np.arange(len(columns)), columns], columns
+
+    def rates(self, same: float, different: float, search: float, gallery: np.ndarray) -> OpenSetRates:
+        """Compute the error rates of three thresholds of similarity.
+
+        Args:
+            same, different, search: see ``Calibration``, as similarities.
+            gallery: (M,) bool, True for gallery images. All images are queries, each compared with the gallery images
+                of other identities for ``fpir``, and with those of its own identity for ``fnir``.
+        """
+        known, scores = ~np.isnan(self._scores), self._scores
+        genuine, impostor = self._same & known, ~self._same & known
+        undecided = (scores < same) & (scores >= different)
+        trials, own = self._by_pair(impostor), np.diag(self._by_pair(genuine))
+
+        def pairs_of_others(chosen: np.ndarray) -> ErrorRate:
+            return pair_error_rate(self._by_pair(impostor & chosen) / 2, trials / 2)
+
+        def pairs_of_one(chosen: np.ndarray) -> ErrorRate:
+            return identity_error_rate(np.diag(self._by_pair(genuine & chosen)) / 2, own / 2)
+
+        best, columns = self.best(gallery)
+        false, errors = best >= search, np.zeros_like(trials)
+        np.add.at(errors, (self._identity[false], self._identity[columns[false]]), 1)
+        # Each query is one trial, distributed over the identities that it was compared with.
+        compared = np.add.reduceat(impostor & gallery, self._starts, axis=1, dtype=np.float64)
+        sizes = compared.sum(1)
+        searches = np.add.reduceat(compared / np.maximum(sizes, 1)[:, None], self._starts, axis=0)
+        matches = genuine & gallery
+        matched, missed = matches.any(1), ~(matches & (scores >= search)).any(1)
+        count = len(self._starts)
+        return OpenSetRates(
+            far=pairs_of_others(scores >= same),
+            frr=pairs_of_one(scores < different),
+            undecided_impostor=pairs_of_others(undecided),
+            undecided_genuine=pairs_of_one(undecided),
+            fpir=pair_error_rate(errors, searches),
+            fnir=identity_error_rate(
+                np.bincount(self._identity[matched & missed], minlength=count),
+                np.bincount(self._identity[matched], minlength=count),
+            ),
+            gallery_size=round(float(sizes[sizes > 0].mean())),
+        )
+
+    def _by_pair(self, values: np.ndarray) -> np.ndarray:
+        """Sum (M, M) values over the images of each pair of identities: (n, n) float64."""
+        rows = np.add.reduceat(values, self._starts, axis=0, dtype=np.float64)
+        return np.asarray(np.add.reduceat(rows, self._starts, axis=1))
+
+    def reliability(self, curve: ProbabilityCurve) -> Reliability:
+        """Compare predicted probabilities with the observed fractions of genuine pairs."""
+        pairs = [self.genuine, self.impostor]
+        predicted = [curve.at(scores) for scores in pairs]
+        bins = [np.minimum((each * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1) for each in predicted]
+        counts, sums = (
+            [
+                np.bincount(where, weights, minlength=_RELIABILITY_BINS) / len(where)
+                for where, weights in zip(bins, values, strict=True)
+            ]
+            for values in ([None, None], predicted)
+        )
+        weight = counts[0] + counts[1]
+        used = weight > 0
+        mean, observed = (sums[0] + sums[1])[used] / weight[used], counts[0][used] / weight[used]
+        return Reliability(mean, observed, float((np.abs(mean - observed) * weight[used]).sum() / weight.sum()))
+
+
+def _sampled_rows(pids: np.ndarray, only: np.ndarray, seed: int) -> np.ndarray:
+    """Return up to 5,000 images of the identities ``only``, sorted by identity, evenly over the identities."""
+    rows = np.flatnonzero(np.isin(pids, only))
+    rows = rows[np.random.default_rng(seed).permutation(len(rows))]
+    rows = rows[np.argsort(pids[rows], kind="stable")]
+    _, starts, counts = np.unique(pids[rows], return_index=True, return_counts=True)
+    number = np.arange(len(rows)) - np.repeat(starts, counts)  # of each image within its identity
+    most = int(np.searchsorted(np.cumsum(np.bincount(number)), _MAX_IMAGES, side="right")) if len(rows) else 0
+    return rows[number < max(most, 2)]
