@@ -5,13 +5,34 @@ float16 is too coarse for logits of that magnitude (spacing 0.0156 above 16, 0.0
 """
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
+from fastamp.config.key import Key
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
+
+KEYS = (
+    Key(
+        "MODEL.HEADS.SUBCENTERS.NUMBER",
+        2,
+        "SubCenterArcSoftmax: number of centers of each class, of which the nearest counts.",
+        low=1,
+    ),
+    Key(
+        "MODEL.HEADS.SUBCENTERS.MIN_MARGIN",
+        0.2,
+        "SubCenterArcSoftmax: margin in radians of the class with the most images. The class with the fewest has "
+        "MODEL.HEADS.MARGIN; equal values give all classes the same margin.",
+        low=0,
+    ),
+)
 
 CLS_LAYER_REGISTRY = Registry("MODEL.HEADS.CLS_LAYER")
 
@@ -26,12 +47,25 @@ class Linear(nn.Module):
     Args:
         scale (float): factor of the logits, ``MODEL.HEADS.SCALE``.
         margin (float): ``MODEL.HEADS.MARGIN``; ignored by this layer.
+
+    Attributes:
+        centers (int): number of weight vectors of each class, in consecutive rows of the weight. Default 1.
     """
+
+    centers = 1
 
     def __init__(self, *, scale: float, margin: float) -> None:
         super().__init__()
         self.scale = scale
         self.margin = margin
+
+    @classmethod
+    def further_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return the constructor arguments of a subclass besides ``scale`` and ``margin``."""
+        return {}
+
+    def set_class_counts(self, counts: Sequence[int] | np.ndarray) -> None:
+        """Set the number of training images of each class, (num_classes,); ignored unless a subclass uses it."""
 
     @force_fp32
     def forward(
@@ -41,7 +75,7 @@ class Linear(nn.Module):
 
         Args:
             features (torch.Tensor): (B, D) float.
-            weight (torch.Tensor): (num_classes, D) float.
+            weight (torch.Tensor): (num_classes * centers, D) float.
             targets (torch.Tensor): (B,) int64 class indices, used by margin layers.
 
         Returns:
@@ -116,6 +150,95 @@ class ArcSoftmax(MarginSoftmax):
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
         # cos(a + m) by the addition theorem, which needs no arc cosine.
         return cosines * math.cos(self.margin) - (1 - cosines.square()).sqrt() * math.sin(self.margin)
+
+
+@CLS_LAYER_REGISTRY.register()
+class MonotonicArcSoftmax(MarginSoftmax):
+    """ArcFace that decreases with every angle: cos - m sin(m) for the target class if angle + m exceeds 180 degrees.
+
+    Deng et al. 2019, arXiv:1801.07698, eq. 3, with the linear continuation of the authors' program, so that the
+    gradient always brings the feature nearer to its class. ``ArcSoftmax`` has no such continuation.
+    """
+
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        return _add_angle(cosines, torch.full_like(cosines, self.margin))
+
+
+@CLS_LAYER_REGISTRY.register()
+class SubCenterArcSoftmax(MarginSoftmax):
+    """Sub-center ArcFace with a margin for each class that depends on its number of images.
+
+    Each class has several centers, and its cosine is that of the nearest one (Deng et al. 2020, "Sub-center ArcFace"),
+    which separates wrong labels and views such as the left and right flank. The margin of a class with n images is
+    linear in n^(-1/4), from ``min_margin`` for the largest class to ``margin`` for the smallest (Ha et al. 2020,
+    arXiv:2010.05350). As in ``MonotonicArcSoftmax``, the target's logit decreases with every angle.
+
+    Until ``set_class_counts`` is called, which ``DefaultTrainer`` does, and if all classes have the same number of
+    images, the margin of all classes is ``margin``.
+
+    Args:
+        scale (float): factor of the cosines.
+        margin (float): largest margin, in radians.
+        min_margin (float): smallest margin, in radians. Default 0.2.
+        centers (int): centers of each class. Default 2.
+        num_classes (int): number of classes; 0 (default) for evaluation only.
+
+    Raises:
+        ConfigError: if ``min_margin`` is larger than ``margin``.
+    """
+
+    classifiers = ("margins",)
+
+    def __init__(
+        self, *, scale: float, margin: float, min_margin: float = 0.2, centers: int = 2, num_classes: int = 0
+    ) -> None:
+        super().__init__(scale=scale, margin=margin)
+        if min_margin > margin:
+            raise ConfigError(
+                f"MODEL.HEADS.SUBCENTERS.MIN_MARGIN is {min_margin:g}, but MODEL.HEADS.MARGIN is {margin:g}; expected "
+                "a margin that is at least as large.\n  fix: set MODEL.HEADS.MARGIN, e.g. to 0.5"
+            )
+        self.min_margin, self.centers = min_margin, centers
+        self.register_buffer("margins", torch.full((num_classes,), float(margin)))
+
+    @classmethod
+    def further_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return the options in ``MODEL.HEADS.SUBCENTERS``, and the number of classes."""
+        heads = cfg.MODEL.HEADS
+        return {
+            "min_margin": heads.SUBCENTERS.MIN_MARGIN,
+            "centers": heads.SUBCENTERS.NUMBER,
+            "num_classes": heads.NUM_CLASSES,
+        }
+
+    def set_class_counts(self, counts: Sequence[int] | np.ndarray) -> None:
+        """Compute the margin of each class from its number of training images, (num_classes,), at least 1 each."""
+        rarity = torch.as_tensor(np.asarray(counts), dtype=torch.float64).clamp_min(1).pow(-0.25)
+        low, high = rarity.min(), rarity.max()
+        position = (rarity - low) / (high - low) if high > low else torch.ones_like(rarity)
+        self.margins.copy_(self.min_margin + (self.margin - self.min_margin) * position)
+
+    @force_fp32
+    def forward(
+        self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the logits for the loss and for the accuracy; see ``Linear.forward``."""
+        cosines, column = self._cosines(features, weight), targets[:, None]
+        right = _add_angle(cosines.gather(1, column), self.margins[targets][:, None])
+        return self.scale * cosines.scatter(1, column, right), self.scale * cosines
+
+    def _cosines(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        cosines = super()._cosines(features, weight)
+        return cosines.view(len(features), -1, self.centers).amax(2)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, min_margin={self.min_margin}, centers={self.centers}"
+
+
+def _add_angle(cosines: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:
+    """Compute cos(angle + m) by the addition theorem; cos(angle) - m sin(m) if angle + m exceeds 180 degrees."""
+    added = cosines * margins.cos() - (1 - cosines.square()).sqrt() * margins.sin()
+    return torch.where(cosines > -margins.cos(), added, cosines - margins * margins.sin())
 
 
 @CLS_LAYER_REGISTRY.register()

@@ -1,20 +1,29 @@
 """Margin softmax layers compared with naive loops, at cosines of 1 and -1, and under autocast."""
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch.nn import functional
 
 from fastamp.layers import CLS_LAYER_REGISTRY
+from fastamp.utils.errors import ConfigError
 
 SCALE, MARGIN = 30.0, 0.35
-MARGIN_LAYERS = ["ArcSoftmax", "CosSoftmax", "CircleSoftmax"]
+MARGIN_LAYERS = ["ArcSoftmax", "CosSoftmax", "CircleSoftmax", "MonotonicArcSoftmax"]
+REFERENCE = Path(__file__).parents[1] / "reference/methods"
 
 
 def naive(name, cosine, right):
     """Compute one logit with the formula in the paper."""
     if name == "ArcSoftmax":
         return SCALE * math.cos(math.acos(cosine) + (MARGIN if right else 0))
+    if name == "MonotonicArcSoftmax":
+        if right and math.acos(cosine) + MARGIN > math.pi:
+            return SCALE * (cosine - MARGIN * math.sin(MARGIN))
+        return naive("ArcSoftmax", cosine, right)
     if name == "CosSoftmax":
         return SCALE * (cosine - (MARGIN if right else 0))
     if right:
@@ -71,3 +80,65 @@ def test_no_gradient_flows_through_circle_softmax_factors():
     for out, expected in ((circle.right(cosines), 1 + MARGIN - 0.2), (circle.wrong(cosines), 0.2 + MARGIN)):
         (gradient,) = torch.autograd.grad(out.sum(), cosines)
         assert gradient.item() == pytest.approx(expected)
+
+
+def test_sub_center_and_monotonic_layers_equal_the_numbers_of_miewid():
+    data = np.load(REFERENCE / "animals_miewid1.npz")
+    targets, weight = torch.from_numpy(data["labels"]), torch.from_numpy(data["subcenter_weight"])
+    layers = {
+        "subcenter": CLS_LAYER_REGISTRY.get("SubCenterArcSoftmax")(scale=30.0, margin=0.5, num_classes=12),
+        "arcface": CLS_LAYER_REGISTRY.get("MonotonicArcSoftmax")(scale=30.0, margin=0.5),
+    }
+    layers["subcenter"].set_class_counts(data["class_counts"])
+    assert layers["subcenter"].margins.numpy() == pytest.approx(data["dynamic_margins"], abs=1e-6)
+    for name, each in layers.items():
+        features = torch.from_numpy(data["embeddings"]).requires_grad_()
+        logits, _ = each(features, weight if name == "subcenter" else weight[::2], targets)
+        loss = functional.cross_entropy(logits, targets)
+        loss.backward()
+        assert loss.item() == pytest.approx(float(data[f"{name}_loss"]), rel=1e-6)
+        assert features.grad.numpy() == pytest.approx(data[f"{name}_grad"], abs=1e-6)
+        if name == "arcface":
+            assert logits[:4].detach().numpy() == pytest.approx(data["arcface_logits_first"], rel=1e-5)
+
+
+def sub_centers(**options):
+    return CLS_LAYER_REGISTRY.get("SubCenterArcSoftmax")(scale=SCALE, margin=0.5, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sub_center_softmax_matches_a_naive_loop(dtype):
+    each = sub_centers(num_classes=4, centers=3)
+    each.set_class_counts([1, 16, 81, 5])
+    features, weight, targets = torch.randn(8, 5, dtype=dtype), torch.randn(12, 5, dtype=dtype), torch.arange(8) % 4
+    for_loss, for_accuracy = each(features, weight, targets)
+    rarity = [n**-0.25 for n in (1, 16, 81, 5)]
+    for i in range(8):
+        for j in range(4):
+            cosine = max(functional.cosine_similarity(features[i], row, dim=0).item() for row in weight[3 * j : 3 * j + 3])
+            margin = 0.2 + 0.3 * (rarity[j] - rarity[2]) / (rarity[0] - rarity[2])
+            expected = math.cos(math.acos(cosine) + margin) if targets[i] == j else cosine
+            assert for_loss[i, j].item() == pytest.approx(SCALE * expected, abs=2e-4)
+            assert for_accuracy[i, j].item() == pytest.approx(SCALE * cosine, abs=2e-4)
+    assert each.logits(features, weight).equal(for_accuracy)
+
+
+def test_sub_center_margins_are_defined_for_equal_counts_one_class_and_no_counts():
+    for counts in ([7, 7, 7], [3], [0, 1]):
+        each = sub_centers(num_classes=len(counts))
+        assert each.margins.tolist() == [0.5] * len(counts)
+        each.set_class_counts(counts)
+        assert each.margins.tolist() == [0.5] * len(counts)
+
+
+def test_sub_center_gradient_is_finite_if_features_equal_the_weights():
+    weight = torch.randn(128, 512)
+    features = torch.cat((weight[::2], -weight[::2])).requires_grad_()
+    targets = torch.arange(64).repeat(2)
+    functional.cross_entropy(sub_centers(num_classes=64)(features, weight, targets)[0], targets).backward()
+    assert torch.isfinite(features.grad).all()
+
+
+def test_sub_center_min_margin_above_the_margin_is_an_error():
+    with pytest.raises(ConfigError, match="MIN_MARGIN"):
+        sub_centers(min_margin=0.6)

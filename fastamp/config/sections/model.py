@@ -128,7 +128,13 @@ KEYS = (
         choices=("before", "after"),
     ),
     "MODEL.HEADS.JPM",
-    Key("MODEL.HEADS.CLS_LAYER", "Linear", "Classifier: Linear, ArcSoftmax, CosSoftmax or CircleSoftmax."),
+    Key(
+        "MODEL.HEADS.CLS_LAYER",
+        "Linear",
+        "Classifier: Linear, ArcSoftmax, CosSoftmax, CircleSoftmax, MonotonicArcSoftmax (ArcFace with a linear "
+        "continuation) or SubCenterArcSoftmax (several centers per class, larger margins for rare classes).",
+    ),
+    "MODEL.HEADS.SUBCENTERS",
     Key(
         "MODEL.HEADS.NUM_CLASSES",
         0,

@@ -13,6 +13,12 @@ from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.moved import renamed_attribute
 
 
+def classifier_options(cfg: Any) -> dict[str, Any]:
+    """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin; {} if the class declares none."""
+    layer = CLS_LAYER_REGISTRY.get(cfg.MODEL.HEADS.CLS_LAYER)
+    return layer.further_options(cfg) if hasattr(layer, "further_options") else {}
+
+
 @HEADS_REGISTRY.register()
 class EmbeddingHead(nn.Module):
     """Embedding head with pooling, 1x1 convolution, BNNeck and classifier (Luo et al. 2019, arXiv:1903.07071).
@@ -31,6 +37,7 @@ class EmbeddingHead(nn.Module):
         scale, margin (float): scale and margin of the classification layer. Default 1 and 0.
         with_bnneck (bool): add batch norm, with the bias frozen at 0, before the classifier. Default True.
         norm (str): name of the normalization layer of the neck. Default ``"BN"``.
+        cls_options (dict[str, Any] | None): further options of the classification layer. Default None: no options.
 
     Raises:
         ConfigError: if a component is not registered, or if ``neck_feat`` is unknown.
@@ -53,6 +60,7 @@ class EmbeddingHead(nn.Module):
         margin: float = 0.0,
         with_bnneck: bool = True,
         norm: str = "BN",
+        cls_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if neck_feat not in ("before", "after"):
@@ -62,8 +70,9 @@ class EmbeddingHead(nn.Module):
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
         self._make_neck(feat_dim, embedding_dim, with_bnneck, norm)
         self.feature_dim = embedding_dim or feat_dim
-        self.weight = nn.Parameter(torch.empty(num_classes, self.feature_dim))
-        self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin)
+        self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin, **(cls_options or {}))
+        centers = getattr(self.cls_layer, "centers", 1)
+        self.weight = nn.Parameter(torch.empty(num_classes * centers, self.feature_dim))
         nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
@@ -82,6 +91,7 @@ class EmbeddingHead(nn.Module):
             "margin": heads.MARGIN,
             "with_bnneck": heads.WITH_BNNECK,
             "norm": heads.NORM,
+            "cls_options": classifier_options(cfg),
         }
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
