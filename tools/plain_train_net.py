@@ -18,6 +18,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
+from fastamp.engine.run_state import set_class_counts
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
 from fastamp.utils.env import RandomState
@@ -47,6 +48,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     loader = DefaultTrainer.build_train_loader(cfg)
     cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
     model = DefaultTrainer.build_model(cfg)
+    set_class_counts(model, loader)
     comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank
     optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
     groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]

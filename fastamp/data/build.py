@@ -17,7 +17,7 @@ from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_load
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root, log_splits
 from fastamp.data.datasets.custom import PATH_DATASETS
-from fastamp.data.datasets.items import PackedItems, split_path
+from fastamp.data.datasets.items import Column, PackedItems, split_path
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, build_sampler
@@ -88,6 +88,7 @@ def build_reid_train_loader(
         raise ConfigError("DATASETS.NAMES is empty.\n  fix: set DATASETS.NAMES to at least one training set")
     datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
     parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
+    parts = exclude_rare_identities(parts, cfg.DATASETS.MIN_IMAGES)
     dataset = ReidDataset(
         PackedItems.concat(parts),
         transforms,
@@ -204,6 +205,7 @@ def _collect_problem(problems: list[str], check: Callable[..., None], *args: Any
 def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms = build_transforms(cfg, is_train=True)
+    [items] = exclude_rare_identities([items], cfg.DATASETS.MIN_IMAGES)
     dataset = ReidDataset(items, transforms, relabel=True, sources=[source], categories=cfg.DATASETS.CATEGORIES)
     _check_camera_view_ids(cfg, dataset, [source.title])
     _build_batch_sampler(cfg, dataset, np.zeros(len(dataset), dtype=np.int64), 0, 0, 1)
@@ -428,6 +430,38 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
         part = PackedItems.concat(part)
         parts.append(_drop_shared_images(part, dataset, list(zip(datasets, parts, strict=False))))
     return parts
+
+
+def exclude_rare_identities(parts: Sequence[PackedItems], min_images: int) -> list[PackedItems]:
+    """Exclude the identities with fewer than ``min_images`` training images over all datasets.
+
+    Args:
+        parts (Sequence[PackedItems]): result of ``training_parts``.
+        min_images (int): DATASETS.MIN_IMAGES; 1 keeps all images.
+
+    Raises:
+        DataError: if no identity has as many images.
+    """
+    if min_images < 2:
+        return list(parts)
+    values, identities = Column.concat([part.pids for part in parts]).unique()
+    counts = np.bincount(identities, minlength=len(values))
+    kept = counts[identities] >= min_images
+    if not kept.any():
+        raise DataError(
+            f"DATASETS.MIN_IMAGES is {min_images}, but no identity has more than "
+            f"{plural(int(counts.max()), 'training image')}.\n  fix: reduce DATASETS.MIN_IMAGES"
+        )
+    logger.info(
+        "DATASETS.MIN_IMAGES %d excluded %d of %d identities and %d of %d training images",
+        min_images,
+        int((counts < min_images).sum()),
+        len(counts),
+        int((~kept).sum()),
+        len(kept),
+    )
+    bounds = np.cumsum([len(part) for part in parts])[:-1]
+    return [part.take(np.flatnonzero(rows)) for part, rows in zip(parts, np.split(kept, bounds), strict=True)]
 
 
 def _drop_shared_images(

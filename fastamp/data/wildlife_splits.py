@@ -117,14 +117,16 @@ def disjoint_split(
     )
 
 
-def time_proportion_split(identities: Sequence[str], dates: Sequence[date | None], train_fraction: float = 0.5) -> Split:
+def time_proportion_split(
+    identities: Sequence[str], dates: Sequence[date | None], train_fraction: float = 0.5
+) -> Split:
     """Split the days of each identity: the first ones are for training, the later ones for testing.
 
     Args:
         identities (Sequence[str]): identity of each image.
         dates (Sequence[date | None]): day of each image; images without a day are not used.
-        train_fraction (float): fraction of each identity's different days for training, rounded to even, at most all but
-            one. Identities with a single day are for training. Default 0.5.
+        train_fraction (float): fraction of each identity's different days for training, rounded to even, at most all
+            but one. Identities with a single day are for training. Default 0.5.
     """
     _check_fraction("the training fraction", train_fraction)
     split = Split([], [])
@@ -176,8 +178,8 @@ def encounter_split(
     Args:
         identities (Sequence[str]): identity of each image.
         encounters (Sequence): encounter of each image; None is an encounter of its own.
-        train_fraction (float): fraction of each identity's encounters for training, rounded to even; at least one and at
-            most all but one. Identities with a single encounter are for training. Default 0.5.
+        train_fraction (float): fraction of each identity's encounters for training, rounded to even; at least one and
+            at most all but one. Identities with a single encounter are for training. Default 0.5.
         seed (int): seed of the generator. Default 666.
     """
     _check_fraction("the training fraction", train_fraction)

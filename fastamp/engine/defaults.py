@@ -50,7 +50,14 @@ from fastamp.engine.reporting import (
     write_metrics,
     write_training_report,
 )
-from fastamp.engine.run_state import ConfigText, TrainerPolicy, describe_last_checkpoint, labels_checksum, recovery_hint
+from fastamp.engine.run_state import (
+    ConfigText,
+    TrainerPolicy,
+    describe_last_checkpoint,
+    labels_checksum,
+    recovery_hint,
+    set_class_counts,
+)
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
@@ -94,6 +101,7 @@ class DefaultTrainer(FastReIDMethods):
         self.test_loaders = self._build_test_loaders(cfg)
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.model = self.build_model(cfg)
+        set_class_counts(self.model, self.data_loader)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast([*self.model.parameters(), *self.model.buffers()])
         self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
@@ -54,6 +55,21 @@ def labels_checksum(data_loader: Any) -> int | None:
     """Return the CRC32 checksum of ``data_loader.dataset.labels``, or None if the dataset has no ``labels``."""
     labels = getattr(data_loader.dataset, "labels", None)
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
+
+
+def set_class_counts(model: nn.Module, data_loader: Any) -> None:
+    """Set the number of training images of each class in the classification layers of a model, for their margins.
+
+    Args:
+        model (nn.Module): model whose modules may have a method ``set_class_counts(counts)``.
+        data_loader: training loader; nothing is set if its dataset has no ``labels`` in 0..num_classes-1.
+    """
+    labels = getattr(data_loader.dataset, "labels", None)
+    layers = [module for module in model.modules() if hasattr(module, "set_class_counts")]
+    if labels is not None and layers:
+        counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=data_loader.dataset.num_classes)
+        for layer in layers:
+            layer.set_class_counts(counts)
 
 
 def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:

@@ -115,9 +115,7 @@ def recall(
     return counts.macro(counts.right, counts.true, ignore_empty)
 
 
-def f1(
-    true: Sequence[Any], predicted: Sequence[Any], new: Label | None = None, *, ignore_empty: bool = False
-) -> float:
+def f1(true: Sequence[Any], predicted: Sequence[Any], new: Label | None = None, *, ignore_empty: bool = False) -> float:
     """Compute the macro-averaged F1 score; see ``precision``."""
     counts = _ClassCounts(*encode_labels(true, predicted, new)[:2])
     return counts.macro(2 * counts.right, counts.true + counts.predicted, ignore_empty)

@@ -360,3 +360,16 @@ def is_alive(pid):
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def test_min_images_excludes_identities_with_fewer_training_images(market, cfg, write_image):
+    for image in (4, 5):
+        write_image(market / f"bounding_box_train/0007_c1s1_{image:06d}_00.jpg")
+        write_image(market / f"bounding_box_train/1000_c1s1_{image:06d}_00.jpg")
+    cfg.DATASETS.MIN_IMAGES = 5
+    dataset = build_reid_train_loader(cfg).dataset
+    assert np.bincount(dataset.labels).tolist() == [6, 6] and dataset.num_classes == 2
+    assert {item.pid for item in dataset.items} == {"market1501_7", "market1501_1000"}
+    cfg.DATASETS.MIN_IMAGES = 7
+    with pytest.raises(DataError, match=r"DATASETS\.MIN_IMAGES"):
+        build_reid_train_loader(cfg)

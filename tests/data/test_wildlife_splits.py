@@ -104,7 +104,9 @@ def test_identities_with_one_image_or_one_day_are_for_training():
 
 
 def test_days_are_parsed_without_their_hours():
-    assert parse_day("2021-07-31 14:05:00") == parse_day("2021-07-31T23:59") == parse_day("2021-7-31") == date(2021, 7, 31)
+    assert (
+        parse_day("2021-07-31 14:05:00") == parse_day("2021-07-31T23:59") == parse_day("2021-7-31") == date(2021, 7, 31)
+    )
     assert parse_day("") is None and parse_day(None) is None
 
 

@@ -115,7 +115,9 @@ def test_sub_center_softmax_matches_a_naive_loop(dtype):
     rarity = [n**-0.25 for n in (1, 16, 81, 5)]
     for i in range(8):
         for j in range(4):
-            cosine = max(functional.cosine_similarity(features[i], row, dim=0).item() for row in weight[3 * j : 3 * j + 3])
+            cosine = max(
+                functional.cosine_similarity(features[i], row, dim=0).item() for row in weight[3 * j : 3 * j + 3]
+            )
             margin = 0.2 + 0.3 * (rarity[j] - rarity[2]) / (rarity[0] - rarity[2])
             expected = math.cos(math.acos(cosine) + margin) if targets[i] == j else cosine
             assert for_loss[i, j].item() == pytest.approx(SCALE * expected, abs=2e-4)

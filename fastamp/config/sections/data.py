@@ -82,17 +82,24 @@ KEYS = (
     "DATASETS.VIPER",
     "DATASETS.VERI",
     "DATASETS.VEHICLEID",
+    Key(
+        "DATASETS.MIN_IMAGES",
+        1,
+        "Exclude identities with fewer training images, e.g. 4 as in MiewID; 1 keeps all.",
+        low=1,
+    ),
     "DATASETS.CATEGORIES",
     "DATASETS.NUM_CATEGORIES",
     Key(
         "DATALOADER.SAMPLER_TRAIN",
         "TrainingSampler",
         "Training sampler: TrainingSampler (uniform over images), ImbalancedDatasetSampler (uniform over "
-        "identities), or NaiveIdentitySampler, BalancedIdentitySampler, ColumnBalancedSampler, SetReWeightSampler "
-        "(NUM_INSTANCE images per identity).",
+        "identities), or NaiveIdentitySampler, BalancedIdentitySampler, ColumnBalancedSampler, GroupIdentitySampler, "
+        "SetReWeightSampler (NUM_INSTANCE images per identity).",
     ),
     Key("DATALOADER.NUM_INSTANCE", 4, "Images per identity in a batch, for the identity samplers.", low=1),
     "DATALOADER.BALANCE_COLUMN",
+    "DATALOADER.GROUPS",
     Key(
         "DATALOADER.NUM_WORKERS",
         8,
