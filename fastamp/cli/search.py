@@ -13,12 +13,13 @@ import argparse
 import itertools
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
 from fastamp.cli.options import is_key, split_key_values
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{EF_SEARCH}); larger values increase recall and time",
     )
     add_camera_view_arguments(parser)
+    parser.add_argument(
+        "--group-by",
+        metavar="COLUMN",
+        help="group the results by identity, camera or a further column of the gallery, the best group first",
+    )
     parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -86,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))
     gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
+    group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
     result = predictor.search(
         queries,
         gallery,
@@ -95,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         camids=args.camids,
         viewids=args.viewids,
     )
-    found = [_rows(result, number) for number in range(len(queries))]
+    found = [_grouped(_rows(result, number), group_by) for number in range(len(queries))]
     if args.json:
         print(json.dumps([{"query": query, "found": rows} for query, rows in zip(queries, found, strict=True)]))
         return 0
@@ -104,8 +111,41 @@ def run(args: argparse.Namespace) -> int:
     note = f"; {' and '.join(unknown)} unknown" if unknown else ""
     for query, rows in zip(queries, found, strict=True):
         print(f"{query} ({gallery.metric} {'similarity' if gallery.metric == 'cosine' else 'distance'}{note})")
-        print(_table(rows))
+        for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
+            if group_by:
+                print(f"{args.group_by} {'unknown' if value in (None, '') else value}:")
+            print(_table(list(group)))
     return 0
+
+
+def _group_key(name: str, columns: Mapping[str, Any]) -> str:
+    """Return the key of the results' rows for an argument of ``--group-by``.
+
+    Raises:
+        ConfigError: if the gallery has no such column; the message lists the available columns.
+    """
+    keys = {"identity": "pid", "camera": "camera"} | {each: each for each in columns}
+    if name in keys:
+        return keys[name]
+    raise ConfigError(
+        f"--group-by: the gallery has no column {name!r}; available: {', '.join(keys)}.{did_you_mean(name, keys)}\n"
+        "  fix: choose one of these, or extract the features again from a dataset with this column"
+    )
+
+
+def _grouped(rows: list[dict[str, Any]], key: str | None) -> list[dict[str, Any]]:
+    """Order the rows by groups with equal values of ``key``: groups by their best row, rows by rank."""
+    if key is None:
+        return rows
+    first: dict[Any, int] = {}
+    for row in rows:
+        row.setdefault(key, row.get("camid"))  # cameras without names
+        first.setdefault(_hashable(row[key]), row["rank"])
+    return sorted(rows, key=lambda row: (first[_hashable(row[key])], row["rank"]))
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -123,6 +163,9 @@ def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
         columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
+    columns |= {
+        name if name not in (*columns, "rank") else f"column.{name}": each for name, each in result.columns.items()
+    }
     values = {name: column[query].tolist() for name, column in columns.items()}
     for name in ("pid", "camid"):
         values[name] = [None if value == -1 else value for value in values[name]]

@@ -16,6 +16,7 @@ Texts are numbered in sorted order: integers in ascending order (007 before 07 a
 set numbers its own texts. The numbers of training and test images agree only for columns in ``DATASETS.CATEGORIES``.
 """
 
+import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -117,6 +118,27 @@ def number_names(names: Sequence[str] | set[str], *, start: int) -> dict[str, in
     """Number the names from ``start``: integers in ascending order (007 before 07 and 7), then text."""
     order = sorted(names, key=lambda name: (0, int(name), name) if _NUMBER.fullmatch(name) else (1, 0, name))
     return {name: number for number, name in enumerate(order, start=start)}
+
+
+def to_array(column: Column) -> np.ndarray:
+    """Convert a column to an array for files: int64, float64, text, or (N, L) numbers.
+
+    Missing values are -1 in integers, NaN in floats and "" in texts. Lists of other values, or of different lengths,
+    become texts in JSON.
+    """
+    values, inverse = column.unique()
+    present = [value for value in values if not _is_missing(value)]
+    kind = _type_of(present)
+    if kind == "integer":
+        return np.array([-1 if _is_missing(value) else value for value in values], dtype=np.int64)[inverse]
+    if kind == "float":
+        return np.array([np.nan if _is_missing(value) else value for value in values], dtype=np.float64)[inverse]
+    if kind == "list":
+        encoded = _encode_lists(values, np.arange(len(values))).values
+        if isinstance(encoded, np.ndarray):
+            return encoded[inverse]
+        values = [json.dumps(value) if value else None for value in encoded]
+    return np.array(["" if _is_missing(value) else str(value) for value in values], dtype=str)[inverse]
 
 
 def describe_type(column: Column) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fastamp.data.cache import ImageCache
-from fastamp.data.columns import encode_columns
+from fastamp.data.columns import CAMERA, encode_columns
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.missing_images import find_origin
@@ -106,6 +106,19 @@ class ReidDataset(Dataset):
     def num_cameras(self) -> int:
         """Number of distinct cameras."""
         return len(np.unique(self.camids))
+
+    def rankable_columns(self) -> list[str]:
+        """List the columns with one number for each image, which protocols and ``TEST.GROUP_BY`` can use."""
+        return [name for name, column in self.columns.items() if getattr(column.values, "ndim", 0) == 1]
+
+    def column_names(self) -> dict[str, Sequence[str]]:
+        """Return the text of each number in the text columns and, if there is only one dataset, in ``camera``."""
+        names: dict[str, Sequence[str]] = {name: column.names for name, column in self.columns.items() if column.names}
+        low, high = int(self.camids.min()), int(self.camids.max())
+        if len(self.sources) == 1 and low >= 0 and high < len(self):
+            cameras = [self.sources[0].camera(camera) or str(camera) for camera in range(high + 1)]
+            names[CAMERA] = cameras
+        return names
 
     def __len__(self) -> int:
         return len(self.items)

@@ -12,6 +12,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.data.build import check_split
+from fastamp.data.dataset import ReidDataset
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, inference_on_dataset, print_results
 from fastamp.report import EvaluatedSet, Run
@@ -102,7 +103,8 @@ def loader_and_evaluator(
         tuple: ``(loader, evaluator)``.
 
     Raises:
-        DataError: if the evaluator is a ``ReidEvaluator``, but the test set has no gallery images.
+        DataError: if the evaluator is a ``ReidEvaluator``, but the test set has no gallery images, or lacks a column
+            that the evaluation needs.
     """
     loader, num_query = test if isinstance(test, tuple) else (test, 0)
     if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
@@ -111,6 +113,9 @@ def loader_and_evaluator(
         evaluator = build_evaluator(cfg, num_query, folder)
     if isinstance(evaluator, ReidEvaluator) and hasattr(loader, "dataset"):
         check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
+        if isinstance(loader.dataset, ReidDataset):
+            evaluator.protocol.check_columns(loader.dataset.rankable_columns())
+            evaluator.set_column_names(loader.dataset.column_names())
     return loader, evaluator
 
 

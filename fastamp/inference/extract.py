@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
+from fastamp.data.columns import to_array
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, number_cameras
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
@@ -26,7 +27,14 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
-from fastamp.inference.features_file import Extraction, open_arrays, read_array, read_extraction, write_arrays
+from fastamp.inference.features_file import (
+    COLUMN_PREFIX,
+    Extraction,
+    open_arrays,
+    read_array,
+    read_extraction,
+    write_arrays,
+)
 from fastamp.inference.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
@@ -59,7 +67,11 @@ class Listing:
     has_cameras: bool = True
 
     def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Return paths, identities, cameras and, if known, splits, boxes and camera names of the images in ``rows``."""
+        """Return paths, identities, cameras and, if known, splits, boxes, camera names and further columns of images.
+
+        Args:
+            rows: indices of the images.
+        """
         items = self.items.take(rows)
         columns = {"paths": np.array([items.path(row) for row in range(len(items))]), "pids": self.pids[rows]}
         columns["camids"] = items.camids.codes if self.has_cameras else np.full(len(items), -1)
@@ -69,7 +81,7 @@ class Listing:
             columns["cameras"] = self.cameras[rows]
         if items.boxes is not None and any(item.box for item in items):
             columns["boxes"] = np.array([item.box or (-1, -1, -1, -1) for item in items], dtype=np.int64)
-        return columns
+        return columns | {COLUMN_PREFIX + name: to_array(column) for name, column in items.columns.items()}
 
 
 def dataset_name(source: str | PathLike[str]) -> str:

@@ -4,7 +4,7 @@ import math
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,8 @@ _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
     "boxes": ("iu", ("N", 4)),
     "cameras": ("U", ("N",)),
 }
+COLUMN_PREFIX = "column."
+"""Prefix of the arrays of further columns, e.g. ``column.species``."""
 _WRITE_AGAIN = "create the file with fastamp extract"
 _NOT_PLAIN = 0x61  # flags of encrypted or patched zip entries
 _LOCAL_HEADER = 30  # size in bytes of a local zip header without name and extra field
@@ -55,7 +57,9 @@ class Extraction:
         boxes: (N, 4) int64, box of each image in its file: left, top, right, bottom (right and bottom exclusive);
             None if each image is an entire file.
         cameras: (N,) str, cameras as named in the dataset; None if they have no names besides ``camids``.
-        fingerprint: checksum of features and paths.
+        fingerprint: checksum of features, paths and further columns.
+        columns: further columns of the dataset: name -> (N,) int64, float64 or str, or (N, L) numbers. A missing value
+            is -1, NaN or "".
     """
 
     path: Path
@@ -70,6 +74,7 @@ class Extraction:
     boxes: np.ndarray | None = None
     fingerprint: str = ""
     cameras: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def is_unknown(labels: np.ndarray) -> bool:
@@ -163,6 +168,12 @@ def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], c
                 f"{path}: {name} does not match {count} features: expected {expected} {sizes}, got {array.dtype} "
                 f"{array.shape}.\n  fix: {fix}"
             )
+    for name, array in further_columns(arrays).items():
+        if array.shape[:1] != (count,) or array.ndim > 2 or array.dtype.kind not in "iufU":
+            raise DataError(
+                f"{path}: the column {name} does not match {count} features: expected numbers or text ({count},), or "
+                f"numbers ({count}, L), got {array.dtype} {array.shape}.\n  fix: {fix}"
+            )
 
 
 def text_of(path: str | PathLike[str], name: str, array: np.ndarray, *, fix: str) -> str:
@@ -199,9 +210,11 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
                 f"{path} is not an extraction: missing arrays {', '.join(missing)}.\n  found: {', '.join(names)}\n"
                 f"  fix: {_WRITE_AGAIN}"
             )
+        further = [name for name in names if name.startswith(COLUMN_PREFIX)]
         known = [name for name in names if name in {*_EXPECTED, *_COLUMNS}]
-        arrays = {name: map_array(archive, name) for name in known}
-        fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in ("features", "paths"))
+        arrays = {name: map_array(archive, name) for name in [*known, *further]}
+        summed = ("features", "paths", *sorted(further))
+        fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in summed)
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:
         raise DataError(
@@ -218,7 +231,13 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
     texts: dict[str, Any] = {
         name: text_of(path, name, arrays[name], fix=_WRITE_AGAIN) for name in ("config_hash", "checkpoint", "metric")
     }
-    return Extraction(path=path, features=features, **rows, **texts, fingerprint=fingerprint)
+    columns = further_columns(arrays)
+    return Extraction(path=path, features=features, **rows, **texts, fingerprint=fingerprint, columns=columns)
+
+
+def further_columns(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the arrays of further columns, under the names of the columns."""
+    return {name.removeprefix(COLUMN_PREFIX): array for name, array in arrays.items() if name.startswith(COLUMN_PREFIX)}
 
 
 def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[str]) -> None:

@@ -34,7 +34,7 @@ def check_table_format(path: Path) -> None:
 
 def write_table(path: Path, extraction: Extraction) -> None:
     """Write an extraction as a table with one row per image: ``path`` and, if known, ``pid``, ``camid``, ``split``,
-    ``x0``, ``y0``, ``x1``, ``y1``; then the features.
+    ``x0``, ``y0``, ``x1``, ``y1`` and further columns with one value per image; then the features.
 
     Cameras are written by name if the dataset names them. A CSV file has the features in the columns ``f0``, ``f1``,
     ...; a Parquet file has them in the column ``features`` (lists of float32), and ``config_hash``, ``checkpoint`` and
@@ -63,6 +63,7 @@ def _blocks(extraction: Extraction) -> Iterator[tuple[dict[str, Any], np.ndarray
             columns["split"] = extraction.split[rows]
         if extraction.boxes is not None:
             columns |= dict(zip(("x0", "y0", "x1", "y1"), extraction.boxes[rows].T, strict=True))
+        columns |= {name: values[rows] for name, values in extraction.columns.items() if values.ndim == 1}
         yield {name: values.tolist() for name, values in columns.items()}, np.asarray(extraction.features[rows])
 
 

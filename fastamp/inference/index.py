@@ -5,7 +5,8 @@ import math
 import os
 import shlex
 import zlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import IO, Any
@@ -17,9 +18,11 @@ from torch import Tensor
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
 from fastamp.inference.features_file import (
+    COLUMN_PREFIX,
     Extraction,
     check_columns,
     check_same_model,
+    further_columns,
     map_array,
     open_arrays,
     read_extraction,
@@ -86,6 +89,7 @@ class SearchResult:
         boxes: (Q, k, 4) int64, box of each image in its file; None if each image is an entire file.
         metric: ``"cosine"`` or ``"euclidean"``.
         cameras: (Q, k) str, cameras as named in the dataset; None if they have no names besides ``camids``.
+        columns: further columns of the gallery images, see ``Extraction``: name -> (Q, k) or (Q, k, L).
     """
 
     scores: np.ndarray
@@ -96,6 +100,7 @@ class SearchResult:
     boxes: np.ndarray | None
     metric: str
     cameras: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 class GalleryIndex:
@@ -107,6 +112,7 @@ class GalleryIndex:
         metric: ``"cosine"`` or ``"euclidean"``.
         config_hash, checkpoint: hash and checkpoint of the model, see ``Extraction``.
         fingerprint: fingerprint of the extraction, see ``Extraction``.
+        columns: further columns of the images, see ``Extraction``.
     """
 
     def __init__(self, path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
@@ -115,6 +121,7 @@ class GalleryIndex:
             str(meta[name]) for name in ("kind", "metric", "config_hash", "checkpoint", "fingerprint")
         )
         self._columns = {name: meta.get(name) for name in ("paths", "pids", "camids", "boxes", "cameras")}
+        self.columns = further_columns(meta)
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
@@ -164,6 +171,7 @@ class GalleryIndex:
         columns: dict[str, Any] = {
             name: None if column is None else column[rows] for name, column in self._columns.items()
         }
+        columns["columns"] = {name: column[rows] for name, column in self.columns.items()}
         return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
 
     def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -251,6 +259,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
                 "  fix: choose another file, or create the folder"
             )
     meta = {name: getattr(extraction, name, None) for name in _META} | {"kind": kind}
+    meta |= {COLUMN_PREFIX + name: column for name, column in extraction.columns.items()}
     with writing(out):
         write_atomically(out, lambda file: _write(file, _build_filled(kind, extraction), meta))
     count, width = extraction.features.shape
@@ -282,7 +291,7 @@ def load_index(path: str | PathLike[str], *, verify: bool = True) -> GalleryInde
             raise ValueError(f"missing entries: {', '.join(missing)}")
         if verify and (record := archive.testzip()):
             raise ValueError(f"checksum mismatch in {record}")
-        meta = {name: map_array(archive, name) for name in names if name in _META}
+        meta = {name: map_array(archive, name) for name in names if name in _META or name.startswith(COLUMN_PREFIX)}
         size, crc = (_number(path, name, meta[name]) for name in ("size", "crc"))
         with open(path, "rb") as file:
             if verify and _checksum(file, size) != crc:

@@ -21,6 +21,8 @@ from fastamp.data.columns import count_missing, describe_type, encode_columns
 from fastamp.data.datasets.csv_columns import CsvColumnBuilder
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.samplers import ColumnBalancedSampler
+from fastamp.engine import DefaultTrainer
+from fastamp.engine.evaluation import loader_and_evaluator
 from fastamp.modeling.losses.compute import with_columns
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -256,3 +258,16 @@ def test_losses_receive_the_columns_that_they_name():
     assert [weight for weight, _ in several] == [0.5, 1.0] and several[1][1]["clothes"].tolist() == [3, 4]
     with pytest.raises(ConfigError, match=r"'clothes'.*available columns: side"):
         with_columns(outputs, {"images": torch.zeros(2, 3, 4, 4), "side": torch.arange(2)}, losses)
+
+
+def test_evaluation_groups_queries_by_a_column_of_the_csv_file(csv_set):
+    cfg = config(csv_set, "TEST.GROUP_BY", "clothes", "TEST.BOOTSTRAP", 0)
+    loader, num_query = build_reid_test_loader(cfg, csv_set)
+    _, evaluator = loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))
+    for batch in loader:
+        evaluator.process(batch, batch["images"].float().flatten(1))
+    groups = evaluator.evaluate()["groups"]
+    assert list(groups) == [f"{pid}_0" for pid in range(4, 8)] and groups["4_0"]["num_query"] == 1
+    cfg = config(csv_set, "TEST.GROUP_BY", "species")
+    with pytest.raises(DataError, match=r"'species'.*\n.*available columns: age, clothes, code, modality"):
+        loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))

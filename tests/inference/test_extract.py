@@ -1,6 +1,7 @@
 """Tests of extraction: equality with evaluation, columns, and bit-identical resume."""
 
 import csv
+import itertools
 import json
 import multiprocessing
 import shutil
@@ -486,3 +487,53 @@ def test_search_returns_the_camera_names_of_the_gallery(predictor, images, tmp_p
     extraction, _ = extract(predictor, named_set(images, tmp_path), tmp_path / "out.npz")
     result = predictor.search(extraction.paths[0], extraction.path, k=3)
     assert set(result.cameras[0]) <= {"gate", "café"} and set(result.pids[0]) <= {"ann", "bob"}
+
+
+def columns_file(folder, *, rows=12):
+    """Write a CSV file of demo images with columns of each type."""
+    lines = ["path,pid,camid,split,species,age,date,marks,notes"]
+    for number, item in enumerate(build_dataset("Demo").gallery[:rows]):
+        species = ("lion", "zebra", "")[number % 3]
+        marks, notes = f"[{number}; 1]".replace(";", ","), '["a", "b"]' if number % 2 else "[]"
+        cells = [item.path, number % 4, number % 2, "gallery", species, number / 2, f"2021-05-0{number % 3 + 1}"]
+        lines.append(";".join(map(str, [*cells, marks, notes])))
+    path = folder / "animals.csv"
+    path.write_text(lines[0].replace(",", ";") + "\n" + "\n".join(lines[1:]) + "\n")
+    return path
+
+
+def test_columns_of_a_dataset_are_in_extraction_index_table_and_search(predictor, checkpoint, tmp_path, capsys):
+    file = columns_file(tmp_path)
+    found, _ = extract(predictor, file, tmp_path / "animals.npz")
+    assert list(found.columns) == ["species", "age", "date", "marks", "notes"]
+    assert found.columns["species"].tolist()[:4] == ["lion", "zebra", "", "lion"]
+    assert found.columns["age"].dtype == np.float64 and found.columns["marks"].shape == (12, 2)
+    assert found.columns["notes"].tolist()[:2] == ["", '["a", "b"]']
+    result = predictor.search([found.paths[0]], tmp_path / "animals.npz", 12)
+    assert np.array_equal(result.columns["age"], found.columns["age"][result.rows])
+
+    extract(predictor, file, tmp_path / "animals_table.csv")
+    with (tmp_path / "animals_table.csv").open() as table:
+        row = next(csv.DictReader(table))
+    assert row["species"] == "lion" and row["date"] == "2021-05-01" and "marks" not in row
+
+    run = [str(checkpoint), str(found.paths[0]), "--gallery", str(tmp_path / "animals.npz"), "--top", "12"]
+    arguments = ["search", *run, "--device", "cpu"]
+    assert main([*arguments, "--group-by", "species", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)[0]["found"]
+    groups = [name for name, _ in itertools.groupby(row["species"] for row in rows)]
+    assert sorted(groups) == ["", "lion", "zebra"] and groups[0] == "lion"
+    assert main([*arguments, "--group-by", "camera"]) == 0
+    assert capsys.readouterr().out.count("camera ") >= 2
+    assert main([*arguments, "--group-by", "specie"]) == 2
+    error = capsys.readouterr().err
+    assert "identity, camera, species" in error and "Did you mean 'species'" in error
+
+
+def test_index_is_rebuilt_if_only_the_columns_changed(predictor, tmp_path):
+    file = columns_file(tmp_path)
+    extract(predictor, file, tmp_path / "animals.npz")
+    assert open_gallery(tmp_path / "animals.npz").columns["species"][1] == "zebra"
+    file.write_text(file.read_text().replace("zebra", "okapi"))
+    extract(predictor, file, tmp_path / "animals.npz")
+    assert open_gallery(tmp_path / "animals.npz").columns["species"][1] == "okapi"
