@@ -20,7 +20,8 @@ from fastamp.data.datasets.custom import PATH_DATASETS
 from fastamp.data.datasets.items import Column, PackedItems, split_path
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
-from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, build_sampler
+from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler, build_sampler
+from fastamp.data.tracklets import TrackletInferenceSampler, TrackletSampler, select_test_frames, tracklets_of
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
@@ -155,6 +156,8 @@ def _build_batch_sampler(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
             "  fix: add images of other identities"
         )
+    if SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN) is TrackletSampler:
+        tracklets_of(dataset, ", ".join(cfg.DATASETS.NAMES), sets)
     sampler = build_sampler(
         cfg,
         labels=dataset.labels,
@@ -166,7 +169,7 @@ def _build_batch_sampler(
     return EpochBatchSampler(
         sampler,
         batch_size=batch_size,
-        iters_per_epoch=len(dataset) // max(1, batch_size),
+        iters_per_epoch=(getattr(sampler, "images_per_epoch", None) or len(dataset)) // max(1, batch_size),
         rank=rank,
         world_size=world_size,
         start_iter=start_iter,
@@ -216,6 +219,7 @@ def _check_test_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms, categories = build_transforms(cfg, is_train=False), cfg.DATASETS.CATEGORIES
     dataset = ReidDataset(items, transforms, relabel=False, sources=[source], categories=categories)
+    tracklets_of(dataset, source.title)
     _check_camera_view_ids(cfg, dataset, [source.title])
     _check_equal_sizes(dataset, cfg.TEST.IMS_PER_BATCH)
 
@@ -287,7 +291,13 @@ def build_reid_test_loader(
     for split in ("query", "gallery") if source.requires_gallery else ("query",):
         check_split(dataset_name, split, len(getattr(source, split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
-    dataset = ReidDataset(items, transforms, relabel=False, sources=[source], categories=cfg.DATASETS.CATEGORIES)
+    options: dict[str, Any] = {"relabel": False, "sources": [source], "categories": cfg.DATASETS.CATEGORIES}
+    dataset = ReidDataset(items, transforms, **options)
+    num_query, tracklets = len(source.query), tracklets_of(dataset, dataset_name)
+    if tracklets is not None:
+        rows = select_test_frames(tracklets, cfg.TEST.TRACKLET.FRAMES, num_query)
+        dataset = ReidDataset(items.take(rows), transforms, **options)
+        num_query, tracklets = int((rows < num_query).sum()), tracklets[rows]
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
@@ -296,12 +306,14 @@ def build_reid_test_loader(
             "processes: each process requires at least one image.\n"
             f"  fix: run with at most {plural(len(dataset), 'process', 'processes')}"
         )
-    batch_sampler = InferenceSampler(
-        size=len(dataset),
-        batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
-        rank=rank,
-        world_size=world_size,
-    )
+    shards: dict[str, Any] = {
+        "batch_size": max(1, cfg.TEST.IMS_PER_BATCH // world_size),
+        "rank": rank,
+        "world_size": world_size,
+    }
+    batch_sampler = InferenceSampler(size=len(dataset), **shards)
+    if tracklets is not None:
+        batch_sampler = TrackletInferenceSampler(tracklets=tracklets, num_query=num_query, **shards)
     if rank == 0:
         log_splits(source, {"query": source.query, "gallery": source.gallery})
     key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
@@ -312,7 +324,7 @@ def build_reid_test_loader(
         # Fail on images of different sizes here, instead of at the first evaluation.
         dataset.__getitems__(next(iter(batch_sampler)))
     loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=_device(cfg))
-    return loader, len(source.query)
+    return loader, num_query
 
 
 def check_split(dataset_name: str, split: str, images: int) -> None:

@@ -35,7 +35,12 @@ class EpochSampler:
     A subclass defines a classmethod ``from_config(cfg, *, labels, camids, sets, world_size)`` and draws random numbers
     only from ``generator(seed, epoch)``. If ``from_config`` has a parameter ``columns``, it receives the columns of the
     images, name -> (N,) values; ``camera`` is one of them.
+
+    Attributes:
+        images_per_epoch (int, optional): images in an epoch. Default None: as many as the training set has.
     """
+
+    images_per_epoch: int | None = None
 
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``.
@@ -115,9 +120,10 @@ class IdentitySampler(EpochSampler):
         num_instances (int): images per identity, K.
         seed (int): any integer.
         world_size (int): number of ranks that share a batch; all K images of an identity go to one rank. Default 1.
+        frames_per_instance (int): batch positions of each of the K; more than 1 for tracklets. Default 1.
 
     Raises:
-        ConfigError: if ``batch_size`` is not a multiple of ``num_instances * world_size``.
+        ConfigError: if ``batch_size`` is not a multiple of ``num_instances * frames_per_instance * world_size``.
         DataError: if there are fewer than P identities.
     """
 
@@ -130,16 +136,19 @@ class IdentitySampler(EpochSampler):
         num_instances: int,
         seed: int,
         world_size: int = 1,
+        frames_per_instance: int = 1,
     ) -> None:
         if num_instances < 1:
             raise ConfigError(f"DATALOADER.NUM_INSTANCE must be at least 1, got {num_instances}")
         per_rank = batch_size_per_rank(batch_size, world_size)
-        if per_rank % num_instances:
+        size, divisor = num_instances * frames_per_instance, f"DATALOADER.NUM_INSTANCE {num_instances}"
+        if frames_per_instance > 1:
+            divisor += f" x DATALOADER.TRACKLET.FRAMES {frames_per_instance}"
+        if per_rank % size:
             ranks = f" on each of {world_size} ranks" if world_size > 1 else ""
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}: expected a multiple of "
-                f"DATALOADER.NUM_INSTANCE {num_instances}.\n"
-                f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {num_instances * world_size}"
+                f"SOLVER.IMS_PER_BATCH {batch_size} gives {per_rank} images{ranks}: expected a multiple of {divisor}.\n"
+                f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {size * world_size}"
             )
         labels = np.asarray(labels)
         # Indices sorted by identity; ``_starts`` and ``_ends`` delimit each identity.
@@ -147,15 +156,15 @@ class IdentitySampler(EpochSampler):
         self.identities, self._starts = np.unique(labels[self._order], return_index=True)
         self._ends = np.append(self._starts[1:], len(labels))
         self.camids = np.asarray(camids)
-        self.identities_per_batch = batch_size // num_instances
+        self.identities_per_batch = batch_size // size
         self.num_instances = num_instances
         self.seed = seed
         if len(self.identities) < self.identities_per_batch:
             raise DataError(
                 f"too few identities: the training set has {len(self.identities)}, but a batch needs "
-                f"{self.identities_per_batch} (SOLVER.IMS_PER_BATCH {batch_size} / DATALOADER.NUM_INSTANCE "
-                f"{num_instances}).\n  fix: reduce SOLVER.IMS_PER_BATCH, increase DATALOADER.NUM_INSTANCE, or set "
-                f"DATALOADER.SAMPLER_TRAIN to TrainingSampler"
+                f"{self.identities_per_batch} (SOLVER.IMS_PER_BATCH {batch_size} / {divisor}).\n"
+                "  fix: reduce SOLVER.IMS_PER_BATCH, increase DATALOADER.NUM_INSTANCE, or set "
+                "DATALOADER.SAMPLER_TRAIN to TrainingSampler"
             )
 
     def images_of(self, number: int) -> np.ndarray:

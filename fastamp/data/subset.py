@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 
 def subsample_identities(
     loader: Any, num_query: int, max_images: int, batch_size: int
@@ -16,8 +18,8 @@ def subsample_identities(
         batch_size (int): number of images per batch.
 
     Returns:
-        tuple: ``(batches, num_query, (num_loaded, num_total))``: list of batches, number of query images in these
-            batches, number of loaded images and number of images in the test set.
+        tuple: ``(batches, num_query, (num_loaded, num_total))``: list of batches, whose ``indices`` count from 0,
+            number of query images in these batches, number of loaded images and number of images in the test set.
     """
     dataset = loader.dataset
     total = len(dataset)
@@ -34,4 +36,6 @@ def subsample_identities(
         chosen.sort()
     starts = range(0, len(chosen), batch_size)
     batches = [dataset.__getitems__([(0, i, i) for i in chosen[start : start + batch_size]]) for start in starts]
+    for start, batch in zip(starts, batches, strict=True):
+        batch["indices"] = torch.arange(start, start + len(batch["indices"]))
     return batches, sum(index < num_query for index in chosen), (len(chosen), total)

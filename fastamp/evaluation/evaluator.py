@@ -24,6 +24,8 @@ from fastamp.evaluation.protocol import Identities, Protocol
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
+from fastamp.evaluation.tracklets import COLUMN as TRACKLET
+from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError, writing
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
@@ -178,6 +180,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         result: result of the last evaluation; None without ``report_options``.
         column_names: text columns of the test set -> text of each number, see ``set_column_names``.
         ranking: results of each query of the last evaluation, on the main process.
+        first_frames: (Q + G,) int64 position in the test set of the first frame of each query and gallery tracklet, if
+            the features of frames were pooled (``TEST.TRACKLET.POOL``); None if the queries are images.
         pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
             no genuine or no impostor pairs.
     """
@@ -201,6 +205,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         self.column_names: dict[str, Sequence[str]] = {}
         self.result: EvaluationResult | None = None
         self.ranking: RankingResult | None = None
+        self.tracklet_pool = cfg.TEST.TRACKLET.POOL
+        self.first_frames: np.ndarray | None = None
         self.reset()
 
     def metric_names(self) -> list[str]:
@@ -228,7 +234,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         Args:
             inputs: batch with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64 positions in the test
                 set; may be omitted in a single process if batches arrive in the order of the test set. Columns that
-                the protocol or ``TEST.GROUP_BY`` needs: (B,), under their names.
+                the protocol or ``TEST.GROUP_BY`` needs: (B,), under their names. ``tracklet``: (B,) int64, if present,
+                the tracklet of each frame, whose features are pooled (``TEST.TRACKLET.POOL``).
             outputs: (B, D) features of any precision, stored on the CPU in float32, or in float64 if they are float64.
 
         Raises:
@@ -244,6 +251,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             batch |= {_COLUMN + name: inputs[name].cpu() for name in self.protocol.columns}
         batch |= {name: descriptor(inputs["images"].cpu()) for name, descriptor in self.baselines.items()}
         self._num_images += len(outputs)
+        if TRACKLET in inputs and self.tracklet_pool != "none":
+            batch = self._pool_tracklets(batch | {TRACKLET: inputs[TRACKLET].cpu()})
         for name, column in batch.items():
             self._batches.setdefault(name, []).append(column)
 
@@ -251,8 +260,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         """Compute the metrics, on the model's device if it has enough memory, and discard the features.
 
         Returns:
-            The metrics from ``EvaluationResult.metrics``, and with ``TEST.BASELINES`` also ``baselines``: dict from
-            baseline name to metrics. None on ranks other than 0.
+            The metrics from ``EvaluationResult.metrics``; with ``TEST.BASELINES`` also ``baselines``: dict from
+            baseline name to metrics; for tracklets also ``num_frames``: number of frames. None on ranks other than 0.
 
         Raises:
             ConfigError: if a file cannot be written, or query expansion overflows.
@@ -264,6 +273,11 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
                 "  fix: check DATASETS.TESTS, or use fewer processes"
             )
         columns, n, protocol = self._gather(), self.num_query, self.protocol
+        self.first_frames = num_frames = None
+        if TRACKLET in columns:
+            columns = self._pool_tracklets(columns)
+            self.first_frames, num_frames = columns["indices"].numpy(), int(columns[FRAMES].sum())
+            n = int((columns["indices"] < n).sum())
         pids, camids = columns["targets"], columns["camids"]
         further = {name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in protocol.columns}
         identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], further, self.column_names)
@@ -288,15 +302,22 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             seed=protocol.seed,
         )
         metrics = result.metrics()
+        if num_frames is not None:
+            metrics["num_frames"] = num_frames
         if baselines:
             metrics["baselines"] = {name: baseline.metrics() for name, baseline in baselines.items()}
         return metrics
+
+    def _pool_tracklets(self, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Pool the features, and the descriptors of the baselines, of the frames of each tracklet."""
+        names = {"features", *self.baselines}
+        return pool_tracklets(columns, names, num_query=self.num_query, pool=self.tracklet_pool)
 
     def _gather(self) -> dict[str, torch.Tensor]:
         """Gather features, identities and cameras from all ranks in the order of ``indices``, and free the batches."""
         indices = comm.gather_rows(torch.cat(self._batches.pop("indices")))
         rows = indices.argsort().argsort()
-        columns = {}
+        columns = {"indices": indices.sort().values}
         for name in list(self._batches):
             parts = self._batches.pop(name)
             if comm.is_distributed():

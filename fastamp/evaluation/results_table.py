@@ -54,10 +54,13 @@ def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
 def _notes(metrics: dict[str, Any]) -> str:
     if "num_query" not in metrics:  # custom evaluator
         return ""
+    unit = "tracklets" if "num_frames" in metrics else "images"
     text = (
-        f"{metrics['num_query']} queries, {metrics['num_gallery']} gallery images, "
+        f"{metrics['num_query']} queries, {metrics['num_gallery']} gallery {unit}, "
         f"{metrics['num_query_without_match']} queries without a match (excluded)"
     )
+    if "num_frames" in metrics:
+        text += f", {metrics['num_frames']} frames"
     if metrics.get("num_indistinct"):
         text += f", {metrics['num_indistinct']} images with the same feature as another identity (see the warning)"
     for name, (low, high) in metrics.get("intervals", {}).items():

@@ -11,6 +11,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
+from fastamp.data.datasets.items import PackedItems
 from fastamp.diagnostics import environment_queries
 from fastamp.evaluation import DatasetEvaluator, EvaluationResult
 from fastamp.report.history import History
@@ -93,9 +94,13 @@ def evaluated_set(
         metrics (dict[str, Any]): metrics returned by the evaluator.
         evaluator (DatasetEvaluator): evaluator whose ``result`` is used if it is an ``EvaluationResult``.
         loader (Any): see ``items_of``.
-        num_query (int): number of query images, which come first in the loader.
+        num_query (int): number of query images, which come first in the loader. For tracklets, the set contains the
+            first frame of each.
     """
     items = items_of(loader)
+    first_frames = getattr(evaluator, "first_frames", None)
+    if first_frames is not None and isinstance(items, PackedItems):
+        items, num_query = items.take(first_frames), int((first_frames < num_query).sum())
     result = getattr(evaluator, "result", None)
     result = result if isinstance(result, EvaluationResult) else None
     return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader))

@@ -62,7 +62,8 @@ def _counts(metrics: dict[str, Any]) -> str:
     if not all(name in metrics for name in names):
         return ""
     queries, gallery, unmatched = (metrics[name] for name in names)
-    text = f"{queries:,} queries, {gallery:,} gallery images, {unmatched:,} queries without a match (excluded)."
+    unit = "tracklets" if "num_frames" in metrics else "images"
+    text = f"{queries:,} queries, {gallery:,} gallery {unit}, {unmatched:,} queries without a match (excluded)."
     if metrics.get("intervals"):
         text += " Small numbers: 95 % bootstrap confidence intervals over resampled queries."
     return text

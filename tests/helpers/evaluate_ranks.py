@@ -23,12 +23,14 @@ CONFIGS = {
     "cuhk03": ["TEST.PROTOCOL", "cuhk03", "TEST.RERANK", "on", "TEST.KNN_BACKEND", "faiss"],
     "vehicleid": ["TEST.PROTOCOL", "vehicleid"],
     "float64": ["TEST.METRIC", "euclidean"],
+    "tracklets": ["TEST.TRACKLET.POOL", "avg"],
 }
 
 
 def main(folder):
     for name, opts in CONFIGS.items():
-        evaluate(Path(folder) / str(comm.get_world_size()) / name, opts, torch.float64 if name == "float64" else None)
+        dtype = torch.float64 if name in ("float64", "tracklets") else None
+        evaluate(Path(folder) / str(comm.get_world_size()) / name, opts, dtype)
 
 
 def evaluate(folder, opts, dtype):
@@ -41,6 +43,8 @@ def evaluate(folder, opts, dtype):
         "indices": torch.arange(1600),
         "images": torch.zeros(1600, 3, 8, 8, dtype=torch.uint8),
     }
+    if "TEST.TRACKLET.POOL" in opts:  # one tracklet per identity and camera, whose frames are on several ranks
+        columns["tracklet"] = 10 * columns["targets"] + columns["camids"]
     features = torch.cat((queries, gallery)).to(dtype)
     evaluator = ReidEvaluator(cfg, 700, str(folder))
     for rows in torch.arange(1600)[comm.get_rank() :: comm.get_world_size()].split(64):

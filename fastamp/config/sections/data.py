@@ -100,6 +100,7 @@ KEYS = (
     Key("DATALOADER.NUM_INSTANCE", 4, "Images per identity in a batch, for the identity samplers.", low=1),
     "DATALOADER.BALANCE_COLUMN",
     "DATALOADER.GROUPS",
+    "DATALOADER.TRACKLET",
     Key(
         "DATALOADER.NUM_WORKERS",
         8,

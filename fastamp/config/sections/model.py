@@ -127,6 +127,7 @@ KEYS = (
         "Features for evaluation: after the BNNeck, as in FastReID, or before it, as in TransReID.",
         choices=("before", "after"),
     ),
+    "MODEL.HEADS.TEMPORAL_POOL",
     "MODEL.HEADS.JPM",
     Key(
         "MODEL.HEADS.CLS_LAYER",

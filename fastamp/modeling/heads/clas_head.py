@@ -28,10 +28,13 @@ class ClasHead(EmbeddingHead):
 
     @force_fp32
     def forward(
-        self, features: torch.Tensor, targets: torch.Tensor | None = None
+        self,
+        features: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        tracklets: torch.Tensor | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute the outputs of ``EmbeddingHead`` in training mode, (B, K) float32 logits in evaluation mode."""
-        return super().forward(features, targets) if self.training else self.logits(features)
+        return super().forward(features, targets, tracklets) if self.training else self.logits(features, tracklets)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert ``state`` as ``EmbeddingHead`` does; set the number of classes of a head built without classes.

@@ -9,6 +9,7 @@ from fastamp.amp import force_fp32
 from fastamp.compat.heads import accepts_config
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
 from fastamp.modeling.heads.build import HEADS_REGISTRY
+from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.moved import renamed_attribute
 
@@ -38,6 +39,9 @@ class EmbeddingHead(nn.Module):
         with_bnneck (bool): add batch norm, with the bias frozen at 0, before the classifier. Default True.
         norm (str): name of the normalization layer of the neck. Default ``"BN"``.
         cls_options (dict[str, Any] | None): further options of the classification layer. Default None: no options.
+        temporal_pool (str): pooling of the frames of a tracklet, between the spatial pooling and the neck: ``"avg"``,
+            ``"attention"``, or ``"none"`` (default) for images.
+        frames (int): frames per tracklet in training mode, for ``temporal_pool``. Default 1.
 
     Raises:
         ConfigError: if a component is not registered, or if ``neck_feat`` is unknown.
@@ -61,6 +65,8 @@ class EmbeddingHead(nn.Module):
         with_bnneck: bool = True,
         norm: str = "BN",
         cls_options: dict[str, Any] | None = None,
+        temporal_pool: str = "none",
+        frames: int = 1,
     ) -> None:
         super().__init__()
         if neck_feat not in ("before", "after"):
@@ -74,11 +80,16 @@ class EmbeddingHead(nn.Module):
         centers = getattr(self.cls_layer, "centers", 1)
         self.weight = nn.Parameter(torch.empty(num_classes * centers, self.feature_dim))
         nn.init.normal_(self.weight, std=0.01)
+        self.temporal_pool = None
+        if temporal_pool != "none":
+            self.temporal_pool = TEMPORAL_POOLS[temporal_pool](feat_dim, frames=frames)
 
     @classmethod
     def from_config(cls, cfg: Any) -> dict[str, Any]:
         """Return the constructor arguments configured in ``MODEL.HEADS``."""
-        heads = cfg.MODEL.HEADS
+        heads, temporal = cfg.MODEL.HEADS, {}
+        if heads.TEMPORAL_POOL != "none":
+            temporal = {"temporal_pool": heads.TEMPORAL_POOL, "frames": cfg.DATALOADER.TRACKLET.FRAMES}
         return {
             "feat_dim": cfg.MODEL.BACKBONE.FEAT_DIM,
             "embedding_dim": heads.EMBEDDING_DIM,
@@ -92,6 +103,7 @@ class EmbeddingHead(nn.Module):
             "with_bnneck": heads.WITH_BNNECK,
             "norm": heads.NORM,
             "cls_options": classifier_options(cfg),
+            **temporal,
         }
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
@@ -110,13 +122,19 @@ class EmbeddingHead(nn.Module):
 
     @force_fp32
     def forward(
-        self, features: torch.Tensor, targets: torch.Tensor | None = None
+        self,
+        features: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        tracklets: torch.Tensor | None = None,
     ) -> torch.Tensor | dict[str, torch.Tensor]:
         """Compute embeddings, and in training mode logits.
 
         Args:
             features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
             targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
+            tracklets (torch.Tensor | None): (B,) int64 tracklet of each frame, 0..N-1, for a head with
+                ``temporal_pool``. In training mode, the outputs then have N rows, and ``targets`` are (N,); in
+                evaluation mode, each frame has the feature of its tracklet. Default None: images.
 
         Returns:
             In evaluation mode the features (B, D), float32, not L2-normalized, before or after the neck as set by
@@ -128,7 +146,7 @@ class EmbeddingHead(nn.Module):
             ConfigError: if the head is in training mode and has no classes, or if the pooled feature map does not have
                 shape (B, feat_dim, 1, 1).
         """
-        pooled = self._pool(features)
+        pooled = self._pool(features, tracklets)
         if not self.training and self.eval_feat == "before":
             return pooled.flatten(1)
         neck = self._neck(pooled)
@@ -143,19 +161,28 @@ class EmbeddingHead(nn.Module):
         }
 
     @force_fp32
-    def logits(self, features: torch.Tensor) -> torch.Tensor:
+    def logits(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
         """Compute scaled class logits without margin; works in both training and evaluation mode.
 
         Args:
             features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
+            tracklets (torch.Tensor | None): see ``forward``.
 
         Returns:
             torch.Tensor: (B, K) float32.
         """
         self._require_classes()
-        return self.cls_layer.logits(self._neck(self._pool(features)), self.weight)
+        return self.cls_layer.logits(self._neck(self._pool(features, tracklets)), self.weight)
 
-    def _pool(self, features: torch.Tensor) -> torch.Tensor:
+    def _pool(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
+        """Pool the feature maps and the frames of ``tracklets``; check that the result has 1 x 1 positions."""
+        pooled = self._pool_maps(features)
+        if tracklets is None or self.temporal_pool is None:
+            return pooled
+        pooled = self.temporal_pool(pooled.flatten(1), tracklets)[:, :, None, None]
+        return pooled if self.training else pooled[tracklets]
+
+    def _pool_maps(self, features: torch.Tensor) -> torch.Tensor:
         """Pool the feature maps, and check that the result has shape (B, feat_dim, 1, 1)."""
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:

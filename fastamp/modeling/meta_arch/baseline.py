@@ -14,6 +14,8 @@ from fastamp.modeling.losses.build import check_shareable
 from fastamp.modeling.losses.compute import Losses, Outputs, with_columns
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.tracklets import number_tracklets
 
 
 @META_ARCH_REGISTRY.register()
@@ -82,18 +84,57 @@ class Baseline(ImageModel):
         Args:
             batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
                 ``"targets": (B,) int64``; for a backbone with camera or view embeddings also ``"camids"`` and
-                ``"viewids"``, (B,) int64, starting at 0. In evaluation mode, ``batch`` may also be the tensor of
-                images.
+                ``"viewids"``, (B,) int64, starting at 0; for temporal pooling also ``"tracklet"``, (B,) int64. In
+                evaluation mode, ``batch`` may also be the tensor of images.
 
         Returns:
-            In evaluation mode the features (B, D), float32; in training mode a dict, loss name -> scalar float32.
+            In evaluation mode the features (B, D), float32, with temporal pooling those of each frame's tracklet; in
+            training mode a dict, loss name -> scalar float32.
         """
         batch = self.as_batch(batch)
         maps = self.feature_maps(batch)
+        tracklets = self._tracklets(batch) if self.pools_tracklets else {}
         if not self.training:
-            return self.heads(maps)
+            return self.heads(maps, **tracklets)
+        if tracklets:
+            batch = self._first_frames(batch)
         targets = self.targets(batch)
-        return self.loss_terms(self.heads(maps, targets), targets, batch)
+        return self.loss_terms(self.heads(maps, targets, **tracklets), targets, batch)
+
+    @property
+    def pools_tracklets(self) -> bool:
+        """True if the head pools the frames of tracklets (``MODEL.HEADS.TEMPORAL_POOL``)."""
+        return getattr(self.heads, "temporal_pool", None) is not None
+
+    def _tracklets(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Number the tracklets of a batch: ``{"tracklets": (B,) int64}``; empty if images are evaluated.
+
+        Raises:
+            ConfigError: in training mode, if the frames of a tracklet are not consecutive in the batch.
+        """
+        column = batch.get("tracklet")
+        if not self.training:
+            numbers = None if column is None else torch.from_numpy(number_tracklets(column.cpu().numpy()))
+        else:
+            count, frames = len(batch["images"]), self.heads.temporal_pool.frames
+            rows = None if column is None or count % frames else column.view(-1, frames)
+            # Columns on the device are not checked: reading them would block the host.
+            if count % frames or (column is not None and not column.is_cuda and (rows != rows[:, :1]).any()):
+                raise ConfigError(
+                    "MODEL.HEADS.TEMPORAL_POOL requires batches with DATALOADER.TRACKLET.FRAMES consecutive frames "
+                    f"({frames}) of each tracklet.\n  fix: set DATALOADER.SAMPLER_TRAIN to TrackletSampler"
+                )
+            numbers = torch.arange(count) // frames
+        return {} if numbers is None else {"tracklets": numbers.to(self.device, non_blocking=True)}
+
+    def _first_frames(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the labels and columns of the first frame of each tracklet, and all images."""
+        count, frames = len(batch["images"]), self.heads.temporal_pool.frames
+        labels = (torch.Tensor, list, tuple)
+        return {
+            name: value[::frames] if name != "images" and isinstance(value, labels) and len(value) == count else value
+            for name, value in batch.items()
+        }
 
     @property
     def losses(self) -> Losses:

@@ -11,6 +11,7 @@ from fastamp.config import check_is_config
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
+from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ def build_model(cfg: Any) -> nn.Module:
         model = META_ARCH_REGISTRY.build(name, cfg)
         apply_force_fp32(model, cfg.SOLVER.AMP.FORCE_FP32)
         model = model.to(device=device, memory_format=memory_format)
+    if cfg.MODEL.HEADS.TEMPORAL_POOL != "none" and not getattr(model, "pools_tracklets", False):
+        raise ConfigError(
+            f"MODEL.HEADS.TEMPORAL_POOL={cfg.MODEL.HEADS.TEMPORAL_POOL} is not supported by "
+            f"MODEL.META_ARCHITECTURE={name} with MODEL.HEADS.NAME={cfg.MODEL.HEADS.NAME}.\n"
+            "  fix: use Baseline with EmbeddingHead or FCHead, or set MODEL.HEADS.TEMPORAL_POOL to none"
+        )
     if isinstance(model, ImageModel):
         model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":

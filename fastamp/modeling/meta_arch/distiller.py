@@ -56,6 +56,7 @@ class Distiller(Baseline):
     """
 
     training_only = ("losses", "ema")
+    pools_tracklets = False
 
     def __init__(
         self,

@@ -67,6 +67,7 @@ class MoCo(Baseline):
 
     trunks = ("backbone", "key_encoder.backbone")
     training_only = ("losses", "key_encoder", "memory")
+    pools_tracklets = False
 
     def __init__(
         self,

@@ -1,0 +1,305 @@
+"""Video re-identification: frames of tracklets, the training sampler and the batches of a test set."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fastamp.config import Key
+from fastamp.data.columns import check_column
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.samplers import SAMPLER_REGISTRY, InferenceSampler, NaiveIdentitySampler, SampleKey
+from fastamp.utils.errors import DataError
+from fastamp.utils.plural import plural
+from fastamp.utils.tracklets import frames_by_tracklet, number_tracklets
+
+KEYS = (
+    Key(
+        "DATALOADER.TRACKLET.FRAMES",
+        4,
+        "TrackletSampler: frames per tracklet in a training batch. SOLVER.IMS_PER_BATCH counts frames: identities x "
+        "DATALOADER.NUM_INSTANCE tracklets x DATALOADER.TRACKLET.FRAMES.",
+        low=1,
+    ),
+    Key(
+        "DATALOADER.TRACKLET.SAMPLING",
+        "restricted",
+        "TrackletSampler: frames of a tracklet: restricted (one random frame from each of T equal parts), random (T "
+        "random frames in temporal order), or even (every n/T-th frame).",
+        choices=("restricted", "random", "even"),
+    ),
+    Key(
+        "TEST.TRACKLET.FRAMES",
+        0,
+        "Evenly spaced frames per tracklet of a test set with the column tracklet; 0 uses all frames.",
+        low=0,
+    ),
+)
+
+COLUMN = "tracklet"
+
+
+def even_frames(count: int, frames: int) -> np.ndarray:
+    """Select evenly spaced frames of a tracklet, as torchreid does.
+
+    The last ``count % frames`` frames are dropped, and every ``count // frames``-th of the others is selected. With
+    fewer than ``frames`` frames, all are selected and the last one is repeated.
+
+    Args:
+        count (int): frames in the tracklet, at least 1.
+        frames (int): frames to select.
+
+    Returns:
+        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+    """
+    positions: np.ndarray = np.arange(frames) * max(1, count // frames)
+    return positions.clip(max=count - 1)
+
+
+def random_frames(count: int, frames: int, rng: np.random.Generator) -> np.ndarray:
+    """Select random frames of a tracklet in temporal order, without replacement if the tracklet has enough of them.
+
+    Args:
+        count (int): frames in the tracklet, at least 1.
+        frames (int): frames to select.
+        rng (np.random.Generator): random generator.
+
+    Returns:
+        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+    """
+    return np.sort(rng.choice(count, frames, replace=count < frames))
+
+
+def restricted_frames(count: int, frames: int, rng: np.random.Generator) -> np.ndarray:
+    """Select one random frame from each of ``frames`` equal parts of a tracklet (Li et al. 2018, arXiv:1803.09882).
+
+    Args:
+        count (int): frames in the tracklet, at least 1; with fewer than ``frames``, parts share frames.
+        frames (int): frames to select.
+        rng (np.random.Generator): random generator.
+
+    Returns:
+        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+    """
+    bounds = np.arange(frames + 1) * count // frames
+    return rng.integers(bounds[:-1], np.maximum(bounds[1:], bounds[:-1] + 1))
+
+
+@SAMPLER_REGISTRY.register()
+class TrackletSampler(NaiveIdentitySampler):
+    """Draw P random identities, K tracklets of each, and T frames of each tracklet.
+
+    Identities and tracklets are drawn as identities and images in ``NaiveIdentitySampler``: without replacement, and
+    with replacement for an identity with fewer than K tracklets. The T frames of a tracklet are consecutive in the
+    batch and in temporal order; one rank gets all of them. One epoch contains as many batches as the tracklets fill.
+
+    Args:
+        labels (Sequence[int]): identity of each image.
+        camids (Sequence[int]): camera of each image.
+        tracklets (np.ndarray): (N,) int64 tracklet of each image; -1 for an image without a tracklet, which is a
+            tracklet of one frame. The frames of a tracklet are in temporal order.
+        sets (Sequence[int], optional): dataset of each image; tracklets of different datasets are different. Default:
+            one dataset.
+        frames (int): frames per tracklet, T. Default 4.
+        sampling (str): ``"restricted"`` (default), ``"random"`` or ``"even"``; see ``restricted_frames``,
+            ``random_frames`` and ``even_frames``.
+        options: further keyword arguments of ``IdentitySampler``; ``batch_size`` is P * K * T.
+
+    Raises:
+        ConfigError: if ``batch_size`` is not a multiple of K * T * ``world_size``.
+        DataError: if there are fewer than P identities.
+    """
+
+    def __init__(
+        self,
+        *,
+        labels: Sequence[int],
+        camids: Sequence[int],
+        tracklets: np.ndarray,
+        sets: Sequence[int] | None = None,
+        frames: int = 4,
+        sampling: str = "restricted",
+        **options: Any,
+    ) -> None:
+        self.tracklets = frames_by_tracklet(tracklet_keys(tracklets, sets))
+        self.frames, self.sampling = frames, sampling
+        first = [rows[0] for rows in self.tracklets]
+        super().__init__(
+            labels=np.asarray(labels)[first], camids=np.asarray(camids)[first], frames_per_instance=frames, **options
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        cfg: Any,
+        *,
+        labels: Sequence[int],
+        camids: Sequence[int],
+        sets: Sequence[int],
+        world_size: int,
+        columns: Mapping[str, np.ndarray],
+        **unused: Any,
+    ) -> "TrackletSampler":
+        """Build the sampler from DATALOADER.TRACKLET, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED.
+
+        Raises:
+            ConfigError: if the training set has no column ``tracklet``.
+        """
+        title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
+        check_column(COLUMN, columns, "DATALOADER.SAMPLER_TRAIN=TrackletSampler", title)
+        return cls(
+            labels=labels,
+            camids=camids,
+            tracklets=columns[COLUMN],
+            sets=sets,
+            frames=cfg.DATALOADER.TRACKLET.FRAMES,
+            sampling=cfg.DATALOADER.TRACKLET.SAMPLING,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            seed=cfg.SEED,
+            world_size=world_size,
+        )
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Number of images in an epoch, at least one batch: T frames of each tracklet."""
+        return max(len(self.tracklets), self.identities_per_batch * self.num_instances) * self.frames
+
+    def epoch(self, epoch: int) -> Iterator[int]:
+        """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
+        rng = np.random.default_rng([self.seed % 2**64, epoch, 1])  # independent of the draw of the tracklets
+        for tracklet in super().epoch(epoch):
+            rows = self.tracklets[tracklet]
+            yield from rows[self._select(len(rows), rng)].tolist()
+
+    def _select(self, count: int, rng: np.random.Generator) -> np.ndarray:
+        if self.sampling == "even":
+            return even_frames(count, self.frames)
+        return (restricted_frames if self.sampling == "restricted" else random_frames)(count, self.frames, rng)
+
+
+class TrackletInferenceSampler(InferenceSampler):
+    """Divide a test set among the ranks and into batches without cutting a tracklet.
+
+    Each rank gets a contiguous part with the same number of tracklets, up to one. A batch contains as many tracklets as
+    fit, at least one, so that a tracklet with more than ``batch_size`` frames is one large batch.
+
+    Args:
+        tracklets (np.ndarray): (N,) int64 tracklet of each image; the frames of a tracklet are consecutive.
+        num_query (int): number of query images, which come first; no batch contains both query and gallery images,
+            because a tracklet can be in both sets.
+        batch_size (int): images per batch on this rank.
+        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
+
+    Raises:
+        DataError: if there are fewer tracklets than processes.
+    """
+
+    def __init__(
+        self, *, tracklets: np.ndarray, num_query: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        numbers = tracklet_keys(tracklets, (np.arange(len(tracklets)) >= num_query).astype(np.int64))
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1)).tolist()
+        if len(starts) < world_size:
+            raise DataError(
+                f"the test set contains {plural(len(starts), 'tracklet')}, which is too few for {world_size} "
+                "processes: each process requires at least one tracklet.\n"
+                f"  fix: run with at most {plural(len(starts), 'process', 'processes')}"
+            )
+        ends = [*starts[1:], len(tracklets)]
+        own = slice(rank * len(starts) // world_size, (rank + 1) * len(starts) // world_size)
+        self.batch_size = batch_size
+        self._batches: list[range] = []
+        for start, end in zip(starts[own], ends[own], strict=True):
+            if self._batches and start != num_query and end - self._batches[-1].start <= batch_size:
+                self._batches[-1] = range(self._batches[-1].start, end)
+            else:
+                self._batches.append(range(start, end))
+        self.indices = range(self._batches[0].start, self._batches[-1].stop)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        """Yield this rank's sample keys for each batch."""
+        for batch in self._batches:
+            yield [(0, index, index) for index in batch]
+
+
+def tracklet_keys(tracklets: np.ndarray, sets: Sequence[int] | None = None) -> np.ndarray:
+    """Number tracklets that have the same name in different datasets, or splits, differently.
+
+    Args:
+        tracklets (np.ndarray): (N,) int64 tracklet of each image; -1 for an image without a tracklet.
+        sets (Sequence[int], optional): (N,) dataset of each image, from 0. Default: one dataset.
+
+    Returns:
+        np.ndarray: (N,) int64 tracklet numbers.
+    """
+    numbers = number_tracklets(tracklets)
+    if sets is None:
+        return numbers
+    sets = np.asarray(sets)
+    return number_tracklets(numbers * (1 + sets.max(initial=0)) + sets)
+
+
+def select_test_frames(tracklets: np.ndarray, frames: int, num_query: int) -> np.ndarray:
+    """Select the frames of a test set to load, grouped by tracklet.
+
+    Args:
+        tracklets (np.ndarray): (N,) int64 tracklet of each image; queries first. A tracklet in both the query and the
+            gallery set is two tracklets.
+        frames (int): frames per tracklet, see ``even_frames``; shorter tracklets are not padded. 0 selects all frames.
+        num_query (int): number of query images.
+
+    Returns:
+        np.ndarray: (M,) int64 rows.
+    """
+    in_gallery = np.arange(len(tracklets)) >= num_query
+    selected = [
+        rows[np.unique(even_frames(len(rows), frames))] if frames else rows
+        for rows in frames_by_tracklet(tracklet_keys(tracklets, in_gallery.astype(np.int64)))
+    ]
+    return np.concatenate(selected)
+
+
+def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = None) -> np.ndarray | None:
+    """Return the column ``tracklet`` of a dataset, after checking it.
+
+    Args:
+        dataset (ReidDataset): the dataset.
+        title (str): names of the datasets, for messages.
+        sets (Sequence[int], optional): see ``tracklet_keys``.
+
+    Returns:
+        np.ndarray | None: (N,) int64 tracklet of each image, -1 for an image without a tracklet; None if there is no
+            column ``tracklet``.
+
+    Raises:
+        DataError: if the column contains numbers with decimals or lists, or a tracklet has several identities or
+            cameras.
+    """
+    column = dataset.columns.get(COLUMN)
+    if column is None:
+        return None
+    tracklets = column.values
+    if not isinstance(tracklets, np.ndarray) or tracklets.ndim != 1 or tracklets.dtype.kind != "i":
+        raise DataError(f"the column {COLUMN} of {title} must be text or integers.\n  fix: correct the column")
+    numbers = tracklet_keys(tracklets, sets)
+    first = np.unique(numbers, return_index=True)[1][numbers]
+    source = dataset.sources[0] if len(dataset.sources) == 1 else None
+    for kinds, labels, names, name_of in (
+        ("identities", dataset.labels, dataset.items.pids, getattr(source, "identity", str)),
+        ("cameras", dataset.camids, dataset.items.camids, getattr(source, "camera", str)),
+    ):
+        wrong = np.flatnonzero(labels != labels[first])
+        if len(wrong):
+            number = int(tracklets[wrong[0]])
+            found = [names[row] for row in (int(first[wrong[0]]), int(wrong[0]))]
+            raise DataError(
+                f"tracklet {column.names[number] if column.names else number} of {title} has several {kinds}: "
+                f"{' and '.join(str(name_of(each)) for each in found)} (the same problem in "
+                f"{plural(len(np.unique(numbers[wrong])), 'tracklet')}).\n"
+                f"  fix: make the names in the column {COLUMN} unique, e.g. identity_camera_number"
+            )
+    return tracklets

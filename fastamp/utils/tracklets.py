@@ -1,0 +1,34 @@
+"""Grouping of images by tracklet."""
+
+import numpy as np
+
+MISSING = -1
+"""Number of a missing value in an integer or text column."""
+
+
+def number_tracklets(tracklets: np.ndarray) -> np.ndarray:
+    """Number the tracklets from 0 in order of first appearance.
+
+    Args:
+        tracklets (np.ndarray): (N,) int64 tracklet of each image; ``MISSING`` for an image without a tracklet, which is
+            a tracklet of one frame.
+
+    Returns:
+        np.ndarray: (N,) int64 tracklet numbers.
+    """
+    if not len(tracklets):
+        return tracklets.astype(np.int64)
+    missing = tracklets == MISSING
+    own = tracklets.max() + 1 + np.arange(len(tracklets))
+    _, first, inverse = np.unique(np.where(missing, own, tracklets), return_index=True, return_inverse=True)
+    return first.argsort().argsort()[inverse.reshape(-1)]
+
+
+def frames_by_tracklet(tracklets: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of each tracklet in ascending order, in order of first appearance.
+
+    Args:
+        tracklets (np.ndarray): see ``number_tracklets``.
+    """
+    numbers = number_tracklets(tracklets)
+    return np.split(numbers.argsort(kind="stable"), np.cumsum(np.bincount(numbers))[:-1]) if len(numbers) else []

@@ -1,0 +1,291 @@
+"""Frames of tracklets, the training sampler and the batches of a test set."""
+
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny import tiny_config
+from video_set import write_video
+
+from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.build import build_dataset, find_training_problems
+from fastamp.data.tracklets import (
+    TrackletInferenceSampler,
+    TrackletSampler,
+    even_frames,
+    random_frames,
+    restricted_frames,
+    select_test_frames,
+    tracklet_keys,
+)
+from fastamp.engine import DefaultTrainer
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.tracklets import frames_by_tracklet, number_tracklets
+
+REFERENCE = np.load(Path(__file__).parents[1] / "reference/methods/video1.npz")
+
+
+def training_set(counts=((5, 1), (3, 9), (4, 4, 4), (2,), (7, 7))):
+    """Return labels and tracklets; identity i has tracklets with ``counts[i]`` frames."""
+    labels = [identity for identity, each in enumerate(counts) for count in each for _ in range(count)]
+    frames = [count for each in counts for count in each]
+    return labels, np.repeat(np.arange(len(frames)), frames)
+
+
+def make(batch_size=24, num_instances=2, frames=4, seed=0, world_size=1, sampling="restricted", **further):
+    labels, tracklets = training_set()
+    sampler = TrackletSampler(
+        labels=labels,
+        camids=[0] * len(labels),
+        tracklets=tracklets,
+        frames=frames,
+        sampling=sampling,
+        batch_size=batch_size,
+        num_instances=num_instances,
+        seed=seed,
+        world_size=world_size,
+        **further,
+    )
+    return sampler, np.array(labels), tracklets
+
+
+def take(sampler, epoch, count):
+    return list(itertools.islice(sampler.epoch(epoch), count))
+
+
+@pytest.mark.parametrize("frames", [4, 8, 15])
+def test_even_frames_equal_those_of_torchreid(frames):
+    for count, expected in zip(REFERENCE["lengths"].tolist(), REFERENCE[f"evenly_T{frames}"], strict=True):
+        assert even_frames(count, frames).tolist() == expected.tolist()
+
+
+def naive_even_frames(count, frames):
+    indices = list(range(count))
+    if count < frames:
+        return indices + [count - 1] * (frames - count)
+    kept = indices[: count - count % frames]
+    return kept[:: count // frames]
+
+
+def test_even_frames_equal_a_loop():
+    for count, frames in itertools.product(range(1, 40), range(1, 12)):
+        assert even_frames(count, frames).tolist() == naive_even_frames(count, frames)
+
+
+@pytest.mark.parametrize("select", [random_frames, restricted_frames])
+@pytest.mark.parametrize("count", [1, 2, 4, 5, 30])
+def test_random_selections_are_ascending_and_in_range(select, count):
+    rng = np.random.default_rng(0)
+    drawn = [select(count, 4, rng) for _ in range(200)]
+    assert all(len(each) == 4 and each.min() >= 0 and each.max() < count for each in drawn)
+    assert all((np.diff(each) >= 0).all() for each in drawn)
+    assert {int(frame) for each in drawn for frame in each} == set(range(count))
+    if count >= 4:
+        assert all(len(set(each.tolist())) == 4 for each in drawn)
+
+
+def test_restricted_frames_come_from_equal_parts():
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        assert (restricted_frames(12, 4, rng) // 3).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("sampling", ["restricted", "random", "even"])
+def test_batch_has_p_identities_k_tracklets_and_t_frames(sampling):
+    sampler, labels, tracklets = make(sampling=sampling)
+    for batch in np.array(take(sampler, 0, 24 * 50)).reshape(-1, 3, 2, 4):
+        assert all((tracklets[frames] == tracklets[frames[0]]).all() for each in batch for frames in each)
+        assert all((np.diff(frames) >= 0).all() for each in batch for frames in each)
+        assert len({int(labels[each].max()) for each in batch}) == 3
+        assert all(len(set(labels[each].reshape(-1).tolist())) == 1 for each in batch)
+
+
+def test_stream_depends_only_on_seed_and_epoch():
+    stream = take(make()[0], 3, 500)
+    assert stream == take(make()[0], 3, 500)
+    assert stream != take(make()[0], 4, 500)
+    assert stream != take(make(seed=1)[0], 3, 500)
+    take(make(seed=-1)[0], 0, 1)
+
+
+def test_ranks_divide_the_batch_of_one_process():
+    assert take(make()[0], 0, 200) == take(make(world_size=3)[0], 0, 200)
+
+
+def test_epoch_has_t_frames_of_each_tracklet():
+    assert make()[0].images_per_epoch == 10 * 4
+    assert make(batch_size=40, num_instances=5, frames=4)[0].images_per_epoch == 40
+
+
+def test_tracklets_of_different_datasets_are_different():
+    tracklets = np.array([0, 0, 0, 0, 1])
+    assert [rows.tolist() for rows in frames_by_tracklet(tracklet_keys(tracklets, [0, 0, 1, 1, 1]))] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+
+
+@pytest.mark.parametrize(("batch_size", "world_size"), [(20, 1), (24, 2), (12, 1)])
+def test_batch_size_must_be_a_multiple(batch_size, world_size):
+    with pytest.raises(ConfigError, match=r"NUM_INSTANCE 2 x DATALOADER.TRACKLET.FRAMES 4.*\n.*multiple of (8|16)"):
+        make(batch_size=batch_size, world_size=world_size)
+
+
+def test_too_few_identities():
+    with pytest.raises(DataError, match="a batch needs 6"):
+        make(batch_size=48)
+
+
+def test_images_without_tracklet_are_tracklets_of_one_frame():
+    assert number_tracklets(np.array([7, -1, 3, 7, -1])).tolist() == [0, 1, 2, 0, 3]
+    assert [rows.tolist() for rows in frames_by_tracklet(np.array([7, -1, 3, 7, -1]))] == [[0, 3], [1], [2], [4]]
+    assert number_tracklets(np.array([], dtype=np.int64)).tolist() == []
+
+
+def test_selected_test_frames_are_grouped_and_keep_query_and_gallery_apart():
+    #                     query         gallery
+    tracklets = np.array([5, 4, 5, 5, 4, 5, 5, 6, 6, 6, 6, 6, -1])
+    assert select_test_frames(tracklets, 0, 5).tolist() == [0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert select_test_frames(tracklets, 2, 5).tolist() == [0, 2, 1, 4, 5, 6, 7, 9, 12]
+    assert select_test_frames(tracklets, 1, 5).tolist() == [0, 1, 5, 7, 12]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("batch_size", [1, 4, 6, 100])
+def test_rank_and_batch_borders_never_cut_a_tracklet(world_size, batch_size):
+    counts, num_query = [3, 1, 4, 2, 9, 2, 2, 1], 8
+    tracklets = np.repeat([4, 8, 2, 4, 5, -1, 3, 9], counts)  # tracklet 4 is also in the gallery
+    border = np.repeat(np.arange(8), counts)
+    border[-5:-3] = [100, 101]
+    seen = []
+    for rank in range(world_size):
+        sampler = TrackletInferenceSampler(
+            tracklets=tracklets, num_query=num_query, batch_size=batch_size, rank=rank, world_size=world_size
+        )
+        batches = [[index for _, _, index in batch] for batch in sampler]
+        assert len(batches) == len(sampler)
+        assert [index for batch in batches for index in batch] == list(sampler.indices)
+        for batch in batches:
+            assert len(batch) <= batch_size or len(set(border[batch])) == 1
+            assert not (set(border[batch]) & set(np.delete(border, batch)))
+            assert len({index < num_query for index in batch}) == 1
+        seen += sampler.indices
+    assert seen == list(range(len(tracklets)))
+
+
+def test_fewer_tracklets_than_processes():
+    with pytest.raises(DataError, match="2 tracklets"):
+        TrackletInferenceSampler(tracklets=np.array([0, 0, 1]), num_query=2, batch_size=4, world_size=3)
+
+
+# ---- loaders
+
+
+@pytest.fixture
+def video(tmp_path):
+    return write_video(tmp_path)
+
+
+def config(file, *opts):
+    return tiny_config(
+        file.parent / "run",
+        *("INPUT.SIZE_TRAIN", "(32, 16)", "INPUT.SIZE_TEST", "(32, 16)"),
+        *("DATASETS.NAMES", f"csv:{file}", "DATASETS.TESTS", f"csv:{file}"),
+        *("DATALOADER.SAMPLER_TRAIN", "TrackletSampler", "DATALOADER.NUM_INSTANCE", "2"),
+        *("SOLVER.IMS_PER_BATCH", "16", *opts),
+    )
+
+
+def lines_changed(file, **columns):
+    """Return a copy of the CSV file in which the function of a column's value and the line replaces the value."""
+    names, *lines = [line.split(",") for line in file.read_text().split()]
+    lines = [
+        [columns[name](value, line) if name in columns else value for name, value in zip(names, line, strict=True)]
+        for line in lines
+    ]
+    copy = file.with_name("changed.csv")
+    copy.write_text("\n".join(",".join(line) for line in [names, *lines]) + "\n")
+    return copy
+
+
+def test_training_batch_has_frames_of_whole_tracklets(video):
+    loader = build_reid_train_loader(config(video))
+    assert loader.iters_per_epoch == 6 * 2 * 3 * 4 // 16
+    for batch in itertools.islice(loader, 5):
+        assert (batch["tracklet"].view(-1, 4) == batch["tracklet"].view(-1, 4)[:, :1]).all()
+        assert len(set(batch["targets"].view(-1, 8)[:, 0].tolist())) == 2
+
+
+@pytest.mark.parametrize(("frames", "expected"), [("0", 40), ("2", 16), ("1", 8), ("9", 40)])
+def test_test_loader_loads_only_the_selected_frames(video, frames, expected):
+    loader, num_query = build_reid_test_loader(config(video, "TEST.TRACKLET.FRAMES", frames), f"csv:{video}")
+    assert len(loader.dataset) == expected and num_query == expected // 2
+    rows = [row for batch in loader for row in batch["indices"].tolist()]
+    assert rows == list(range(expected))
+
+
+def test_interleaved_frames_of_a_csv_file_are_grouped(video):
+    lines = video.read_text().splitlines()
+    video.write_text("\n".join([lines[0], *sorted(lines[1:], key=lambda line: line.split("_")[3])]) + "\n")
+    loader, _ = build_reid_test_loader(config(video), f"csv:{video}")
+    tracklets = np.concatenate([batch["tracklet"] for batch in loader])
+    assert (np.diff(number_tracklets(tracklets)) >= 0).all()
+    assert [Path(item.path).stem[-1] for item in loader.dataset.items[:5]] == list("01234")
+
+
+def test_missing_column_lists_the_available_ones(tmp_path):
+    file = write_video(tmp_path, header="track")
+    with pytest.raises(ConfigError, match=r"no column 'tracklet'; available columns: camera, track\. Did you mean"):
+        build_reid_train_loader(config(file))
+    loader, num_query = build_reid_test_loader(config(file, "TEST.TRACKLET.FRAMES", "2"), f"csv:{file}")
+    assert len(loader.dataset) == 40 and num_query == 20
+
+
+@pytest.mark.parametrize(
+    "build", [build_reid_train_loader, lambda cfg: build_reid_test_loader(cfg, *cfg.DATASETS.TESTS)]
+)
+@pytest.mark.parametrize(
+    ("column", "kind"), [(lambda name, _: name[2:], "identities: [06]"), (lambda _, line: line[1], "cameras: 0")]
+)
+def test_tracklet_with_several_identities_or_cameras_is_named(video, build, column, kind):
+    file = lines_changed(video, tracklet=column)
+    with pytest.raises(DataError, match=rf"tracklet \S+ of csv:.* has several {kind} and "):
+        build(config(file))
+
+
+def test_numbers_with_decimals_are_not_tracklets(video):
+    file = lines_changed(video, tracklet=lambda name, _: name.replace("_", ".", 1).replace("_", ""))
+    with pytest.raises(DataError, match="must be text or integers"):
+        build_reid_train_loader(config(file))
+
+
+def test_integer_tracklets_are_accepted(video):
+    file = lines_changed(video, tracklet=lambda name, _: name.replace("_", ""))
+    next(iter(build_reid_train_loader(config(file))))
+    assert len(build_reid_test_loader(config(file, "TEST.TRACKLET.FRAMES", "1"), f"csv:{file}")[0].dataset) == 8
+
+
+def test_missing_frame_is_named(video):
+    (video.parent / "0_0_0_3.png").unlink()
+    with pytest.raises(DataError, match="0_0_0_3.png"):
+        build_reid_train_loader(config(video))
+
+
+def test_check_data_reports_tracklets_with_several_cameras(video):
+    file = lines_changed(video, tracklet=lambda name, line: line[1])
+    problems = find_training_problems(build_dataset(f"csv:{file}"), config(file))
+    assert sum("has several cameras" in problem for problem in problems) == 2
+
+
+@pytest.mark.parametrize("pool", ["none", "avg", "attention"])
+def test_training_and_evaluation_on_tracklets(video, pool):
+    cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", pool, "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "True")
+    metrics = DefaultTrainer(cfg).train()
+    assert (metrics["num_query"], metrics["num_gallery"], metrics["num_frames"]) == (4, 4, 40)
+    assert 0 <= metrics["mAP"] <= 100
+    page = (Path(cfg.OUTPUT_DIR) / "report.html").read_text()
+    assert "4 queries, 4 gallery tracklets" in page
+    assert sorted(set(re.findall(r"\d_1_0_\d\.png", page))) == [f"{pid}_1_0_0.png" for pid in range(6, 10)]
