@@ -17,7 +17,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
-from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset, describe_invalid_lines, path_fix
+from fastamp.data.datasets.custom import (
+    DATABASE,
+    PATH_DATASETS,
+    CsvDataset,
+    describe_invalid_lines,
+    path_fix,
+)
 from fastamp.data.decode import (
     LARGEST_PIXELS,
     MAX_PIXELS,
@@ -173,9 +179,11 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
         for split in SPLITS
     }
-    total = sum(len(getattr(dataset, split)) for split in SPLITS)
+    database = getattr(dataset, "database_lines", frozenset())
+    total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
     matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)  # type: ignore[call-arg]
-    kept["query"] = [each for each, fault in zip(kept["query"], matchless, strict=True) if not fault]
+    if not getattr(protocol, "is_open_set", False):
+        kept["query"] = [each for each, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
@@ -190,6 +198,10 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
             image = os.path.abspath(item.path)
             if os.path.commonpath((folder, image)) == folder:
                 image = os.path.relpath(image, folder)
+            if number in database:
+                if split == "gallery":  # written with the training images
+                    continue
+                split = DATABASE
             values = [image, dataset.identity(item.pid), split]
             values += [dataset.camera(item.camid)] if has_cameras else []
             values += (item.box or ("",) * 4) if has_boxes else []
@@ -270,6 +282,22 @@ def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]
     for item in items:
         groups[item.pid].append(item)
     return groups
+
+
+def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXELS) -> list[Fingerprint]:
+    """Read images and compute their fingerprints.
+
+    Raises:
+        DataError: if an image cannot be read.
+    """
+    with ThreadPoolExecutor(available_cores()) as pool:
+        found = list(
+            track(pool.map(partial(_inspect_image, max_pixels=max_pixels), items), len(items), "reading images")
+        )
+    for item, each in zip(items, found, strict=True):
+        if each.fingerprint is None:
+            raise DataError(f"{item.path}: {each.fault}.\n  fix: restore the file, or remove it from the table")
+    return [each.fingerprint for each in found if each.fingerprint is not None]
 
 
 def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSummary:
@@ -409,6 +437,8 @@ class _CheckedDataset:
         names = {split: {self.dataset.identity(item.pid) for item in items} for split, items in self.splits.items()}
         tested = names.get("query", set()) | names.get("gallery", set())
         not_identities = () if isinstance(self.dataset, tuple(PATH_DATASETS.values())) else {"0", "-1"}  # distractors
+        if getattr(self.dataset, "database_lines", ()):  # a closed or open set: the test identities are in training
+            return
         shared = names.get("train", set()) & tested.difference(not_identities)
         yield from _findings(
             "identities in both training and test",
@@ -424,11 +454,13 @@ class _CheckedDataset:
             [("query", row) for row, found in enumerate(matchless) if found == fault]
             for fault in (_NO_IMAGE, _SAME_CAMERA)
         )
+        open_set = getattr(self.protocol, "is_open_set", False)
         yield from _findings(
             "queries without a gallery image of their identity",
             [self.label(row, pid=True) for row in unmatched],
-            fix="add gallery images of these identities, or remove the queries",
-            excluded=unmatched,
+            is_error=not open_set,
+            fix="" if open_set else "add gallery images of these identities, or remove the queries",
+            excluded=() if open_set else unmatched,
         )
         yield from _findings(
             "queries whose only matches are from the same camera",
@@ -445,6 +477,8 @@ class _CheckedDataset:
                 first_rows = [row for row, _, each in self.rows(first) if not each.fault]
                 second_rows = [row for row, _, each in self.rows(second) if not each.fault]
                 if not first_rows or not second_rows:
+                    continue
+                if (first, second) == ("train", "gallery") and getattr(self.dataset, "database_lines", ()):
                     continue
                 by_digest = {self._summary(row).digest: row for row in first_rows}
                 same = [

@@ -1,6 +1,6 @@
 """Near-duplicates: resized or recompressed copies of an image, found by difference hashes or by thumbnails."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import faiss
@@ -19,6 +19,8 @@ HASH_BITS = _HASH_SIDE**2
 # and 1.5) by at most 1.7, 1.9 and 2.0 (10, 17 and 21 bits).
 _SIMILAR_BITS, _FRACTION_OF_DIFFERENT, _PERCENTILE = 50, 0.4, 1
 _THUMBNAIL = (16, 32)
+# Random pairs from which the threshold of groups is estimated.
+_GROUP_PAIRS = 20_000
 
 
 @dataclass(frozen=True)
@@ -66,18 +68,7 @@ class NearestImages:
         *,
         bits: int | None = None,
     ) -> None:
-        self.threshold, self.note = float(_MAX_BITS if bits is None else bits), ""
-        if bits is None and different:
-            hashes, thumbnails = _sampled_distances(different)
-            typical = float(np.percentile(hashes, _PERCENTILE))
-            if typical < _SIMILAR_BITS:
-                levels = float(np.percentile(thumbnails, _PERCENTILE))
-                self.threshold = _FRACTION_OF_DIFFERENT * levels
-                self.note = (
-                    f"{_PERCENTILE} % of the pairs of different identities differ in at most {typical:.0f} of "
-                    f"{HASH_BITS} bits; near-duplicates are pairs whose gray levels differ by at most "
-                    f"{self.threshold:.1f} of 255 (--near-duplicates BITS compares the bits instead)"
-                )
+        self.threshold, self.note = _threshold(different, bits)
         if self.note:
             index = faiss.IndexFlatL2(_THUMBNAIL[0] * _THUMBNAIL[1])
             index.add(_centered([each.thumbnail for each in first]))
@@ -95,6 +86,64 @@ class NearestImages:
         if self.note:
             return f"gray levels differ by {distance:.1f} of 255"
         return f"{distance} of {HASH_BITS} bits differ"
+
+
+def group_near_duplicates(
+    fingerprints: Sequence[Fingerprint], identities: Sequence[Hashable], *, bits: int | None = None
+) -> tuple[list[int | None], str]:
+    """Group the near-duplicates of each identity, e.g. the frames of a burst.
+
+    Args:
+        fingerprints: fingerprints of N images.
+        identities: identity of each image; images of different identities are never grouped.
+        bits: see ``NearestImages``.
+
+    Returns:
+        ``(groups, note)``: number of the group of each image, None for images without a near-duplicate, and a
+        description of the threshold if thumbnails are compared, else "". Two images are in one group if a chain of
+        near-duplicates connects them.
+    """
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import connected_components
+
+    rng, count = np.random.default_rng(0), len(fingerprints)
+    pairs = rng.integers(count, size=(_GROUP_PAIRS if count else 0, 2)).tolist()
+    threshold, note = _threshold(
+        [(fingerprints[a], fingerprints[b]) for a, b in pairs if identities[a] != identities[b]], bits
+    )
+    groups: list[int | None] = [None] * count
+    rows_of: dict[Hashable, list[int]] = {}
+    for row, identity in enumerate(identities):
+        rows_of.setdefault(identity, []).append(row)
+    number = 0
+    for rows in rows_of.values():
+        if note:
+            values = _centered([fingerprints[row].thumbnail for row in rows])
+            distances = np.stack([np.sqrt(np.square(values - each).mean(axis=1)) for each in values])
+        else:
+            hashes = np.stack([fingerprints[row].hash_bits for row in rows])
+            distances = np.stack([np.unpackbits(hashes ^ each, axis=1).sum(axis=1) for each in hashes])
+        _, labels = connected_components(csr_array(distances <= threshold), directed=False)
+        sizes = np.bincount(labels)
+        for row, label in zip(rows, labels.tolist(), strict=True):
+            groups[row] = number + label if sizes[label] > 1 else None
+        number += len(sizes)
+    return groups, note
+
+
+def _threshold(different: Sequence[tuple[Fingerprint, Fingerprint]], bits: int | None) -> tuple[float, str]:
+    """Return the maximum distance of near-duplicates, and a note if it is that of thumbnails; see ``NearestImages``."""
+    if bits is None and different:
+        hashes, thumbnails = _sampled_distances(different)
+        typical = float(np.percentile(hashes, _PERCENTILE))
+        if typical < _SIMILAR_BITS:
+            threshold = _FRACTION_OF_DIFFERENT * float(np.percentile(thumbnails, _PERCENTILE))
+            return threshold, (
+                f"{_PERCENTILE} % of the pairs of different identities differ in at most {typical:.0f} of "
+                f"{HASH_BITS} bits; near-duplicates are pairs whose gray levels differ by at most "
+                f"{threshold:.1f} of 255 (--near-duplicates BITS compares the bits instead)"
+            )
+    return float(_MAX_BITS if bits is None else bits), ""
 
 
 def _sampled_distances(pairs: Sequence[tuple[Fingerprint, Fingerprint]]) -> tuple[np.ndarray, np.ndarray]:

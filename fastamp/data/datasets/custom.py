@@ -7,7 +7,7 @@ import re
 import shlex
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,10 +54,18 @@ KEYS = (
         "identities.",
         low=0,
     ),
+    Key(
+        "DATASETS.CSV.IDENTITY",
+        ("pid",),
+        "csv:FILE datasets: columns whose values together are the identity, e.g. [name, side] if the left and the "
+        "right flank of an animal count as two identities.",
+    ),
 )
 
 SPLITS = ("train", "query", "gallery")
-_SPLIT_NUMBERS = {split: number for number, split in enumerate(SPLITS)}
+# An image of the database is a training image and a gallery image.
+DATABASE = "database"
+_SPLIT_NUMBERS = {split: number for number, split in enumerate((*SPLITS, DATABASE))}
 _BOX = ("x0", "y0", "x1", "y1")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _EXCLUDED_ID = "-1"
@@ -77,11 +85,11 @@ class CsvDataset(ImageDataset):
     In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``csv:`` plus the path, e.g. ``csv:/data/custom.csv``.
 
     The first line of the file names the columns: ``path`` (relative to the folder of the CSV file, or absolute) and
-    ``pid``, and optionally ``camid``, ``split`` (train, query or gallery; case does not matter) and ``x0``, ``y0``,
-    ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1 are exclusive). Identities and
-    cameras can be any text; images of identity -1 are excluded. Without ``camid``, gallery images from the query's
-    camera are not excluded. All other columns become columns of the images; ``csv_columns`` describes their types.
-    Columns are separated by commas, semicolons or tabs.
+    ``pid``, and optionally ``camid``, ``split`` (train, query, gallery, or database for training and gallery; case does
+    not matter) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1
+    are exclusive). Identities and cameras can be any text; images of identity -1 are excluded. Without ``camid``,
+    gallery images from the query's camera are not excluded. All other columns become columns of the images;
+    ``csv_columns`` describes their types. Columns are separated by commas, semicolons or tabs.
 
     Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
     possible, e.g. with fewer than four identities, all images are training images.
@@ -93,10 +101,12 @@ class CsvDataset(ImageDataset):
         seed (int): seed of the random choice of identities. Default 0.
         skip_invalid (bool): if True, exclude invalid lines and list them in ``invalid_lines``. If False, they are an
             error. Default False.
+        identity (Sequence[str]): columns whose values together are the identity. Default ``("pid",)``.
 
     Attributes:
         file (Path): CSV file.
         has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
+        database_lines (frozenset[int]): line numbers of the images that are for training and in the gallery.
         invalid_lines (dict[int, str]): line number -> problem; empty unless ``skip_invalid``.
 
     Raises:
@@ -104,11 +114,17 @@ class CsvDataset(ImageDataset):
     """
 
     def __init__(
-        self, path: str | Path, *, test_fraction: float = 0.5, seed: int = 0, skip_invalid: bool = False
+        self,
+        path: str | Path,
+        *,
+        test_fraction: float = 0.5,
+        seed: int = 0,
+        skip_invalid: bool = False,
+        identity: Sequence[str] = ("pid",),
     ) -> None:
         self.dataset_name = f"csv:{path}"
         self.file = file = _resolve_path(self.dataset_name, path)
-        table = _read_table(file)
+        table = _read_table(file, identity)
         self.invalid_lines = table.invalid
         if table.invalid and not skip_invalid:
             raise _invalid_lines_error(file, table.invalid)
@@ -140,8 +156,10 @@ class CsvDataset(ImageDataset):
         numbers_of = np.array([test_ids.get(name, 0) for name in names], dtype=np.int64)
         self._names = {number: name for name, number in test_ids.items()}
         self._lines, splits = {}, []
+        in_database = split_of == _SPLIT_NUMBERS[DATABASE]
+        self.database_lines = frozenset(table.lines[in_database].tolist())
         for number, split in enumerate(SPLITS):
-            rows = np.flatnonzero(split_of == number)
+            rows = np.flatnonzero((split_of == number) | (in_database & (split != "query")))
             if split == "train":
                 pids = Column.of(codes[rows], [f"{self.dataset_name}_{name}" for name in names])
             else:
@@ -176,7 +194,7 @@ class CsvDataset(ImageDataset):
 
     def further_columns(self) -> tuple[list[str], dict[int, list[str]]]:
         """Read the further columns as text: ``(names, line number -> values)``."""
-        with _open_table(self.file) as (reader, names):
+        with open_table(self.file) as (reader, names):
             further = [column for column, name in enumerate(names) if name not in _COLUMNS]
             rows: dict[int, list[str]] = {}
             for line in reader:
@@ -187,7 +205,13 @@ class CsvDataset(ImageDataset):
     def from_config(cls, cfg: Any, path: str, *, skip_invalid: bool = False) -> "CsvDataset":
         """Build the dataset from the path of the CSV file and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
-        return cls(path, test_fraction=settings.TEST_FRACTION, seed=settings.SEED, skip_invalid=skip_invalid)
+        return cls(
+            path,
+            test_fraction=settings.TEST_FRACTION,
+            seed=settings.SEED,
+            skip_invalid=skip_invalid,
+            identity=cfg.DATASETS.CSV.IDENTITY,
+        )
 
     def identity(self, pid: int | str) -> str:
         """Return the identity as written in the CSV file."""
@@ -536,7 +560,7 @@ class _Table:
 
 
 @contextmanager
-def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
+def open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
     """Open a CSV file and yield a reader of the lines below the header, and the lowercase column names.
 
     Raises:
@@ -564,23 +588,24 @@ def _open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
         ) from error
 
 
-def _read_table(file: Path) -> _Table:
-    """Read a CSV file into arrays.
+def _read_table(file: Path, identity: Sequence[str]) -> _Table:
+    """Read a CSV file into arrays; ``identity`` lists the columns whose values are the identity.
 
     Raises:
         DataError: if the file cannot be read, or the header is invalid.
     """
-    with _open_table(file) as (reader, names):
-        _check_header(file, names)
-        return _read_lines(file, reader, names)
+    with open_table(file) as (reader, names):
+        identity = [name.lower() for name in identity]
+        _check_header(file, names, identity)
+        return _read_lines(file, reader, names, identity)
 
 
-def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
+def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[str]) -> _Table:
     """Read the lines below the header; see ``_read_table``."""
     column_of = {name: names.index(name) for name in _COLUMNS if name in names}
-    path_column, pid_column, camid_column, split_column = (
-        column_of.get(name) for name in ("path", "pid", "camid", "split")
-    )
+    path_column, camid_column, split_column = (column_of.get(name) for name in ("path", "camid", "split"))
+    pid_columns = [names.index(name) for name in identity]
+    required = {*identity, *column_of} - ({"pid"} - set(identity))
     lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
     further = {
@@ -598,8 +623,8 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
         number = reader.line_num
         try:
             if len(values) != len(names) or "" in values or not "".join(values).isprintable():
-                _check_line(names, values)
-            if values[pid_column] == _EXCLUDED_ID:
+                _check_line(names, values, required)
+            if values[pid_columns[0]] == _EXCLUDED_ID:
                 excluded += 1
                 continue
             if split_column is not None:
@@ -619,7 +644,7 @@ def _read_lines(file: Path, reader: Any, names: list[str]) -> _Table:
                 folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
             paths.append(folders[folder], name)
         lines.append(number)
-        pids.append(values[pid_column])
+        pids.append("/".join([values[column] for column in pid_columns]))
         if camid_column is not None:
             camids.append(values[camid_column])
         for column, builder in further.items():
@@ -653,10 +678,10 @@ class _CategoricalTextBuilder:
         return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
 
 
-def _check_line(names: Sequence[str], values: Sequence[str]) -> None:
-    """Raise DataError if a line has too many values, an empty value in a used column, or control characters."""
-    row = {name: value for name, value in zip(names, values, strict=False) if name in _COLUMNS}
-    empty = [name for name in names if name in _COLUMNS and not row.get(name)]
+def _check_line(names: Sequence[str], values: Sequence[str], required: Collection[str]) -> None:
+    """Raise DataError if a line has too many values, an empty value in a required column, or control characters."""
+    row = {name: value for name, value in zip(names, values, strict=False) if name in required}
+    empty = [name for name in names if name in required and not row.get(name)]
     if empty or len(values) > len(names):
         problem = f"no value for {', '.join(empty)}" if empty else f"expected {len(names)} values, got {len(values)}"
         raise DataError(problem)
@@ -665,11 +690,11 @@ def _check_line(names: Sequence[str], values: Sequence[str]) -> None:
         raise DataError(f"control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")
 
 
-def _check_header(file: Path, names: Sequence[str]) -> None:
+def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> None:
     """Raise DataError if a required column is missing or a column is duplicated."""
     twice = {name for name, count in Counter(names).items() if count > 1}
     boxes = [name for name in _BOX if name in names]
-    missing = [name for name in ("path", "pid", *(_BOX if boxes else ())) if name not in names]
+    missing = [name for name in ("path", *identity, *(_BOX if boxes else ())) if name not in names]
     unknown = [name for name in names if name and name not in _COLUMNS]
     optional = [name for name in _COLUMNS if name not in names]
     if twice or missing:
@@ -686,6 +711,12 @@ def _check_header(file: Path, names: Sequence[str]) -> None:
             "%s: ignoring the columns %s, whose names have another meaning\n  fix: rename them",
             file,
             _truncate(", ".join(reserved)),
+        )
+    if {"x", "y", "w", "h"} <= {*names} and not boxes:
+        raise DataError(
+            f"{file}: boxes as x, y, w and h{' with a rotation theta' * ('theta' in names)} are not supported.\n"
+            f"  fix: write the columns {', '.join(_BOX)} with x1 = x + w and y1 = y + h"
+            f"{', around the rotated box' * ('theta' in names)}; or rename the columns to use whole images"
         )
     similar = [f"{name}:{did_you_mean(name, optional)}" for name in unknown if did_you_mean(name, optional)]
     if similar:
@@ -705,10 +736,10 @@ def _parse_split(text: str) -> int:
     number = _SPLIT_NUMBERS.get(text.lower())
     if number is not None:
         return number
-    hint = did_you_mean(text, SPLITS)
+    hint = did_you_mean(text, (*SPLITS, DATABASE))
     if text.lower() in _TEST_SPLITS:
         hint = " Test images are query (images that are searched for) or gallery (images that are searched)."
-    raise DataError(f"unknown split {text!r}; choices: {', '.join(SPLITS)}.{hint}")
+    raise DataError(f"unknown split {text!r}; choices: {', '.join((*SPLITS, DATABASE))}.{hint}")
 
 
 def _parse_box(values: Sequence[str]) -> tuple[int, int, int, int]:
