@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": "check whether a model and a machine support mixed precision",
     "replay": "replay a failed training step from a crash dump",
     "check-data": "check a dataset for errors",
+    "split": "split photographs of animals by identity, time or encounter, without leaks",
     "config": "list and explain config keys; print, compare and convert configs",
     "schema": "print the JSON Schema of config files, for editors",
     "tune": "search hyperparameters with Ray Tune",
