@@ -20,6 +20,7 @@ COMMANDS = {
     "extract": "extract the features of images to a file",
     "search": "search a gallery for the images that are most similar to a query",
     "compare": "compute the similarity of two images",
+    "calibrate": "choose thresholds for wanted error rates: same, different or unknown",
     "visualize": "draw rank lists, curves and similarity maps",
     "export": "export a model to ONNX or torch.export",
     "push": "package a model with a model card, and upload it to the Hugging Face Hub",

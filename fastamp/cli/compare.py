@@ -1,5 +1,8 @@
 """Compute the similarity of two images, and its percentiles among pairs of the same and of different identities.
 
+A calibrated model (`fastamp calibrate`) also decides whether they show the same identity or different ones, or whether
+this is unknown.
+
 examples:
   fastamp compare logs/run a.jpg b.jpg
   fastamp compare logs/run/model_best.pth a.jpg b.jpg --json TEST.METRIC=cosine
@@ -37,11 +40,12 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         fractions = {"genuine_share": comparison.genuine_fraction, "impostor_share": comparison.impostor_fraction}
-        print(
-            json.dumps(
-                {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}
-            )
-        )
+        found = {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}
+        if calibration := comparison.calibration:
+            found |= {"decision": comparison.decision, "probability": comparison.probability}
+            found |= {"same_threshold": calibration.same_threshold, "far": calibration.far}
+            found |= {"different_threshold": calibration.different_threshold, "frr": calibration.frr}
+        print(json.dumps(found))
     else:
         print(comparison.describe())
     return 0

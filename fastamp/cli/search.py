@@ -1,7 +1,8 @@
 """Search a gallery for the images that are most similar to query images.
 
 The gallery is a folder of images, an extraction (.npz), for which an index is built first, or an index file. The
-features of a folder are extracted to a file next to it, which later searches use.
+features of a folder are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
+calibrate`), the identity of a query is unknown if its best match is below the threshold.
 
 examples:
   fastamp search logs/run/model_best.pth query.jpg --gallery photos/
@@ -104,18 +105,46 @@ def run(args: argparse.Namespace) -> int:
     )
     found = [_grouped(_rows(result, number), group_by) for number in range(len(queries))]
     if args.json:
-        print(json.dumps([{"query": query, "found": rows} for query, rows in zip(queries, found, strict=True)]))
+        decisions = [_decision(result, number) for number in range(len(queries))]
+        parts = zip(queries, decisions, found, strict=True)
+        print(json.dumps([{"query": query, **decision, "found": rows} for query, decision, rows in parts]))
         return 0
     labels = {"identities": result.pids, "cameras": result.camids if result.cameras is None else result.cameras}
     unknown = [name for name, values in labels.items() if is_unknown(values)]
     note = f"; {' and '.join(unknown)} unknown" if unknown else ""
-    for query, rows in zip(queries, found, strict=True):
-        print(f"{query} ({gallery.metric} {'similarity' if gallery.metric == 'cosine' else 'distance'}{note})")
+    for number, (query, rows) in enumerate(zip(queries, found, strict=True)):
+        print(f"{query} ({gallery.metric} {_score_name(gallery.metric)}{note})")
+        if result.known is not None:
+            print(_describe_decision(result, number, len(gallery)))
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
             if group_by:
                 print(f"{args.group_by} {'unknown' if value in (None, '') else value}:")
             print(_table(list(group)))
     return 0
+
+
+def _score_name(metric: str) -> str:
+    return "similarity" if metric == "cosine" else "distance"
+
+
+def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
+    """Return the decision on one query as plain values; empty without a calibration of the model."""
+    if result.known is None:
+        return {}
+    decision = "match" if result.known[query] else "unknown"
+    return {"decision": decision, "threshold": result.threshold, "fpir": result.fpir}
+
+
+def _describe_decision(result: "SearchResult", query: int, gallery_size: int) -> str:
+    found, is_cosine = _decision(result, query), result.metric == "cosine"
+    if found["decision"] == "match":
+        side = "at least" if is_cosine else "at most"
+    else:
+        side = "below" if is_cosine else "above"
+    return (
+        f"{found['decision']}: the best {_score_name(result.metric)} is {side} {found['threshold']:.4f} (false-positive "
+        f"identification rate {100 * found['fpir']:.3g} % with {gallery_size:,} gallery images)"
+    )
 
 
 def _group_key(name: str, columns: Mapping[str, Any]) -> str:

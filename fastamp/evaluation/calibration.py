@@ -115,12 +115,12 @@ class Calibration:
         """Describe the thresholds and their rates as text."""
         name, unit = ("similarity", "at least") if self.metric == "cosine" else ("distance", "at most")
         lines = [
-            f"same:      {name} {unit} {self.same_threshold:.4f}; stated false accept rate {_percent(self.far)}, "
+            f"same:      {name} {unit} {self.same_threshold:.4f}; stated false accept rate {percent(self.far)}, "
             f"measured {self.measured.far}",
             f"different: {name} {'below' if self.metric == 'cosine' else 'above'} {self.different_threshold:.4f}; "
-            f"stated false reject rate {_percent(self.frr)}, measured {self.measured.frr}",
+            f"stated false reject rate {percent(self.frr)}, measured {self.measured.frr}",
             f"search:    unknown unless the best {name} is {unit} {self.search_threshold:.4f}; stated false-positive "
-            f"identification rate {_percent(self.fpir)} with {self.gallery_size:,} gallery images, measured "
+            f"identification rate {percent(self.fpir)} with {self.gallery_size:,} gallery images, measured "
             f"{self.measured.fpir}",
             f"({self.source}: thresholds from {self.chosen.far.num_identities:,} identities, measured on "
             f"{self.measured.far.num_identities:,} others; 95 % confidence intervals over identities)",
@@ -283,7 +283,8 @@ def _round_up(rate: float) -> str:
     return f"{math.ceil(rate / step - 1e-9) * step:.2g}"
 
 
-def _percent(rate: float) -> str:
+def percent(rate: float) -> str:
+    """Format a rate in percent."""
     return f"{100 * rate:.3g} %"
 
 

@@ -90,6 +90,11 @@ class SearchResult:
         metric: ``"cosine"`` or ``"euclidean"``.
         cameras: (Q, k) str, cameras as named in the dataset; None if they have no names besides ``camids``.
         columns: further columns of the gallery images, see ``Extraction``: name -> (Q, k) or (Q, k, L).
+        known: (Q,) bool, True if the nearest gallery image is accepted, False if the identity of the query is unknown;
+            None without a calibration of the model.
+        threshold: score from which the nearest gallery image is accepted; None without a calibration.
+        fpir: expected false-positive identification rate in 0..1 with this gallery, see ``Calibration.expected_fpir``;
+            None without a calibration.
     """
 
     scores: np.ndarray
@@ -101,6 +106,9 @@ class SearchResult:
     metric: str
     cameras: np.ndarray | None = None
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    known: np.ndarray | None = None
+    threshold: float | None = None
+    fpir: float | None = None
 
 
 class GalleryIndex:

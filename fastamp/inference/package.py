@@ -135,6 +135,8 @@ def package(
     else:
         evaluation = _read_evaluation(expand(metrics), checkpoint, cfg, plugin) | {"weights": content[STRIPPED]}
     content |= {"config": _public_config(content["config"]), "pairs": _public(content.get("pairs", {}))}
+    if "calibration" in content:
+        content["calibration"] = _public(content["calibration"])
     content.pop("evaluation", None)
     if evaluation:
         content["evaluation"] = evaluation | {"metrics": _public(evaluation["metrics"])}

@@ -5,6 +5,7 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
 from fastamp.data.transforms import Resize, build_transforms
+from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
@@ -38,6 +40,8 @@ from fastamp.utils.structure import structure_mismatch
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED = 20
+# A gallery this many times as large as that of the calibration causes a warning.
+_MUCH_LARGER = 2
 # Config keys that determine the features, in addition to the weights.
 _KEYS_OF_FEATURES = (
     *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
@@ -88,6 +92,7 @@ class Predictor:
         self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
+        self._calibration = _read_calibration(self.extra.get("calibration"), self.checkpoint)
         self._transforms = build_transforms(self.cfg, is_train=False)
 
     def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
@@ -139,6 +144,25 @@ class Predictor:
                 digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
             self._config_hash = digest.hexdigest()
         return self._config_hash
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """Calibration in the checkpoint; None if there is none, or if it is for other features or another metric."""
+        found, metric = self._calibration, self.cfg.TEST.METRIC
+        if found is None:
+            return None
+        cause = f"it is for TEST.METRIC {found.metric}, but the metric is {metric}" if found.metric != metric else ""
+        if found.config_hash != self.config_hash:
+            cause = f"it is of a different model ({found.config_hash}, this model: {self.config_hash})"
+        if not cause:
+            return found
+        logger.warning(
+            "the calibration in %s is not used: %s, so there are no decisions.\n"
+            "  fix: use the model without overrides, or calibrate it again with fastamp calibrate",
+            self.checkpoint,
+            cause,
+        )
+        return None
 
     def features(
         self,
@@ -236,7 +260,7 @@ class Predictor:
             camids, viewids: cameras and views of the two images, see ``features``.
 
         Returns:
-            The score and the reference pairs.
+            The score, the reference pairs, and the decision and probability of a calibrated model.
 
         Raises:
             DataError: if an image or the reference cannot be read, or the reference was extracted with a different
@@ -261,7 +285,7 @@ class Predictor:
         distance = pairwise_distance(first, second, metric).item()
         # Rounding may increase the similarity of equal images above 1.
         score = min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance
-        return Comparison(score, metric, pairs, source)
+        return Comparison(score, metric, pairs, source, self.calibration)
 
     def search(
         self,
@@ -286,7 +310,7 @@ class Predictor:
             camids, viewids: cameras and views of the queries, see ``features``.
 
         Returns:
-            The k nearest gallery images for each query.
+            The k nearest gallery images for each query, and whether a calibrated model accepts the nearest one.
 
         Raises:
             TypeError: if ``index`` is neither a gallery index nor a path.
@@ -302,7 +326,27 @@ class Predictor:
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
         features = self._features_of_all(query, color=color, camids=camids, viewids=viewids)
-        return gallery.search(features, k, effort=effort, exact=exact)
+        result = gallery.search(features, k, effort=effort, exact=exact)
+        return self._with_decisions(result, len(gallery))
+
+    def _with_decisions(self, result: SearchResult, gallery_size: int) -> SearchResult:
+        """Add the decisions of a calibrated model to a search result."""
+        calibration = self.calibration
+        if calibration is None:
+            return result
+        rate = calibration.expected_fpir(gallery_size)
+        if gallery_size > _MUCH_LARGER * calibration.gallery_size:
+            logger.warning(
+                "the gallery has %d images, but the search threshold was chosen for %d: up to %.1f %% of the queries "
+                "without a match are accepted, instead of %.3g %%.\n"
+                "  fix: calibrate on a dataset with more images, or for a lower rate (fastamp calibrate --fpir)",
+                gallery_size,
+                calibration.gallery_size,
+                100 * rate,
+                100 * calibration.fpir,
+            )
+        known = calibration.accepts(result.scores[:, 0])
+        return replace(result, known=known, threshold=calibration.search_threshold, fpir=rate)
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
         """Preprocess an image for the model: resize it to INPUT.SIZE_TEST, and crop it if INPUT.CROP is on.
@@ -426,3 +470,17 @@ def _check_pairs(pairs: Any, checkpoint: Path) -> None:
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
         raise damaged_entry_error(checkpoint, wrong)
+
+
+def _read_calibration(state: Any, checkpoint: Path) -> Calibration | None:
+    """Restore the calibration of a checkpoint.
+
+    Raises:
+        WeightsError: if it does not have the expected structure.
+    """
+    if state is None:
+        return None
+    try:
+        return Calibration.from_state(state)
+    except ValueError as error:
+        raise damaged_entry_error(checkpoint, f"calibration: {error}") from error

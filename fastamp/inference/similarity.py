@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from fastamp.evaluation import Identities
+from fastamp.evaluation.calibration import Calibration, percent
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import SAME_CAMERA, Junk, junk_from_cross_camera
 from fastamp.inference.features_file import Extraction, read_extraction
@@ -24,23 +25,29 @@ _NO_PAIRS = (
     "no reference pairs: the checkpoint contains no pairs for this metric; training saves pairs after an evaluation\n"
     "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
+_NO_DECISION = (
+    "no decision: the model is not calibrated\n"
+    "  fix: choose thresholds with fastamp calibrate SOURCE --data SET --far 0.001"
+)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Similarity score of two images, with the scores of reference pairs.
+    """Similarity score of two images, with the scores of reference pairs, and the decision of a calibrated model.
 
     Attributes:
         score: cosine similarity in -1..1, or Euclidean distance.
         metric: ``"cosine"`` or ``"euclidean"``.
         pairs: scores of reference pairs; None if there are none.
         source: origin of the pairs: a dataset name, or the path of an extraction.
+        calibration: calibration of the model; None if there is none.
     """
 
     score: float
     metric: str
     pairs: PairScores | None = None
     source: str = ""
+    calibration: Calibration | None = None
 
     genuine_share = renamed_attribute("genuine_share", "genuine_fraction")
     impostor_share = renamed_attribute("impostor_share", "impostor_fraction")
@@ -55,8 +62,33 @@ class Comparison:
         """Fraction in 0..1 of impostor pairs less similar than the two images; None without reference pairs."""
         return self.pairs.percentile_of(self.score)[1] if self.pairs else None
 
+    @property
+    def decision(self) -> str | None:
+        """``"same"``, ``"different"`` or ``"unknown"``, see ``Calibration``; None without a calibration."""
+        return self.calibration.decide(self.score) if self.calibration else None
+
+    @property
+    def probability(self) -> float | None:
+        """Probability in 0..1 of the same identity, at a prior of 0.5; None without a calibration."""
+        return float(self.calibration.probability(self.score)) if self.calibration else None
+
     def describe(self) -> str:
         """Describe the comparison as text."""
+        return f"{self._describe_score()}\n{self._describe_decision()}"
+
+    def _describe_decision(self) -> str:
+        if self.calibration is None:
+            return _NO_DECISION
+        found, rates = self.calibration, self.calibration.measured
+        near, far = ("at least", "below") if self.metric == "cosine" else ("at most", "above")
+        return (
+            f"{self.decision}: probability {100 * found.probability(self.score):.1f} % of the same identity at a prior "
+            f"of 50 %\n(same: {near} {found.same_threshold:.4f}, stated false accept rate {percent(found.far)}, "
+            f"measured {rates.far}; different: {far} {found.different_threshold:.4f}, stated false reject rate "
+            f"{percent(found.frr)}, measured {rates.frr}; {found.source})"
+        )
+
+    def _describe_score(self) -> str:
         name, more, less = ("cosine similarity", "higher", "lower")
         if self.metric == "euclidean":
             name, more, less = ("Euclidean distance", "nearer", "farther")

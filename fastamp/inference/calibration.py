@@ -1,0 +1,156 @@
+"""Calibration of a trained model for open-set decisions, and its entry in the checkpoint."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.checkpoint.checkpointer import STRIPPED
+from fastamp.checkpoint.entries import no_config_error
+from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
+from fastamp.data import build_reid_test_loader
+from fastamp.data.build import build_dataset
+from fastamp.data.datasets.base import ImageDataset
+from fastamp.data.datasets.items import PackedItems
+from fastamp.evaluation import DatasetEvaluator, Identities, Protocol, inference_on_dataset
+from fastamp.evaluation.calibration import Calibration, calibrate
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.files import expand, real_path
+
+logger = logging.getLogger(__name__)
+
+
+def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibration:
+    """Calibrate a model on the test images of a dataset.
+
+    Images of identities without a query, such as distractors, are not used.
+
+    Args:
+        predictor: trained model.
+        data: dataset name as in DATASETS.TESTS, e.g. ``Market1501`` or ``csv:FILE``.
+        options: ``far``, ``frr``, ``fpir``, ``method``, ``fraction``, ``gallery_size`` and ``seed``, see ``calibrate``.
+
+    Returns:
+        The calibration.
+
+    Raises:
+        ConfigError: if an option is invalid.
+        DataError: if the dataset is missing, its identities were used for training, or it has too few identities.
+    """
+    cfg = predictor.cfg
+    loader, num_query = build_reid_test_loader(cfg, data)
+    protocol = Protocol.from_config(cfg)
+    if data in cfg.DATASETS.NAMES:
+        _check_not_trained(build_dataset(data, cfg), data)
+    collector = _Collector()
+    inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
+    features, pids, camids = collector.columns()
+    used = torch.from_numpy(np.isin(pids, pids[:num_query])) if not protocol.random_query_gallery_split else pids >= 0
+    pids, camids = pids[used], camids[used]
+    return calibrate(
+        features[used],
+        Identities(pids, pids, camids, camids),
+        metric=protocol.metric,
+        junk=protocol.junk,
+        source=data,
+        config_hash=predictor.config_hash,
+        **options,
+    )
+
+
+def write_calibrated(
+    checkpoint: str | os.PathLike[str],
+    calibration: Calibration,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    in_place: bool = False,
+) -> Path:
+    """Write a copy of a checkpoint that contains a calibration.
+
+    Args:
+        checkpoint: checkpoint of the calibrated model.
+        calibration: calibration of this model.
+        out: output file, ``.pth``, which must not exist. Default: ``<checkpoint>_calibrated.pth`` in the same folder.
+        in_place: if True, write to the checkpoint itself. Default: False.
+
+    Returns:
+        The path of the written file.
+
+    Raises:
+        WeightsError: if the checkpoint cannot be read, or contains no config.
+        ConfigError: if the output file exists, has another suffix, or cannot be written.
+    """
+    source = expand(checkpoint)
+    target = check_calibrated_output(source, out, in_place=in_place)
+    content = read_checkpoint(source)
+    if not isinstance(content, dict) or not isinstance(content.get("config"), str):
+        raise no_config_error(source)
+    if source.suffix != ".pth":
+        content.setdefault(STRIPPED, "model")
+    write_checkpoint(target, content | {"calibration": calibration.state_dict()})
+    return target
+
+
+def check_calibrated_output(source: Path, out: str | os.PathLike[str] | None, *, in_place: bool) -> Path:
+    """Return the path of the output file of ``write_calibrated``.
+
+    Raises:
+        ConfigError: if the file exists, or has another suffix than ``.pth``.
+    """
+    if in_place and out is not None:
+        raise ConfigError("got both --in-place and --output.\n  fix: remove one of them")
+    target = source.with_name(f"{source.stem}_calibrated.pth") if out is None else expand(out)
+    target = source if in_place else target
+    if target.suffix != ".pth":
+        raise ConfigError(
+            f"a calibration can only be written to a .pth file, got {target}.\n"
+            "  fix: choose another --output, e.g. model_calibrated.pth, and package it again with `fastamp push`"
+        )
+    if not in_place and target.exists():
+        same = real_path(target) == real_path(source)
+        fix = "add --in-place to write to the checkpoint" if same else "choose another --output, or delete this file"
+        raise ConfigError(f"the output file {target} already exists.\n  fix: {fix}")
+    return target
+
+
+def _check_not_trained(dataset: ImageDataset, name: str) -> None:
+    """Raise DataError if test identities of a training set are also training identities."""
+    trained, tested = (
+        {dataset.identity(pid) for pid in PackedItems.of(split).pids.unique()[0]}
+        for split in (dataset.train, dataset.query)
+    )
+    if shared := trained & tested:
+        raise DataError(
+            f"{len(shared)} of {len(tested)} test identities of {name} were used for training, so the error rates "
+            f"would not hold for other identities: {', '.join(sorted(shared)[:5])}\n"
+            "  fix: choose a dataset with other identities, or find the shared ones with `fastamp check-data`"
+        )
+
+
+class _Collector(DatasetEvaluator):
+    """Collect the features, identities and cameras of a test set."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard all batches."""
+        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def process(self, inputs: dict[str, Any], outputs: Tensor) -> None:
+        """Accumulate a batch."""
+        self._batches.append((outputs.float().cpu(), inputs["targets"], inputs["camids"]))
+
+    def evaluate(self) -> dict[str, Any] | None:
+        """Compute no metrics."""
+        return None
+
+    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the features, identities and cameras of all images, in the order of the test set."""
+        features, pids, camids = (torch.cat(column) for column in zip(*self._batches, strict=True))
+        return features, pids, camids
