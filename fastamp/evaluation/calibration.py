@@ -254,20 +254,21 @@ def _check_count(
 ) -> None:
     """Raise DataError if there are too few identities for a rate."""
     pairs = chosen * (chosen - 1) // 2
-    for name, rate, found, needed, unit in (
-        ("far", far, pairs, required_trials(far), "pairs of identities"),
-        ("frr", frr, chosen, required_trials(frr), "identities"),
-        ("fpir", fpir, chosen, required_trials(fpir), "identities"),
-    ):
-        if found < needed:
-            identities = required_identities(far) if name == "far" else needed
-            raise DataError(
-                f"{source or 'the dataset'} has too few identities for {name}={rate:g}: it needs {needed:,} {unit} "
-                f"({identities:,} identities), and {chosen:,} of {chosen + others:,} identities (fraction "
-                f"{fraction:g}) have {pairs:,} pairs.\n"
-                "  fix: use a dataset with more identities, or choose "
-                f"{name} of at least {_round_up(3 / max(found, 1))}"
-            )
+    found, fixes = [], []
+    for name, rate, trials in (("far", far, pairs), ("frr", frr, chosen), ("fpir", fpir, chosen)):
+        needed = required_trials(rate)
+        if trials < needed:
+            unit = f"pairs of identities ({required_identities(rate):,} identities)" if name == "far" else "identities"
+            found.append(f"{name}={rate:g} needs {needed:,} {unit}")
+            if trials > 3:
+                fixes.append(f"{name} of at least {_round_up(3 / trials)}")
+    if found:
+        fix = f", or choose {', '.join(fixes)}" if fixes else ""
+        raise DataError(
+            f"{source or 'the dataset'} has too few identities: {chosen:,} of {chosen + others:,} choose the "
+            f"thresholds (fraction {fraction:g}), which have {pairs:,} pairs.\n  needed: {'; '.join(found)}\n"
+            f"  fix: use a dataset with more identities{fix}"
+        )
     if others < 2:
         raise DataError(
             f"{others} of {chosen + others} identities remain to measure the error rates; at least 2 are needed.\n"
@@ -277,8 +278,6 @@ def _check_count(
 
 def _round_up(rate: float) -> str:
     """Format a rate rounded up to two significant digits."""
-    if rate >= 1:
-        return "1 (impossible)"
     step = 10.0 ** (math.floor(math.log10(rate)) - 1)
     return f"{math.ceil(rate / step - 1e-9) * step:.2g}"
 

@@ -1,11 +1,9 @@
 """Calibration of a trained model for open-set decisions, and its entry in the checkpoint."""
 
-import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,16 +11,17 @@ from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
-from fastamp.data.build import build_dataset
+from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import DatasetEvaluator, Identities, Protocol, inference_on_dataset
 from fastamp.evaluation.calibration import Calibration, calibrate
+from fastamp.evaluation.evaluator import columns_of
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand, real_path
 
-logger = logging.getLogger(__name__)
+_FEATURES = "features"
 
 
 def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibration:
@@ -46,15 +45,16 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     loader, num_query = build_reid_test_loader(cfg, data)
     protocol = Protocol.from_config(cfg)
     if data in cfg.DATASETS.NAMES:
-        _check_not_trained(build_dataset(data, cfg), data)
-    collector = _Collector()
+        _check_not_trained(cast(ReidDataset, loader.dataset).sources[0], data)
+    collector = _Collector(protocol)
     inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
-    features, pids, camids = collector.columns()
-    used = torch.from_numpy(np.isin(pids, pids[:num_query])) if not protocol.random_query_gallery_split else pids >= 0
-    pids, camids = pids[used], camids[used]
+    features, identities = collector.result()
+    pids = identities.query_pids
+    has_query = torch.isin(pids, pids[:num_query])
+    used = pids >= 0 if protocol.random_query_gallery_split else has_query
     return calibrate(
         features[used],
-        Identities(pids, pids, camids, camids),
+        identities.select(used, used),
         metric=protocol.metric,
         junk=protocol.junk,
         source=data,
@@ -133,24 +133,34 @@ def _check_not_trained(dataset: ImageDataset, name: str) -> None:
 
 
 class _Collector(DatasetEvaluator):
-    """Collect the features, identities and cameras of a test set."""
+    """Collect the features and identities of a test set, and the columns that its protocol needs."""
 
-    def __init__(self) -> None:
+    def __init__(self, protocol: Protocol) -> None:
+        self.protocol = protocol
         self.reset()
 
     def reset(self) -> None:
         """Discard all batches."""
-        self._batches: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._batches: list[dict[str, Tensor]] = []
 
     def process(self, inputs: dict[str, Any], outputs: Tensor) -> None:
-        """Accumulate a batch."""
-        self._batches.append((outputs.float().cpu(), inputs["targets"], inputs["camids"]))
+        """Accumulate a batch.
+
+        Raises:
+            DataError: if the batch does not contain a column that the protocol needs.
+        """
+        names = list(self.protocol.columns)
+        if names:
+            self.protocol.check_columns(columns_of(inputs))
+        batch = {name: inputs[name] for name in ("targets", "camids", *names)}
+        self._batches.append(batch | {_FEATURES: outputs.float().cpu()})
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute no metrics."""
         return None
 
-    def columns(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the features, identities and cameras of all images, in the order of the test set."""
-        features, pids, camids = (torch.cat(column) for column in zip(*self._batches, strict=True))
-        return features, pids, camids
+    def result(self) -> tuple[Tensor, Identities]:
+        """Return the (N, D) features, and the identities of all images as queries and as gallery."""
+        columns = {name: torch.cat([batch[name] for batch in self._batches]) for name in self._batches[0]}
+        features, pids, camids = (columns.pop(name) for name in (_FEATURES, "targets", "camids"))
+        return features, Identities(pids, pids, camids, camids, {name: (each, each) for name, each in columns.items()})

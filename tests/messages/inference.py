@@ -18,6 +18,7 @@ from torch import nn
 
 import fastamp
 from fastamp.inference import extract as extract_module
+from fastamp.inference.calibration import write_calibrated
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
@@ -47,6 +48,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     features_files(record, gallery)
     indices(record, predictor, checkpoint, gallery)
     comparisons(record, predictor, checkpoint, folder)
+    calibrations(record, checkpoint)
     exports(record, predictor, checkpoint)
     saved_features(record)
     imports(record, checkpoint)
@@ -307,6 +309,54 @@ def comparisons(record, predictor, checkpoint, folder):
     pair = (folder / "0.png", folder / "1.png")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "one_identity.npz")
     record.fastamp("compare", checkpoint, *pair, "--device", "cpu", "--reference", record.root / "other.npz")
+
+
+def calibrations(record, checkpoint):
+    """Calibrate on unsuitable data, write to existing files, and use calibrations of other features."""
+    random = np.random.default_rng(0)
+    folder = record.root / "calibration"
+    people = folder / "people"
+    people.mkdir(parents=True)
+    rows = []
+    for pid in range(30):
+        color = random.integers(30, 226, 3)
+        for camid in range(3):
+            path = people / f"{pid}_{camid}.png"
+            pixels = color + random.normal(0, 25, (64, 32, 3))
+            PIL.Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(path)
+            rows.append(f"{path},{pid},{camid},{'query' if camid == 0 else 'gallery'}\n")
+    header = "path,pid,camid,split\n"
+    table = record.file("calibration/people.csv", (header + "".join(rows)).encode())
+    shared = record.file(
+        "calibration/shared.csv", (header + "".join([*rows, rows[0].replace("query", "train")])).encode()
+    )
+    model = folder / "model.pth"
+    model.write_bytes(checkpoint.read_bytes())
+    common = (model, "--data", f"csv:{table}", "--device", "cpu")
+    rates = ("--far", "0.05", "--frr", "0.3", "--fpir", "0.3")
+    record.fastamp("calibrate", *common)
+    record.fastamp("calibrate", *common, *rates, output=True)
+    record.fastamp("calibrate", *common, *rates)
+    record.fastamp("calibrate", *common, *rates, "--output", model)
+    record.fastamp("calibrate", *common, *rates, "--output", "model.onnx")
+    record.fastamp("calibrate", *common, *rates, "--output", "new.pth", "--in-place")
+    training = ("DATASETS.NAMES", f"('csv:{shared}',)", "--output", folder / "new.pth")
+    record.fastamp("calibrate", model, "--data", f"csv:{shared}", "--device", "cpu", *rates, *training)
+    calibrated, images = folder / "model_calibrated.pth", (people / "0_0.png", people / "0_1.png")
+    for opts in (("TEST.METRIC", "euclidean"), ("INPUT.SIZE_TEST", "(32, 32)")):
+        record.fastamp("compare", calibrated, *images, "--device", "cpu", *opts)
+    found = fastamp.Predictor(calibrated, device="cpu")
+    extract(found, people, folder / "people.npz")
+    record.fastamp("search", calibrated, images[0], "--gallery", folder / "people.npz", "--device", "cpu")
+    content = torch.load(calibrated, weights_only=True)
+    for name, changed in {
+        "config": {each: content[each] for each in content if each != "config"},
+        "rate": content | {"calibration": content["calibration"] | {"far": 0.0}},
+    }.items():
+        torch.save(changed, folder / f"{name}.pth")
+    record.fastamp("compare", folder / "rate.pth", *images, "--device", "cpu")
+    with record("write_calibrated to a copy of a checkpoint without a config"):
+        write_calibrated(folder / "config.pth", found.calibration, folder / "other.pth")
 
 
 def exports(record, predictor, checkpoint):
