@@ -174,6 +174,47 @@ def build_constant(cfg: Any, *, iters_per_epoch: int) -> EpochSchedule:
 
 
 @dataclass(frozen=True)
+class RampedExponentialSchedule:
+    """Linear ramp by epochs, then exponential decay by epochs towards a lowest rate, as in MiewID.
+
+    Attributes:
+        ramp_epochs (int): epochs until the base rate is reached.
+        start (float): rate of the first epoch divided by the base rate.
+        gamma (float): factor by which the distance to the lowest rate decreases per epoch.
+        lowest (float): lowest rate.
+        stride (int): epochs of the schedule per epoch of the training. MiewID's program has 2 instead of 1: its rate
+            peaks in half of the ramp, below the base rate, and then decays with the square of ``gamma``.
+    """
+
+    ramp_epochs: int
+    start: float
+    gamma: float
+    lowest: float
+    stride: int = 1
+
+    def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
+        """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
+        passed = self.stride * epoch
+        if passed < self.ramp_epochs:
+            return base_lr * (self.start + (1 - self.start) * passed / self.ramp_epochs)
+        lowest = min(self.lowest, base_lr)
+        return lowest + (base_lr - lowest) * self.gamma ** (passed - self.ramp_epochs)
+
+
+@SCHEDULE_REGISTRY.register("RampedExponentialLR")
+def build_ramped_exponential(cfg: Any, *, iters_per_epoch: int) -> RampedExponentialSchedule:
+    """Build the schedule from WARMUP_EPOCHS, WARMUP_FACTOR, GAMMA, ETA_MIN_LR and SCHEDULE_STRIDE in ``SOLVER``."""
+    solver = cfg.SOLVER
+    return RampedExponentialSchedule(
+        ramp_epochs=solver.WARMUP_EPOCHS,
+        start=solver.WARMUP_FACTOR,
+        gamma=solver.GAMMA,
+        lowest=solver.ETA_MIN_LR * learning_rate_factor(cfg),
+        stride=solver.SCHEDULE_STRIDE,
+    )
+
+
+@dataclass(frozen=True)
 class OneCycleSchedule:
     """1cycle policy with cosine annealing (Smith & Topin 2018, arXiv:1708.07120).
 

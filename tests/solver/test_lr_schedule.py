@@ -224,3 +224,25 @@ def test_schedule_matches_fastreid_v0_1_1_and_v1_0_0(release, update, counting, 
 def test_warmup_as_long_as_the_training_is_reported(solver, warns, caplog):
     build_lr_schedule(config(MAX_EPOCH=4, **solver), 10)
     assert ("SOLVER.BASE_LR" in caplog.text) == warns
+
+
+def ramped(*options):
+    cfg = get_cfg()
+    cfg.merge_from_list(["SOLVER.SCHED", "RampedExponentialLR", "SOLVER.WARMUP_EPOCHS", "15", *options])
+    cfg.merge_from_list(["SOLVER.WARMUP_FACTOR", "0.01", "SOLVER.GAMMA", "0.8", "SOLVER.ETA_MIN_LR", "9e-6"])
+    schedule = build_lr_schedule(cfg, 10)
+    return [schedule.learning_rate(1e-3, epoch=epoch, steps_taken=10 * epoch) for epoch in range(30)]
+
+
+def test_ramped_exponential_schedule_is_that_of_miewids_config():
+    rates = ramped()
+    assert rates[:3] == pytest.approx([1e-5, 7.6e-5, 1.42e-4])
+    assert rates[15:18] == pytest.approx([1e-3, 9e-6 + 9.91e-4 * 0.8, 9e-6 + 9.91e-4 * 0.64])
+    assert max(rates) == rates[15] and rates[-1] > 9e-6
+
+
+def test_stride_2_gives_the_rates_of_miewids_program():
+    rates = ramped("SOLVER.SCHEDULE_STRIDE", "2")
+    assert rates[:3] == pytest.approx([1e-5, 1.42e-4, 2.74e-4])
+    assert rates[7:10] == pytest.approx([9.34e-4, 8.018e-4, 5.164e-4], rel=1e-3)
+    assert max(rates) == rates[7]

@@ -56,7 +56,14 @@ KEYS = (
         "SOLVER.SCHED",
         "MultiStepLR",
         "Learning-rate schedule: MultiStepLR, CosineAnnealingLR or ConstantLR by epochs after a warm-up; "
-        "OneCycleLR by iterations.",
+        "RampedExponentialLR by epochs: linear warm-up, then times GAMMA per epoch; OneCycleLR by iterations.",
+    ),
+    Key(
+        "SOLVER.SCHEDULE_STRIDE",
+        1,
+        "RampedExponentialLR: epochs of the schedule per epoch of the training; 2 reproduces MiewID's program, which "
+        "steps it twice.",
+        low=1,
     ),
     Key(
         "SOLVER.EPOCH_SCHEDULE",
@@ -66,7 +73,7 @@ KEYS = (
         choices=("after_warmup", "absolute"),
     ),
     Key("SOLVER.STEPS", (30, 55), "MultiStepLR: epochs after which the learning rate is multiplied by GAMMA.", low=0),
-    Key("SOLVER.GAMMA", 0.1, "MultiStepLR: factor that multiplies the learning rate at each step.", low=0),
+    Key("SOLVER.GAMMA", 0.1, "MultiStepLR, RampedExponentialLR: factor of the learning rate at each step.", low=0),
     Key(
         "SOLVER.LR_UPDATE",
         "mixed",
@@ -83,7 +90,7 @@ KEYS = (
         "schedule is delayed, and only with LR_UPDATE=iteration.",
         low=0,
     ),
-    Key("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR: final learning rate.", low=0),
+    Key("SOLVER.ETA_MIN_LR", 1e-7, "CosineAnnealingLR and RampedExponentialLR: lowest learning rate.", low=0),
     Key(
         "SOLVER.WARMUP_METHOD",
         "linear",
