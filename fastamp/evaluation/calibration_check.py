@@ -1,0 +1,111 @@
+"""Error rates of a calibrated model on a test set."""
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.evaluation.calibration import Calibration, split_identities
+from fastamp.evaluation.open_set import OpenSetRates, Reliability, SetScores
+from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+_BINS = 60
+
+
+@dataclass(frozen=True)
+class CalibrationCheck:
+    """Open-set decisions of a calibrated model on the identities of a test set that did not choose the thresholds.
+
+    Attributes:
+        calibration: the thresholds.
+        rates: error rates on this test set.
+        reliability: predicted and observed fraction of genuine pairs.
+        edges: (B + 1,) float64, edges of the bins of the score, ascending.
+        genuine, impostor: (B,) float64, fraction of the genuine and of the impostor pairs in each bin.
+        excluded: number of identities that chose the thresholds, if the calibration is of the same dataset.
+    """
+
+    calibration: Calibration
+    rates: OpenSetRates
+    reliability: Reliability
+    edges: np.ndarray
+    genuine: np.ndarray
+    impostor: np.ndarray
+    excluded: int = 0
+
+    def describe(self) -> str:
+        """Describe the error rates as text."""
+        rates = self.rates
+        return (
+            f"false accepts {rates.far}, false rejects {rates.frr}, false-positive identification {rates.fpir} with "
+            f"{rates.gallery_size:,} gallery images, false-negative identification {rates.fnir} (95 % confidence "
+            f"intervals over {rates.far.num_identities:,} identities)"
+        )
+
+
+def images_with_query(identities: Identities, protocol: Protocol) -> Tensor:
+    """Select the images of identities that have a query, which excludes distractors.
+
+    Args:
+        identities: identities of Q query and G gallery images.
+        protocol: protocol; if it draws the queries from all images, all identities have a query.
+
+    Returns:
+        (Q + G,) bool, queries first.
+    """
+    pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu()
+    if protocol.random_query_gallery_split:
+        return pids >= 0
+    return torch.isin(pids, identities.query_pids.cpu()) & (pids >= 0)
+
+
+@torch.no_grad()
+def check_calibration(
+    features: Tensor, identities: Identities, protocol: Protocol, calibration: Calibration, *, dataset: str
+) -> CalibrationCheck | None:
+    """Measure the error rates of the decisions of a calibrated model on a test set.
+
+    Args:
+        features: (Q + G, D) float features, queries first.
+        identities: identities of the Q query and G gallery images.
+        protocol: protocol, which defines the metric and the junk.
+        calibration: calibration of the model.
+        dataset: name of the test set. The identities of ``calibration.source`` that chose the thresholds are excluded.
+
+    Returns:
+        The error rates; None, with a warning, if the metric differs or there are no pairs.
+    """
+    if calibration.metric != protocol.metric:
+        logger.warning(
+            "open-set decisions are not evaluated: the calibration is for TEST.METRIC %s, but the metric is %s.\n"
+            "  fix: evaluate with TEST.METRIC %s, or calibrate the model again with fastamp calibrate",
+            calibration.metric,
+            protocol.metric,
+            calibration.metric,
+        )
+        return None
+    everyone = identities.all_images()
+    pids = everyone.query_pids.cpu().numpy()
+    only, excluded = np.unique(pids[images_with_query(identities, protocol).numpy()]), 0
+    if dataset == calibration.source:
+        chosen, only = split_identities(only, calibration.fraction, calibration.seed)
+        excluded = len(chosen)
+    try:
+        scores = SetScores(features, everyone, metric=protocol.metric, junk=protocol.junk, only=only)
+    except DataError as error:
+        logger.warning("open-set decisions on %s are not evaluated: %s", dataset, error)
+        return None
+    sign = 1 if protocol.metric == "cosine" else -1
+    found, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
+    rates = scores.rates(
+        *(sign * each for each in (found.same_threshold, found.different_threshold, found.search_threshold)), gallery
+    )
+    pairs = [np.sort(sign * each) for each in (scores.genuine, scores.impostor)]
+    edges = np.linspace(min(each[0] for each in pairs), max(each[-1] for each in pairs), _BINS + 1)
+    genuine, impostor = (np.histogram(each, edges)[0] / len(each) for each in pairs)
+    return CalibrationCheck(found, rates, scores.reliability(found.curve), edges, genuine, impostor, excluded)
