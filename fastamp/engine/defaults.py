@@ -62,6 +62,7 @@ from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import ReidEvaluator, update_bn_statistics
+from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.modeling import build_model
 from fastamp.report import Run
 from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
@@ -489,7 +490,12 @@ class DefaultTrainer(FastReIDMethods):
 
     @classmethod
     def test(
-        cls, cfg: CfgNode, model: nn.Module, *, loaders: dict[str, tuple[Any, int]] | None = None
+        cls,
+        cfg: CfgNode,
+        model: nn.Module,
+        *,
+        loaders: dict[str, tuple[Any, int]] | None = None,
+        calibration: Calibration | None = None,
     ) -> dict[str, Any]:
         """Evaluate ``model`` on ``DATASETS.TESTS`` in the configured precision, log the results and write the report.
 
@@ -498,6 +504,7 @@ class DefaultTrainer(FastReIDMethods):
             model (nn.Module): model with the weights to evaluate.
             loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: built
                 by ``build_test_loader``.
+            calibration (Calibration, optional): calibration of the model, whose error rates are measured. Default None.
 
         Returns:
             dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
@@ -508,7 +515,8 @@ class DefaultTrainer(FastReIDMethods):
         """
         log_to_console()
         policy = evaluation_policy(cfg, model)
-        found = evaluate_sets(cfg, model, policy, loaders or cls._build_test_loaders(cfg), cls.build_evaluator)
+        loaders = loaders or cls._build_test_loaders(cfg)
+        found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator, calibration=calibration)
         report_evaluation(cfg, model, policy, found.sets)
         warn_below_baselines(found.results)
         return unwrap_single(found.results)
@@ -534,9 +542,10 @@ class DefaultTrainer(FastReIDMethods):
         evaluation.compare(extra.get("policy"), "these weights were trained")
         if precise_bn_loader is not None:
             update_bn_statistics(model, precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        # FastReID's method, which a subclass may override, has no parameter loaders.
-        accepts_loaders = "loaders" in inspect.signature(cls.test).parameters
-        results = cls.test(cfg, model, **({"loaders": loaders} if accepts_loaders else {}))
+        further = {"loaders": loaders, "calibration": read_calibration(extra, cfg.MODEL.WEIGHTS)}
+        # FastReID's method, which a subclass may override, has no further parameters.
+        accepted = inspect.signature(cls.test).parameters
+        results = cls.test(cfg, model, **{name: value for name, value in further.items() if name in accepted})
         names = dict.fromkeys(cfg.DATASETS.TESTS)
         by_name = results if len(names) > 1 else dict.fromkeys(names, results)
         if comm.is_main_process():

@@ -15,6 +15,7 @@ from fastamp.data.build import check_split
 from fastamp.data.dataset import ReidDataset
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, inference_on_dataset, print_results
+from fastamp.evaluation.calibration import Calibration
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
 from fastamp.utils import comm
@@ -48,6 +49,8 @@ def evaluate_sets(
     policy: PrecisionPolicy,
     loaders: dict[str, tuple[Any, int]],
     build_evaluator: BuildEvaluator,
+    *,
+    calibration: Calibration | None = None,
 ) -> EvaluationOutput:
     """Evaluate a model on several test sets and print a table of the results.
 
@@ -57,6 +60,7 @@ def evaluate_sets(
         policy (PrecisionPolicy): precision of the evaluation.
         loaders (dict[str, tuple]): dataset name -> (test loader, number of query images).
         build_evaluator (Callable): see ``loader_and_evaluator``.
+        calibration (Calibration, optional): calibration of the model, whose error rates are measured.
 
     Returns:
         EvaluationOutput: metrics and report data for each test set.
@@ -67,6 +71,8 @@ def evaluate_sets(
         num_query = test[1] if isinstance(test, tuple) else 0
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
         loader, evaluator = loader_and_evaluator(build_evaluator, cfg, name, test, str(folder))
+        if calibration is not None and isinstance(evaluator, ReidEvaluator):
+            evaluator.set_calibration(calibration, name)
         metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
@@ -82,6 +88,9 @@ def evaluate_sets(
             found.pairs[name] = evaluator.pairs.state_dict()
     if found.results:
         print_results(found.results, protocol=describe_protocol(cfg, policy))
+    for each in found.sets:
+        if each.calibration_check is not None:
+            logger.info("open-set decisions on %s: %s", each.name, each.calibration_check.describe())
     return found
 
 

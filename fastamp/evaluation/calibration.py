@@ -4,12 +4,14 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from os import PathLike
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.evaluation.error_rates import ErrorRate, required_identities, required_trials
 from fastamp.evaluation.open_set import OpenSetRates, SetScores
 from fastamp.evaluation.probability import METHODS, ProbabilityCurve, fit_probability
@@ -182,10 +184,10 @@ def calibrate(
     parts = [
         SetScores(features, identities, metric=metric, junk=junk, only=part, seed=seed) for part in (first, second)
     ]
-    largest = min(len(part.pids) for part in parts)
+    largest = min(part.max_gallery_size for part in parts)
     if gallery_size is not None and not 1 <= gallery_size <= largest:
         raise ConfigError(
-            f"the gallery size must be in 1..{largest}, the number of images in either part of the identities; got "
+            f"the gallery size must be in 1..{largest}, the number of images of other identities in either part; got "
             f"{gallery_size}.\n  fix: choose a smaller gallery size, or a dataset with more images"
         )
     galleries = [part.draw_gallery(gallery_size or largest, seed) for part in parts]
@@ -216,6 +218,28 @@ def calibrate(
         seed=seed,
         config_hash=config_hash,
     )
+
+
+def read_calibration(entries: Mapping[str, Any], checkpoint: str | PathLike[str]) -> Calibration | None:
+    """Restore the calibration of a checkpoint.
+
+    Args:
+        entries: entries of the checkpoint.
+        checkpoint: path of the checkpoint, for messages.
+
+    Returns:
+        The calibration; None if the checkpoint contains none.
+
+    Raises:
+        WeightsError: if the calibration does not have the expected structure.
+    """
+    state = entries.get("calibration")
+    if state is None:
+        return None
+    try:
+        return Calibration.from_state(state)
+    except ValueError as error:
+        raise damaged_entry_error(checkpoint, f"calibration: {error}") from error
 
 
 def split_identities(pids: np.ndarray, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

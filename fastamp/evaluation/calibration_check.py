@@ -103,7 +103,7 @@ def check_calibration(
     sign = 1 if protocol.metric == "cosine" else -1
     found, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
     rates = scores.rates(
-        *(sign * each for each in (found.same_threshold, found.different_threshold, found.search_threshold)), gallery
+        sign * found.same_threshold, sign * found.different_threshold, sign * found.search_threshold, gallery
     )
     pairs = [np.sort(sign * each) for each in (scores.genuine, scores.impostor)]
     edges = np.linspace(min(each[0] for each in pairs), max(each[-1] for each in pairs), _BINS + 1)

@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
 _CONFIDENCE = 0.95
 
@@ -127,13 +126,15 @@ def _with_interval(
     rate: float, variance: float, errors: float, trials: float, identities: int, *, independent: int
 ) -> ErrorRate:
     """Compute the interval from the variance of the rate; ``independent`` trials are used if it is 0."""
-    number = float(independent)
+    from scipy import special  # slow to import
+
+    number, quantile = float(independent), (1 + _CONFIDENCE) / 2
     if variance > 0 and identities > 1:
         number = rate * (1 - rate) / variance
         # The variance has n - 1 degrees of freedom.
-        number *= (stats.norm.ppf((1 + _CONFIDENCE) / 2) / stats.t.ppf((1 + _CONFIDENCE) / 2, identities - 1)) ** 2
+        number *= (special.ndtri(quantile) / special.stdtrit(identities - 1, quantile)) ** 2
         number = min(max(number, 1.0), trials)
-    wrong, tail = rate * number, (1 - _CONFIDENCE) / 2
-    low = float(stats.beta.ppf(tail, wrong, number - wrong + 1)) if wrong > 0 else 0.0
-    high = float(stats.beta.ppf(1 - tail, wrong + 1, number - wrong)) if wrong < number else 1.0
+    wrong = rate * number
+    low = float(special.betaincinv(wrong, number - wrong + 1, 1 - quantile)) if wrong > 0 else 0.0
+    high = float(special.betaincinv(wrong + 1, number - wrong, quantile)) if wrong < number else 1.0
     return ErrorRate(float(rate), low, high, round(errors), round(trials), identities)

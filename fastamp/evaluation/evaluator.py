@@ -18,6 +18,8 @@ from fastamp.amp.device_errors import IN_EVALUATION, DeviceErrorHandler
 from fastamp.amp.policy import dtype_name
 from fastamp.compat.evaluator import FastReIDAttributes
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
+from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Identities, Protocol
@@ -184,9 +186,13 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             the features of frames were pooled (``TEST.TRACKLET.POOL``); None if the queries are images.
         pairs: scores of sampled genuine and impostor pairs, set by ``evaluate`` on the main process; None if there are
             no genuine or no impostor pairs.
+        calibration_check: error rates of the decisions of a calibrated model, set by ``evaluate`` on the main process;
+            None without a calibration.
     """
 
     pairs: PairScores | None = None
+    calibration_check: CalibrationCheck | None = None
+    _calibration: tuple[Calibration, str] | None = None
     judgement = renamed_attribute("judgement", "result")
     floors = renamed_attribute("floors", "baselines")
     wanted = renamed_attribute("wanted", "report_options")
@@ -220,6 +226,15 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             column_names: column name -> texts; value v of a column has the text at index v.
         """
         self.column_names = dict(column_names)
+
+    def set_calibration(self, calibration: Calibration, dataset: str) -> None:
+        """Set the calibration of the model, whose error rates ``evaluate`` then measures.
+
+        Args:
+            calibration: calibration of the model.
+            dataset: name of the test set; see ``check_calibration``.
+        """
+        self._calibration = calibration, dataset
 
     def reset(self) -> None:
         """Discard all features."""
@@ -267,21 +282,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             ConfigError: if a file cannot be written, or query expansion overflows.
             DataError: if there are no images, a feature is not finite, or no query has a match.
         """
-        if not self._batches:
-            raise DataError(
-                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
-                "  fix: check DATASETS.TESTS, or use fewer processes"
-            )
-        columns, n, protocol = self._gather(), self.num_query, self.protocol
-        self.first_frames = num_frames = None
-        if TRACKLET in columns:
-            columns = self._pool_tracklets(columns)
-            self.first_frames, num_frames = columns["indices"].numpy(), int(columns[FRAMES].sum())
-            n = int((columns["indices"] < n).sum())
-        pids, camids = columns["targets"], columns["camids"]
-        further = {name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in protocol.columns}
-        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], further, self.column_names)
-        features = columns.pop("features")
+        features, identities, columns = self.gather()
+        n, protocol = len(identities.query_pids), self.protocol
         features = features.to(ranking_device(features, protocol, self._device))
         result = compute_metrics(features[:n], features[n:], identities, protocol, self.report_options)
         plain = protocol.plain()
@@ -301,12 +303,41 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             same_images=protocol.random_query_gallery_split,
             seed=protocol.seed,
         )
+        if self._calibration is not None:
+            calibration, dataset = self._calibration
+            self.calibration_check = check_calibration(features, identities, protocol, calibration, dataset=dataset)
         metrics = result.metrics()
-        if num_frames is not None:
-            metrics["num_frames"] = num_frames
+        if FRAMES in columns:
+            metrics["num_frames"] = int(columns[FRAMES].sum())
         if baselines:
             metrics["baselines"] = {name: baseline.metrics() for name, baseline in baselines.items()}
         return metrics
+
+    def gather(self) -> tuple[torch.Tensor, Identities, dict[str, torch.Tensor]]:
+        """Gather the batches of all ranks, pool the frames of tracklets, and free the batches.
+
+        Returns:
+            ``(features, identities, columns)``: (Q + G, D) features, queries first; their identities and columns; and
+            all values by name, (Q + G, ...).
+
+        Raises:
+            DataError: if there are no images.
+        """
+        if not self._batches:
+            raise DataError(
+                "this process evaluated no images: the test set, or the part of it for this process, is empty.\n"
+                "  fix: check DATASETS.TESTS, or use fewer processes"
+            )
+        columns, n = self._gather(), self.num_query
+        self.first_frames = None
+        if TRACKLET in columns:
+            columns = self._pool_tracklets(columns)
+            self.first_frames = columns["indices"].numpy()
+            n = int((columns["indices"] < n).sum())
+        pids, camids = columns["targets"], columns["camids"]
+        further = {name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in self.protocol.columns}
+        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], further, self.column_names)
+        return columns.pop("features"), identities, columns
 
     def _pool_tracklets(self, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Pool the features, and the descriptors of the baselines, of the frames of each tracklet."""

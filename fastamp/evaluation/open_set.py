@@ -125,11 +125,20 @@ class SetScores:
                 "  fix: use a dataset with several identities, and with images of each from several cameras"
             )
 
+    @property
+    def max_gallery_size(self) -> int:
+        """Mean number of images of other identities per image."""
+        return round(len(self.pids) * (1 - 1 / len(self._starts)))
+
     def draw_gallery(self, size: int, seed: int) -> np.ndarray:
-        """Draw identities at random until they have about ``size`` images; return True for their images, (M,) bool."""
+        """Draw identities at random, so that a query is compared with about ``size`` images of other identities.
+
+        Returns:
+            (M,) bool, True for the images of these identities.
+        """
         order = np.random.default_rng(seed).permutation(len(self._starts))
         sizes = np.bincount(self._identity)
-        kept = order[: max(2, int((np.cumsum(sizes[order]) <= size).sum()))]
+        kept = order[: max(2, int((np.cumsum(sizes[order]) <= size + sizes.mean() + 0.5).sum()))]
         chosen: np.ndarray = np.isin(self._identity, kept)
         return chosen
 

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import optimize, special
 
 METHODS = ("isotonic", "logistic")
 # Scores are counted in bins, so that the fit does not depend on the number of pairs.
@@ -52,6 +51,8 @@ def fit_probability(genuine: np.ndarray, impostor: np.ndarray, *, method: str, n
     Returns:
         The curve.
     """
+    from scipy import optimize, special  # slow to import
+
     low, high = min(genuine.min(), impostor.min()), max(genuine.max(), impostor.max())
     if high <= low:
         high = low + max(abs(low), 1.0) * 1e-6
@@ -75,6 +76,8 @@ def fit_probability(genuine: np.ndarray, impostor: np.ndarray, *, method: str, n
 
 def _logistic(x: np.ndarray, same: np.ndarray, different: np.ndarray):  # type: ignore[no-untyped-def]
     """Fit the logit of the probability as a linear, increasing function of the score; see ``fit_probability``."""
+    from scipy import optimize, special
+
     center, scale = x.mean(), max(x.std(), 1e-12)
     z = (x - center) / scale
 

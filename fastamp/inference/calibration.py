@@ -4,9 +4,6 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-import torch
-from torch import Tensor
-
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
@@ -14,14 +11,12 @@ from fastamp.data import build_reid_test_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
-from fastamp.evaluation import DatasetEvaluator, Identities, Protocol, inference_on_dataset
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.calibration import Calibration, calibrate
-from fastamp.evaluation.evaluator import columns_of
+from fastamp.evaluation.calibration_check import images_with_query
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand, real_path
-
-_FEATURES = "features"
 
 
 def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibration:
@@ -41,20 +36,21 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
         ConfigError: if an option is invalid.
         DataError: if the dataset is missing, its identities were used for training, or it has too few identities.
     """
-    cfg = predictor.cfg
+    cfg = predictor.cfg.with_values({"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False})
     loader, num_query = build_reid_test_loader(cfg, data)
-    protocol = Protocol.from_config(cfg)
+    dataset = cast(ReidDataset, loader.dataset)
     if data in cfg.DATASETS.NAMES:
-        _check_not_trained(cast(ReidDataset, loader.dataset).sources[0], data)
-    collector = _Collector(protocol)
+        _check_not_trained(dataset.sources[0], data)
+    collector = _Collector(cfg, num_query)
+    collector.set_column_names(dataset.column_names())
+    protocol = collector.protocol
+    protocol.check_columns(dataset.rankable_columns())
     inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
-    features, identities = collector.result()
-    pids = identities.query_pids
-    has_query = torch.isin(pids, pids[:num_query])
-    used = pids >= 0 if protocol.random_query_gallery_split else has_query
+    features, identities, _ = collector.gather()
+    used = images_with_query(identities, protocol)
     return calibrate(
         features[used],
-        identities.select(used, used),
+        identities.all_images().select(used, used),
         metric=protocol.metric,
         junk=protocol.junk,
         source=data,
@@ -132,35 +128,9 @@ def _check_not_trained(dataset: ImageDataset, name: str) -> None:
         )
 
 
-class _Collector(DatasetEvaluator):
-    """Collect the features and identities of a test set, and the columns that its protocol needs."""
-
-    def __init__(self, protocol: Protocol) -> None:
-        self.protocol = protocol
-        self.reset()
-
-    def reset(self) -> None:
-        """Discard all batches."""
-        self._batches: list[dict[str, Tensor]] = []
-
-    def process(self, inputs: dict[str, Any], outputs: Tensor) -> None:
-        """Accumulate a batch.
-
-        Raises:
-            DataError: if the batch does not contain a column that the protocol needs.
-        """
-        names = list(self.protocol.columns)
-        if names:
-            self.protocol.check_columns(columns_of(inputs))
-        batch = {name: inputs[name] for name in ("targets", "camids", *names)}
-        self._batches.append(batch | {_FEATURES: outputs.float().cpu()})
+class _Collector(ReidEvaluator):
+    """Collect the features of a test set without computing metrics."""
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute no metrics."""
+        """Keep the features."""
         return None
-
-    def result(self) -> tuple[Tensor, Identities]:
-        """Return the (N, D) features, and the identities of all images as queries and as gallery."""
-        columns = {name: torch.cat([batch[name] for batch in self._batches]) for name in self._batches[0]}
-        features, pids, camids = (columns.pop(name) for name in (_FEATURES, "targets", "camids"))
-        return features, Identities(pids, pids, camids, camids, {name: (each, each) for name, each in columns.items()})

@@ -19,6 +19,7 @@ import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size
+from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet
 from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
@@ -266,7 +267,8 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
     cfg = predictor.cfg
     model: Any = predictor.model
     resize = predictor.resize
-    return {
+    calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
+    return calibration | {
         "fastamp_version": fastamp.__version__,
         "config_hash": predictor.config_hash,
         "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY)),
@@ -286,6 +288,12 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
         "metric": cfg.TEST.METRIC,
         "precision": precision,
     }
+
+
+def _calibration_values(calibration: Calibration) -> dict[str, Any]:
+    """Return a calibration as plain values, with lists instead of tensors, and without folders."""
+    state = calibration.state_dict() | {"source": calibration.source.rpartition("/")[2]}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:

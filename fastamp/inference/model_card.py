@@ -12,7 +12,7 @@ from fastamp import __version__
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.config import CfgNode
 from fastamp.config.changes import changed_values
-from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.calibration import read_calibration
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _TASK = "image-feature-extraction"  # the Hub's name of the task
@@ -88,7 +88,7 @@ def model_card(
         results=results,
         columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
         protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL, ""),
-        calibration=Calibration.from_state(content["calibration"]) if content.get("calibration") else None,
+        calibration=read_calibration(content, name),
         policy=content.get("policy") or {},
         precision=_PRECISION,
         versions=content.get("versions") or {},

@@ -19,7 +19,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
 from fastamp.data.transforms import Resize, build_transforms
-from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
@@ -92,7 +92,7 @@ class Predictor:
         self.checkpoint = expand(loaded.cfg.MODEL.WEIGHTS)
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
-        self._calibration = _read_calibration(self.extra.get("calibration"), self.checkpoint)
+        self._calibration = read_calibration(self.extra, self.checkpoint)
         self._transforms = build_transforms(self.cfg, is_train=False)
 
     def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
@@ -470,17 +470,3 @@ def _check_pairs(pairs: Any, checkpoint: Path) -> None:
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
         raise damaged_entry_error(checkpoint, wrong)
-
-
-def _read_calibration(state: Any, checkpoint: Path) -> Calibration | None:
-    """Restore the calibration of a checkpoint.
-
-    Raises:
-        WeightsError: if it does not have the expected structure.
-    """
-    if state is None:
-        return None
-    try:
-        return Calibration.from_state(state)
-    except ValueError as error:
-        raise damaged_entry_error(checkpoint, f"calibration: {error}") from error

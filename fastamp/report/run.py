@@ -14,6 +14,7 @@ from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.items import PackedItems
 from fastamp.diagnostics import environment_queries
 from fastamp.evaluation import DatasetEvaluator, EvaluationResult
+from fastamp.evaluation.calibration_check import CalibrationCheck
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
@@ -33,6 +34,7 @@ class EvaluatedSet:
         result (EvaluationResult | None): result with details; None for custom evaluators that do not provide one.
         query, gallery (Sequence[ImageItem]): images; empty if unknown.
         source (ImageDataset | None): dataset that names identities and cameras; None to show their numbers.
+        calibration_check (CalibrationCheck | None): error rates of the decisions of a calibrated model.
     """
 
     name: str
@@ -41,6 +43,7 @@ class EvaluatedSet:
     query: Sequence[ImageItem]
     gallery: Sequence[ImageItem]
     source: ImageDataset | None = None
+    calibration_check: CalibrationCheck | None = None
     judgement = renamed_attribute("judgement", "result")
 
     def identity(self, pid: int | str) -> str:
@@ -103,7 +106,8 @@ def evaluated_set(
         items, num_query = items.take(first_frames), int((first_frames < num_query).sum())
     result = getattr(evaluator, "result", None)
     result = result if isinstance(result, EvaluationResult) else None
-    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader))
+    check = getattr(evaluator, "calibration_check", None)
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader), check)
 
 
 def items_of(loader: Any) -> list[ImageItem]:

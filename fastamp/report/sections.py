@@ -11,6 +11,7 @@ from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
 from fastamp.report.curves import cmc_panel, roc_panel, score_name, score_panel, scores
 from fastamp.report.history import History
+from fastamp.report.open_set import open_set_section
 from fastamp.report.run import EvaluatedSet, Run, data_counts
 from fastamp.report.svg import draw_panels
 from fastamp.report.thumbnails import data_address, thumbnail
@@ -36,6 +37,7 @@ def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
         "charts": None,
         "cameras": None,
         "lists": {},
+        "open_set": open_set_section(each.calibration_check),
     }
     if result is not None and result.examples is not None:
         examples, protocol = result.examples, result.protocol

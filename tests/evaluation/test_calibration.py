@@ -250,7 +250,7 @@ def test_damaged_state_is_rejected(change):
         ({"frr": 0.01}, DataError, "300 identities"),
         ({"fpir": 0.02}, DataError, "150 identities"),
         ({"fraction": 0.995}, DataError, "remain"),
-        ({"gallery_size": 1000}, ConfigError, "240"),
+        ({"gallery_size": 1000}, ConfigError, "236"),
     ],
 )
 def test_invalid_rates_and_too_few_identities_are_rejected(options, error, found):

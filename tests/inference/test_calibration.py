@@ -15,8 +15,11 @@ from fastamp.cli import calibrate as calibrate_command
 from fastamp.cli import compare as compare_command
 from fastamp.cli import search as search_command
 from fastamp.cli import strip as strip_command
+from fastamp.cli.source import evaluation_config
+from fastamp.engine import DefaultTrainer
 from fastamp.evaluation.calibration import Calibration
 from fastamp.inference.calibration import calibrate_model, write_calibrated
+from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.package import License, package
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
@@ -78,7 +81,7 @@ def test_compare_decides_with_probability_and_rates(calibrated, calibration, peo
     assert {predictor.compare(first, images_of(people, pid)[1]).decision for pid in range(10)} >= {"different"}
     assert run_command(compare_command, calibrated, first, second, "--device", "cpu", "--json") == 0
     written = json.loads(capsys.readouterr().out)
-    assert written["decision"] in ("same", "unknown") and written["far"] == 0.05
+    assert written["decision"] == predictor.compare(first, second).decision and written["far"] == 0.05
     bare = fastamp.Predictor(checkpoint, device="cpu").compare(first, second)
     assert bare.calibration is bare.decision is bare.probability is None
     assert "fastamp calibrate" in bare.describe()
@@ -157,6 +160,39 @@ def test_calibration_survives_strip_and_package(calibrated, calibration, people,
     assert "## Open-set decisions" in card and "csv:people.csv" in card and str(calibrated.parent) not in card
     content = torch.load(calibrated, weights_only=True)
     assert isinstance(Calibration.from_state(content["calibration"]), Calibration)
+
+
+@pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
+def test_export_contains_the_calibration(calibrated, calibration, tmp_path, name):
+    if name == "model.onnx":
+        onnx = pytest.importorskip("onnx")
+    report = export(fastamp.Predictor(calibrated, device="cpu"), tmp_path / name, data="")
+    if name == "model.onnx":
+        properties = {each.key: each.value for each in onnx.load(report.path).metadata_props}
+        found = json.loads(properties["calibration"])
+    else:
+        files = {"metadata.json": ""}
+        torch.export.load(report.path, extra_files=files)
+        found = json.loads(files["metadata.json"])["calibration"]
+    assert found["same_threshold"] == calibration.same_threshold and found["source"] == "people.csv"
+    assert np.interp(0.5, found["scores"], found["probabilities"]) == pytest.approx(calibration.probability(0.5))
+    assert found["measured"]["far"]["high"] == calibration.measured.far.high
+
+
+def test_evaluation_measures_the_rates_of_the_other_identities(calibrated, calibration, people, tmp_path, demo, caplog):
+    options = ["TEST.REPORT", "True", "OUTPUT_DIR", str(tmp_path), "DATASETS.TESTS", f"('{people}', 'Demo')"]
+    cfg, _ = evaluation_config("", options, source=str(calibrated))
+    with caplog.at_level(logging.INFO, logger="fastamp"):
+        DefaultTrainer.test_weights(cfg)
+    assert f"false accepts {calibration.measured.far}" in caplog.text
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("<h3>Open-set decisions</h3>") == 2 and str(calibration.measured.fpir) in report
+    assert "The 30 identities that chose the thresholds are excluded." in report
+    assert "Reliability of the probability" in report and f"{calibration.same_threshold:.4f}" in report
+    cfg, _ = evaluation_config("", [*options, "TEST.METRIC", "euclidean"], source=str(calibrated))
+    DefaultTrainer.test_weights(cfg)
+    assert "not evaluated" in caplog.text
+    assert "Open-set decisions" not in (tmp_path / "report.html").read_text()
 
 
 def test_calibrate_command_writes_a_copy_and_overwrites_nothing(run_folder, people, tmp_path, capsys):

@@ -14,7 +14,8 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.evaluation.baselines import color_histogram
-from fastamp.evaluation.calibration import Calibration, calibrate
+from fastamp.evaluation.calibration import Calibration, calibrate, read_calibration
+from fastamp.evaluation.calibration_check import check_calibration
 from fastamp.evaluation.metrics import rank_distances
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
@@ -192,7 +193,14 @@ def calibrations(record):
         calibrate(nan, identities, **wanted)
     with record("calibrate with one image per identity"):
         calibrate(features, identities_of(480, 1), **wanted)
-    state = calibrate(features, identities, **wanted).state_dict()
+    found = calibrate(features, identities, **wanted)
+    with record("check_calibration with another metric"):
+        check_calibration(features, identities, Protocol(metric="euclidean"), found, dataset="people")
+    with record("check_calibration with one image per identity"):
+        check_calibration(torch.cat((features, features)), identities_of(480, 1), Protocol(), found, dataset="people")
+    state = found.state_dict()
+    with record("read_calibration of a damaged checkpoint"):
+        read_calibration({"calibration": state | {"gallery_size": 0}}, "model.pth")
     with record("Calibration.from_state with invalid values"):
         Calibration.from_state(state | {"far": 0.0, "gallery_size": 0})
     with record("Calibration.from_state with a missing value"):

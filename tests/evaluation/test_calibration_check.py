@@ -1,0 +1,63 @@
+"""Tests of the error rates of a calibrated model on a test set."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from look_alikes import look_alikes
+
+from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation.calibration import calibrate
+from fastamp.evaluation.calibration_check import check_calibration, images_with_query
+
+
+@pytest.fixture(scope="module")
+def test_set():
+    """Features and identities of 200 people with 4 images, the first a query, and 50 distractors of identity 500."""
+    features, identities = look_alikes(200, 4, seed=0)
+    others, _ = look_alikes(50, 1, seed=1)
+    is_query = identities.query_camids == 0
+    order = torch.cat((is_query.nonzero()[:, 0], (~is_query).nonzero()[:, 0]))
+    pids, camids = identities.query_pids[order], identities.query_camids[order]
+    gallery = torch.cat((pids[200:], torch.full((50,), 500))), torch.cat((camids[200:], torch.zeros(50).long()))
+    return torch.cat((features[order], others)), Identities(pids[:200], gallery[0], camids[:200], gallery[1])
+
+
+@pytest.fixture(scope="module")
+def calibration(test_set):
+    features, identities = test_set
+    used = images_with_query(identities, Protocol())
+    everyone = identities.all_images().select(used, used)
+    return calibrate(features[used], everyone, metric="cosine", far=0.01, frr=0.1, fpir=0.1, source="People")
+
+
+def test_rates_are_those_of_the_other_identities_of_the_same_dataset(test_set, calibration):
+    found = check_calibration(*test_set, Protocol(), calibration, dataset="People")
+    assert found.rates == calibration.measured and found.excluded == 100
+    assert "over 100 identities" in found.describe()
+
+
+def test_rates_of_another_dataset_use_all_identities_with_a_query(test_set, calibration):
+    found = check_calibration(*test_set, Protocol(), calibration, dataset="Others")
+    assert found.rates.far.num_identities == 200 and found.excluded == 0
+    assert abs(found.rates.gallery_size - calibration.gallery_size) <= 4
+    assert found.genuine.sum() == pytest.approx(1) and found.impostor.sum() == pytest.approx(1)
+    assert found.edges[0] < calibration.same_threshold < found.edges[-1]
+    assert found.impostor[np.searchsorted(found.edges, calibration.same_threshold) :].sum() < 0.02
+
+
+def test_distractors_have_no_query(test_set):
+    _, identities = test_set
+    assert images_with_query(identities, Protocol()).tolist() == [True] * 800 + [False] * 50
+    assert images_with_query(identities, Protocol(rule="vehicleid")).all()
+
+
+def test_unsuitable_test_sets_are_not_checked(test_set, calibration, caplog):
+    features, identities = test_set
+    with caplog.at_level(logging.WARNING, logger="fastamp"):
+        assert check_calibration(*test_set, Protocol(metric="euclidean"), calibration, dataset="People") is None
+        one_camera = Identities(identities.query_pids, identities.gallery_pids, *map(torch.zeros_like, (
+            identities.query_camids, identities.gallery_camids)))  # fmt: skip
+        assert check_calibration(features, one_camera, Protocol(), calibration, dataset="People") is None
+    assert "euclidean" in caplog.text and "no genuine" in caplog.text
