@@ -55,6 +55,81 @@ def training_only(folder, files, train):
     return under(folder, files), train, [], []
 
 
+SYSU = {
+    **{f"cam{camera}/{pid:04d}/0001.jpg": "" for pid in (1, 2, 3) for camera in range(1, 7)},
+    "cam3/0003/0002.jpg": "",
+    "exp/train_id.txt": "1,\n",
+    "exp/val_id.txt": "2",
+    "exp/test_id.txt": "3\n",
+}
+REGDB = {
+    **{
+        f"{folder}/{pid}/male_front_{letter}_00001_{pid}.bmp": ""
+        for folder, letter in (("Visible", "v"), ("Thermal", "t"))
+        for pid in (3, 285)
+    },
+    **{
+        f"idx/{split}_{name}_{trial}.txt": f"{folder}/{pid}/male_front_{name[0]}_00001_{pid}.bmp 0\n"
+        for split, pids in (("train", (3, 285)), ("test", (285, 3)))
+        for name, folder in (("visible", "Visible"), ("thermal", "Thermal"))
+        for trial, pid in enumerate(pids, 1)
+    },
+}
+LLCM = {
+    "vis/0001/0001_c01_s1_f1_vis.jpg": "",
+    "nir/0001/0001_c09_s1_f1_nir.jpg": "",
+    "test_vis/cam1/0002/0002_c01_s1_f1_vis.jpg": "",
+    "test_vis/cam3/0002/0002_c03_s1_f1_vis.jpg": "",
+    "test_vis/cam3/0004/0004_c03_s1_f1_vis.jpg": "",
+    "test_nir/cam9/0002/0002_c09_s1_f1_nir.jpg": "",
+    "idx/train_vis.txt": "vis/0001/0001_c01_s1_f1_vis.jpg 0\n",
+    "idx/train_nir.txt": "nir/0001/0001_c09_s1_f1_nir.jpg 0\n",
+    "idx/test_id.txt": "2",
+}
+LTCC = ["train/000_1_c9_1.png", "train/000_2_c1_1.png", "query/005_1_c2_1.png", "test/005_2_c12_1.png"]
+PRCC = [
+    *(f"rgb/train/001/{camera}_cropped_rgb001.jpg" for camera in "ABC"),
+    *(f"rgb/test/{camera}/{pid}/cropped_rgb001.jpg" for camera in "ABC" for pid in ("002", "004")),
+]
+VC_CLOTHES = [
+    "train/0001-01-01-01.jpg",
+    *(f"query/0002-{camera:02d}-01-01.jpg" for camera in (1, 2, 3, 4)),
+    *(f"gallery/0002-{camera:02d}-02-02.jpg" for camera in (1, 2, 3, 4)),
+]
+LAST = [
+    "train/000001/000001_0001_A.jpg",
+    "train/000001/000001_0002_B.jpg",
+    "test/query/000007_0001.jpg",
+    "test/gallery/000007/000007_0002.jpg",
+    "test/gallery/000008/000008_0002.jpg",
+]
+DEEP_CHANGE = {
+    "train-set/P1_C3_1_01.jpg": "",
+    "train-set/P1_C4_2_01.jpg": "",
+    "test-set-query/P2_C1_1_01.jpg": "",
+    "test-set-gallery/P2_C1_2_01.jpg": "",
+    "train-set-bbox.txt": "P1_C3_1_01.jpg,0\nP1_C4_2_01.jpg,5\n",
+    "test-set-query-bbox.txt": "P2_C1_1_01.jpg,7,1,2\n",
+    "test-set-gallery-bbox.txt": "P2_C1_2_01.jpg,8\n",
+}
+AG_REID = [
+    "bounding_box_train/P0006T02140A0C0F1831.jpg",
+    "bounding_box_train/P0006T02140A2C3F1831.jpg",
+    "query_all_c0/P0001T04041A1C0F31.jpg",
+    "query_all_c3/P0001T04041A1C3F31.jpg",
+    "bounding_box_test_all_c0/P0001T04041A1C0F61.jpg",
+    "bounding_box_test_all_c3/P0001T04041A1C3F61.jpg",
+]
+AG_REID_V2 = {
+    "train_all/P0006T02140A0/P0006T02140A0C2F31.jpg": "",
+    "query/P0001T04041A1/P0001T04041A1C0F31.jpg": "",
+    "query/P0001T04041A1/P0001T04041A1C3F31.jpg": "",
+    "gallery/P0001T04041A1/P0001T04041A1C0F61.jpg": "",
+    "gallery/P0001T04041A1/P0001T04041A1C2F61.jpg": "",
+    "exp1.txt": "query/P0001T04041A1/P0001T04041A1C0F31.jpg\ngallery/P0001T04041A1/P0001T04041A1C2F61.jpg\n",
+}
+
+
 VEHICLE_TRAIN = [(7, 1), (7, 2), (9, 3)]
 WILD_TRAIN = [(1, 2), (2, 0)]
 # Files of each dataset, and its training, query and gallery images as (identity, camera).
@@ -128,6 +203,33 @@ TREES = {
     "VIPeR": (under("VIPeR", [f"cam_{ab}/{pid:03d}_45.bmp" for pid in range(8) for ab in "ab"]), None, None, None),
     "WildTrackCrop": training_only(
         "Wildtrack_crop_dataset/crop", ["12/3_0001.png", "13/4_0001.png"], [(12, 0), (13, 1)]
+    ),
+    "SYSUMM01": (
+        under("SYSU-MM01", SYSU),
+        [(pid, camera) for pid in (1, 2) for camera in range(6)],
+        [(3, 2), (3, 2), (3, 5)],
+        [(3, 0), (3, 1), (3, 3), (3, 4)],
+    ),
+    "RegDB": (under("RegDB", REGDB), [(3, 0), (3, 1)], [(285, 0)], [(285, 1)]),
+    "RegDBThermalToVisible": (under("RegDB", REGDB), [(3, 0), (3, 1)], [(285, 1)], [(285, 0)]),
+    "LLCM": (under("LLCM", LLCM), [(1, 0), (1, 8)], [(2, 8)], [(2, 0), (2, 2)]),
+    "LLCMVisibleToInfrared": (under("LLCM", LLCM), [(1, 0), (1, 8)], [(2, 0), (2, 2)], [(2, 8)]),
+    "LTCC": (under("LTCC_ReID", LTCC), [(0, 8), (0, 0)], [(5, 1)], [(5, 11)]),
+    "PRCC": (under("prcc", PRCC), [(1, 0), (1, 1), (1, 2)], [(2, 2), (4, 2)], [(2, 0), (4, 0)]),
+    "PRCCSC": (under("prcc", PRCC), [(1, 0), (1, 1), (1, 2)], [(2, 1), (4, 1)], [(2, 0), (4, 0)]),
+    **{
+        name: (under("VC-Clothes", VC_CLOTHES), [(1, 0)], [(2, camera) for camera in cameras], None)
+        for name, cameras in (("VCClothes", range(4)), ("VCClothesSC", (1, 2)), ("VCClothesCC", (2, 3)))
+    },
+    "LaST": (under("last", LAST), [(1, 0), (1, 1)], [(7, 0)], [(7, 1), (8, 2)]),
+    "DeepChange": (under("DeepChangeDataset", DEEP_CHANGE), [(1, 0), (1, 5)], [(2, 7)], [(2, 8)]),
+    "AGReID": (under("AG-ReID", AG_REID), [(6021400, 0), (6021402, 3)], [(1040411, 0)], [(1040411, 3)]),
+    "AGReIDGroundToAerial": (under("AG-ReID", AG_REID), [(6021400, 0), (6021402, 3)], [(1040411, 3)], [(1040411, 0)]),
+    "AGReIDv2": (
+        under("AG-ReID.v2", AG_REID_V2),
+        [(6021400, 2)],
+        [(1040411, 0), (1040411, 3)],
+        [(1040411, 0), (1040411, 2)],
     ),
 }
 

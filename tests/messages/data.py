@@ -187,6 +187,13 @@ FAULTS = {
     "SenseReID": [("SenseReID", {})],
     "VIPeR": [("VIPeR", {})],
     "CAVIARa": [("CAVIARa", ["a.jpg", "b.jpg"])],
+    "SYSUMM01": [("SYSU-MM01", {"exp/test_id.txt": "3,x"}), ("SYSU-MM01", {"exp/test_id.txt": "3,9"})],
+    "RegDB": [("RegDB", {"idx/test_visible_1.txt": "male_front_v_00001_3.bmp 0\n"}),
+              ("RegDB", {"idx/test_visible_1.txt": "Visible/3/a.bmp 0\nVisible/3/b.bmp 1\n"})],
+    "LLCM": [("LLCM", {"idx/train_vis.txt": "vis/0001/x.jpg 0\n", "vis/0001/x.jpg": ""})],
+    "LTCC": [("LTCC_ReID", ["query/005__c2_1.png"])],
+    "LaST": [("last", ["train/000001/000001_0003_.jpg"])],
+    "DeepChange": [("DeepChangeDataset", {"test-set-query-bbox.txt": "P2_C1_1_01.jpg\n"})],
 }  # fmt: skip
 MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"
 
@@ -223,6 +230,15 @@ def public_data_sets(record, patch):
     build("distractors", "Market1501", market | {"Market-1501-v15.09.15/images/0_c1s1_000451_03.jpg": ""},
           "DATASETS.MARKET1501_500K", "True")  # fmt: skip
     build("split 10", "VIPeR", TREES["VIPeR"][0], "DATASETS.VIPER.SPLIT", "10")
+    build("a list of an image that does not exist", "AGReIDv2",
+          TREES["AGReIDv2"][0] | {"AG-ReID.v2/exp1.txt": "query/P0001T04041A1C0F99.jpg\n"},
+          "DATASETS.AGREIDV2.SPLIT", "exp1")  # fmt: skip
+    build("no image of cameras 2 and 3", "VCClothesSC",
+          {path: text for path, text in TREES["VCClothes"][0].items() if "query" not in path}
+          | {"VC-Clothes/query/0002-01-01-01.jpg": ""})  # fmt: skip
+    build("no infrared image", "LLCM",
+          {path: text for path, text in TREES["LLCM"][0].items() if "test_nir" not in path}
+          | {"LLCM/test_nir/cam1/0002/notes.txt": ""})  # fmt: skip
     build("views", "VeRi", views, "DATASETS.VERI.VIEWS", "True")
     for title, train, test in (
         ("a view is missing", MARKET_VIEWS, "x/image_query/0005_c001_1_0.jpg 12 -1 7"),

@@ -1,5 +1,6 @@
 """Dataset classes; importing this package registers them."""
 
+from fastamp.data.datasets.aerial_ground import AGReID, AGReIDGroundToAerial, AGReIDv2
 from fastamp.data.datasets.airportalert import AirportALERT
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.catalog import (
@@ -20,6 +21,16 @@ from fastamp.data.datasets.catalog import (
     cuhkSYSU,
     iLIDS,
 )
+from fastamp.data.datasets.cloth_changing import (
+    LTCC,
+    PRCC,
+    PRCCSC,
+    DeepChange,
+    LaST,
+    VCClothes,
+    VCClothesCC,
+    VCClothesSC,
+)
 from fastamp.data.datasets.cuhk03 import CUHK03
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
@@ -30,6 +41,13 @@ from fastamp.data.datasets.vehicleid import LargeVehicleID, MediumVehicleID, Sma
 from fastamp.data.datasets.veri import VeRi
 from fastamp.data.datasets.veriwild import LargeVeRiWild, MediumVeRiWild, SmallVeRiWild, VeRiWild
 from fastamp.data.datasets.viper import VIPeR
+from fastamp.data.datasets.visible_infrared import (
+    LLCM,
+    SYSUMM01,
+    LLCMVisibleToInfrared,
+    RegDB,
+    RegDBThermalToVisible,
+)
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(
@@ -44,19 +62,30 @@ __all__ = [
     "CUHK03",
     "DATASET_REGISTRY",
     "GRID",
+    "LLCM",
     "LPW",
+    "LTCC",
     "MSMT17",
     "PKU",
     "PRAI",
+    "PRCC",
+    "PRCCSC",
     "PRID",
     "SAIVT",
+    "SYSUMM01",
+    "AGReID",
+    "AGReIDGroundToAerial",
+    "AGReIDv2",
     "AirportALERT",
     "CAVIARa",
+    "DeepChange",
     "Demo",
     "DukeMTMC",
     "FilenameDataset",
     "ImageDataset",
     "ImageItem",
+    "LLCMVisibleToInfrared",
+    "LaST",
     "LargeVeRiWild",
     "LargeVehicleID",
     "Market1501",
@@ -65,12 +94,17 @@ __all__ = [
     "MediumVehicleID",
     "OccludedDuke",
     "PeS3D",
+    "RegDB",
+    "RegDBThermalToVisible",
     "SYSU_mm",
     "SenseReID",
     "Shinpuhkan",
     "SmallVeRiWild",
     "SmallVehicleID",
     "Thermalworld",
+    "VCClothes",
+    "VCClothesCC",
+    "VCClothesSC",
     "VIPeR",
     "VeRi",
     "VeRiWild",

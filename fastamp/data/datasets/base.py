@@ -3,9 +3,9 @@
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tabulate import tabulate
 
@@ -42,12 +42,18 @@ class ImageDataset(FastReIDDataset):
             "vehicleid" in ``SmallVehicleID``. Default "".
         split_note (str): how a random split was drawn. Default "".
         requires_gallery (bool): whether a test set without gallery images is an error. Default True.
+        protocols (tuple[str, ...]): values of TEST.PROTOCOL under which results on the dataset are published. Default:
+            any.
+        published_counts (Mapping[str, tuple[int, int]]): split -> published numbers of images and of identities; 0 if
+            unknown. Default: unknown.
     """
 
     dataset_name = ""
     identities_of = ""
     split_note = ""
     requires_gallery = True
+    protocols: ClassVar[tuple[str, ...]] = ()
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
 
     def __init__(self, train: Items, query: Items, gallery: Items) -> None:
         self._splits: dict[str, Items] = {"train": train, "query": query, "gallery": gallery}

@@ -103,7 +103,10 @@ def read_pairs(name: str, file: Path) -> list[tuple[str, int]]:
     for line in read_lines(name, file):
         first, *rest = line.rsplit(maxsplit=1)
         if not rest or not isinstance(as_number(rest[0]), int):
-            raise DataError(f"{name}: expected a name and a number on each line of {file.absolute()}, got {line!r}")
+            raise DataError(
+                f"{name}: expected a name and a number on each line of {file.absolute()}, got {line!r}.\n"
+                "  fix: restore this file of the dataset"
+            )
         pairs.append((first, int(rest[0])))
     return pairs
 

@@ -3,7 +3,7 @@
 import logging
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +25,7 @@ __getattr__ = moved_names(
     },
 )
 
-_Found = tuple[Path, int | str, int | str]
+_Found = tuple[Path, int | str, int | str, dict[str, int | str] | None]
 
 
 class FilenameDataset(ImageDataset):
@@ -43,6 +43,14 @@ class FilenameDataset(ImageDataset):
             searched in the file name. The preceding expressions must match the full names of the folders on the path
             from the split's folder to the file, in order; "**" matches any number of folders. Other groups become part
             of the identity. Without a group ``camera``, all images are from one camera.
+        test_layout (Sequence[str]): ``layout`` of the query and gallery folders. Default: ``layout``.
+        identity_format (str): format string of the groups in ``layout`` that gives the identity, e.g. "{pid}". Default:
+            all groups except ``camera``, joined by "-".
+        column_formats (Mapping[str, str]): name of a column -> format string of the groups in ``layout`` that gives its
+            value, e.g. ``{"clothes": "{pid}_{clothes}"}``; an integer becomes an int. See ``find_columns``. Default:
+            none.
+        query_cameras, gallery_cameras (Collection): cameras of query and gallery images, as in file names; images of
+            other cameras are not used. Default: all cameras.
         suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
         first_camera (int, optional): number of the first camera in file names, which is mapped to camera 0. Default:
             cameras are numbered in sorted order.
@@ -64,6 +72,11 @@ class FilenameDataset(ImageDataset):
     gallery_folders: ClassVar[Sequence[str]] = ()
     needed: ClassVar[Sequence[str]] = ()
     layout: ClassVar[Sequence[str]] = ()
+    test_layout: ClassVar[Sequence[str]] = ()
+    identity_format: ClassVar[str] = ""
+    column_formats: ClassVar[Mapping[str, str]] = {}
+    query_cameras: ClassVar[Collection[int | str]] = ()
+    gallery_cameras: ClassVar[Collection[int | str]] = ()
     suffix: ClassVar[str] = ".jpg"
     first_camera: ClassVar[int | None] = None
     excluded_ids: ClassVar[frozenset[int]] = frozenset({-1})
@@ -101,42 +114,82 @@ class FilenameDataset(ImageDataset):
     def _load(self, split: str) -> list[ImageItem]:
         """Return the images of a split with numbered cameras."""
         found = self._find_images(split)
-        if self.first_camera is None:
-            items = [ImageItem(str(file), pid, self._camera_numbers[camera]) for file, pid, camera in found]
-        else:
-            items = [ImageItem(str(file), pid, camera - self.first_camera) for file, pid, camera in found]
+        items = [
+            ImageItem(str(file), pid, self._camera_number(camera), columns=columns)
+            for file, pid, camera, columns in found
+        ]
         return self._add_name_prefix(items) if split == "train" else items
+
+    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str] | None:
+        """Return the columns of an image; None if the dataset has none. Override this to compute them.
+
+        Args:
+            fields (Mapping[str, str]): groups of ``layout`` -> their text in the file and folder names.
+
+        Raises:
+            DataError: if a group of ``column_formats`` is empty.
+        """
+        columns = {}
+        for name, template in self.column_formats.items():
+            if any(not fields[group] for group in fields if f"{{{group}}}" in template):
+                raise DataError(f"the label of the column {name!r} is empty")
+            columns[name] = as_number(template.format(**fields))
+        return columns or None
+
+    def _camera_number(self, camera: int | str) -> int:
+        return self._camera_numbers[camera] if self.first_camera is None else camera - self.first_camera
 
     @cached_property
     def _camera_numbers(self) -> dict[int | str, int]:
         """Camera in a file or folder name -> camera number; the same for all splits."""
-        return number_cameras(camera for split in self._folders for _, _, camera in self._find_images(split))
+        return number_cameras(camera for split in self._folders for _, _, camera, _ in self._find_images(split))
 
     def _find_images(self, split: str) -> list[_Found]:
-        """Return ``(file, identity, camera)`` for each image of a split, as given in file and folder names."""
+        """Return ``(file, identity, camera, columns)`` for each image of a split, from file and folder names."""
         if split not in self._found:
             folders = [self.dataset_dir / folder for folder in self._folders[split]]
-            self._found[split] = self._search(folders) if folders else []
+            layout = self.layout if split == "train" else self.test_layout or self.layout
+            cameras = {"query": self.query_cameras, "gallery": self.gallery_cameras}.get(split, ())
+            self._found[split] = self._search(folders, layout, cameras) if folders else []
         return self._found[split]
 
-    def _search(self, folders: Sequence[Path]) -> list[_Found]:
+    def _search(
+        self, folders: Sequence[Path], layout: Sequence[str], cameras: Collection[int | str] = ()
+    ) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
-        found, unmatched, num_excluded = [], [], 0
-        for file, fields in (each for folder in folders for each in _walk(name, folder, self.layout, self.suffix)):
+        found, unmatched, num_excluded, num_other_cameras = [], [], 0, 0
+        for file, fields in (each for folder in folders for each in _walk(name, folder, layout, self.suffix)):
             if fields is None:
                 unmatched.append(file)
                 continue
-            camera = as_number(fields.pop("camera", "0"))
+            camera = as_number(fields.get("camera", "0"))
+            if cameras and camera not in cameras:
+                num_other_cameras += 1
+                continue
             if self.first_camera is not None and camera < self.first_camera:
                 raise DataError(
                     f"{name}: expected camera numbers >= {self.first_camera}, got camera {camera} for {file.absolute()}"
                 )
-            pid = as_number("-".join(fields.values()))
+            pid = as_number(
+                self.identity_format.format(**fields)
+                or "-".join(text for group, text in fields.items() if group != "camera")
+            )
             if pid in self.excluded_ids:
                 num_excluded += 1
-            else:
-                found.append((file, pid, camera))
+                continue
+            try:
+                found.append((file, pid, camera, self.find_columns(fields)))
+            except DataError as error:
+                raise DataError(
+                    f"{name}: {file.absolute()}: {error}; expected {expected}.\n"
+                    "  fix: restore the original name of this file"
+                ) from error
         where = ", ".join(str(folder.absolute()) for folder in folders)
+        if num_other_cameras and not (found or unmatched or num_excluded):
+            raise DataError(
+                f"{name}: no image from {_list_cameras(cameras)} in {where}.\n"
+                "  fix: restore the original files of the dataset"
+            )
         if not (found or unmatched or num_excluded):
             raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
         if not found:
@@ -183,6 +236,10 @@ class MarketStyleDataset(FilenameDataset):
     layout = (r"(?P<pid>-?\d+)_c(?P<camera>\d+)",)
     first_camera = 1
     example = "0002_c1s1_000451_03.jpg (identity 2, camera 1)"
+
+
+def _list_cameras(cameras: Collection[int | str]) -> str:
+    return f"camera{'s' * (len(cameras) > 1)} {', '.join(map(str, sorted(cameras)))}"
 
 
 def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:

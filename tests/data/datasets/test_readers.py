@@ -3,6 +3,7 @@
 import logging
 import re
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -51,14 +52,25 @@ def build(name, root, **keys):
 
 
 def test_all_datasets_are_registered():
-    assert len(NAMES) == 30
+    assert len(NAMES) == 46
     assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
 
 
 def test_dataset_names_and_folders_are_unique():
     classes = [DATASET_REGISTRY.get(name) for name in [*NAMES, "CUHK03", "Demo"]]
-    assert len({each.dataset_name for each in classes}) == len(classes) == 32
-    assert len({each.folder for each in classes}) == 32 - 2 * 3
+    assert len({each.dataset_name for each in classes}) == len(classes) == 48
+    same_folder = {
+        "vehicleid": 4,
+        "VERI-Wild": 4,
+        "SYSU-MM01": 2,
+        "RegDB": 2,
+        "LLCM": 2,
+        "prcc": 2,
+        "VC-Clothes": 3,
+        "AG-ReID": 2,
+    }
+    counts = Counter(each.folder for each in classes)
+    assert {folder: count for folder, count in counts.items() if count > 1} == same_folder
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -486,10 +498,12 @@ def test_guide_lists_every_dataset_and_folder(name):
 
 
 def test_guide_lists_every_dataset_key():
-    dataset_keys = [key for key in KEYS if re.match(r"DATASETS\.(MARKET1501|MSMT17|CUHK03|VIPER|VEHICLEID)", key)]
-    assert len(dataset_keys) == 8
+    dataset_keys = [
+        key for key in KEYS if re.match(r"DATASETS\.(MARKET1501|MSMT17|CUHK03|VIPER|VEHICLEID|REGDB|AGREID)", key)
+    ]
+    assert len(dataset_keys) == 11
     for key in dataset_keys:
-        assert f"| `{key}` | {KEYS[key].default} |" in GUIDE
+        assert f"| `{key}` | {KEYS[key].default if KEYS[key].default != '' else repr('')} |" in GUIDE
 
 
 VIEWS = (

@@ -1,0 +1,231 @@
+"""Datasets with columns: values of the columns, splits, keys, and error messages for damaged lists and names."""
+
+from pathlib import Path
+
+import pytest
+from dataset_trees import TREES, under, write
+
+from fastamp.config import get_cfg
+from fastamp.data.build import build_dataset, training_parts
+from fastamp.data.datasets import DATASET_REGISTRY, PRCC
+from fastamp.data.datasets.items import PackedItems
+from fastamp.utils.errors import ConfigError, DataError
+
+SPLITS = ("train", "query", "gallery")
+SYSU_CAMERAS = ["visible", "visible", "infrared", "visible", "visible", "infrared"]
+
+
+def build(name, root, extra=None, **keys):
+    write(root, TREES[name][0] | (extra or {}))
+    cfg = get_cfg()
+    cfg.merge_from_list([word for key, value in keys.items() for word in (f"DATASETS.{key.replace('__', '.')}", value)])
+    return build_dataset(name, cfg)
+
+
+def column(items, name):
+    return [item.columns[name] for item in items]
+
+
+def message(call):
+    with pytest.raises(DataError) as raised:
+        call()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "column_name", "train", "query", "gallery"),
+    [
+        ("SYSUMM01", "modality", SYSU_CAMERAS * 2, ["infrared"] * 3, ["visible"] * 4),
+        ("RegDB", "modality", ["visible", "infrared"], ["visible"], ["infrared"]),
+        ("RegDBThermalToVisible", "modality", ["visible", "infrared"], ["infrared"], ["visible"]),
+        ("LLCM", "modality", ["visible", "infrared"], ["infrared"], ["visible"] * 2),
+        ("LLCMVisibleToInfrared", "modality", ["visible", "infrared"], ["visible"] * 2, ["infrared"]),
+        ("LTCC", "clothes", ["000_1", "000_2"], ["005_1"], ["005_2"]),
+        ("PRCC", "clothes", ["001_AB", "001_AB", "001_C"], ["002_C", "004_C"], ["002_AB", "004_AB"]),
+        ("PRCCSC", "clothes", ["001_AB", "001_AB", "001_C"], ["002_AB", "004_AB"], ["002_AB", "004_AB"]),
+        ("VCClothes", "clothes", ["0001_01"], ["0002_01"] * 4, ["0002_02"] * 4),
+        ("VCClothesCC", "clothes", ["0001_01"], ["0002_01"] * 2, ["0002_02"] * 2),
+        ("LaST", "clothes", ["000001_A", "000001_B"], [None], [None, None]),
+        ("DeepChange", "clothes", ["P1_1", "P1_2"], ["P2_1"], ["P2_2"]),
+        ("AGReID", "platform", ["aerial", "ground"], ["aerial"], ["ground"]),
+        ("AGReID", "altitude", [0, 2], [1], [1]),
+        ("AGReIDGroundToAerial", "platform", ["aerial", "ground"], ["ground"], ["aerial"]),
+        ("AGReIDv2", "platform", ["ground"], ["aerial", "ground"], ["aerial", "ground"]),
+    ],
+)  # fmt: skip
+def test_columns_of_every_dataset(name, column_name, train, query, gallery, root):
+    dataset = build(name, root)
+    assert [column(getattr(dataset, split), column_name) for split in SPLITS] == [train, query, gallery]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_names_of_columns_are_the_same_in_all_splits_and_survive_packing(name, root):
+    dataset = build(name, root)
+    splits = [items for split in SPLITS if (items := getattr(dataset, split))]
+    names = {tuple(item.columns or ()) for items in splits for item in items}
+    assert len(names) == 1
+    assert all(tuple(PackedItems.of(items).columns) == next(iter(names)) for items in splits)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("RegDB", "RegDBThermalToVisible"),
+        ("LLCM", "LLCMVisibleToInfrared"),
+        ("PRCC", "PRCCSC"),
+        ("VCClothes", "VCClothesSC", "VCClothesCC"),
+        ("AGReID", "AGReIDGroundToAerial"),
+    ],
+)
+def test_variants_have_the_same_training_images_and_cameras(names, root):
+    datasets = [build(name, root) for name in names]
+    parts = training_parts(datasets)
+    assert len(parts[0]) == len(datasets[0].train) and not any(map(len, parts[1:]))
+    assert len({dataset.camera(item.camid) for dataset in datasets for item in dataset.train}) == len(
+        {item.camid for item in datasets[0].train}
+    )
+
+
+def test_camera_names_are_those_of_the_dataset(root):
+    sysu, regdb, llcm, ltcc = (build(name, root) for name in ("SYSUMM01", "RegDB", "LLCM", "LTCC"))
+    assert sorted({sysu.camera(item.camid) for item in sysu.query}) == ["3", "6"]
+    assert sorted({sysu.camera(item.camid) for item in sysu.gallery}) == ["1", "2", "4", "5"]
+    assert [regdb.camera(item.camid) for item in regdb.train] == ["visible", "thermal"]
+    assert [llcm.camera(item.camid) for item in llcm.gallery] == ["1", "3"]
+    assert [ltcc.camera(item.camid) for item in (*ltcc.query, *ltcc.gallery)] == ["2", "12"]
+    last = build("LaST", root)
+    assert {last.camera(item.camid) for item in (*last.train, *last.query)} == {""}
+    assert len({item.camid for item in (*last.query, *last.gallery)}) == 3
+
+
+def test_sysu_images_are_sorted_by_identity_camera_and_name(root):
+    """The draws of the protocols depend on the order of the images of an identity and camera."""
+    extra = {f"SYSU-MM01/cam{camera}/0003/{number:04d}.jpg": "" for camera in range(1, 7) for number in (12, 3, 7)}
+    extra["SYSU-MM01/exp/test_id.txt"] = "3,1"
+    extra["SYSU-MM01/exp/train_id.txt"] = "2"
+    gallery = build("SYSUMM01", root, extra).gallery
+    paths = [Path(item.path).relative_to(root / "SYSU-MM01").as_posix() for item in gallery]
+    assert paths == sorted(paths, key=lambda path: (path.split("/")[1], path.split("/")[0], path))
+    assert len(paths) == 4 + 4 * 4
+
+
+def test_regdb_trial_selects_the_split(root):
+    assert [item.pid for item in build("RegDB", root, REGDB__TRIAL="2").query] == [3]
+    dataset = build("RegDB", root, REGDB__TRIAL="2")
+    assert [item.pid for item in dataset.train] == ["regdb_285"] * 2 and "split 2 of 10" in dataset.split_note
+    assert "train_visible_7.txt" in message(lambda: build("RegDB", root, REGDB__TRIAL="7"))
+    with pytest.raises(ConfigError, match="REGDB"):
+        build("RegDB", root, REGDB__TRIAL="11")
+
+
+@pytest.mark.parametrize("name", ["AGReID", "AGReIDGroundToAerial", "AGReIDv2"])
+def test_altitudes_of_a_person_can_be_one_identity(name, root):
+    extra = under("AG-ReID", ["bounding_box_train/P0006T02140A1C0F9.jpg"])
+    extra |= under("AG-ReID.v2", ["train_all/P0006T02140A1/P0006T02140A1C0F9.jpg"])
+    assert len({item.pid for item in build(name, root, extra).train}) > 1
+    merged = build(name, root, AGREID__MERGE_ALTITUDES="True")
+    assert {item.pid for item in merged.train} == {f"{merged.name}_602140"}
+    assert {item.pid for item in merged.gallery} == {104041}
+
+
+def test_agreidv2_list_selects_the_test_images(root):
+    dataset = build("AGReIDv2", root, AGREIDV2__SPLIT="exp1")
+    assert [column(getattr(dataset, split), "platform") for split in SPLITS] == [["ground"], ["aerial"], ["ground"]]
+    assert "exp2.txt" in message(lambda: build("AGReIDv2", root, AGREIDV2__SPLIT="exp2"))
+    write(root, {"AG-ReID.v2/exp1.txt": "query/P0001T04041A1/P0001T04041A1C0F32.jpg\n"})
+    assert "lists 1 images of query, of which 0 exist" in message(
+        lambda: build_dataset("AGReIDv2", config("AGREIDV2__SPLIT", "exp1")).query
+    )
+    assert "lists 0 images" in message(lambda: build_dataset("AGReIDv2", config("AGREIDV2__SPLIT", "exp1")).gallery)
+
+
+def config(key, value):
+    cfg = get_cfg()
+    cfg.merge_from_list([f"DATASETS.{key.replace('__', '.')}", value])
+    return cfg
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text", "part"),
+    [
+        ("SYSUMM01", "SYSU-MM01/exp/test_id.txt", "3,x", "got 'x'"),
+        ("SYSUMM01", "SYSU-MM01/exp/test_id.txt", "3,9", "no images of 1 of 2 identities"),
+        ("SYSUMM01", "SYSU-MM01/exp/test_id.txt", "", "is empty"),
+        ("LLCM", "LLCM/idx/test_id.txt", "2 3", "got '2 3'"),
+        ("LLCM", "LLCM/idx/test_id.txt", "2,77", "no folder 0077"),
+        ("RegDB", "RegDB/idx/test_visible_1.txt", "male_front_v_00001_3.bmp 0\n", "with the identity as the folder"),
+        ("RegDB", "RegDB/idx/test_visible_1.txt", "Visible/3/x.bmp 0\n", "image not found"),
+        ("RegDB", "RegDB/idx/test_visible_1.txt", "Visible/3/a.bmp\n", "expected a name and a number"),
+        ("RegDB", "RegDB/idx/test_visible_1.txt", "Visible/3/a.bmp 0\nVisible/3/b.bmp 1\n", "several labels"),
+        ("DeepChange", "DeepChangeDataset/test-set-query-bbox.txt", "P2_C1_1_01.jpg\n", "tracklet 12"),
+        ("DeepChange", "DeepChangeDataset/test-set-query-bbox.txt", "P2_C1__01.jpg,7\n", "tracklet 12"),
+        ("DeepChange", "DeepChangeDataset/test-set-query-bbox.txt", "P2_C1_1_02.jpg,7\n", "image not found"),
+    ],
+)
+def test_invalid_list_file_raises(name, file, text, part, root):
+    dataset = build(name, root, {file: text})
+    words = message(lambda: dataset.query)
+    assert part in words and Path(file).name in words and "fix:" in words
+
+
+def test_invalid_training_list_of_llcm_raises(root):
+    write(root, {"LLCM/vis/0001/x.jpg": ""})
+    for line, part in (("vis/0001/x.jpg 0", "such as 0001_c01"), ("vis/0001/0001_c07_s1.jpg 0", "image not found")):
+        dataset = build("LLCM", root, {"LLCM/idx/train_vis.txt": line})
+        assert part in message(lambda dataset=dataset: dataset.train)
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "split"),
+    [
+        ("LTCC", "LTCC_ReID/query/005__c2_1.png", "query"),
+        ("VCClothes", "VC-Clothes/train/0001-01--01.jpg", "train"),
+        ("LaST", "last/train/000001/000001_0003_.jpg", "train"),
+    ],
+)
+def test_empty_clothes_raise(name, file, split, root):
+    dataset = build(name, root, {file: ""})
+    text = message(lambda: getattr(dataset, split))
+    assert Path(file).name in text and "'clothes' is empty" in text and "fix:" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("SYSUMM01", "SYSU-MM01/cam3"),
+        ("LLCM", "LLCM/test_nir"),
+        ("PRCC", "prcc/rgb/test/A"),
+        ("PRCC", "prcc/rgb/test/B"),
+        ("DeepChange", "DeepChangeDataset/test-set-gallery"),
+    ],
+)
+def test_missing_folder_raises(name, folder, root):
+    write(root, TREES[name][0])
+    (root / folder).rename(root / "elsewhere")
+    assert str(root / folder) in message(lambda: build_dataset(name))
+
+
+def test_split_without_images_of_its_cameras_raises(root):
+    files = {path: text for path, text in TREES["VCClothesSC"][0].items() if not path.startswith("VC-Clothes/query")}
+    write(root, files | {"VC-Clothes/query/0002-01-01-01.jpg": ""})
+    assert "no image from cameras 2, 3 in" in message(lambda: build_dataset("VCClothesSC").query)
+    assert len(build_dataset("VCClothes").query) == 1
+
+
+def test_identities_without_images_of_a_modality_raise(root):
+    tree = {path: text for path, text in TREES["LLCM"][0].items() if "test_nir" not in path}
+    write(root, tree | {"LLCM/test_nir/cam1/0002/notes.txt": ""})
+    assert "no *.jpg file of the listed identities" in message(lambda: build_dataset("LLCM").query)
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if DATASET_REGISTRY.get(name).published_counts])
+def test_published_counts_name_existing_splits(name):
+    counts = DATASET_REGISTRY.get(name).published_counts
+    assert set(counts) <= set(SPLITS) and all(len(pair) == 2 and min(pair) >= 0 for pair in counts.values())
+
+
+def test_prcc_counts_add_up_to_the_published_total():
+    """33,698 images of 221 identities, of which 5,002 are validation images."""
+    same, changed = DATASET_REGISTRY.get("PRCCSC").published_counts, PRCC.published_counts
+    images = changed["train"][0] + changed["gallery"][0] + changed["query"][0] + same["query"][0]
+    assert images + 5002 == 33698 and changed["train"][1] + changed["query"][1] == 221
