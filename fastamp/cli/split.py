@@ -8,7 +8,7 @@ almost the same are on both sides, 2 for invalid input.
 
 examples:
   fastamp split animals.csv --by time --out split.csv
-  fastamp split animals.csv --by open --unknown 0.1 --validation 0.2 --group encounter --out split.csv
+  fastamp split animals.csv --by encounter --unknown 0.1 --validation 0.2 --out split.csv
   fastamp split animals.csv --by disjoint --unknown 0.3 --identity name,side --near-duplicates --out split.csv
 """
 
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unknown",
         type=float,
-        default=0.1,
+        default=None,
         metavar="FRACTION",
-        help="fraction of the images whose identities are not in the training set, for open and disjoint (default: "
-        "%(default)s)",
+        help="fraction of the images whose identities are not in the training set: open, disjoint (default 0.1), "
+        "time and encounter (0)",
     )
     parser.add_argument("--year", type=int, default=None, metavar="YEAR", help="first year of the queries, for year")
     parser.add_argument(

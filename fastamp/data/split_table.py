@@ -3,7 +3,7 @@
 import csv
 import io
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from fastamp.data.wildlife_splits import (
     Split,
     closed_split,
     disjoint_split,
+    draw_identities,
     encounter_split,
     keep_together,
     open_split,
@@ -43,7 +44,8 @@ class SplitOptions:
         identity (tuple[str, ...]): columns whose values together are the identity.
         train (float): fraction for training, in 0..1: of the images of an identity (closed), of all images (open), of
             the days (time) or of the encounters (encounter) of an identity. Not used by disjoint and year.
-        unknown (float): open and disjoint: fraction of all images whose identities are not in the training set.
+        unknown (float): fraction of all images whose identities are not in the training set; not used by closed and
+            year. Default: 0.1 for open and disjoint, else 0.
         year (int): year: first year of the test set.
         encounter (str): column of the encounters.
         date (str): column of the dates.
@@ -58,7 +60,7 @@ class SplitOptions:
     method: str
     identity: tuple[str, ...] = ("pid",)
     train: float = 0.8
-    unknown: float = 0.1
+    unknown: float | None = None
     year: int = 0
     encounter: str = "encounter"
     date: str = "date"
@@ -210,20 +212,26 @@ def _identities(table: Table, options: SplitOptions) -> list[str]:
 
 
 def _split(table: Table, identities: Sequence[str], options: SplitOptions) -> Split:
-    methods: dict[str, Callable[[], Split]] = {
-        "closed": lambda: closed_split(identities, options.train, seed=options.seed),
-        "open": lambda: open_split(identities, options.train, test_fraction=options.unknown, seed=options.seed),
-        "disjoint": lambda: disjoint_split(identities, test_fraction=options.unknown, seed=options.seed),
-        "time": lambda: time_proportion_split(identities, _days(table, options), options.train),
-        "year": lambda: time_cutoff_split(identities, _days(table, options), options.year),
-        "encounter": lambda: encounter_split(
-            identities,
-            [value or None for value in table.column(options.encounter, "--encounter")],
-            options.train,
-            seed=options.seed,
-        ),
-    }
-    return methods[options.method]()
+    seed, unknown = options.seed, options.unknown
+    if options.method == "closed":
+        return closed_split(identities, options.train, seed=seed)
+    if options.method == "open":
+        return open_split(identities, options.train, test_fraction=0.1 if unknown is None else unknown, seed=seed)
+    if options.method == "disjoint":
+        return disjoint_split(identities, test_fraction=0.1 if unknown is None else unknown, seed=seed)
+    if options.method == "year":
+        return time_cutoff_split(identities, _days(table, options), options.year)
+    if options.method == "time":
+        days = _days(table, options)
+        split = time_proportion_split(identities, days, options.train)
+        usable = [row for row, day in enumerate(days) if day is not None]
+    else:
+        encounters = [value or None for value in table.column(options.encounter, "--encounter")]
+        split = encounter_split(identities, encounters, options.train, seed=seed)
+        usable = list(range(len(identities)))
+    drawn = draw_identities(identities, fraction=unknown, seed=seed) if unknown else set()
+    known = [[row for row in side if identities[row] not in drawn] for side in split]
+    return Split(known[0], [*known[1], *(row for row in usable if identities[row] in drawn)])
 
 
 def _days(table: Table, options: SplitOptions) -> list[Any]:

@@ -99,6 +99,18 @@ def test_validation_identities_are_held_out_from_training(table, method):
     assert split(table, method, validation=0.4, seed=1)[0] != rows
 
 
+@pytest.mark.parametrize("method", ["time", "encounter"])
+def test_unknown_identities_are_only_queries(table, method):
+    rows, report = split(table, method, unknown=0.2)
+    unknown = names(rows, "query") - names(rows, "database")
+    assert len([row for row in rows if row["pid"] in unknown]) >= 0.2 * 107
+    assert any("unknown identities" in note for note in report.notes)
+    if method == "encounter":
+        assert not any(report.leaks.values())
+        known = [row for row in split(table, method)[0] if row["pid"] not in unknown]
+        assert [row for row in rows if row["pid"] not in unknown] == known
+
+
 def test_identity_of_several_columns(table):
     rows, report = split(table, "closed", identity=("pid", "side"))
     sides = defaultdict(set)
