@@ -1,8 +1,9 @@
 """Check a dataset for errors before training on it.
 
-Prints the numbers of images, identities and cameras, a histogram of image sizes, and all findings: unreadable images,
-identities shared by training and test, queries without a match, duplicate images across splits, and what would stop a
-run with the config, e.g. too few identities for the sampler. Also writes a contact sheet and, with all occurrences,
+Prints the numbers of images, identities and cameras, the columns, a histogram of image sizes, and all findings:
+unreadable images, identities shared by training and test, queries without a match, duplicate images across splits,
+numbers that differ from the published ones, and what would stop a run with the config, e.g. too few identities for the
+sampler. Also writes a contact sheet and, with all occurrences,
 findings.txt. Exit code: 0 if no error was found, 1 if a finding invalidates results, 2 for an unknown or missing
 dataset.
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _BAR = 40
 _MAX_EXAMPLES = 5
 _SINGULAR = {
+    "numbers": "number",
     "identities": "identity",
     "images": "image",
     "lines": "line",
@@ -45,6 +47,10 @@ _SINGULAR = {
 def text(report: "Report", *, max_examples: int | None = _MAX_EXAMPLES) -> str:
     """Format a report as text, with up to ``max_examples`` (None: all) examples of each finding."""
     blocks = [tabulate(report.rows, ["split", "images", "identities", "cameras"], tablefmt="github")]
+    if report.columns:
+        names = ["column", "type", "values", "missing", "examples"]
+        rows = [(*row[:-1], row[-1] if len(row[-1]) <= _BAR else f"{row[-1][:_BAR]}...") for row in report.columns]
+        blocks.append(tabulate(rows, names, tablefmt="github", disable_numparse=[0, 4]))
     if report.sizes:
         blocks.append(_histogram(report))
     for finding in report.findings:

@@ -316,6 +316,7 @@ def build_reid_test_loader(
         batch_sampler = TrackletInferenceSampler(tracklets=tracklets, num_query=num_query, **shards)
     if rank == 0:
         log_splits(source, {"query": source.query, "gallery": source.gallery})
+        _warn_of_other_protocol(cfg.TEST.PROTOCOL, source)
     key, requested = "TEST.NUM_WORKERS", cfg.TEST.NUM_WORKERS
     if requested == -1:
         key, requested = "DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS
@@ -325,6 +326,18 @@ def build_reid_test_loader(
         dataset.__getitems__(next(iter(batch_sampler)))
     loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=_device(cfg))
     return loader, num_query
+
+
+def _warn_of_other_protocol(rule: str, source: ImageDataset) -> None:
+    if source.protocols and rule not in source.protocols:
+        logger.warning(
+            "%s: results under TEST.PROTOCOL %s are not comparable with published results, which are under %s\n"
+            "  fix: set TEST.PROTOCOL to %s",
+            source.title,
+            rule,
+            ", ".join(source.protocols),
+            source.protocols[0],
+        )
 
 
 def check_split(dataset_name: str, split: str, images: int) -> None:

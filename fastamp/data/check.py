@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
+from fastamp.data.columns import cell_text, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.custom import (
     DATABASE,
@@ -24,6 +25,7 @@ from fastamp.data.datasets.custom import (
     describe_invalid_lines,
     path_fix,
 )
+from fastamp.data.datasets.items import PackedItems
 from fastamp.data.decode import (
     LARGEST_PIXELS,
     MAX_PIXELS,
@@ -76,6 +78,8 @@ class Report:
     Attributes:
         rows (list): ``(split, images, identities, cameras)`` for each split that is not empty; the last three are
             counts.
+        columns (list): ``(name, type, number of distinct values, number of missing values, examples)`` for each column
+            of the images of all splits.
         findings (list[Finding]): problems, errors first.
         sizes (Counter): (width, height) -> number of images.
         notes (list[str]): how a random split was drawn, and how near-duplicates were found.
@@ -85,6 +89,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     sizes: Counter[tuple[int, int]] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
+    columns: list[tuple[str, str, int, int, str]] = field(default_factory=list)
 
     @property
     def has_errors(self) -> bool:
@@ -129,6 +134,8 @@ def check_dataset(
     """
     splits = {split: items for split in SPLITS if (items := getattr(dataset, split))}
     report = Report([(split, *count_items(items, dataset)) for split, items in splits.items()])
+    if splits:
+        report.columns += summarize_columns(PackedItems.concat([PackedItems.of(items) for items in splits.values()]))
     report.notes += [dataset.split_note] if dataset.split_note else []
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
@@ -140,6 +147,8 @@ def check_dataset(
     checked = _CheckedDataset(dataset, splits, summaries, protocol)
     report.findings += [
         *_find_invalid_lines(dataset),
+        *_find_unpublished_counts(dataset, report.rows),
+        *_find_other_protocol(dataset, protocol),
         *checked.find_unreadable(),
         *checked.find_shared_identities(),
         *checked.find_unmatched_queries(),
@@ -156,7 +165,7 @@ def check_dataset(
 def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: Any = None) -> tuple[int, int]:
     """Write a CSV file with the images of a dataset, without those that ``report`` excludes.
 
-    The file has the columns of ``CsvDataset``, and the further columns of the CSV file that ``dataset`` was read from.
+    The file has the columns of ``CsvDataset``, and the further columns of the dataset.
     A random split is written as the column ``split``. If it ignores the cameras, because all test images are from one
     camera, the column ``camid`` is omitted with a warning, unless the protocol ignores cameras, too. Queries without a
     match in the remaining gallery are excluded.
@@ -187,7 +196,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
-    extra_names, extra_values = dataset.further_columns() if is_csv else ([], {})
+    extra_names, extra_values = dataset.further_columns() if is_csv else (_column_names(kept), {})
     has_cameras = _writes_cameras(dataset, {split: [item for _, item in kept[split]] for split in SPLITS}, protocol)
     has_boxes = any(item.box is not None for items in kept.values() for _, item in items)
     folder = os.path.abspath(path.parent)
@@ -205,7 +214,9 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
             values = [image, dataset.identity(item.pid), split]
             values += [dataset.camera(item.camid)] if has_cameras else []
             values += (item.box or ("",) * 4) if has_boxes else []
-            lines.append((number, [*values, *extra_values.get(number, ())]))
+            columns = item.columns or {}
+            extra = extra_values.get(number, ()) if is_csv else [cell_text(columns.get(name)) for name in extra_names]
+            lines.append((number, [*values, *extra]))
     header = ["path", "pid", "split", *["camid"] * has_cameras, *["x0", "y0", "x1", "y1"] * has_boxes, *extra_names]
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +225,10 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         writer.writerows([header, *(values for _, values in sorted(lines, key=lambda line: line[0]))])
         write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
     return len(lines), total - len(lines)
+
+
+def _column_names(kept: dict[str, list[tuple[int, ImageItem]]]) -> list[str]:
+    return list(dict.fromkeys(name for items in kept.values() for _, item in items for name in item.columns or ()))
 
 
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
@@ -374,6 +389,33 @@ def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], 
 
 def _excludes_same_camera(protocol: Any) -> bool:
     return protocol is None or protocol.junk is not None
+
+
+def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, int, int, int]]) -> Iterable[Finding]:
+    """Find splits whose numbers of images or identities differ from the published ones."""
+    different = []
+    for split, images, identities, _ in rows:
+        published = dataset.published_counts.get(split, (0, 0))
+        if published[0] not in (0, images):
+            different.append(f"{split}: {plural(images, 'image')}, {published[0]} published")
+        if published[1] not in (0, identities):
+            different.append(f"{split}: {plural(identities, 'identity', 'identities')}, {published[1]} published")
+    yield from _findings(
+        "numbers of images or identities that differ from the published ones",
+        different,
+        fix=f"restore the original files of {dataset.title}; results on other images are not comparable",
+    )
+
+
+def _find_other_protocol(dataset: ImageDataset, protocol: Any) -> Iterable[Finding]:
+    """Find a protocol under which no results of the dataset are published."""
+    if protocol is not None and dataset.protocols and protocol.rule not in dataset.protocols:
+        yield from _findings(
+            "a protocol that differs from the published ones",
+            [f"TEST.PROTOCOL is {protocol.rule}; published: {', '.join(dataset.protocols)}"],
+            is_error=False,
+            fix=f"set TEST.PROTOCOL to {dataset.protocols[0]}",
+        )
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from fastamp.config import Key
-from fastamp.data.datasets.items import Column
+from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ KEYS = (
 CAMERA = "camera"
 """Name of the cameras where a config key expects a column."""
 
+# Values of a column that a summary shows.
+_NUM_EXAMPLES = 3
 _NUMBER = re.compile(r"-?[0-9]{1,18}")
 
 
@@ -150,6 +152,24 @@ def count_missing(column: Column) -> int:
     """Return the number of missing values."""
     values, inverse = column.unique()
     return int(np.array([_is_missing(value) for value in values])[inverse].sum()) if len(column) else 0
+
+
+def summarize_columns(items: PackedItems) -> list[tuple[str, str, int, int, str]]:
+    """Return ``(name, type, number of distinct values, number of missing values, examples)`` of each column."""
+    rows = []
+    for name, column in items.columns.items():
+        values = [value for value in column.unique()[0] if not _is_missing(value)]
+        shown = values[:_NUM_EXAMPLES] if describe_type(column) != "text" else sorted(map(str, values))[:_NUM_EXAMPLES]
+        examples = ", ".join(cell_text(value) for value in shown) + ", ..." * (len(values) > _NUM_EXAMPLES)
+        rows.append((name, describe_type(column), len(values), count_missing(column), examples))
+    return rows
+
+
+def cell_text(value: Any) -> str:
+    """Return a value as the text of a CSV cell: "" for a missing value, JSON for a list."""
+    if _is_missing(value):
+        return ""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, tuple) else str(value)
 
 
 def _is_missing(value: Any) -> bool:

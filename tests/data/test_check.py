@@ -9,10 +9,12 @@ from pathlib import Path
 import check_data
 import numpy as np
 import pytest
+from dataset_trees import TREES
 from PIL import Image
 
 from fastamp.cli.check_data import text
-from fastamp.data.build import build_dataset
+from fastamp.config import get_cfg
+from fastamp.data.build import build_dataset, build_reid_test_loader
 from fastamp.data.check import Finding, Report, check_dataset, contact_sheet, write_clean
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.evaluation import Protocol
@@ -444,3 +446,76 @@ def test_text_without_any_font_is_escaped(monkeypatch):
     monkeypatch.setattr(fonts, "_font_files", lambda: ())
     assert fonts.drawable_text("ab ü\n") == (r"ab \xfc\n", None)
     assert fonts.load_font(None, 12).getmask("a").size[0] > 0
+
+
+# ---- columns, published numbers and protocols
+
+
+def test_columns_of_a_csv_file_are_summarized(folder):
+    lines = (folder / "set.csv").read_text().splitlines()
+    extra = ["clothes,height,attributes", *(f'{n % 5},{"" if n % 4 else n / 2},"[1, {n % 2}]"' for n in range(36))]
+    (folder / "columns.csv").write_text("\n".join(f"{a},{b}" for a, b in zip(lines, extra, strict=True)))
+    _, report = findings_of(folder, "columns.csv")
+    assert report.columns == [
+        ("clothes", "integer", 5, 0, "0, 1, 2, ..."),
+        ("height", "float", 9, 27, "0.0, 2.0, 4.0, ..."),
+        ("attributes", "list", 2, 0, "[1, 0], [1, 1]"),
+    ]
+    assert "| clothes    | integer |        5 |         0 |" in text(report)
+    assert "clothes" not in text(findings_of(folder)[1])
+
+
+def ltcc(root, monkeypatch):
+    """LTCC with one image per file of the tree."""
+    files = dict(TREES["LTCC"][0])
+    rng = np.random.default_rng(0)
+    for path in files:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (64, 32, 3), dtype=np.uint8)).save(root / path)
+    monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+    return build_dataset("LTCC")
+
+
+def test_numbers_that_differ_from_the_published_ones_are_an_error(tmp_path, monkeypatch):
+    dataset = ltcc(tmp_path, monkeypatch)
+    (finding,) = (each for each in check_dataset(dataset).findings if "published" in each.fault)
+    assert finding.is_error and finding.count == 6
+    assert "train: 2 images, 9576 published" in finding.examples
+    assert "query: 1 identity, 75 published" in finding.examples
+    monkeypatch.setattr(type(dataset), "published_counts", {"train": (2, 1), "query": (0, 1), "gallery": (1, 0)})
+    assert not [each for each in check_dataset(dataset).findings if "published" in each.fault]
+
+
+@pytest.mark.parametrize(("rule", "found"), [("market1501", False), ("no_camera", True)])
+def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
+    report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=Protocol(rule=rule))
+    findings = [each for each in report.findings if "protocol" in each.fault]
+    assert bool(findings) is found and not any(each.is_error for each in findings)
+    assert not found or "cloth_changing" in findings[0].examples[0]
+
+
+def test_evaluation_under_another_protocol_warns(tmp_path, monkeypatch, caplog):
+    ltcc(tmp_path, monkeypatch)
+    cfg = get_cfg()
+    cfg.merge_from_list(["DATALOADER.NUM_WORKERS", "0", "MODEL.DEVICE", "cpu"])
+    for rule, warned in (("market1501", False), ("no_camera", True)):
+        cfg.TEST.PROTOCOL = rule
+        caplog.clear()
+        build_reid_test_loader(cfg, "LTCC")
+        assert ("TEST.PROTOCOL to market1501" in caplog.text) is warned
+
+
+def test_clean_file_of_a_dataset_keeps_its_columns(tmp_path, monkeypatch):
+    dataset = ltcc(tmp_path, monkeypatch)
+    write_clean(dataset, Report([]), tmp_path / "clean.csv")
+    clean = build_dataset(f"csv:{tmp_path / 'clean.csv'}")
+    for split in ("train", "query", "gallery"):
+        pairs = zip(getattr(clean, split), getattr(dataset, split), strict=True)
+        assert all(one.columns == other.columns for one, other in pairs)
+
+
+def test_identities_without_gallery_images_are_reported(tmp_path, monkeypatch):
+    ltcc(tmp_path, monkeypatch)
+    (tmp_path / "LTCC_ReID/query/005_1_c2_1.png").rename(tmp_path / "LTCC_ReID/query/006_1_c2_1.png")
+    report = check_dataset(build_dataset("LTCC"), protocol=Protocol(rule="market1501"))
+    assert "queries without a gallery image of their identity" in [each.fault for each in report.findings]

@@ -416,6 +416,9 @@ def test_data(record):
     with record("DATASETS.TESTS Demo, a backbone of other cameras"):
         cfg = tiny_config(record.root / "run", "MODEL.BACKBONE.SIE_CAMERAS", "3", "DATASETS.NAMES", "Market1501")
         build_reid_test_loader(cfg, "Demo")
+    with record("a protocol without published results"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DATASET_REGISTRY.get("Demo"), "protocols", ("cloth_changing", "same_clothes"))
+        build_reid_test_loader(tiny_config(record.root / "run"), "Demo")
     with record("INPUT.SIZE_TEST (0,)"):
         opts = ("INPUT.SIZE_TEST", "(0,)", "INPUT.CROP", "False")
         build_reid_test_loader(tiny_config(record.root / "run", *opts), "Demo")
