@@ -401,7 +401,7 @@ def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, in
         if published[1] not in (0, identities):
             different.append(f"{split}: {plural(identities, 'identity', 'identities')}, {published[1]} published")
     yield from _findings(
-        "numbers of images or identities that differ from the published ones",
+        "numbers of images or identities other than the published ones",
         different,
         fix=f"restore the original files of {dataset.title}; results on other images are not comparable",
     )

@@ -152,6 +152,7 @@ class LaST(FilenameDataset):
         "query": (10176, 0),
         "gallery": (125353, 5806),
     }
+    has_cameras = False
 
     def camera(self, camid: int | str) -> str:
         """Return "": the cameras are unknown."""

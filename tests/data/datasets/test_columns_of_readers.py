@@ -1,5 +1,8 @@
 """Datasets with columns: values of the columns, splits, keys, and error messages for damaged lists and names."""
 
+import json
+import random
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from fastamp.data.datasets import DATASET_REGISTRY, PRCC
 from fastamp.data.datasets.items import PackedItems
 from fastamp.utils.errors import ConfigError, DataError
 
+LISTS = json.loads((Path(__file__).parents[2] / "reference/methods/vi_lists1.json").read_text())
 SPLITS = ("train", "query", "gallery")
 SYSU_CAMERAS = ["visible", "visible", "infrared", "visible", "visible", "infrared"]
 
@@ -107,6 +111,38 @@ def test_sysu_images_are_sorted_by_identity_camera_and_name(root):
     paths = [Path(item.path).relative_to(root / "SYSU-MM01").as_posix() for item in gallery]
     assert paths == sorted(paths, key=lambda path: (path.split("/")[1], path.split("/")[0], path))
     assert len(paths) == 4 + 4 * 4
+
+
+@pytest.mark.parametrize("name", ["sysu", "llcm", "llcm_visible"])
+def test_test_images_have_the_order_of_the_reference_programs(name, root):
+    """Draw the galleries as the programs of AGW and DEEN do: one ``random.choice`` per identity and camera."""
+    lists = LISTS[name.split("_")[0]]
+    dataset, folder, query, gallery = {
+        "sysu": ("SYSUMM01", "SYSU-MM01", "query_all", "gallery_all"),
+        "llcm": ("LLCM", "LLCM", "query_mode2", "gallery_mode1"),
+        "llcm_visible": ("LLCMVisibleToInfrared", "LLCM", "query_mode1", "gallery_mode2"),
+    }[name]
+    files = {path: text for path, text in TREES[dataset][0].items() if path.endswith(".txt") or "/cam" not in path}
+    files |= {f"{folder}/cam{camera}/{pid:04d}/1.jpg": "" for camera in range(1, 7) for pid in (1, 2)}
+    for path, count in lists["tree"].items():
+        files |= {f"{folder}/{path}/{number:04d}.jpg": "" for number in range(1, count + 1)}
+    files[f"{folder}/{'exp' if name == 'sysu' else 'idx'}/test_id.txt"] = lists["test_id.txt"]
+    write(root, files)
+    built = build_dataset(dataset)
+
+    def relative(item):
+        return Path(item.path).relative_to(root / folder).as_posix()
+
+    assert len(built.query) == lists[query]["count"]
+    assert [*map(relative, built.query[:3])] == lists[query]["first"]
+    assert [*map(relative, built.query[-3:])] == lists[query]["last"]
+    for trial in range(4):
+        generator = random.Random(trial)
+        drawn = [
+            relative(generator.choice([*images]))
+            for _, images in groupby(built.gallery, key=lambda item: (item.pid, item.camid))
+        ]
+        assert drawn == lists[f"{gallery}_trial{trial}"]
 
 
 def test_regdb_trial_selects_the_split(root):
