@@ -178,8 +178,9 @@ class DeepChange(ImageDataset):
     change", ICCV, arXiv:2105.14685).
 
     17 cameras. Each line of the lists ``*-bbox.txt`` begins with ``name,tracklet``; names begin with the identity, the
-    camera and the clothes: ``P16_C3_1_*.jpg``. As in the paper, matches from the query's camera count, but not those of
-    its tracklet: the camera number of an image is the number of its tracklet.
+    camera and the day: ``P16_C3_1_*.jpg``. Clothes are not labeled: as in the program of Gu et al. 2022 (CAL,
+    arXiv:2204.06890), the images of a person on one day show the same clothes. As in the paper, matches from the
+    query's camera count, but not those of its tracklet: the camera number of an image is the number of its tracklet.
     """
 
     dataset_name = "deepchange"
@@ -190,7 +191,7 @@ class DeepChange(ImageDataset):
         "gallery": (62956, 521),
     }
     protocols = ("market1501", "cloth_changing", "same_clothes")
-    _NAME = re.compile(r"P(?P<pid>\d+)_C(?P<camera>\d+)_(?P<clothes>[^_.]+)[_.]")
+    _NAME = re.compile(r"P(?P<pid>\d+)_C(?P<camera>\d+)_(?P<day>[^_.]+)[_.]")
 
     def __init__(self, root: str | Path = "datasets") -> None:
         folders = {"train": "train-set", "query": "test-set-query", "gallery": "test-set-gallery"}
@@ -213,10 +214,10 @@ class DeepChange(ImageDataset):
             match = self._NAME.match(name)
             if match is None or not tracklet.strip().isdecimal():
                 raise DataError(
-                    f"DeepChange: expected lines such as P16_C3_1_0001.jpg,12 (identity 16, camera 3, clothes 1, "
+                    f"DeepChange: expected lines such as P16_C3_1_0001.jpg,12 (identity 16, camera 3, day 1, "
                     f"tracklet 12) in {file.absolute()}, got {line!r}.\n  fix: restore this file of the dataset"
                 )
-            columns = {"clothes": f"P{match['pid']}_{match['clothes']}"}
+            columns = {"clothes": f"P{match['pid']}_{match['day']}"}
             path = str(self.dataset_dir / folder / name)
             items.append(ImageItem(path, int(match["pid"]), int(tracklet), columns=columns))
         return check_first_image("DeepChange", file, items)
