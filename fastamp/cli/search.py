@@ -142,8 +142,8 @@ def _describe_decision(result: "SearchResult", query: int, gallery_size: int) ->
     else:
         side = "below" if is_cosine else "above"
     return (
-        f"{found['decision']}: the best {_score_name(result.metric)} is {side} {found['threshold']:.4f} "
-        f"(false-positive identification rate {100 * found['fpir']:.3g} % with {gallery_size:,} gallery images)"
+        f"{found['decision']}: the best {_score_name(result.metric)} is {side} {found['threshold']:.4f} (expected "
+        f"false-positive identification rate {100 * found['fpir']:.3g} % with {gallery_size:,} gallery images)"
     )
 
 

@@ -93,6 +93,15 @@ def check_calibration(
     pids = everyone.query_pids.cpu().numpy()
     only, excluded = np.unique(pids[images_with_query(identities, protocol).numpy()]), 0
     if dataset == calibration.source:
+        before = calibration.chosen.far.num_identities + calibration.measured.far.num_identities
+        if len(only) != before:
+            logger.warning(
+                "%s has %d identities, but had %d when its identities chose the thresholds: some of these may now be "
+                "among those that measure the error rates, which are then too low.\n  fix: calibrate the model again",
+                dataset,
+                len(only),
+                before,
+            )
         chosen, only = split_identities(only, calibration.fraction, calibration.seed)
         excluded = len(chosen)
     try:

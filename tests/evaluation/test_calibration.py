@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from fastamp.evaluation.error_rates import difference_interval
 from fastamp.evaluation.open_set import SetScores
 from fastamp.utils.errors import ConfigError, DataError
 
+REFERENCE = Path(__file__).parents[1] / "reference" / "demo_features.npz"
 RATES = {"far": 0.01, "frr": 0.1, "fpir": 0.1}
 
 
@@ -106,16 +108,32 @@ def coverage(features, identities, *, interval=difference_interval):
         found = calibrate(features, identities, metric="cosine", seed=seed, **RATES)
         for name in covered:
             stated, measured = getattr(found.chosen, name), getattr(found.measured, name)
-            assert stated.rate <= getattr(found, name) < 1.3 * stated.rate + 0.01
+            assert stated.rate <= getattr(found, name)
             low, high = interval(measured, stated)
             covered[name] += low <= 0 <= high
     return covered
 
 
-def test_measured_rates_agree_with_stated_rates_over_20_splits():
-    features, identities = look_alikes(400, 4, seed=1)
-    covered = coverage(features, identities)
+def demo_features():
+    """Load features of a ResNet-18 trained on the demo set: 200 other generated people with 4 images.
+
+    They are the first 48 principal components of the features of `fastamp demo` for the people of ``generate_demo``
+    with seed 2.
+    """
+    with np.load(REFERENCE) as file:
+        features, pids, camids = (torch.from_numpy(file[name]) for name in ("features", "pids", "camids"))
+    return features.float(), Identities(pids.long(), pids.long(), camids.long(), camids.long())
+
+
+@pytest.fixture(params=["generated", "network"])
+def many_identities(request):
+    return look_alikes(400, 4, seed=1) if request.param == "generated" else demo_features()
+
+
+def test_measured_rates_agree_with_stated_rates_over_20_splits(many_identities):
+    covered = coverage(*many_identities)
     assert min(covered.values()) >= 18, covered  # 18 is the 2nd percentile of a binomial with 0.95 and 20 trials
+    assert covered["far"] >= 19
 
 
 def test_measured_rates_agree_with_stated_rates_over_20_sets():
@@ -138,10 +156,9 @@ def of_independent_pairs(measured, stated):
     return difference_interval(first, second)
 
 
-def test_intervals_of_independent_pairs_do_not_cover_the_stated_rate():
-    features, identities = look_alikes(400, 4, seed=1)
-    covered = coverage(features, identities, interval=of_independent_pairs)
-    assert covered["far"] <= 15, covered
+def test_intervals_of_independent_pairs_do_not_cover_the_stated_rate(many_identities):
+    covered = coverage(*many_identities, interval=of_independent_pairs)
+    assert covered["far"] <= 12 and covered["fpir"] <= 16, covered
 
 
 def test_thresholds_of_training_identities_do_not_keep_the_stated_rate():

@@ -61,3 +61,12 @@ def test_unsuitable_test_sets_are_not_checked(test_set, calibration, caplog):
             identities.query_camids, identities.gallery_camids)))  # fmt: skip
         assert check_calibration(features, one_camera, Protocol(), calibration, dataset="People") is None
     assert "euclidean" in caplog.text and "no genuine" in caplog.text
+
+
+def test_changed_dataset_is_reported(test_set, calibration, caplog):
+    features, identities = test_set
+    with caplog.at_level(logging.WARNING, logger="fastamp"):
+        found = check_calibration(
+            features[1:], identities.select(slice(1, None), slice(None)), Protocol(), calibration, dataset="People"
+        )
+    assert "199 identities, but had 200" in caplog.text and found.rates.far.num_identities == 99

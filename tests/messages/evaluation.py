@@ -1,6 +1,7 @@
 """Messages of fastamp/evaluation and fastamp/report: features, protocols, metrics and figures."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -198,6 +199,9 @@ def calibrations(record):
         check_calibration(features, identities, Protocol(metric="euclidean"), found, dataset="people")
     with record("check_calibration with one image per identity"):
         check_calibration(torch.cat((features, features)), identities_of(480, 1), Protocol(), found, dataset="people")
+    with record("check_calibration with other identities"):
+        fewer = identities.select(slice(4), slice(400))
+        check_calibration(features[:404], fewer, Protocol(), replace(found, source="people"), dataset="people")
     state = found.state_dict()
     with record("read_calibration of a damaged checkpoint"):
         read_calibration({"calibration": state | {"gallery_size": 0}}, "model.pth")
