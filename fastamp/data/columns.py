@@ -186,6 +186,8 @@ def _type_of(present: Sequence[Any]) -> str:
 
 
 def _encode(name: str, column: Column, listed: Sequence[Any] | None, *, title: str, training: bool) -> EncodedColumn:
+    if listed is None and column.is_integer:  # without missing values
+        return EncodedColumn(column.codes)
     values, inverse = column.unique()
     present = [value for value in values if not _is_missing(value)]
     kind = _type_of(present)

@@ -56,8 +56,8 @@ TYPES = {
 
 def built(cells):
     builder = CsvColumnBuilder()
-    for cell in cells:
-        builder.append(cell)
+    for start in range(0, len(cells), 2):
+        builder.extend(cells[start : start + 2])
     return builder.build()
 
 
@@ -201,6 +201,16 @@ def test_datasets_with_different_columns_are_combined(csv_set, tmp_path):
     parts = training_parts([build_dataset(csv_set), build_dataset(f"csv:{tmp_path}/other.csv")])
     items = PackedItems.concat(parts)
     assert items[0].columns["side"] is None and items[len(items) - 1].columns["modality"] is None
+
+
+def test_short_lines_have_missing_values(tmp_path):
+    (tmp_path / "short.csv").write_text("path,pid,age,side\na.png,1\nb.png,1,3\nc.png,1,4,left\n")
+    items = build_dataset(f"csv:{tmp_path}/short.csv").train
+    assert [item.columns for item in items] == [
+        {"age": None, "side": None},
+        {"age": 3, "side": None},
+        {"age": 4, "side": "left"},
+    ]
 
 
 def test_similar_names_of_csv_columns_are_reported(csv_set, tmp_path, caplog):

@@ -108,6 +108,8 @@ def commands(record, run):
         record.fastamp(*argv)
     record.fastamp("extract", best, "Demo", "-o", record.root / "gallery.npz", "--splits", "gallery", "--device", "cpu")
     record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", "--device", "cpu")
+    group_by = ("--group-by", "specie", "--device", "cpu")
+    record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", *group_by)
     record.fastamp("push", best, "user/name", "--to", record.root / "model", "--license", "mit", output=True)
     record.fastamp("push", record.root / "model", "user/name", "--license", "apache-2.0")
     record.fastamp("help", output=True)

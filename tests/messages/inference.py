@@ -198,6 +198,7 @@ def features_files(record, gallery):
         "float64": arrays | {"features": arrays["features"].astype(np.float64)},
         "pids": arrays | {"pids": np.zeros(3)},
         "texts": arrays | {"metric": np.zeros(3)},
+        "column": arrays | {"column.species": np.zeros(3)},
         "one_identity": arrays | {"pids": np.ones_like(arrays["pids"])},
     }.items():
         with (record.root / f"{name}.npz").open("wb") as file:
@@ -212,7 +213,8 @@ def features_files(record, gallery):
         for name, array in arrays.items():
             archive.writestr(f"{name}.npy", npy(array)[:6] + (b"\x07" if name == "features" else b"\x01")
                              + npy(array)[7:])  # fmt: skip
-    for name in ("nowhere", "empty", "claims", "version", "cut", "other", "no_features", "float64", "pids", "texts"):
+    for name in ("nowhere", "empty", "claims", "version", "cut", "other", "no_features", "float64", "pids", "texts",
+                 "column"):  # fmt: skip
         with record(f"read_extraction({name}.npz)"):
             read_extraction(record.root / f"{name}.npz")
     with record("read_extraction that is larger than the memory"), pytest.MonkeyPatch.context() as patch:

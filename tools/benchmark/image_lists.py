@@ -7,7 +7,9 @@ loader. Then one worker fetches random batches; its private memory (USS, from /p
 first 20 batches and after the last. A worker shares its parent's memory until one of them writes to it, and accessing a
 Python object in a list is such a write, because it changes the reference count.
 
-The images are links to one small file. Each image is listed many times, and each line creates separate strings.
+The images are links to one small file. Each image is listed many times, and each line creates separate strings. With
+`--columns`, the file also has the further columns clothes, species, time (integers, all different), weight (floats) and
+note (mostly missing); the plain variant keeps them in its tuples as text.
 """
 
 import argparse
@@ -40,8 +42,17 @@ from fastamp.data.decode import read_image
 BATCH, WARM_UP, FILES, CAMERAS, SIZE = 64, 20, 10_000, 20, (32, 16)
 
 
-def write_list(folder: Path, rows: int) -> Path:
-    """Write the images and a CSV file of ``rows`` lines, 20 per identity; return the path of the CSV file."""
+COLUMNS = ("clothes", "species", "time", "weight", "note")
+
+
+def write_list(folder: Path, rows: int, columns: bool) -> Path:
+    """Write the images and a CSV file of ``rows`` lines, 20 per identity; return the path of the CSV file.
+
+    Args:
+        folder: folder for the images and the file.
+        rows: number of lines.
+        columns: write further columns.
+    """
     pixels = np.random.default_rng(0).integers(0, 256, (*SIZE, 3), dtype=np.uint8)
     first = folder / "first.jpg"
     Image.fromarray(pixels).save(first)
@@ -51,27 +62,35 @@ def write_list(folder: Path, rows: int) -> Path:
         os.link(first, folder / name)
     file = folder / "list.csv"
     with file.open("w") as stream:
-        stream.write("path,pid,camid,split\n")
+        stream.write(",".join(("path", "pid", "camid", "split", *(COLUMNS if columns else ()))) + "\n")
         for row in range(rows):
-            stream.write(f"{names[row % FILES]},person{row // 20:06d},{row % CAMERAS},train\n")
+            line = f"{names[row % FILES]},person{row // 20:06d},{row % CAMERAS},train"
+            if columns:
+                line += f",{row // 20}_{row % 4},{('lion', 'zebra', 'okapi')[row % 3]},{1_600_000_000 + 7 * row}"
+                line += f",{(row * 7919 % 100_003) / 100_003:.5f},{'' if row % 7 else 'lies'}"
+            stream.write(line + "\n")
     return file
 
 
 class PlainDataset(Dataset):
-    """Dataset with a list of tuples (path, identity, camera)."""
+    """Dataset with a list of tuples (path, identity, camera, further columns)."""
 
     def __init__(self, file: Path) -> None:
         with file.open() as stream:
             rows = list(csv.DictReader(stream))
-        self.items = [(str(file.parent / row["path"]), row["pid"], int(row["camid"])) for row in rows]
-        rank = {pid: number for number, pid in enumerate(sorted({pid for _, pid, _ in self.items}))}
-        self.labels = [rank[pid] for _, pid, _ in self.items]
+        further = [name for name in COLUMNS if name in rows[0]]
+        self.items = [
+            (str(file.parent / row["path"]), row["pid"], int(row["camid"]), *(row[name] for name in further))
+            for row in rows
+        ]
+        rank = {pid: number for number, pid in enumerate(sorted({item[1] for item in self.items}))}
+        self.labels = [rank[item[1]] for item in self.items]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        path, _, camid = self.items[index]
+        path, _, camid, *_ = self.items[index]
         return {"images": read_image(path), "targets": self.labels[index], "camids": camid, "img_paths": path}
 
 
@@ -152,6 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--batches", type=int, default=400, help=f"number of batches of {BATCH} images (default: %(default)s)"
     )
+    parser.add_argument("--columns", action="store_true", help="add five further columns to the file")
     parser.add_argument("--rounds", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--variant", choices=VARIANTS, help="run only this variant in this process and print JSON")
     parser.add_argument("--file", type=Path, help="CSV file of --variant")
@@ -161,7 +181,7 @@ def main() -> None:
         return
     results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
     with TemporaryDirectory() as folder:
-        file = write_list(Path(folder), args.rows)
+        file = write_list(Path(folder), args.rows, args.columns)
         for number in range(args.rounds):
             for variant in VARIANTS:
                 print(f"round {number + 1} of {args.rounds}: {variant}", file=sys.stderr)

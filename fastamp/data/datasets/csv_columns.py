@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.data.datasets.items import Column, TextBuilder
+from fastamp.data.datasets.items import CODEC, Column, TextBuilder
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]{0,17})(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -26,19 +26,22 @@ _MAX_CATEGORIES = 2**16
 
 
 class CsvColumnBuilder:
-    """Append the cells of a column one by one to build a ``Column``."""
+    """Append the cells of a column to build a ``Column``."""
 
     def __init__(self) -> None:
         self._number_of: dict[str, int] = {}
         self._codes = array("q")
         self._texts: TextBuilder | None = None
 
-    def append(self, cell: str) -> None:
-        """Append a cell; "" for a missing value."""
+    def extend(self, cells: Sequence[str]) -> None:
+        """Append cells; "" for a missing value."""
         if self._texts is not None:
-            self._texts.append(cell)
+            for cell in cells:
+                self._texts.append(cell)
             return
-        self._codes.append(self._number_of.setdefault(cell, len(self._number_of)))
+        for cell in dict.fromkeys(cells):
+            self._number_of.setdefault(cell, len(self._number_of))
+        self._codes.extend(map(self._number_of.__getitem__, cells))
         if len(self._number_of) > _MAX_CATEGORIES:
             distinct, self._texts = list(self._number_of), TextBuilder()
             for code in self._codes:
@@ -49,7 +52,7 @@ class CsvColumnBuilder:
         if self._texts is None:
             return Column.of(np.array(self._codes, dtype=np.int64), parse_values(list(self._number_of)))
         texts = self._texts.build()
-        return Column.pack(parse_values([texts[row] for row in range(len(texts))]))
+        return Column.pack(parse_values([cell.decode(*CODEC) for cell in texts.encoded(np.arange(len(texts)))]))
 
 
 def parse_values(cells: Sequence[str]) -> list[Any]:

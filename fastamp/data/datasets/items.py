@@ -11,7 +11,7 @@ import numpy as np
 from fastamp.utils.errors import DataError
 
 # Round-trips any string, including file names that are not UTF-8.
-_CODEC = ("utf-8", "surrogatepass")
+CODEC = ("utf-8", "surrogatepass")
 _NO_BOX = np.iinfo(np.int64).min
 
 _FIELDS = ("path", "pid", "camid", "viewid", "camera", "split", "box")
@@ -70,7 +70,7 @@ class PackedText(Sequence[str]):
         return len(self._starts)
 
     def __getitem__(self, index: int) -> str:
-        return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*_CODEC)
+        return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*CODEC)
 
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
         """Yield the strings in the given rows as bytes, in the encoding of ``encode``."""
@@ -185,9 +185,10 @@ class Column:
 
 def _number_dtype(values: Sequence[Any]) -> type | None:
     """Return the dtype of values that are all integers, or integers and floats; None for any other values."""
-    if all(isinstance(value, Integral) for value in values):
-        return np.int64 if all(-(2**63) <= value < 2**63 for value in values) else None
-    return np.float64 if all(isinstance(value, Real) for value in values) else None
+    types = set(map(type, values))
+    if all(issubclass(each, Integral) for each in types):
+        return np.int64 if not types or (min(values) >= -(2**63) and max(values) < 2**63) else None
+    return np.float64 if all(issubclass(each, Real) for each in types) else None
 
 
 class PackedItems(Sequence[ImageItem]):
@@ -286,7 +287,7 @@ class PackedItems(Sequence[ImageItem]):
         codes = self.folder_of[rows].tolist()
         folders = {code: self.folders[code] for code in set(codes)}
         names = self.names.encoded(rows)
-        return [folders[code] + name.decode(*_CODEC) for code, name in zip(codes, names, strict=True)]
+        return [folders[code] + name.decode(*CODEC) for code, name in zip(codes, names, strict=True)]
 
     def box(self, index: int) -> tuple[int, int, int, int] | None:
         """Return the box of image ``index``; None for a whole image."""
@@ -382,7 +383,7 @@ class PathBuilder:
 
 def encode(text: str) -> bytes:
     """Encode a string to the bytes that ``PackedText`` stores."""
-    return text.encode(*_CODEC)
+    return text.encode(*CODEC)
 
 
 def split_path(path: str) -> tuple[str, str]:
