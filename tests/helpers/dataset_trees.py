@@ -129,6 +129,28 @@ AG_REID_V2 = {
     "exp1.txt": "query/P0001T04041A1/P0001T04041A1C0F31.jpg\ngallery/P0001T04041A1/P0001T04041A1C2F61.jpg\n",
 }
 
+PRODUCTS = {
+    "bicycle_final/1_0.JPG": "",
+    "bicycle_final/1_1.JPG": "",
+    "chair_final/2_0.JPG": "",
+    "chair_final/2_1.JPG": "",
+    "Ebay_train.txt": "image_id class_id super_class_id path\n"
+    "1 7 1 bicycle_final/1_0.JPG\n2 7 1 bicycle_final/1_1.JPG\n",
+    "Ebay_test.txt": "image_id class_id super_class_id path\n3 9 2 chair_final/2_0.JPG\n4 9 2 chair_final/2_1.JPG\n",
+}
+IN_SHOP = {
+    **{f"Img/img/WOMEN/Dresses/id_0000000{number}/02_1_front.jpg": "" for number in (1, 2)},
+    "Img/img/MEN/Pants/id_00000002/03_1_back.jpg": "",
+    "Eval/list_eval_partition.txt": "3\nimage_name item_id evaluation_status\n"
+    "img/WOMEN/Dresses/id_00000001/02_1_front.jpg id_00000001 train\n"
+    "img/WOMEN/Dresses/id_00000002/02_1_front.jpg  id_00000002 query\n"
+    "img/MEN/Pants/id_00000002/03_1_back.jpg id_00000002 gallery\n",
+}
+CUB = {
+    **{f"images/{number:03d}.Bird/{image}.jpg": "" for number in (100, 101) for image in "ab"},
+    "images.txt": "1 100.Bird/a.jpg\n2 100.Bird/b.jpg\n3 101.Bird/a.jpg\n4 101.Bird/b.jpg\n",
+    "image_class_labels.txt": "1 100\n2 100\n3 101\n4 101\n",
+}
 
 VEHICLE_TRAIN = [(7, 1), (7, 2), (9, 3)]
 WILD_TRAIN = [(1, 2), (2, 0)]
@@ -231,6 +253,9 @@ TREES = {
         [(1040411, 0), (1040411, 3)],
         [(1040411, 0), (1040411, 2)],
     ),
+    "SOP": (under("Stanford_Online_Products", PRODUCTS), [(7, 0), (7, 1)], [(9, 0)], [(9, 1)]),
+    "InShop": (under("InShop", IN_SHOP), [(1, 0)], [(2, 0)], [(2, 1)]),
+    "CUB200": (under("CUB_200_2011", CUB), [(100, 0), (100, 1)], [(101, 0)], [(101, 1)]),
 }
 
 

@@ -193,6 +193,12 @@ FAULTS = {
     "LLCM": [("LLCM", {"idx/train_vis.txt": "vis/0001/x.jpg 0\n", "vis/0001/x.jpg": ""})],
     "LTCC": [("LTCC_ReID", ["query/005__c2_1.png"])],
     "LaST": [("last", ["train/000001/000001_0003_.jpg"])],
+    "SOP": [("Stanford_Online_Products", {"Ebay_test.txt": "header\n3 x 2 a.JPG\n"}),
+            ("Stanford_Online_Products", {"Ebay_test.txt": "header\n"})],
+    "InShop": [("InShop", {"Eval/list_eval_partition.txt": "1\nx\nimg/a/b/c.jpg id_1 trian\n"}),
+               ("InShop", {"Eval/list_eval_partition.txt": "1\nx\nimg/a/b/c.jpg id_1 query\n"})],
+    "CUB200": [("CUB_200_2011", {"image_class_labels.txt": "1 100\n"}),
+               ("CUB_200_2011", {"images.txt": "1 100.Bird/a.jpg\n"})],
     "DeepChange": [("DeepChangeDataset", {"test-set-query-bbox.txt": "P2_C1_1_01.jpg\n"})],
 }  # fmt: skip
 MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"

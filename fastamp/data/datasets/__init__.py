@@ -36,6 +36,7 @@ from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
 from fastamp.data.datasets.market1501 import Market1501
 from fastamp.data.datasets.msmt17 import MSMT17
+from fastamp.data.datasets.products import CUB200, SOP, InShop
 from fastamp.data.datasets.sensereid import SenseReID
 from fastamp.data.datasets.vehicleid import LargeVehicleID, MediumVehicleID, SmallVehicleID, VehicleID
 from fastamp.data.datasets.veri import VeRi
@@ -59,6 +60,7 @@ __getattr__ = moved_names(
 )
 
 __all__ = [
+    "CUB200",
     "CUHK03",
     "DATASET_REGISTRY",
     "GRID",
@@ -72,6 +74,7 @@ __all__ = [
     "PRCCSC",
     "PRID",
     "SAIVT",
+    "SOP",
     "SYSUMM01",
     "AGReID",
     "AGReIDGroundToAerial",
@@ -84,6 +87,7 @@ __all__ = [
     "FilenameDataset",
     "ImageDataset",
     "ImageItem",
+    "InShop",
     "LLCMVisibleToInfrared",
     "LaST",
     "LargeVeRiWild",
