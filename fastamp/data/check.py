@@ -388,7 +388,7 @@ def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], 
 
 
 def _excludes_same_camera(protocol: Any) -> bool:
-    return protocol is None or protocol.junk is not None
+    return protocol is None or protocol.cross_camera
 
 
 def _find_unpublished_counts(dataset: ImageDataset, rows: Sequence[tuple[str, int, int, int]]) -> Iterable[Finding]:

@@ -4,7 +4,7 @@ Data flow: ``evaluator`` collects the features, ``metrics`` computes distances i
 gallery images are ranked for each query, and ``rank`` computes AP, INP and CMC.
 """
 
-from fastamp.evaluation import single_shot  # noqa: F401  registers its rules
+from fastamp.evaluation import animals, single_shot  # noqa: F401  register their rules
 from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics

@@ -80,9 +80,11 @@ class EvaluationResult:
         if self.roc is not None:
             for rate in self.protocol.false_accept_rates or ():
                 metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
-        metrics["num_query"], metrics["num_query_without_match"] = len(ranking.ap), len(ranking.ap) - ranking.num_valid
+        metrics |= _query_counts(ranking, metrics)
         metrics["num_gallery"] = self.num_gallery
-        if self.protocol.random_query_gallery_split:  # counts of one trial, in which each query has a match
+        if (
+            self.protocol.random_query_gallery_split and ranking.extra is None
+        ):  # counts of one trial, in which each query has a match
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.num_indistinct:
@@ -91,8 +93,11 @@ class EvaluationResult:
             metrics["intervals"] = self.intervals()
         if self.groups is not None:
             metrics["groups"] = self.group_metrics()
-            rates = [self._rates(each) for each in self._group_rankings().values() if each.num_valid]
-            metrics["mean_over_groups"] = {name: float(np.mean([each[name] for each in rates])) for name in rates[0]}
+            rates = [self._rates(each) for each in self._group_rankings().values()]
+            names = dict.fromkeys(name for each in rates for name, value in each.items() if isinstance(value, float))
+            metrics["mean_over_groups"] = {
+                name: float(np.mean([each[name] for each in rates if name in each])) for name in names
+            }
         return metrics
 
     def group_metrics(self) -> dict[str, dict[str, Any]]:
@@ -103,8 +108,7 @@ class EvaluationResult:
             ``num_query`` and ``num_query_without_match``.
         """
         return {
-            value: (self._rates(each) if each.num_valid else {})
-            | {"num_query": len(each.ap), "num_query_without_match": len(each.ap) - each.num_valid}
+            value: {**(metrics := self._rates(each)), **_query_counts(each, metrics)}
             for value, each in self._group_rankings().items()
         }
 
@@ -116,11 +120,16 @@ class EvaluationResult:
             for value in sorted(np.unique(groups).tolist(), key=_number_before_text)
         }
 
-    def _rates(self, ranking: RankingResult) -> dict[str, float]:
-        """Compute the CMC, mAP, mINP and their combination over queries of this result, in percent."""
-        rates = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
-        rates |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
-        return rates | {"metric": (rates["mAP"] + rates["Rank-1"]) / 2}
+    def _rates(self, ranking: RankingResult) -> dict[str, Any]:
+        """Compute the metrics over queries of this result, in percent; without CMC and mAP if none has a match."""
+        rates: dict[str, Any] = {}
+        if ranking.num_valid:
+            rates = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
+            rates |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
+            rates["metric"] = (rates["mAP"] + rates["Rank-1"]) / 2
+        if self.protocol.ranking_rule.further_metrics is not None:
+            rates |= self.protocol.ranking_rule.further_metrics(ranking, self.ranking)
+        return rates
 
     def intervals(self) -> dict[str, list[float]]:
         """Compute 95 % percentile bootstrap confidence intervals of mAP and Rank-1 over queries, in percent."""
@@ -143,6 +152,12 @@ class EvaluationResult:
             name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]
             for name, parts in means.items()
         }
+
+
+def _query_counts(ranking: RankingResult, metrics: dict[str, Any]) -> dict[str, int]:
+    """Count the queries without those for validation, if ``metrics`` has their number."""
+    num_query = len(ranking.ap) - metrics.get("num_validation", 0)
+    return {"num_query": num_query, "num_query_without_match": num_query - ranking.num_valid}
 
 
 def _number_before_text(value: str) -> tuple[bool, float, str]:
@@ -220,19 +235,17 @@ def compute_metrics(
             example_counter.add(first, distances)
         ranker.add(first, distances)  # last, because it overwrites the distances of junk
     local_ranking = ranker.result()
-    ranking = RankingResult(
-        *(comm.gather_rows(column) for column in (local_ranking.ap, local_ranking.inp, local_ranking.first_match))
-    )
+    columns = (local_ranking.ap, local_ranking.inp, local_ranking.first_match, local_ranking.extra)
+    ranking = RankingResult(*(comm.gather_rows(column) for column in columns if column is not None))
     if ranking.num_valid == 0:
         raise NoMatchError(_explain_no_match(len(query_features), protocol))
 
-    num_gallery = len(ranker.matches.groups.pids) if protocol.random_query_gallery_split else len(gallery_features)
     curve, examples = _curve(roc, protocol), None
     if report_options and example_counter is not None:
         lists = rank_lists(ranking, blocks, ranker.matches, protocol, report_options) if comm.is_main_process() else {}
         examples = example_counter.result(lists, curve)
     groups = identities.query_texts(protocol.group_by) if protocol.group_by else None
-    return EvaluationResult(protocol, ranking, curve, num_gallery, examples, num_indistinct, groups)
+    return EvaluationResult(protocol, ranking, curve, ranker.num_gallery, examples, num_indistinct, groups)
 
 
 @renamed_arguments(ids="identities")

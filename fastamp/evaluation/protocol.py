@@ -29,8 +29,18 @@ KEYS = (
         "Rule that selects the gallery images for each query: market1501 excludes images of the query's identity and "
         "camera; no_camera excludes no images; cuhk03 excludes the same images as market1501, but computes CMC over "
         "one random gallery image per identity; vehicleid draws one gallery image per identity from all images and "
-        "uses the remaining images as queries.",
-        choices=("market1501", "no_camera", "cuhk03", "vehicleid"),
+        "uses the remaining images as queries; animals_closed, animals_open and animals_disjoint predict the identity "
+        "of each query from the nearest image of its species.",
+        choices=(
+            "market1501",
+            "no_camera",
+            "cuhk03",
+            "vehicleid",
+            "animals_closed",
+            "animals_open",
+            "animals_disjoint",
+            "animals_disjoint_miewid",
+        ),
     ),
 )
 
@@ -151,10 +161,12 @@ class Junk:
         test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk. The index arrays are
             int64 and broadcast against each other.
         same_identity_only: if True (default), only images of the query's identity are tested and can be junk.
+        uses_cameras: False if the test needs no camera labels. Default: True.
     """
 
     test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
     same_identity_only: bool = True
+    uses_cameras: bool = True
 
 
 def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
@@ -250,9 +262,11 @@ class Ranker:
 
     Attributes:
         num_trials: number of random galleries, R.
+        num_extra: number of columns of ``RankingResult.extra``, which ``rank`` then returns last. Default: 0.
     """
 
     num_trials = 1
+    num_extra = 0
     draws = renamed_attribute("draws", "num_trials")
 
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
@@ -280,9 +294,15 @@ class Ranker:
         ap, inp, first_match = query_scores(ranks, pairs.rows, len(distances), trapezoid=self.trapezoid)
         return ap, inp, first_match[:, None]
 
+    @property
+    def num_gallery(self) -> int:
+        """Number of gallery images; in one trial, if the gallery is drawn at random."""
+        return len(self.matches.gallery_pids)
+
     def result(self) -> RankingResult:
         """Return the results of all added queries on the CPU, in query order."""
-        empty = np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)
+        empty = [np.empty(0), np.empty(0), np.empty((0, self.num_trials), dtype=np.int64)]
+        empty += [np.empty((0, self.num_extra))] if self.num_extra else []
         parts = [empty, *(self._parts[start] for start in sorted(self._parts))]
         return RankingResult(*(torch.from_numpy(np.concatenate(columns)) for columns in zip(*parts, strict=True)))
 
@@ -304,6 +324,13 @@ class RankingRule:
         random_query_gallery_split: if True, queries and gallery are drawn at random from all images, so distances
             between all images are required. Default: False.
         columns: names of the columns that the rule needs in ``Identities.columns``. Default: none.
+        open_set: if True, queries without a match are expected, and the rule predicts which they are. Default: False.
+        configure: function config -> rule, for a rule with config keys of its own. Default: None, the rule itself.
+        further_metrics: function (results of some queries, results of all queries) -> metrics in percent, computed from
+            ``RankingResult.extra``. Metrics that are not defined are listed under ``not_defined``. Default: None.
+        further_names: names of the metrics that ``further_metrics`` can return. Default: none.
+        is_calibrated: True if ``further_metrics`` uses a value that is valid for the features of one model only; the
+            baselines then do not compute them. Default: False.
     """
 
     text: str
@@ -311,10 +338,15 @@ class RankingRule:
     build: Callable[[Identities, "Protocol"], Ranker] = build_ranker
     random_query_gallery_split: bool = False
     columns: tuple[str, ...] = ()
+    open_set: bool = False
+    configure: Callable[[Any], "RankingRule"] | None = None
+    further_metrics: Callable[[RankingResult, RankingResult], dict[str, Any]] | None = None
+    further_names: tuple[str, ...] = ()
+    is_calibrated: bool = False
     draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
 
-RULES = {
+RULES: dict[str, RankingRule] = {
     "market1501": RankingRule(
         text="Market-1501 (images of the query's identity and camera are junk)", junk=SAME_CAMERA
     ),
@@ -354,6 +386,7 @@ class Protocol:
         memory_budget_mb: memory for distances in MiB. Default: 256.
         group_by: column, or ``"camera"``, by whose value in the query the metrics are also computed. Default: "", no
             groups.
+        configured_rule: rule with the settings of its own config keys. Default: None, the registered rule.
 
     Raises:
         ConfigError: if a value is unknown, or settings are incompatible.
@@ -372,6 +405,7 @@ class Protocol:
     backend: str = "auto"
     memory_budget_mb: float = 256
     group_by: str = ""
+    configured_rule: RankingRule | None = None
     repeats = renamed_attribute("repeats", "num_trials")
     draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
@@ -379,14 +413,15 @@ class Protocol:
         check_metric(self.metric)
         check_choice("TEST.PROTOCOL", self.rule, tuple(RULES))
         check_choice("TEST.KNN_BACKEND", self.backend, BACKENDS)
-        if not RULES[self.rule].random_query_gallery_split:
+        if not self.ranking_rule.random_query_gallery_split:
             return
         parts = {"RERANK": self.re_ranking, "AQE": self.expansion, "ROC": self.false_accept_rates}
         for name, part in parts.items():
             if part is not None:
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} draws random "
-                    "galleries.\n"
+                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} "
+                    f"{'uses all images as queries' if self.ranking_rule.further_metrics else 'draws random galleries'}"
+                    ".\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
         if self.trapezoid:
@@ -403,6 +438,8 @@ class Protocol:
             ConfigError: if a value is invalid, or settings are incompatible.
         """
         test = cfg.TEST
+        check_choice("TEST.PROTOCOL", test.PROTOCOL, tuple(RULES))
+        configure = RULES[test.PROTOCOL].configure
         return cls(
             metric=test.METRIC,
             rule=test.PROTOCOL,
@@ -417,12 +454,21 @@ class Protocol:
             backend=test.KNN_BACKEND,
             memory_budget_mb=test.MEMORY_BUDGET_MB,
             group_by=test.GROUP_BY,
+            configured_rule=configure(cfg) if configure else None,
         )
 
     def plain(self) -> "Protocol":
         """Return the protocol for baselines: the same rule, with cosine distances and no re-ranking or expansion."""
+        rule = self.ranking_rule
         return replace(
-            self, metric="cosine", resamples=0, false_accept_rates=None, expansion=None, re_ranking=None, group_by=""
+            self,
+            metric="cosine",
+            resamples=0,
+            false_accept_rates=None,
+            expansion=None,
+            re_ranking=None,
+            group_by="",
+            configured_rule=replace(rule, further_metrics=None) if rule.is_calibrated else self.configured_rule,
         )
 
     def metric_names(self) -> list[str]:
@@ -431,17 +477,30 @@ class Protocol:
         The names are known before an evaluation, so that the config can select the metric for the best model.
         """
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
+        names += self.ranking_rule.further_names
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
+
+    @property
+    def ranking_rule(self) -> RankingRule:
+        """Rule that selects queries and gallery images."""
+        if self.configured_rule is not None:
+            return self.configured_rule
+        return RULES[self.rule]
+
+    @property
+    def is_open_set(self) -> bool:
+        """True if queries without a match are expected."""
+        return self.ranking_rule.open_set
 
     @property
     def junk(self) -> Junk | None:
         """Junk rule; None for no junk."""
-        return RULES[self.rule].junk
+        return self.ranking_rule.junk
 
     @property
     def columns(self) -> dict[str, str]:
         """Name of each column that the evaluation needs -> the config key and value that need it."""
-        needed = dict.fromkeys(RULES[self.rule].columns, f"TEST.PROTOCOL={self.rule}")
+        needed = dict.fromkeys(self.ranking_rule.columns, f"TEST.PROTOCOL={self.rule}")
         if self.group_by not in ("", CAMERA, *needed):
             needed[self.group_by] = f"TEST.GROUP_BY={self.group_by}"
         return needed
@@ -464,18 +523,18 @@ class Protocol:
 
     @property
     def cross_camera(self) -> bool:
-        """True if the rule excludes junk; camera labels are required if ``junk`` uses them (e.g. ``SAME_CAMERA``)."""
-        return self.junk is not None
+        """True if the rule excludes junk by cameras, so that camera labels are required."""
+        return self.junk is not None and self.junk.uses_cameras
 
     @property
     def random_query_gallery_split(self) -> bool:
         """True if queries and gallery are drawn at random from all images."""
-        return RULES[self.rule].random_query_gallery_split
+        return self.ranking_rule.random_query_gallery_split
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:
         """Build the ranker for this rule."""
-        return RULES[self.rule].build(identities, self)
+        return self.ranking_rule.build(identities, self)
 
     def dtype(self, features: torch.dtype) -> torch.dtype:
         """Return the dtype of distances: float64 for float64 features if AQE and re-ranking are off, else float32."""
@@ -487,7 +546,7 @@ class Protocol:
         """Describe the protocol in one line, for features of the given dtype."""
         parts = [
             f"{self.metric} distance in {str(self.dtype(features)).removeprefix('torch.')}",
-            RULES[self.rule].text.format(self),
+            self.ranking_rule.text.format(self),
             "trapezoid AP" if self.trapezoid else "",
             str(self.expansion or ""),
             str(self.re_ranking or "no re-ranking"),

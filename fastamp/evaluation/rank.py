@@ -38,11 +38,14 @@ class RankingResult:
             (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 for queries that are not ``valid``.
         first_match: (Q, R) int64, 0-based rank of the first match, not counting junk, in each of R random galleries;
             R is 1 for a fixed gallery. -1 if the query has no match or is itself in the gallery of that trial.
+        extra: (Q, E) float64, further results that the ranker of a rule records, see ``RankingRule.further_metrics``.
+            None (default) if there are none.
     """
 
     ap: torch.Tensor
     inp: torch.Tensor
     first_match: torch.Tensor
+    extra: torch.Tensor | None = None
 
     @property
     def valid(self) -> torch.Tensor:
@@ -80,7 +83,8 @@ class RankingResult:
 
     def select(self, queries: torch.Tensor) -> "RankingResult":
         """Return the results of some queries, given their indices or a mask."""
-        return RankingResult(self.ap[queries], self.inp[queries], self.first_match[queries])
+        extra = None if self.extra is None else self.extra[queries]
+        return RankingResult(self.ap[queries], self.inp[queries], self.first_match[queries], extra)
 
     def _mean(self, values: torch.Tensor) -> float:
         return ((values * self.trials).sum() / self.trials.sum()).item()

@@ -63,6 +63,10 @@ def _notes(metrics: dict[str, Any]) -> str:
         text += f", {metrics['num_frames']} frames"
     if metrics.get("num_indistinct"):
         text += f", {metrics['num_indistinct']} images with the same feature as another identity (see the warning)"
+    if "new_threshold" in metrics:
+        text += f"; new below a similarity of {metrics['new_threshold']['similarity']:.4g}"
+    if metrics.get("not_defined"):
+        text += f"; {', '.join(metrics['not_defined'])} not defined"
     for name, (low, high) in metrics.get("intervals", {}).items():
         text += f"; {name} {low:.2f} to {high:.2f}"
     return text + (" (95 % bootstrap CI)" if metrics.get("intervals") else "")

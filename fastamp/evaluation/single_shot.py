@@ -86,6 +86,11 @@ class VehicleIDRanker(Ranker):
         self.num_trials = num_trials
         self._drawn = _draw_gallery(self.matches.groups, num_trials, np.random.default_rng(seed))
 
+    @property
+    def num_gallery(self) -> int:
+        """Number of gallery images in one trial: one per identity."""
+        return len(self.matches.groups.pids)
+
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery in each trial, see ``Ranker.rank``."""
         images = np.arange(start, start + len(distances))
