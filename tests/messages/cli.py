@@ -85,6 +85,8 @@ def commands(record, run):
         ("check-data", "Demoo"),
         ("check-data", "Demo", "--write-clean", record.file("exists.csv")),
         ("check-data", "Market1501", "--output", record.root / "check"),
+        ("split", "nowhere.csv", "--by", "closed", "--out", record.root / "split.csv"),
+        ("split", "nowhere.csv", "--by", "year", "--out", record.root / "split.csv"),
         ("visualize", empty),
         ("visualize", best, "--num", "0"),
         ("visualize", best, "--dpi", "5"),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.build import build_dataset, training_items
+from fastamp.data.build import build_dataset, exclude_rare_identities, training_items
 from fastamp.data.cache import ImageCache
 from fastamp.data.check import Report, check_dataset, write_clean
 from fastamp.data.check import contact_sheet as contact_sheet_of_dataset
@@ -28,10 +28,13 @@ from fastamp.data.datasets.file_utils import list_files, read_lines
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.decode import read_image
+from fastamp.data.group_sampler import GroupIdentitySampler
 from fastamp.data.loader import explain_exhausted_resources, explain_lost_workers, worker_count
 from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler, build_sampler
 from fastamp.data.split import hold_out
+from fastamp.data.split_table import SplitOptions, split_table
+from fastamp.data.wildlife_splits import draw_identities
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 
 SITES = ["fastamp/data", "fastamp/demo"]
@@ -56,6 +59,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     workers(record)
     cache(record)
     samplers(record)
+    animal_splits(record)
     custom_loaders(record)
 
 
@@ -83,6 +87,8 @@ def tables(record):
         "invalid_lines": "path,pid,split\na.png,,train\nb.png,1,trian",
         "test_split": "path,pid,split\n" + "".join(f"{n}.png,{n},test\n" for n in range(20)),
         "quote": 'path,pid\na.png,"Jo "Al" Ray"',
+        "box_xywh": "path,pid,x,y,w,h\na,1,5,5,9,9",
+        "box_theta": "path,pid,x,y,w,h,theta\na,1,5,5,9,9,0.1",
         "decimal_comma": "path;pid;x0;y0;x1;y1\na;1;5,5;0;9;9",
     }.items():
         file = record.file(f"{name}.csv", text)
@@ -352,6 +358,7 @@ def training_data(record):
         ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "8"),
         ("DATALOADER.CACHE", "ram", "INPUT.SIZE_TRAIN", "(0,)", "INPUT.CROP", "True"),
         ("DATALOADER.NUM_WORKERS", "9999"),
+        ("DATASETS.MIN_IMAGES", "99"),
         ("DATASETS.NAMES", "('Demo', 'Demo')"),
         ("INPUT.SIZE_TRAIN", "(0,)", "INPUT.PADDING", "False"),
     ):
@@ -580,6 +587,50 @@ def samplers(record):
                 sets=[sets[int(label >= 8)] for label in labels], weights=weights, labels=labels, camids=[0] * 40,
                 batch_size=16, num_instances=4, seed=0,
             )  # fmt: skip
+
+    with record("DATASETS.MIN_IMAGES 2 and an identity with one image"):
+        exclude_rare_identities([PackedItems.of([*items, ImageItem("one.jpg", "set_one", "set_c0")])], 2)
+    for column in ("genus", "captions"):
+        with record(f"GroupIdentitySampler, DATALOADER.GROUPS.COLUMN {column}"):
+            cfg = get_cfg()
+            cfg.merge_from_list(
+                ["DATALOADER.SAMPLER_TRAIN", "GroupIdentitySampler", "DATALOADER.GROUPS.COLUMN", column]
+            )
+            columns = {"captions": [("a",), ("b",)]}
+            build_sampler(cfg, labels=[0, 1], camids=[0, 1], sets=[0, 0], world_size=1, columns=columns)
+    with record("GroupIdentitySampler, DATALOADER.GROUPS.BATCH single with a small group"):
+        labels = [number // 4 for number in range(40)]
+        GroupIdentitySampler(
+            groups=[int(label > 6) for label in labels], single=True, labels=labels, camids=[0] * 40,
+            batch_size=16, num_instances=4, seed=0,
+        )  # fmt: skip
+
+
+def animal_splits(record):
+    """Split tables of animals with missing or invalid values."""
+    tables = {
+        "split": ("path,pid,split\na,1,train", {}),
+        "no_name": ("path,name\na,1", {}),
+        "other_length": ("path,pid\na,1,3", {}),
+        "header_only": ("path,pid\n", {}),
+        "no_identity": ("path,pid\na,\nb,2", {}),
+        "all_unknown": ("path,pid\na,unknown\nb,-1", {}),
+        "one_image_each": ("path,pid\na,1\nb,2", {}),
+        "german_date": ("path,pid,date\na,1,31.7.2021\nb,1,2021-01-01", {"method": "time"}),
+        "no_dates": ("path,pid,date\na,1,\nb,1,", {"method": "time"}),
+        "fraction": ("path,pid\na,1\nb,1", {"train": 2}),
+        "validation": ("path,pid\na,1\nb,1", {"validation": 0.5}),
+        "no_image": ("path,pid\na.png,1\nb.png,1", {"near_duplicates": True}),
+    }
+    for name, (text, options) in tables.items():
+        file = record.file(f"animals_{name}.csv", text)
+        with record(f"fastamp split of {text.splitlines()} with {options}"):
+            split_table(file, record.root / f"out_{name}.csv", SplitOptions(**{"method": "closed", **options}))
+    with record("fastamp split to a file that exists"):
+        split_table(file, file, SplitOptions("closed"))
+    for options in ({}, {"count": 5}):
+        with record(f"draw_identities({options})"):
+            draw_identities(["a", "b"], **options)
 
 
 def custom_loaders(record):

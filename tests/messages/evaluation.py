@@ -13,7 +13,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
-from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation import Identities, Protocol, compute_metrics, identification
 from fastamp.evaluation.baselines import color_histogram
 from fastamp.evaluation.calibration import Calibration, calibrate, read_calibration
 from fastamp.evaluation.calibration_check import check_calibration
@@ -31,6 +31,7 @@ SITES = ["fastamp/evaluation", "fastamp/report"]
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     protocols(record)
     features(record)
+    animals(record)
     models(record)
     figures(record)
     calibrations(record)
@@ -46,6 +47,7 @@ def protocols(record):
         ("TEST.PROTOCOL", "market"),
         ("TEST.RERANK", "True", "TEST.RERANK.K1", "0"),
         ("TEST.AQE", "True", "TEST.AQE.QE_K", "0"),
+        ("TEST.PROTOCOL", "animals_open", "TEST.ANIMALS.THRESHOLD", "high"),
     ):
         with record(" ".join(opts)):
             cfg = get_cfg()
@@ -103,6 +105,28 @@ def features(record):
         patch.setitem(__import__("sys").modules, "matplotlib", None)
         patch.setitem(__import__("sys").modules, "matplotlib.figure", None)
         write_roc(result.roc, (0.1,), record.root / "roc")
+
+
+def animals(record):
+    """Evaluate animals without the columns and the validation images that a threshold requires."""
+    queries, gallery, ids = random_set(3)
+    held_out = torch.arange(len(queries)) < len(queries) // 2
+    for title, validation in (
+        ("no columns", None),
+        ("no validation queries", torch.zeros(len(queries))),
+        ("validation queries without a match", held_out),
+    ):
+        columns = {}
+        if validation is not None:
+            species = tuple(map(torch.zeros_like, (ids.query_pids, ids.gallery_pids)))
+            columns = {"species": species, "validation": (validation.long(), species[1])}
+        pids = torch.where(held_out, ids.query_pids + 1000, ids.query_pids)
+        with record(f"animals_open, {title}"):
+            identities = Identities(pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids, columns)
+            compute_metrics(queries, gallery, identities, Protocol(rule="animals_open")).metrics()
+    for true, predicted in ((["a", 1], ["a", "a"]), (["a"], [])):
+        with record(f"identification.accuracy({true}, {predicted})"):
+            identification.accuracy(true, predicted)
 
 
 def models(record):

@@ -7,6 +7,7 @@ from tiny import tiny_config
 from torch import nn
 
 from fastamp.config import get_cfg
+from fastamp.layers import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import check_metric
 from fastamp.layers.norm import group_norm
 from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
@@ -263,6 +264,8 @@ def layers(record):
         check_metric("manhattan")
     with record("group_norm(10)"):
         group_norm(10)
+    with record("SubCenterArcSoftmax with a margin below MODEL.HEADS.SUBCENTERS.MIN_MARGIN"):
+        CLS_LAYER_REGISTRY.get("SubCenterArcSoftmax")(scale=30.0, margin=0.1)
 
 
 def optimizers(record):
