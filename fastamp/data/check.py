@@ -527,6 +527,7 @@ class _CheckedDataset:
                     (by_digest[digest], row)
                     for row in second_rows
                     if (digest := self._summary(row).digest) in by_digest
+                    and not self._is_same_tracklet(by_digest[digest], row)
                 ]
                 digests = {self._summary(row).digest for _, row in same}
                 yield from _findings(
@@ -558,6 +559,16 @@ class _CheckedDataset:
                     is_error=False,
                     fix="compare these images, and keep near-duplicates in one split",
                 )
+
+    def _is_same_tracklet(self, query: Row, gallery: Row) -> bool:
+        """Return True if a tracklet is in both the query and the gallery set, as in MARS; it is junk for itself."""
+        names = [(self._item(row).columns or {}).get("tracklet") for row in (query, gallery)]
+        return (
+            (query[0], gallery[0]) == ("query", "gallery")
+            and names[0] is not None
+            and names[0] == names[1]
+            and _excludes_same_camera(self.protocol)
+        )
 
     def _sample_different(
         self, first_rows: Sequence[Row], second_rows: Sequence[Row]

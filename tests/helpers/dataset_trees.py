@@ -1,5 +1,10 @@
 """Miniature folder trees of all datasets; readers use only file names and lists, so the images are empty files."""
 
+import io
+import json
+
+from scipy.io import savemat
+
 MARKET = {
     "bounding_box_train": ("0002_c1s1_000451_03.jpg", "0002_c6s2_000001_01.jpg", "0007_c3s1_000001_00.jpg"),
     "query": ("0001_c1s1_000001_00.jpg",),
@@ -152,6 +157,57 @@ CUB = {
     "image_class_labels.txt": "1 100\n2 100\n3 101\n4 101\n",
 }
 
+
+def mat(**variables):
+    """Return the content of a MATLAB file."""
+    file = io.BytesIO()
+    savemat(file, variables)
+    return file.getvalue()
+
+
+def mars_names(*tracks):
+    """Return the file names of tracks ``(identity, camera, tracklet, frames)``."""
+    return [
+        f"{pid:0>4}C{camera}T{number:04d}F{frame:03d}.jpg"
+        for pid, camera, number, count in tracks
+        for frame in range(1, count + 1)
+    ]
+
+
+MARS_TRAIN = mars_names((1, 1, 1, 2), (1, 2, 1, 1), (3, 6, 1, 2))
+MARS_TEST = mars_names(("00-1", 1, 1, 2), (0, 2, 1, 1), (2, 1, 1, 2), (2, 5, 1, 1), (2, 5, 2, 1))
+MARS = {
+    **{f"bbox_train/{name[:4]}/{name}": "" for name in MARS_TRAIN},
+    **{f"bbox_test/{name[:4]}/{name}": "" for name in MARS_TEST},
+    "info/train_name.txt": "\n".join(MARS_TRAIN) + "\n",
+    "info/test_name.txt": "\n".join(MARS_TEST) + "\n",
+    "info/tracks_train_info.mat": mat(track_train_info=[[1, 2, 1, 1], [3, 3, 1, 2], [4, 5, 3, 6]]),
+    "info/tracks_test_info.mat": mat(
+        track_test_info=[[1, 2, -1, 1], [3, 3, 0, 2], [4, 5, 2, 1], [6, 6, 2, 5], [7, 7, 2, 5]]
+    ),
+    "info/query_IDX.mat": mat(query_IDX=[[3, 4]]),
+}
+DUKE_VIDEO = {
+    "train/0001/0000/0001C6F0002X30823.jpg": "",
+    "train/0001/0000/0001C6F0001X30823.jpg": "",
+    "train/0003/0000/0003_C1_F0001_X1.jpg": "",
+    "query/0002/0000/0002C1F0001X1.jpg": "",
+    "gallery/0002/0001/0002C8F0001X1.jpg": "",
+    "gallery/0002/0001/0002C8F0010X1.jpg": "",
+    "gallery/0009/0000/0009C2F0001X1.jpg": "",
+}
+
+
+def two_cameras(folder, cameras, person, numbers):
+    """Return two frames of each person from each camera."""
+    return {
+        f"{folder}/{camera}/{person}{number}/{camera}_{frame:05d}.png": ""
+        for camera in cameras
+        for number in numbers
+        for frame in (10, 9)
+    }
+
+
 VEHICLE_TRAIN = [(7, 1), (7, 2), (9, 3)]
 WILD_TRAIN = [(1, 2), (2, 0)]
 # Files of each dataset, and its training, query and gallery images as (identity, camera).
@@ -187,6 +243,47 @@ TREES = {
             ("LargeVeRiWild", 7, 1, 1),
         )
     },
+    "MARS": (
+        under("mars", MARS),
+        [(1, 0), (1, 0), (1, 1), (3, 5), (3, 5)],
+        [(2, 0), (2, 0), (2, 4)],
+        [(0, 1), (2, 0), (2, 0), (2, 4), (2, 4)],
+    ),
+    "DukeMTMCVideo": (
+        under("dukemtmc-vidreid/DukeMTMC-VideoReID", DUKE_VIDEO),
+        [(1, 5), (1, 5), (3, 0)],
+        [(2, 0)],
+        [(2, 7), (2, 7), (9, 1)],
+    ),
+    "iLIDSVID": (
+        under(
+            "ilids-vid",
+            {
+                **two_cameras("i-LIDS-VID/sequences", ("cam1", "cam2"), "person", ("001", "002", "005", "319")),
+                "train-test people splits/train_test_splits_ilidsvid.mat": mat(ls_set=[[4, 2, 1, 3], [1, 2, 3, 4]]),
+            },
+        ),
+        [(1, 0), (1, 0), (1, 1), (1, 1), (5, 0), (5, 0), (5, 1), (5, 1)],
+        [(2, 0), (2, 0), (319, 0), (319, 0)],
+        [(2, 1), (2, 1), (319, 1), (319, 1)],
+    ),
+    "PRID2011": (
+        under(
+            "prid2011",
+            {
+                **two_cameras("prid_2011/multi_shot", ("cam_a", "cam_b"), "person_", ("0001", "0002", "0003")),
+                "splits_prid2011.json": json.dumps(
+                    [
+                        {"train": ["person_0003"], "test": ["person_0001"]},
+                        {"train": ["person_0001"], "test": ["person_0002"]},
+                    ]
+                ),
+            },
+        ),
+        [(3, 0), (3, 0), (3, 1), (3, 1)],
+        [(1, 0), (1, 0)],
+        [(1, 1), (1, 1)],
+    ),
     "AirportALERT": training_only(
         "AirportALERT",
         {
@@ -260,9 +357,9 @@ TREES = {
 
 
 def write(root, files):
-    """Write ``files`` (path -> text) below ``root``."""
+    """Write ``files`` (path -> text or bytes) below ``root``."""
     for path, text in files.items():
         file = root / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text.encode())
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
     return root

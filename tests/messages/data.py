@@ -3,17 +3,19 @@
 import errno
 import functools
 import os
+import re
 import shutil
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
-from dataset_trees import TREES, under, write
+from dataset_trees import TREES, mat, under, write
 from messages import Recorder
 from PIL import Image
 from tiny import tiny_config
 from torch.utils.data import DataLoader, TensorDataset
+from video_set import write_video
 
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
@@ -54,6 +56,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     user_data_sets(record)
     training_data(record)
     test_data(record)
+    video(record)
     transforms(record)
     images(record)
     workers(record)
@@ -206,6 +209,12 @@ FAULTS = {
     "CUB200": [("CUB_200_2011", {"image_class_labels.txt": "1 100\n"}),
                ("CUB_200_2011", {"images.txt": "1 100.Bird/a.jpg\n"})],
     "DeepChange": [("DeepChangeDataset", {"test-set-query-bbox.txt": "P2_C1_1_01.jpg\n"})],
+    "MARS": [("mars/info", {"tracks_train_info.mat": mat(track_train_info=[[1, 9, 1, 1]])}),
+             ("mars/info", {"query_IDX.mat": mat(query_IDX=[[0]])}), ("mars/info", {"query_IDX.mat": "text"})],
+    "DukeMTMCVideo": [("dukemtmc-vidreid/DukeMTMC-VideoReID", ["train/0001/0000/0000.jpg"])],
+    "iLIDSVID": [("ilids-vid/train-test people splits", {"train_test_splits_ilidsvid.mat": mat(ls_set=[[9]])})],
+    "PRID2011": [("prid2011", {"splits_prid2011.json": text}) for text in (
+        "{", '[{"train": ["x"], "test": []}]', '[{"train": ["person_0001"], "test": []}]')],
 }  # fmt: skip
 MARKET_VIEWS = "/home/VeRi/image_train/0002_c002_00030600_0.jpg 12 -1 3"
 
@@ -230,7 +239,8 @@ def public_data_sets(record, patch):
         files = TREES[name][0]
         for folder, wrong in faults:
             given = dict(wrong) if isinstance(wrong, Mapping) else dict.fromkeys(wrong, "")
-            text = ", ".join(f"{path} {content!r}" for path, content in given.items()) or "complete"
+            shown = {path: "..." if isinstance(content, bytes) else content for path, content in given.items()}
+            text = ", ".join(f"{path} {content!r}" for path, content in shown.items()) or "complete"
             build(text, name, files | under(folder, given))
     market, views = TREES["Market1501"][0], TREES["VeRi"][0]
     build("another folder name", "Market1501", {f"Market1501/{path}": "" for path in market})
@@ -251,6 +261,7 @@ def public_data_sets(record, patch):
     build("no infrared image", "LLCM",
           {path: text for path, text in TREES["LLCM"][0].items() if "test_nir" not in path}
           | {"LLCM/test_nir/cam1/0002/notes.txt": ""})  # fmt: skip
+    build("split 9", "PRID2011", TREES["PRID2011"][0], "DATASETS.PRID2011.SPLIT", "9")
     build("views", "VeRi", views, "DATASETS.VERI.VIEWS", "True")
     for title, train, test in (
         ("a view is missing", MARKET_VIEWS, "x/image_query/0005_c001_1_0.jpg 12 -1 7"),
@@ -447,6 +458,35 @@ def test_data(record):
 
         dataset = Named([], [ImageItem("a.jpg", "seven", "one")], [])
         ReidDataset(dataset.query, None, relabel=False)
+
+
+def video(record):
+    """Build loaders of videos with an invalid column tracklet."""
+    (record.root / "video").mkdir()
+    file = write_video(record.root / "video")
+    text = file.read_text()
+    numbers = record.file("video/numbers.csv")
+    people = record.file("video/people.csv", "\n".join(re.sub(",[0-9]+(_[0-9]+_[0-9]+)$", r",x\1", line)
+                                                       for line in text.splitlines()))  # fmt: skip
+    cameras = record.file("video/cameras.csv", "\n".join(re.sub("_[0-9]+(_[0-9]+)$", r"_x\1", line)
+                                                         for line in text.splitlines()))  # fmt: skip
+    options = ("DATALOADER.SAMPLER_TRAIN", "TrackletSampler", "DATALOADER.NUM_INSTANCE", "2")
+    for name, opts in (
+        (f"csv:{file}", ("SOLVER.IMS_PER_BATCH", "20")),
+        (f"csv:{file}", ("SOLVER.IMS_PER_BATCH", "64")),
+        (f"csv:{people}", ()),
+        (f"csv:{cameras}", ()),
+        ("Demo", ()),
+    ):
+        with record(f"TrackletSampler, DATASETS.NAMES {name} {' '.join(opts)}"):
+            build_reid_train_loader(tiny_config(record.root / "run", "DATASETS.NAMES", name, *options, *opts))
+    with record("more processes than tracklets"):
+        build_reid_test_loader(tiny_config(record.root / "run"), f"csv:{file}", rank=0, world_size=20)
+    with record("a column tracklet with decimals"):
+        lines = ["path,pid,camid,split,tracklet", *(f"0_{n}_0_0.png,0,{n},{each},0.5" for n, each in
+                 enumerate(("query", "gallery")))]  # fmt: skip
+        numbers.write_text("\n".join(lines))
+        build_reid_test_loader(tiny_config(record.root / "run"), f"csv:{numbers}")
 
 
 def transforms(record):

@@ -91,6 +91,7 @@ def models(record):
         ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.FEAT_DIM", "64", "INPUT.CHANNELS", "1",
          "INPUT.SIZE_TRAIN", "(8, 4)"),
         ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4"),
+        ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "64", "MODEL.HEADS.TEMPORAL_POOL", "avg"),
         ("KD.EMA.ENABLED", "True"),
         ("MODEL.PIXEL_STD", "(1, 2)"),
         ("MODEL.COMPILE", "inductor"),
@@ -103,6 +104,9 @@ def models(record):
     with record("training with MODEL.HEADS.NUM_CLASSES 0"):
         model = build(record, classes="0")
         model({"images": torch.zeros(2, 3, 64, 32), "targets": torch.arange(2)})
+    with record("temporal pooling of a batch without tracklets"):
+        model = build(record, "MODEL.HEADS.TEMPORAL_POOL", "avg")
+        model({"images": torch.zeros(6, 3, 64, 32), "targets": torch.arange(6) % 4})
     with record("timm is not installed"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "timm", None)
         build(record, "MODEL.BACKBONE.NAME", "timm/resnet18")

@@ -41,6 +41,7 @@ from fastamp.data.datasets.sensereid import SenseReID
 from fastamp.data.datasets.vehicleid import LargeVehicleID, MediumVehicleID, SmallVehicleID, VehicleID
 from fastamp.data.datasets.veri import VeRi
 from fastamp.data.datasets.veriwild import LargeVeRiWild, MediumVeRiWild, SmallVeRiWild, VeRiWild
+from fastamp.data.datasets.video import MARS, PRID2011, DukeMTMCVideo, iLIDSVID
 from fastamp.data.datasets.viper import VIPeR
 from fastamp.data.datasets.visible_infrared import (
     LLCM,
@@ -67,12 +68,14 @@ __all__ = [
     "LLCM",
     "LPW",
     "LTCC",
+    "MARS",
     "MSMT17",
     "PKU",
     "PRAI",
     "PRCC",
     "PRCCSC",
     "PRID",
+    "PRID2011",
     "SAIVT",
     "SOP",
     "SYSUMM01",
@@ -84,6 +87,7 @@ __all__ = [
     "DeepChange",
     "Demo",
     "DukeMTMC",
+    "DukeMTMCVideo",
     "FilenameDataset",
     "ImageDataset",
     "ImageItem",
@@ -117,4 +121,5 @@ __all__ = [
     "cuhkSYSU",
     "data_root",
     "iLIDS",
+    "iLIDSVID",
 ]

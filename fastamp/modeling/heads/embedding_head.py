@@ -146,7 +146,7 @@ class EmbeddingHead(nn.Module):
             ConfigError: if the head is in training mode and has no classes, or if the pooled feature map does not have
                 shape (B, feat_dim, 1, 1).
         """
-        pooled = self._pool(features, tracklets)
+        pooled = self._pool_frames(features, tracklets)
         if not self.training and self.eval_feat == "before":
             return pooled.flatten(1)
         neck = self._neck(pooled)
@@ -172,17 +172,17 @@ class EmbeddingHead(nn.Module):
             torch.Tensor: (B, K) float32.
         """
         self._require_classes()
-        return self.cls_layer.logits(self._neck(self._pool(features, tracklets)), self.weight)
+        return self.cls_layer.logits(self._neck(self._pool_frames(features, tracklets)), self.weight)
 
-    def _pool(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
+    def _pool_frames(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
         """Pool the feature maps and the frames of ``tracklets``; check that the result has 1 x 1 positions."""
-        pooled = self._pool_maps(features)
+        pooled = self._pool(features)
         if tracklets is None or self.temporal_pool is None:
             return pooled
         pooled = self.temporal_pool(pooled.flatten(1), tracklets)[:, :, None, None]
         return pooled if self.training else pooled[tracklets]
 
-    def _pool_maps(self, features: torch.Tensor) -> torch.Tensor:
+    def _pool(self, features: torch.Tensor) -> torch.Tensor:
         """Pool the feature maps, and check that the result has shape (B, feat_dim, 1, 1)."""
         pooled = self.pool_layer(features)
         if pooled.dim() == 2:

@@ -52,13 +52,13 @@ def build(name, root, **keys):
 
 
 def test_all_datasets_are_registered():
-    assert len(NAMES) == 49
+    assert len(NAMES) == 53
     assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
 
 
 def test_dataset_names_and_folders_are_unique():
     classes = [DATASET_REGISTRY.get(name) for name in [*NAMES, "CUHK03", "Demo"]]
-    assert len({each.dataset_name for each in classes}) == len(classes) == 51
+    assert len({each.dataset_name for each in classes}) == len(classes) == 55
     same_folder = {
         "vehicleid": 4,
         "VERI-Wild": 4,
@@ -157,7 +157,7 @@ def test_folder_with_similar_name_is_suggested(name, similar, root):
         ("VeRi", "VeRi-776"),
         ("LPW", "lpw"),
         ("GRID", "grid"),
-        ("PRID", "prid2011"),
+        ("PRID", "prid-2011"),
         ("VeRiWild", "veriwild"),
     ],
 )
