@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.calibration import Calibration, split_identities
+from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.open_set import OpenSetRates, Reliability, SetScores
 from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.thresholds import split_identities
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)

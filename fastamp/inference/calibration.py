@@ -1,5 +1,6 @@
 """Calibration of a trained model for open-set decisions, and its entry in the checkpoint."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -12,11 +13,14 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
-from fastamp.evaluation.calibration import Calibration, calibrate
+from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import images_with_query
+from fastamp.evaluation.thresholds import CalibrationOptions, calibrate
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand, real_path
+
+logger = logging.getLogger(__name__)
 
 
 def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibration:
@@ -27,7 +31,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     Args:
         predictor: trained model.
         data: dataset name as in DATASETS.TESTS, e.g. ``Market1501`` or ``csv:FILE``.
-        options: ``far``, ``frr``, ``fpir``, ``method``, ``fraction``, ``gallery_size`` and ``seed``, see ``calibrate``.
+        options: see ``CalibrationOptions``.
 
     Returns:
         The calibration.
@@ -36,6 +40,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
         ConfigError: if an option is invalid.
         DataError: if the dataset is missing, its identities were used for training, or it has too few identities.
     """
+    wanted = CalibrationOptions(**options)
     cfg = predictor.cfg.with_values({"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False})
     loader, num_query = build_reid_test_loader(cfg, data)
     dataset = cast(ReidDataset, loader.dataset)
@@ -45,6 +50,8 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     collector.set_column_names(dataset.column_names())
     protocol = collector.protocol
     protocol.check_columns(dataset.rankable_columns())
+    # Checked before the features are extracted, which takes long.
+    wanted.split(dataset.labels if protocol.random_query_gallery_split else dataset.labels[:num_query], data)
     inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
     features, identities, _ = collector.gather()
     used = images_with_query(identities, protocol)
@@ -88,6 +95,8 @@ def write_calibrated(
         raise no_config_error(source)
     if source.suffix != ".pth":
         content.setdefault(STRIPPED, "model")
+    if "calibration" in content:
+        logger.warning("the new calibration replaces that of %s", source)
     write_checkpoint(target, content | {"calibration": calibration.state_dict()})
     return target
 

@@ -334,6 +334,14 @@ class Predictor:
         calibration = self.calibration
         if calibration is None:
             return result
+        if result.metric != calibration.metric:
+            logger.warning(
+                "the search threshold is not used: it is for TEST.METRIC %s, but the gallery was extracted for %s.\n"
+                "  fix: extract the gallery again with this model",
+                calibration.metric,
+                result.metric,
+            )
+            return result
         rate = calibration.expected_fpir(gallery_size)
         if gallery_size > _MUCH_LARGER * calibration.gallery_size:
             logger.warning(

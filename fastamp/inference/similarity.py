@@ -26,7 +26,7 @@ _NO_PAIRS = (
     "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
 _NO_DECISION = (
-    "no decision: the model is not calibrated\n"
+    "no decision: the model has no calibration for these features and this metric\n"
     "  fix: choose thresholds with fastamp calibrate SOURCE --data SET --far 0.001"
 )
 
@@ -85,7 +85,7 @@ class Comparison:
             f"{self.decision}: probability {100 * found.probability(self.score):.1f} % of the same identity at a prior "
             f"of 50 %\n(same: {near} {found.same_threshold:.4f}, stated false accept rate {percent(found.far)}, "
             f"measured {rates.far}; different: {far} {found.different_threshold:.4f}, stated false reject rate "
-            f"{percent(found.frr)}, measured {rates.frr}; {found.source})"
+            f"{found.stated_frr}, measured {rates.frr}; {found.source})"
         )
 
     def _describe_score(self) -> str:

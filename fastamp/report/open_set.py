@@ -23,7 +23,7 @@ def open_set_section(check: CalibrationCheck | None) -> dict[str, Any] | None:
         note += f" The {check.excluded:,} identities that chose the thresholds are excluded."
     rows = [
         ("same", f"{found.same_threshold:.4f}", "impostor pairs accepted", percent(found.far), str(rates.far)),
-        ("different", f"{found.different_threshold:.4f}", "genuine pairs rejected", percent(found.frr), str(rates.frr)),
+        ("different", f"{found.different_threshold:.4f}", "genuine pairs rejected", found.stated_frr, str(rates.frr)),
         ("unknown", "between both", "impostor pairs", "", str(rates.undecided_impostor)),
         ("", "", "genuine pairs", "", str(rates.undecided_genuine)),
         (

@@ -11,9 +11,10 @@ from look_alikes import identities_of, look_alikes
 from scipy import stats
 
 from fastamp.evaluation import Identities
-from fastamp.evaluation.calibration import Calibration, calibrate, split_identities
+from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.error_rates import difference_interval
 from fastamp.evaluation.open_set import SetScores
+from fastamp.evaluation.thresholds import calibrate, split_identities
 from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference" / "demo_features.npz"

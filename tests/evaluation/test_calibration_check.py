@@ -8,8 +8,8 @@ import torch
 from look_alikes import look_alikes
 
 from fastamp.evaluation import Identities, Protocol
-from fastamp.evaluation.calibration import calibrate
 from fastamp.evaluation.calibration_check import check_calibration, images_with_query
+from fastamp.evaluation.thresholds import calibrate
 
 
 @pytest.fixture(scope="module")

@@ -140,6 +140,14 @@ def test_calibration_of_other_features_is_not_used(calibrated, people, caplog, o
     assert cause in caplog.text and "fastamp calibrate" in caplog.text
 
 
+def test_search_in_a_gallery_of_another_metric_makes_no_decisions(calibrated, people, tmp_path, caplog):
+    euclidean = fastamp.Predictor(calibrated, device="cpu", opts=["TEST.METRIC", "euclidean"])
+    extraction, _ = extract(euclidean, people, tmp_path / "gallery.npz", splits=["gallery"])
+    with caplog.at_level(logging.WARNING, logger="fastamp"):
+        found = fastamp.Predictor(calibrated, device="cpu").search(images_of(people, 5)[0], extraction.path)
+    assert found.known is None and found.metric == "euclidean" and "extract the gallery again" in caplog.text
+
+
 def test_euclidean_calibration_decides_by_distance(run_folder, people):
     predictor = fastamp.Predictor(run_folder, device="cpu", opts=["TEST.METRIC", "euclidean"])
     found = calibrate_model(predictor, people, **RATES)
@@ -195,7 +203,7 @@ def test_evaluation_measures_the_rates_of_the_other_identities(calibrated, calib
     assert "Open-set decisions" not in (tmp_path / "report.html").read_text()
 
 
-def test_calibrate_command_writes_a_copy_and_overwrites_nothing(run_folder, people, tmp_path, capsys):
+def test_calibrate_command_writes_a_copy_and_overwrites_nothing(run_folder, people, tmp_path, capsys, caplog):
     checkpoint = tmp_path / "model_best.pth"
     checkpoint.write_bytes((run_folder / "model_best.pth").read_bytes())
     argv = (checkpoint, "--data", people, "--device", "cpu", *FLAGS)
@@ -208,8 +216,10 @@ def test_calibrate_command_writes_a_copy_and_overwrites_nothing(run_folder, peop
     for more in ((), ("--output", checkpoint), ("--output", tmp_path / "a.onnx"), ("--output", "a.pth", "--in-place")):
         with pytest.raises(ConfigError):
             run_command(calibrate_command, *argv, *more)
-    assert run_command(calibrate_command, *argv, "--in-place", "--seed", "1") == 0
-    assert fastamp.Predictor(checkpoint, device="cpu").calibration.seed == 1
+    for seed in ("1", "2"):
+        assert run_command(calibrate_command, *argv, "--in-place", "--seed", seed) == 0
+        assert fastamp.Predictor(checkpoint, device="cpu").calibration.seed == int(seed)
+    assert caplog.text.count("calibration replaces") == 1
     with pytest.raises(ConfigError, match="--data"):
         run_command(calibrate_command, checkpoint, "--data", "Demoo", "--device", "cpu", "--output", tmp_path / "b.pth")
 
@@ -228,6 +238,8 @@ def test_identities_of_the_training_set_are_rejected(run_folder, people, tmp_pat
         calibrate_model(predictor, people, far=0.001)
     with pytest.raises(ConfigError, match="far"):
         calibrate_model(predictor, people, far=1.0)
+    with pytest.raises(TypeError, match="fars"):
+        calibrate_model(predictor, people, fars=0.1)
 
 
 @pytest.mark.parametrize(

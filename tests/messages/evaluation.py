@@ -15,12 +15,13 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, compute_metrics, identification
 from fastamp.evaluation.baselines import color_histogram
-from fastamp.evaluation.calibration import Calibration, calibrate, read_calibration
+from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.calibration_check import check_calibration
 from fastamp.evaluation.metrics import rank_distances
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.evaluation.roc import write_roc
+from fastamp.evaluation.thresholds import calibrate
 from fastamp.report import read_history
 from fastamp.report.figures import new_figure
 from fastamp.report.similarity_map import similarity_map

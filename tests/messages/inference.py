@@ -350,6 +350,10 @@ def calibrations(record, checkpoint):
     found = fastamp.Predictor(calibrated, device="cpu")
     extract(found, people, folder / "people.npz")
     record.fastamp("search", calibrated, images[0], "--gallery", folder / "people.npz", "--device", "cpu")
+    record.fastamp("calibrate", *common, *rates, "--in-place")
+    record.fastamp("calibrate", *common, *rates, "--in-place")
+    extract(fastamp.Predictor(model, device="cpu", opts=["TEST.METRIC", "euclidean"]), people, folder / "other.npz")
+    record.fastamp("search", calibrated, images[0], "--gallery", folder / "other.npz", "--device", "cpu")
     content = torch.load(calibrated, weights_only=True)
     for name, changed in {
         "config": {each: content[each] for each in content if each != "config"},

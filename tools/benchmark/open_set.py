@@ -15,8 +15,8 @@ from scipy import stats
 from tabulate import tabulate
 
 from fastamp.evaluation import Identities
-from fastamp.evaluation.calibration import calibrate
 from fastamp.evaluation.error_rates import ErrorRate, difference_interval
+from fastamp.evaluation.thresholds import calibrate
 from fastamp.inference.features_file import read_extraction
 
 RATES = ("far", "frr", "fpir")
