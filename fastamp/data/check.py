@@ -370,16 +370,16 @@ def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], 
     Returns:
         For each query ``_NO_IMAGE``, ``_SAME_CAMERA``, or "" if it has a match.
     """
-    draws_queries = protocol is not None and protocol.random_query_gallery_split
-    items = [*queries, *gallery] if draws_queries else gallery
+    includes_queries = protocol is not None and protocol.queries_in_gallery
+    items = [*queries, *gallery] if includes_queries else gallery
     images = Counter(item.pid for item in items)
-    if draws_queries:
+    if protocol is not None and protocol.random_query_gallery_split:
         # An identity with one image is always in the gallery, and never a query.
         return [_NO_IMAGE if max(images.values(), default=0) == 1 else ""] * len(queries)
     of_camera = Counter((item.pid, item.camid) for item in items)
     return [
         _NO_IMAGE
-        if not images[item.pid]
+        if images[item.pid] <= includes_queries
         else _SAME_CAMERA
         if _excludes_same_camera(protocol) and of_camera[item.pid, item.camid] == images[item.pid]
         else ""

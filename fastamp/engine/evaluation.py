@@ -81,7 +81,7 @@ def evaluate_sets(
             found.sets.append(each)
             if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and each.images:
                 path = folder / "queries.csv"
-                queries = each.images if evaluator.protocol.random_query_gallery_split else each.query
+                queries = each.images if evaluator.protocol.all_images else each.query
                 write_queries(path, evaluator.ranking, queries, each.source)
                 logger.info("wrote %s", path)
         if getattr(evaluator, "pairs", None) is not None:

@@ -1,26 +1,37 @@
 """Evaluation of re-identification features: CMC, mAP, mINP and verification metrics.
 
 Data flow: ``evaluator`` collects the features, ``metrics`` computes distances in blocks, ``protocol`` defines which
-gallery images are ranked for each query, and ``rank`` computes AP, INP and CMC.
+gallery images are ranked for each query, ``identities`` applies this definition, and ``rank`` computes AP, INP and
+CMC.
 """
 
-from fastamp.evaluation import animals, single_shot  # noqa: F401  register their rules
+from fastamp.evaluation import (  # noqa: F401  register their protocols
+    animals,
+    cloth_changing,
+    cross_modality,
+    mars,
+    product_retrieval,
+    single_shot,
+)
 from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
-from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
 from fastamp.utils.moved import moved_names
 
 __all__ = [
+    "PROTOCOL_REGISTRY",
     "DatasetEvaluator",
     "EvaluationResult",
     "Identities",
     "Protocol",
     "RankList",
     "RankingResult",
+    "RankingRule",
     "ReidEvaluator",
     "ReportOptions",
     "RetrievalExamples",

@@ -20,9 +20,10 @@ from fastamp.compat.evaluator import FastReIDAttributes
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
+from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
@@ -296,11 +297,12 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         self.ranking = result.ranking
         self._write(result)
         self.pairs = sample_pairs(
-            *((features, features) if protocol.random_query_gallery_split else (features[:n], features[n:])),
-            identities.all_images() if protocol.random_query_gallery_split else identities,
+            features if protocol.all_images else features[:n],
+            features if protocol.queries_in_gallery else features[n:],
+            protocol.arrange(identities),
             metric=protocol.metric,
             junk=protocol.junk,
-            same_images=protocol.random_query_gallery_split,
+            same_images=protocol.all_images,
             seed=protocol.seed,
         )
         if self._calibration is not None:

@@ -10,7 +10,8 @@ import torch
 
 from fastamp.amp import force_fp32
 from fastamp.evaluation.collapse import count_indistinct
-from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Protocol, Ranker, accept_rate_name
+from fastamp.evaluation.identities import SAME_CAMERA, Identities
+from fastamp.evaluation.protocol import Protocol, Ranker, accept_rate_name, recall_name
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
@@ -69,11 +70,12 @@ class EvaluationResult:
         shows every float (``results_table``); ``fastamp.report.sections._tiles`` selects the metrics of a report.
 
         Returns:
-            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1) and,
-            with verification, ``TAR@FAR=f``. As int: ``num_query``, ``num_gallery``, ``num_query_without_match`` and,
-            if it is not 0, ``num_indistinct``. ``intervals``: ``mAP`` and ``Rank-1`` -> [low, high] of the 95 %
-            bootstrap confidence interval. With ``TEST.GROUP_BY``, ``groups``: see ``group_metrics``, and
-            ``mean_over_groups``: metric -> mean over the groups that have a query with a match.
+            In percent, as float: ``Rank-r`` for each rank, ``mAP``, ``mINP``, ``metric`` (mean of mAP and Rank-1), with
+            ``RankingRule.recall`` also ``Recall@r``, and, with verification, ``TAR@FAR=f``. As int: ``num_query``,
+            ``num_gallery``, ``num_query_without_match`` and, if it is not 0, ``num_indistinct``. ``intervals``: ``mAP``
+            and ``Rank-1`` -> [low, high] of the 95 % bootstrap confidence interval. With ``TEST.GROUP_BY``, ``groups``:
+            see ``group_metrics``, and ``mean_over_groups``: metric -> mean over the groups that have a query with a
+            match.
         """
         ranking = self.ranking
         metrics: dict[str, Any] = self._rates(ranking)
@@ -82,9 +84,8 @@ class EvaluationResult:
                 metrics[accept_rate_name(rate)] = 100 * self.roc.tar_at(rate)
         metrics |= _query_counts(ranking, metrics)
         metrics["num_gallery"] = self.num_gallery
-        if (
-            self.protocol.random_query_gallery_split and ranking.extra is None
-        ):  # counts of one trial, in which each query has a match
+        rule = self.protocol.ranking_rule
+        if (rule.random_query_gallery_split or rule.random_queries) and ranking.extra is None:  # counts of one trial
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.num_indistinct:
@@ -123,12 +124,15 @@ class EvaluationResult:
     def _rates(self, ranking: RankingResult) -> dict[str, Any]:
         """Compute the metrics over queries of this result, in percent; without CMC and mAP if none has a match."""
         rates: dict[str, Any] = {}
+        rule = self.protocol.ranking_rule
         if ranking.num_valid:
             rates = {f"Rank-{rank}": 100 * ranking.cmc(rank) for rank in self.protocol.ranks}
             rates |= {"mAP": 100 * ranking.mean_ap, "mINP": 100 * ranking.mean_inp}
             rates["metric"] = (rates["mAP"] + rates["Rank-1"]) / 2
-        if self.protocol.ranking_rule.further_metrics is not None:
-            rates |= self.protocol.ranking_rule.further_metrics(ranking, self.ranking)
+            if rule.recall:
+                rates |= {recall_name(rank): rates[f"Rank-{rank}"] for rank in self.protocol.ranks}
+        if rule.further_metrics is not None:
+            rates |= rule.further_metrics(ranking, self.ranking)
         return rates
 
     def intervals(self) -> dict[str, list[float]]:
@@ -198,13 +202,20 @@ def compute_metrics(
     """
     protocol = protocol or Protocol()
     protocol.check_columns(identities.columns)
-    check_features(query_features, gallery_features, identities, protocol.dtype(torch.float64))
+    check_features(
+        query_features,
+        gallery_features,
+        identities,
+        protocol.dtype(torch.float64),
+        needs_gallery=not protocol.all_images,
+    )
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
     num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
 
-    if protocol.random_query_gallery_split:
-        identities = identities.all_images()
-        query_features = gallery_features = torch.cat((query_features, gallery_features))
+    if protocol.queries_in_gallery:
+        gallery_features = torch.cat((query_features, gallery_features))
+        query_features = gallery_features if protocol.all_images else query_features
+        identities = protocol.arrange(identities)
     search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
     if protocol.expansion:
         query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
@@ -322,6 +333,8 @@ def check_features(
     gallery_features: torch.Tensor,
     identities: Identities,
     dtype: torch.dtype = torch.float64,
+    *,
+    needs_gallery: bool = True,
 ) -> None:
     """Validate query and gallery features before ranking.
 
@@ -331,6 +344,7 @@ def check_features(
         identities: identities and cameras of the Q query and G gallery images.
         dtype: dtype of distances between float64 features. Distances between features of other dtypes are float32.
             Default: float64.
+        needs_gallery: if False, there may be no gallery images. Default: True.
 
     Raises:
         DataError: if a set is empty, shapes do not match, features are not finite, or their squared distances overflow.
@@ -339,7 +353,7 @@ def check_features(
         ("query", query_features, identities.query_pids, identities.query_camids),
         ("gallery", gallery_features, identities.gallery_pids, identities.gallery_camids),
     ):
-        if len(features) == 0:
+        if len(features) == 0 and (name == "query" or needs_gallery):
             raise DataError(
                 f"the {name} set is empty: at least one image is required.\n"
                 f"  fix: choose a test set or file that contains {name} images"
@@ -349,7 +363,8 @@ def check_features(
                 f"shape mismatch in the {name} set: expected features (N, D), with one identity and camera for each "
                 f"image; got features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras"
             )
-        _check_finite(name, features, dtype)
+        if len(features):
+            _check_finite(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(
             f"shape mismatch: query features have {query_features.shape[1]} dimensions, but gallery features "
@@ -404,7 +419,7 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
 
 
 def _explain_no_match(count: int, protocol: Protocol) -> str:
-    if protocol.random_query_gallery_split:
+    if protocol.all_images:
         return (
             f"none of the {count} images has a match: each identity has only one image.\n"
             "  fix: check the identities of the test set"

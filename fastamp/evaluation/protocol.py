@@ -1,19 +1,30 @@
 """Evaluation protocols: rules that select the gallery images for each query, and other evaluation settings.
 
-``RULES`` maps each value of ``TEST.PROTOCOL`` to its rule. The rule's ``Junk`` defines which gallery images are
-excluded for a query; ``Matches`` applies this definition to ranking, verification, sampled pairs and reports.
-Under every rule, trapezoidal AP and sampled pairs also exclude gallery images of identity -1
-(``Matches.unmatched``). Rules with a randomly drawn gallery are in ``single_shot``.
+``PROTOCOL_REGISTRY`` maps each value of ``TEST.PROTOCOL`` to its rule. The rule's ``Junk`` defines which gallery images
+are excluded for a query (``identities``). Under every rule, trapezoidal AP and sampled pairs also exclude gallery
+images of identity -1 (``Matches.unmatched``). The protocols of a field are in their own modules: ``single_shot``,
+``cross_modality``, ``cloth_changing``, ``tracklets`` and ``product_retrieval``.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from fastamp.config.key import Key
+from fastamp.evaluation.identities import (
+    CAMERA,
+    JUNK_PID,
+    SAME_CAMERA,
+    Identities,
+    Junk,
+    Matches,
+    Pairs,
+    junk_from_cross_camera,
+    same_camera,
+)
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matches
@@ -21,38 +32,37 @@ from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
+from fastamp.utils.registry import Registry
+
+__all__ = [
+    "CAMERA",
+    "JUNK_PID",
+    "KEYS",
+    "PROTOCOL_REGISTRY",
+    "RULES",
+    "SAME_CAMERA",
+    "Identities",
+    "Junk",
+    "Matches",
+    "Pairs",
+    "Protocol",
+    "Ranker",
+    "RankingRule",
+    "accept_rate_name",
+    "build_ranker",
+    "junk_from_cross_camera",
+    "recall_name",
+    "same_camera",
+]
 
 KEYS = (
     Key(
         "TEST.PROTOCOL",
         "market1501",
-        "Rule that selects the gallery images for each query: market1501 excludes images of the query's identity and "
-        "camera; no_camera excludes no images; cuhk03 excludes the same images as market1501, but computes CMC over "
-        "one random gallery image per identity; vehicleid draws one gallery image per identity from all images and "
-        "uses the remaining images as queries; animals_closed, animals_open and animals_disjoint predict the identity "
-        "of each query from the nearest image of its species.",
-        choices=(
-            "market1501",
-            "no_camera",
-            "cuhk03",
-            "vehicleid",
-            "animals_closed",
-            "animals_open",
-            "animals_disjoint",
-            "animals_disjoint_miewid",
-        ),
+        "Name of a registered protocol: which gallery images count for each query, and how. market1501 excludes "
+        "images of the query's identity and camera; no_camera excludes no images; the guide to evaluation lists all.",
     ),
 )
-
-CAMERA = "camera"
-"""Name of the camera as a column, e.g. for ``TEST.GROUP_BY``."""
-
-Rows = torch.Tensor | np.ndarray | slice
-
-# Identity that the original Market-1501 evaluation code excludes from the gallery.
-JUNK_PID = -1
-# Maximum number of pairs in memory, about 60 bytes each.
-_MAX_PAIRS = 2**19
 
 __getattr__ = moved_names(
     __name__,
@@ -61,193 +71,6 @@ __getattr__ = moved_names(
         "check_sets": "fastamp.evaluation.metrics.check_features",
     },
 )
-
-
-@dataclass(frozen=True)
-class Identities:
-    """Identities, cameras and further columns of Q query and G gallery images.
-
-    Attributes:
-        query_pids, query_camids: (Q,) int64.
-        gallery_pids, gallery_camids: (G,) int64.
-        columns: column name -> (query values (Q,), gallery values (G,)), of any dtype. Default: no columns.
-        column_names: column name -> text of each number in a text column. Default: no texts.
-    """
-
-    query_pids: torch.Tensor
-    gallery_pids: torch.Tensor
-    query_camids: torch.Tensor
-    gallery_camids: torch.Tensor
-    columns: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    column_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-    def all_images(self) -> "Identities":
-        """Return the identities and columns of a test in which all images are both queries and gallery."""
-        pids = torch.cat((self.query_pids, self.gallery_pids))
-        camids = torch.cat((self.query_camids, self.gallery_camids))
-        columns = {name: (torch.cat(both),) * 2 for name, both in self.columns.items()}
-        return Identities(pids, pids, camids, camids, columns, self.column_names)
-
-    def select(self, queries: Rows, gallery: Rows) -> "Identities":
-        """Return the identities and columns of some query and gallery images.
-
-        Args:
-            queries, gallery: indices, a mask or a slice.
-
-        Returns:
-            The selected rows, on the CPU.
-        """
-        return Identities(
-            self.query_pids.cpu()[queries],
-            self.gallery_pids.cpu()[gallery],
-            self.query_camids.cpu()[queries],
-            self.gallery_camids.cpu()[gallery],
-            {name: (query.cpu()[queries], other.cpu()[gallery]) for name, (query, other) in self.columns.items()},
-            self.column_names,
-        )
-
-    def query_texts(self, column: str) -> np.ndarray:
-        """Return the values of a column, or of ``"camera"``, as text for each query: (Q,) str; "missing" if unknown."""
-        values = (self.query_camids if column == CAMERA else self.columns[column][0]).cpu()
-        names = self.column_names.get(column, ())
-        distinct, numbers = values.unique(return_inverse=True)
-        texts = np.array([_value_text(value, names) for value in distinct.tolist()], dtype=str)
-        chosen: np.ndarray = texts[numbers.numpy()]
-        return chosen
-
-
-def _value_text(value: float, names: Sequence[str]) -> str:
-    """Return the text of a column's value: its name in a text column; "missing" for NaN, and -1 in a text column."""
-    if value != value or (names and not 0 <= value < len(names)):
-        return "missing"
-    return names[int(value)] if names else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Matches and junk of B consecutive queries, as int64 indices into their (B, G) distances, sorted by row."""
-
-    rows: np.ndarray
-    columns: np.ndarray
-    junk_rows: np.ndarray
-    junk_columns: np.ndarray
-
-
-class GalleryGroups:
-    """Gallery images grouped by identity.
-
-    Attributes:
-        order: (G,) int64, gallery indices in a stable sort by identity.
-        pids: (P,) int64, identities in the gallery, ascending.
-        starts: (P,) int64, offset of each identity in ``order``.
-        counts: (P,) int64, number of images of each identity.
-    """
-
-    def __init__(self, gallery_pids: np.ndarray) -> None:
-        self.order = np.argsort(gallery_pids, kind="stable")
-        self.pids, self.starts, self.counts = np.unique(gallery_pids[self.order], return_index=True, return_counts=True)
-
-    def find(self, pids: np.ndarray) -> np.ndarray:
-        """Return the indices in ``self.pids`` of B identities, (B,) int64; -1 for identities not in the gallery."""
-        positions = np.searchsorted(self.pids, pids).clip(max=len(self.pids) - 1)
-        return np.where(self.pids[positions] == pids, positions, -1)
-
-
-@dataclass(frozen=True)
-class Junk:
-    """Rule that defines the junk of a query: gallery images that count neither as matches nor as negatives.
-
-    Attributes:
-        test: function (``Matches``, query indices, gallery indices) -> bool array, True for junk. The index arrays are
-            int64 and broadcast against each other.
-        same_identity_only: if True (default), only images of the query's identity are tested and can be junk.
-        uses_cameras: False if the test needs no camera labels. Default: True.
-    """
-
-    test: Callable[["Matches", np.ndarray, np.ndarray], np.ndarray]
-    same_identity_only: bool = True
-    uses_cameras: bool = True
-
-
-def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
-    """Convert the deprecated argument ``cross_camera`` to ``junk``."""
-    return SAME_CAMERA if cross_camera else None
-
-
-class Matches:
-    """Matches and junk of each query.
-
-    A gallery image of the query's identity is a match unless it is junk.
-
-    Args:
-        identities: identities and cameras of Q queries and G gallery images.
-        junk: junk rule; None for no junk.
-        unmatched_pid: identity whose images never match, e.g. ``JUNK_PID``. Default: None.
-
-    Attributes:
-        query_pids, query_camids: (Q,) int64.
-        gallery_pids, gallery_camids: (G,) int64.
-        query_columns: column name -> (Q,) values; see ``Identities.columns``.
-        gallery_columns: column name -> (G,) values.
-        unmatched: (U,) int64, gallery indices of the images with ``unmatched_pid``.
-    """
-
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
-    def __init__(self, identities: Identities, *, junk: Junk | None, unmatched_pid: int | None = None) -> None:
-        self.query_pids, self.gallery_pids = identities.query_pids.cpu().numpy(), identities.gallery_pids.cpu().numpy()
-        self.query_camids = identities.query_camids.cpu().numpy()
-        self.gallery_camids = identities.gallery_camids.cpu().numpy()
-        self.query_columns = {name: both[0].cpu().numpy() for name, both in identities.columns.items()}
-        self.gallery_columns = {name: both[1].cpu().numpy() for name, both in identities.columns.items()}
-        self.junk, self.unmatched_pid = junk, unmatched_pid
-        self.groups = GalleryGroups(self.gallery_pids)
-        self.unmatched = np.flatnonzero(self.gallery_pids == unmatched_pid)
-
-    def spans(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Split the queries ``start:stop`` into non-empty ranges, each with a bounded number of pairs."""
-        group = self.groups.find(self.query_pids[start:stop])
-        pairs = np.where(group >= 0, self.groups.counts[group], 0)
-        if self._tests_all_images:
-            pairs = np.full_like(pairs, len(self.gallery_pids))
-        pairs = np.cumsum(pairs)
-        first = 0
-        while first < len(group):
-            done = pairs[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(pairs, done + _MAX_PAIRS, side="right")))
-            yield start + first, start + last
-            first = last
-
-    def pairs(self, start: int, stop: int) -> Pairs:
-        """Return the matches and junk of the queries ``start:stop``."""
-        pids = self.query_pids[start:stop]
-        group = np.where(pids == self.unmatched_pid, -1, self.groups.find(pids))
-        counts = np.where(group >= 0, self.groups.counts[group], 0)
-        rows = np.repeat(np.arange(len(group)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        columns = self.groups.order[self.groups.starts[group[rows]] + within]
-        if self.junk is None:
-            return Pairs(rows, columns, rows[:0], columns[:0])
-        junk = self.junk.test(self, start + rows, columns)
-        junk_rows, junk_columns = rows[junk], columns[junk]
-        if self._tests_all_images:
-            shape = len(group), len(self.gallery_pids)
-            queries, gallery = np.arange(start, start + shape[0])[:, None], np.arange(shape[1])
-            junk_rows, junk_columns = np.broadcast_to(self.junk.test(self, queries, gallery), shape).nonzero()
-        return Pairs(rows[~junk], columns[~junk], junk_rows, junk_columns)
-
-    @property
-    def _tests_all_images(self) -> bool:
-        return self.junk is not None and not self.junk.same_identity_only
-
-
-def same_camera(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
-    """Return True for each pair of a query and a gallery image from the same camera; see ``Junk.test``."""
-    same: np.ndarray = matches.query_camids[queries] == matches.gallery_camids[gallery]
-    return same
-
-
-SAME_CAMERA = Junk(same_camera)
-"""Images of the query's identity and camera (Zheng et al. 2015, "Scalable person re-identification: a benchmark")."""
 
 
 class Ranker:
@@ -259,6 +82,7 @@ class Ranker:
         trapezoid: if True, compute AP as in the original Market-1501 evaluation code: the area under the
             precision-recall curve by the trapezoidal rule, without gallery images of identity -1. Default: False, the
             mean precision at the matches.
+        excluded: see ``Matches``. Default: none.
 
     Attributes:
         num_trials: number of random galleries, R.
@@ -270,9 +94,16 @@ class Ranker:
     draws = renamed_attribute("draws", "num_trials")
 
     @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
-    def __init__(self, identities: Identities, *, junk: Junk | None = SAME_CAMERA, trapezoid: bool = False) -> None:
+    def __init__(
+        self,
+        identities: Identities,
+        *,
+        junk: Junk | None = SAME_CAMERA,
+        trapezoid: bool = False,
+        excluded: np.ndarray | None = None,
+    ) -> None:
         unmatched = JUNK_PID if trapezoid else None
-        self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched)
+        self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched, excluded=excluded)
         self.trapezoid = trapezoid
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
@@ -284,15 +115,20 @@ class Ranker:
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Return ``(AP, INP, rank of the first match)`` for queries ``start:start + B``: (B,), (B,) and (B, R)."""
+        pairs = self.exclude_junk(start, distances)
+        ranks = ranks_of_matches(distances, pairs.rows, pairs.columns)
+        ap, inp, first_match = query_scores(ranks, pairs.rows, len(distances), trapezoid=self.trapezoid)
+        return ap, inp, first_match[:, None]
+
+    def exclude_junk(self, start: int, distances: torch.Tensor) -> Pairs:
+        """Set the distances of junk to NaN for queries ``start:start + B``, and return the matches and junk."""
         pairs = self.matches.pairs(start, start + len(distances))
         # Comparisons with NaN are False, so NaN excludes an image from all counts.
         junk = (torch.from_numpy(side).to(distances.device) for side in (pairs.junk_rows, pairs.junk_columns))
         distances[tuple(junk)] = torch.nan
         if len(self.matches.unmatched):
             distances[:, torch.from_numpy(self.matches.unmatched).to(distances.device)] = torch.nan
-        ranks = ranks_of_matches(distances, pairs.rows, pairs.columns)
-        ap, inp, first_match = query_scores(ranks, pairs.rows, len(distances), trapezoid=self.trapezoid)
-        return ap, inp, first_match[:, None]
+        return pairs
 
     @property
     def num_gallery(self) -> int:
@@ -315,7 +151,7 @@ def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
 @renamed_arguments(cross_camera=("junk", junk_from_cross_camera), draws_queries="random_query_gallery_split")
 @dataclass(frozen=True, kw_only=True)
 class RankingRule:
-    """Rule that selects queries and gallery images.
+    """Rule that selects queries and gallery images, and counts ranks.
 
     Attributes:
         text: description for the log: a format string whose argument 0 is the protocol, e.g. ``{0.num_trials}``.
@@ -324,6 +160,12 @@ class RankingRule:
         random_query_gallery_split: if True, queries and gallery are drawn at random from all images, so distances
             between all images are required. Default: False.
         columns: names of the columns that the rule needs in ``Identities.columns``. Default: none.
+        random_gallery: if True, the ranker draws gallery images at random. Default: False.
+        random_queries: if True, the ranker draws queries at random. Default: False.
+        all_images: if True, each image, query or gallery, is a query against all images. Default: False.
+        queries_in_gallery: if True, the gallery also contains the query images. Default: False.
+        trapezoid: if True, the rule always uses trapezoidal AP, see ``Ranker``. Default: False.
+        recall: if True, the CMC at rank k is also reported as ``Recall@k``. Default: False.
         open_set: if True, queries without a match are expected, and the rule predicts which they are. Default: False.
         configure: function config -> rule, for a rule with config keys of its own. Default: None, the rule itself.
         further_metrics: function (results of some queries, results of all queries) -> metrics in percent, computed from
@@ -338,6 +180,12 @@ class RankingRule:
     build: Callable[[Identities, "Protocol"], Ranker] = build_ranker
     random_query_gallery_split: bool = False
     columns: tuple[str, ...] = ()
+    random_gallery: bool = False
+    random_queries: bool = False
+    all_images: bool = False
+    queries_in_gallery: bool = False
+    trapezoid: bool = False
+    recall: bool = False
     open_set: bool = False
     configure: Callable[[Any], "RankingRule"] | None = None
     further_metrics: Callable[[RankingResult, RankingResult], dict[str, Any]] | None = None
@@ -346,21 +194,26 @@ class RankingRule:
     draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
 
-RULES: dict[str, RankingRule] = {
-    "market1501": RankingRule(
-        text="Market-1501 (images of the query's identity and camera are junk)", junk=SAME_CAMERA
-    ),
-    "no_camera": RankingRule(text="no cameras (no junk)", junk=None),
-}
-"""Rule for each value of ``TEST.PROTOCOL``; ``single_shot`` adds the rules with a random gallery.
+RULES: dict[str, RankingRule] = {}
+"""Rule for each value of ``TEST.PROTOCOL``, as a dict: the components of ``PROTOCOL_REGISTRY``."""
 
-``choices`` in ``KEYS`` repeats the names, because the config is read without importing this module.
-"""
+PROTOCOL_REGISTRY = Registry("TEST.PROTOCOL", RULES)
+"""Registry of ``RankingRule`` objects: ``PROTOCOL_REGISTRY.register("name")(RankingRule(...))``."""
+
+PROTOCOL_REGISTRY.register("market1501")(
+    RankingRule(text="Market-1501 (images of the query's identity and camera are junk)", junk=SAME_CAMERA)
+)
+PROTOCOL_REGISTRY.register("no_camera")(RankingRule(text="no cameras (no junk)", junk=None))
 
 
 def accept_rate_name(rate: float) -> str:
     """Return the metric name of the true accept rate at the false accept rate ``rate``, e.g. ``TAR@FAR=0.001``."""
     return f"TAR@FAR={rate:.10g}"
+
+
+def recall_name(rank: int) -> str:
+    """Return the metric name of the recall at k, e.g. ``Recall@10``."""
+    return f"Recall@{rank}"
 
 
 @renamed_arguments(repeats="num_trials")
@@ -370,8 +223,7 @@ class Protocol:
 
     Attributes:
         metric: ``"cosine"`` (default) or ``"euclidean"``.
-        rule: key of ``RULES``: ``"market1501"`` (default), ``"no_camera"``, ``"cuhk03"``, ``"vehicleid"``, or a custom
-            one.
+        rule: name in ``PROTOCOL_REGISTRY``. Default: ``"market1501"``.
         trapezoid: if True, compute trapezoidal AP, see ``Ranker``. Default: False.
         num_trials: number of random galleries, for rules that draw them. Default: 10.
         seed: seed of the random galleries and of the bootstrap. Default: 0.
@@ -411,20 +263,28 @@ class Protocol:
 
     def __post_init__(self) -> None:
         check_metric(self.metric)
-        check_choice("TEST.PROTOCOL", self.rule, tuple(RULES))
+        PROTOCOL_REGISTRY.get(self.rule)
+        rule = self.ranking_rule
         check_choice("TEST.KNN_BACKEND", self.backend, BACKENDS)
-        if not self.ranking_rule.random_query_gallery_split:
-            return
         parts = {"RERANK": self.re_ranking, "AQE": self.expansion, "ROC": self.false_accept_rates}
         for name, part in parts.items():
-            if part is not None:
+            if part is None:
+                continue
+            if self.draws_images:
                 raise ConfigError(
                     f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} "
-                    f"{'uses all images as queries' if self.ranking_rule.further_metrics else 'draws random galleries'}"
-                    ".\n"
+                    f"{'uses all images as queries' if rule.further_metrics else 'draws random galleries'}.\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
-        if self.trapezoid:
+            if self.all_images and name != "ROC":
+                raise ConfigError(
+                    f"TEST.{name}.ENABLED=True requires separate queries and gallery images, but under TEST.PROTOCOL="
+                    f"{self.rule} each image is a query against all others.\n"
+                    f"  fix: set TEST.{name}.ENABLED False, or use another TEST.PROTOCOL"
+                )
+        if rule.trapezoid:
+            object.__setattr__(self, "trapezoid", True)
+        if self.trapezoid and rule.random_query_gallery_split:
             raise ConfigError(
                 f"TEST.AP_METHOD=trapezoid is not supported with TEST.PROTOCOL={self.rule}, because each query has "
                 "only one match.\n  fix: set TEST.AP_METHOD to standard"
@@ -438,8 +298,7 @@ class Protocol:
             ConfigError: if a value is invalid, or settings are incompatible.
         """
         test = cfg.TEST
-        check_choice("TEST.PROTOCOL", test.PROTOCOL, tuple(RULES))
-        configure = RULES[test.PROTOCOL].configure
+        configure = PROTOCOL_REGISTRY.get(test.PROTOCOL).configure
         return cls(
             metric=test.METRIC,
             rule=test.PROTOCOL,
@@ -477,15 +336,16 @@ class Protocol:
         The names are known before an evaluation, so that the config can select the metric for the best model.
         """
         names = [*(f"Rank-{rank}" for rank in self.ranks), "mAP", "mINP", "metric"]
+        if self.ranking_rule.recall:
+            names += [recall_name(rank) for rank in self.ranks]
         names += self.ranking_rule.further_names
         return names + [accept_rate_name(rate) for rate in self.false_accept_rates or ()]
 
     @property
     def ranking_rule(self) -> RankingRule:
         """Rule that selects queries and gallery images."""
-        if self.configured_rule is not None:
-            return self.configured_rule
-        return RULES[self.rule]
+        rule: RankingRule = self.configured_rule or PROTOCOL_REGISTRY.get(self.rule)
+        return rule
 
     @property
     def is_open_set(self) -> bool:
@@ -530,6 +390,28 @@ class Protocol:
     def random_query_gallery_split(self) -> bool:
         """True if queries and gallery are drawn at random from all images."""
         return self.ranking_rule.random_query_gallery_split
+
+    @property
+    def draws_images(self) -> bool:
+        """True if queries or gallery images are drawn at random."""
+        rule = self.ranking_rule
+        return rule.random_query_gallery_split or rule.random_gallery or rule.random_queries
+
+    @property
+    def all_images(self) -> bool:
+        """True if queries and gallery are all images of the test set."""
+        return self.ranking_rule.all_images or self.random_query_gallery_split
+
+    @property
+    def queries_in_gallery(self) -> bool:
+        """True if the gallery is all images of the test set, queries first."""
+        return self.ranking_rule.queries_in_gallery or self.all_images
+
+    def arrange(self, identities: Identities) -> Identities:
+        """Return the identities of the queries and the gallery that the rule ranks, given those of the test set."""
+        if self.all_images:
+            return identities.all_images()
+        return identities.with_queries_in_gallery() if self.queries_in_gallery else identities
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:

@@ -144,7 +144,7 @@ class ExampleCounter:
         self._gallery_cameras, omitted_gallery_cameras = _most_frequent(gallery_camids, report_options.cameras)
         self._num_omitted = omitted_query_cameras + omitted_gallery_cameras
         self._columns, self._rankers = [], []
-        if protocol.random_query_gallery_split or len({*self._query_cameras, *self._gallery_cameras}) < 2:
+        if protocol.all_images or len({*self._query_cameras, *self._gallery_cameras}) < 2:
             self._gallery_cameras = []
         for camera in self._gallery_cameras:
             columns = (gallery_camids == camera).nonzero().flatten()
@@ -260,7 +260,7 @@ def _rank_list(
     pairs = matches.pairs(query, query + 1)
     excluded = np.zeros(len(distances), dtype=bool)
     excluded[pairs.junk_columns] = True
-    if protocol.random_query_gallery_split:  # the gallery contains the query itself
+    if protocol.all_images:  # the gallery contains the query itself
         excluded[query] = True
     excluded[matches.unmatched] = True
     order = np.argsort(np.where(excluded, np.inf, distances), kind="stable")[: int((~excluded).sum())]

@@ -3,16 +3,8 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import (
-    RULES,
-    SAME_CAMERA,
-    GalleryGroups,
-    Identities,
-    Junk,
-    Ranker,
-    RankingRule,
-    junk_from_cross_camera,
-)
+from fastamp.evaluation.identities import SAME_CAMERA, GalleryGroups, Identities, Junk, junk_from_cross_camera
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Ranker, RankingRule
 from fastamp.utils.moved import moved_names, renamed_arguments
 
 __getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
@@ -105,18 +97,29 @@ class VehicleIDRanker(Ranker):
         return precision, precision, first_match
 
 
-RULES["cuhk03"] = RankingRule(
-    text="CUHK03 single gallery shot (same camera is junk; CMC over {0.num_trials} trials, seed {0.seed})",
-    junk=SAME_CAMERA,
-    build=lambda identities, protocol: SingleGalleryShotRanker(
-        identities, num_trials=protocol.num_trials, seed=protocol.seed, junk=protocol.junk, trapezoid=protocol.trapezoid
-    ),
+PROTOCOL_REGISTRY.register("cuhk03")(
+    RankingRule(
+        text="CUHK03 single gallery shot (same camera is junk; CMC over {0.num_trials} trials, seed {0.seed})",
+        junk=SAME_CAMERA,
+        build=lambda identities, protocol: SingleGalleryShotRanker(
+            identities,
+            num_trials=protocol.num_trials,
+            seed=protocol.seed,
+            junk=protocol.junk,
+            trapezoid=protocol.trapezoid,
+        ),
+    )
 )
-RULES["vehicleid"] = RankingRule(
-    text="VehicleID (one gallery image per identity; queries: all other images; {0.num_trials} trials, seed {0.seed})",
-    junk=None,
-    build=lambda identities, protocol: VehicleIDRanker(identities, num_trials=protocol.num_trials, seed=protocol.seed),
-    random_query_gallery_split=True,
+PROTOCOL_REGISTRY.register("vehicleid")(
+    RankingRule(
+        text="VehicleID (one gallery image per identity; queries: all other images; {0.num_trials} trials, seed "
+        "{0.seed})",
+        junk=None,
+        build=lambda identities, protocol: VehicleIDRanker(
+            identities, num_trials=protocol.num_trials, seed=protocol.seed
+        ),
+        random_query_gallery_split=True,
+    )
 )
 
 

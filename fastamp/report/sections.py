@@ -144,9 +144,11 @@ def _rank_lists(
 
 def images_of(each: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
     """Return the images that the queries and the gallery indices of the rank lists of a test set refer to."""
-    if each.result is not None and each.result.protocol.random_query_gallery_split:
-        return each.images, each.images
-    return each.query, each.gallery
+    protocol = each.result.protocol if each.result is not None else None
+    return (
+        each.images if protocol is not None and protocol.all_images else each.query,
+        each.images if protocol is not None and protocol.queries_in_gallery else each.gallery,
+    )
 
 
 def _rank_list(

@@ -20,6 +20,7 @@ class Registry:
 
     Args:
         kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
+        components: dict that holds the components. Default: a new dict.
 
     A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or, as in
     FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``:
@@ -32,9 +33,9 @@ class Registry:
     Components of installed plugins are found, too (``utils/plugins.py``).
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, components: dict[str, Any] | None = None) -> None:
         self.kind = kind
-        self._components: dict[str, Any] = {}
+        self._components = {} if components is None else components
         _REGISTRIES.append(self)
 
     def register(self, name: str | None = None) -> Callable[[Any], Any]:

@@ -8,9 +8,18 @@ from naive_ranking import naive, protocol, random_distances, random_set, rows_of
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, rank_distances
-from fastamp.evaluation import protocol as module
+from fastamp.evaluation import identities as module
 from fastamp.evaluation.neighbors import BACKENDS
-from fastamp.evaluation.protocol import RULES, SAME_CAMERA, Junk, Matches, Ranker, RankingRule, same_camera
+from fastamp.evaluation.protocol import (
+    PROTOCOL_REGISTRY,
+    RULES,
+    SAME_CAMERA,
+    Junk,
+    Matches,
+    Ranker,
+    RankingRule,
+    same_camera,
+)
 from fastamp.evaluation.query_expansion import TARGETS
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance
@@ -146,14 +155,29 @@ def test_vehicleid_protocol_rejects_reranking_expansion_roc_and_trapezoidal_ap(k
 
 def test_choices_of_evaluation_config_keys_match_the_implementations():
     choices = {
-        "TEST.PROTOCOL": tuple(RULES),
         "TEST.KNN_BACKEND": BACKENDS,
         "TEST.AQE.TARGET": TARGETS,
         "TEST.RERANK.VARIANT": VARIANTS,
         "TEST.METRIC": METRICS,
     }
     for key, expected in choices.items():
-        where = "KEYS in fastamp/evaluation/protocol.py" if key == "TEST.PROTOCOL" else "config/sections/evaluation.py"
+        where = "config/sections/evaluation.py"
         assert set(KEYS[key].choices) == set(expected), f"fix: choices of {key} in {where}: {tuple(expected)}"
-    with pytest.raises(ConfigError, match="TEST.PROTOCOL.*'market'.*'market1501'"):
-        Protocol(rule="market")
+
+
+def test_unknown_protocol_lists_choices_and_the_nearest():
+    with pytest.raises(
+        ConfigError, match=r"TEST.PROTOCOL.*'market'.*'market1501'(.|\n)*choices: .*cuhk03, .*vehicleid"
+    ):
+        protocol("TEST.PROTOCOL", "market")
+
+
+@pytest.mark.parametrize("register", [RULES.__setitem__, lambda name, rule: PROTOCOL_REGISTRY.register(name)(rule)])
+def test_registered_protocol_can_be_named_in_a_config(register):
+    register("mine", RankingRule(text="mine, {0.num_trials} trials", junk=None))
+    try:
+        assert "mine, 10 trials" in protocol("TEST.PROTOCOL", "mine").describe()
+        with pytest.raises(KeyError, match="already registered"):
+            PROTOCOL_REGISTRY.register("mine")(RankingRule(text="other", junk=None))
+    finally:
+        del RULES["mine"]

@@ -14,7 +14,7 @@ KEYS = (
         "Also rank by raw pixels and by color histograms, and print both baselines next to the result.",
     ),
     "TEST.PROTOCOL",
-    Key("TEST.NUM_TRIALS", 10, "Number of random galleries; only for TEST.PROTOCOL cuhk03 and vehicleid.", low=1),
+    Key("TEST.NUM_TRIALS", 10, "Number of trials of the protocols that draw random galleries or queries.", low=1),
     Key(
         "TEST.SEED",
         0,

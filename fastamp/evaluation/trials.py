@@ -1,0 +1,194 @@
+"""Protocols with random galleries or queries: one pass over the distances ranks all trials."""
+
+import random
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fastamp.evaluation.identities import Identities, Junk
+from fastamp.evaluation.protocol import Ranker
+from fastamp.evaluation.rank import query_scores, ranks_of_matches
+
+
+@dataclass(frozen=True)
+class SubGallery:
+    """Gallery images that some queries rank in one trial; both may be empty.
+
+    Attributes:
+        queries: (n,) int64, query indices, ascending.
+        columns: (m,) int64, gallery indices, sorted by identity; ties are broken in this order.
+    """
+
+    queries: np.ndarray
+    columns: np.ndarray
+
+
+class TrialRanker(Ranker):
+    """Ranker of several trials, each of which ranks a part of the gallery for each query.
+
+    The AP and INP of a query are averaged over the trials in which it has a match. The number of these trials is the
+    weight of the query in mAP and mINP.
+
+    Args:
+        identities: identities and columns of Q queries and G gallery images.
+        trials: sub-galleries of each of R trials; a query is in at most one sub-gallery of a trial.
+        junk, trapezoid: see ``Ranker``; the junk applies within a sub-gallery.
+        reported_junk: junk rule of the rank lists of reports, which show the images of the first trial. Default:
+            ``junk``.
+        counts_identities: if True, the CMC counts identities: the rank of the first match is the number of other
+            identities with a nearer image. Default: False, the number of nearer images.
+    """
+
+    def __init__(
+        self,
+        identities: Identities,
+        *,
+        trials: Sequence[Sequence[SubGallery]],
+        junk: Junk | None,
+        trapezoid: bool = False,
+        reported_junk: Junk | None = None,
+        counts_identities: bool = False,
+    ) -> None:
+        shown = np.concatenate([part.columns for part in trials[0]]).astype(np.int64)
+        super().__init__(
+            identities,
+            junk=reported_junk or junk,
+            trapezoid=trapezoid,
+            excluded=np.setdiff1d(np.arange(len(identities.gallery_pids)), shown),
+        )
+        self.num_trials = len(trials)
+        self._num_gallery = len(np.unique(shown))
+        self._trials = [
+            [
+                _PartRanker(identities, part, junk, trapezoid, counts_identities)
+                for part in parts
+                if len(part.queries) and len(part.columns)
+            ]
+            for parts in trials
+        ]
+
+    @property
+    def num_gallery(self) -> int:
+        """Number of gallery images in the first trial."""
+        return self._num_gallery
+
+    def add(self, start: int, distances: torch.Tensor) -> None:
+        """Rank the gallery for queries ``start:start + B`` in each trial, given (B, G) distances."""
+        self._parts[start] = self.rank(start, distances)
+
+    def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
+        """Return ``(AP, INP, rank of the first match)`` for queries ``start:start + B``: (B,), (B,) and (B, R)."""
+        count = len(distances)
+        sums = np.zeros((2, count))
+        first_match = np.full((count, self.num_trials), -1)
+        for trial, parts in enumerate(self._trials):
+            for part in parts:
+                for rows, ap, inp, first in part.rank(start, distances):
+                    sums[0, rows] += ap
+                    sums[1, rows] += inp
+                    first_match[rows, trial] = first
+        ap, inp = sums / (first_match >= 0).sum(1).clip(1)
+        return ap, inp, first_match
+
+
+class _PartRanker:
+    """Ranker of one sub-gallery."""
+
+    def __init__(
+        self, identities: Identities, part: SubGallery, junk: Junk | None, trapezoid: bool, counts_identities: bool
+    ) -> None:
+        is_all = len(part.queries) == len(identities.query_pids)
+        selected = identities.select(slice(None) if is_all else part.queries, part.columns)
+        self._queries, self._columns = part.queries, torch.from_numpy(part.columns)
+        self._ranker = Ranker(selected, junk=junk, trapezoid=trapezoid)
+        self._counts_identities = counts_identities
+
+    def rank(
+        self, start: int, distances: torch.Tensor
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield ``(rows, AP, INP, rank of the first match)``, each (n,), for queries among ``start:start + B``."""
+        low, high = np.searchsorted(self._queries, (start, start + len(distances))).tolist()
+        matches = self._ranker.matches
+        for first, last in matches.spans(low, high):
+            rows = self._queries[first:last] - start
+            is_contiguous = rows[-1] - rows[0] == len(rows) - 1
+            block = distances[rows[0] : rows[-1] + 1] if is_contiguous else distances[torch.from_numpy(rows)]
+            block = block.index_select(1, self._columns.to(block.device))
+            pairs = self._ranker.exclude_junk(first, block)
+            ranks = ranks_of_matches(block, pairs.rows, pairs.columns)
+            ap, inp, first_match = query_scores(ranks, pairs.rows, len(rows), trapezoid=self._ranker.trapezoid)
+            if self._counts_identities:
+                own = matches.groups.find(matches.query_pids[first:last])
+                valid = first_match >= 0
+                first_match[valid] = count_nearer_identities(block, matches.groups.starts, own)[valid]
+            yield rows, ap, inp, first_match
+
+
+def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Count the identities with a gallery image that is nearer than each query's nearest match.
+
+    Args:
+        distances: (B, G) float, with gallery images sorted by identity; NaN entries are excluded.
+        starts: (P,) int64, first column of each identity.
+        own: (B,) int64, index of each query's identity; -1 if it has none.
+
+    Returns:
+        (B,) int64 in 0..P - 1; of equal distances, the first column is nearer. Undefined for queries without a match.
+    """
+    if distances.device.type == "cpu":
+        nearest = np.fmin.reduceat(distances.numpy(), starts, axis=1)
+        own_nearest = np.take_along_axis(nearest, own[:, None].clip(0), axis=1)
+        before = nearest < own_nearest
+        tied = (nearest == own_nearest) & (np.arange(len(starts)) < own[:, None])
+        count: np.ndarray = (before | tied).sum(1)
+        return count
+    lengths = np.diff(np.append(starts, distances.shape[1]))
+    group = torch.from_numpy(np.repeat(np.arange(len(starts)), lengths)).to(distances.device)
+    infinite = torch.full((len(distances), len(starts)), torch.inf, dtype=distances.dtype, device=distances.device)
+    on_device = infinite.scatter_reduce(1, group.expand_as(distances), distances.nan_to_num(nan=torch.inf), "amin")
+    rows = torch.from_numpy(own).to(distances.device)[:, None]
+    own_distance = on_device.gather(1, rows.clamp_min(0))
+    is_earlier = torch.arange(len(starts), device=distances.device) < rows
+    counted: np.ndarray = ((on_device < own_distance) | ((on_device == own_distance) & is_earlier)).sum(1).cpu().numpy()
+    return counted
+
+
+def draw_images(
+    pids: np.ndarray,
+    camids: np.ndarray | None,
+    *,
+    shots: int,
+    generator: random.Random,
+    cameras: Collection[int] | None = None,
+) -> np.ndarray:
+    """Draw random images of each identity and camera, in the order of the SYSU-MM01 evaluation programs.
+
+    Identities and cameras are visited in ascending order. One image is drawn by ``random.choice``, several by
+    ``random.sample`` without replacement, from the images in their order in the dataset.
+
+    Args:
+        pids: (N,) int64.
+        camids: (N,) int64; None to draw from all images of an identity.
+        shots: number of images per identity and camera; all images if there are fewer.
+        generator: source of random numbers.
+        cameras: cameras to draw from. Default: all cameras.
+
+    Returns:
+        (n,) int64, indices of the drawn images, sorted by identity, camera and position.
+    """
+    camids = np.zeros_like(pids) if camids is None else camids
+    order = np.arange(len(pids)) if cameras is None else np.flatnonzero(np.isin(camids, list(cameras)))
+    order = order[np.lexsort((camids[order], pids[order]))]  # stable
+    is_first = np.ones(len(order), dtype=bool)
+    is_first[1:] = (np.diff(pids[order]) != 0) | (np.diff(camids[order]) != 0)
+    starts = np.flatnonzero(is_first)
+    chosen: list[int] = []
+    for start, count in zip(starts.tolist(), np.diff(np.append(starts, len(order))).tolist(), strict=True):
+        positions = range(start, start + count)
+        chosen += (
+            [generator.choice(positions)] if shots == 1 else sorted(generator.sample(positions, min(shots, count)))
+        )
+    drawn: np.ndarray = order[np.array(chosen, dtype=np.int64)]
+    return drawn
