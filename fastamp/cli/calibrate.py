@@ -12,7 +12,7 @@ examples:
 import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
-from fastamp.cli.options import add_key_values, dataset_argument
+from fastamp.cli.options import add_key_values, at_least, dataset_argument
 
 METHODS = ("isotonic", "logistic")
 
@@ -44,9 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "%(default)s)",
     )
     parser.add_argument(
-        "--gallery-size", type=int, metavar="N", help="number of gallery images for --fpir (default: all)"
+        "--gallery-size", type=at_least(1), metavar="N", help="number of gallery images for --fpir (default: all)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random parts (default: %(default)s)")
+    parser.add_argument("--seed", type=at_least(0), default=0, help="seed of the random parts (default: %(default)s)")
     parser.add_argument(
         "--output", "-o", metavar="OUT", help="output file (default: CHECKPOINT_calibrated.pth in the same folder)"
     )

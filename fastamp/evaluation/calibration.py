@@ -105,11 +105,13 @@ class Calibration:
         """
         try:
             values = dict(state)
-            curve = ProbabilityCurve(*(values.pop(name).double().numpy() for name in ("scores", "probabilities")))
+            curve = ProbabilityCurve(
+                *(values.pop(name).detach().double().numpy() for name in ("scores", "probabilities"))
+            )
             values |= {name: OpenSetRates.from_state(values[name]) for name in ("chosen", "measured")}
             found = cls(curve=curve, **values)
             _check_state(found)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return found
 
@@ -157,24 +159,37 @@ def percent(rate: float) -> str:
     return f"{100 * rate:.3g} %"
 
 
-def _check_state(calibration: Calibration) -> None:
+def _check_state(found: Calibration) -> None:
     """Raise TypeError or ValueError if a value has a wrong type or range."""
-    check = calibration
-    numbers = {each.name: getattr(check, each.name) for each in fields(check) if each.type is float}
-    wrong = [name for name, value in numbers.items() if not isinstance(value, int | float) or not math.isfinite(value)]
-    texts = ("metric", "method", "source", "config_hash")
-    wrong += [name for name in texts if not isinstance(getattr(check, name), str)]
-    wrong += [name for name in ("far", "frr", "fpir") if name not in wrong and not 0 < numbers[name] < 1]
-    if not isinstance(check.gallery_size, int) or check.gallery_size < 1:
+    wrong = [name for name in ("metric", "method", "source", "config_hash") if type(getattr(found, name)) is not str]
+    thresholds = ("same_threshold", "different_threshold", "search_threshold")
+    wrong += [name for name in thresholds if not _is_finite(getattr(found, name))]
+    rates = ("far", "frr", "fpir", "fraction")
+    wrong += [name for name in rates if not (_is_finite(getattr(found, name)) and 0 < getattr(found, name) < 1)]
+    wrong += [name for name in ("gallery_size", "seed") if type(getattr(found, name)) is not int]
+    if "gallery_size" not in wrong and found.gallery_size < 1:
         wrong.append("gallery_size")
-    curve = check.curve
-    ascending = (np.diff(curve.scores) >= 0).all() and (np.diff(curve.probabilities) >= 0).all()
-    inside = (curve.probabilities > 0).all() and (curve.probabilities < 1).all() and np.isfinite(curve.scores).all()
-    if curve.scores.ndim != 1 or curve.scores.shape != curve.probabilities.shape or not (ascending and inside):
+    curve = found.curve
+    x, y = curve.scores, curve.probabilities
+    if x.ndim != 1 or x.shape != y.shape or not len(x) or not np.isfinite(x).all():
+        wrong.append("scores")
+    elif not ((np.diff(x) >= 0).all() and (np.diff(y) >= 0).all() and (y > 0).all() and (y < 1).all()):
         wrong.append("probabilities")
-    for part in (check.chosen, check.measured):
-        rates = [getattr(part, each.name) for each in fields(part) if each.name != "gallery_size"]
-        if not all(isinstance(rate, ErrorRate) and 0 <= rate.low <= rate.high <= 1 for rate in rates):
-            wrong.append("rates")
+    for name, part in (("chosen", found.chosen), ("measured", found.measured)):
+        values = [getattr(part, each.name) for each in fields(part) if each.name != "gallery_size"]
+        if type(part.gallery_size) is not int or not all(map(_is_valid, values)):
+            wrong.append(name)
     if wrong:
-        raise ValueError(f"invalid {', '.join(dict.fromkeys(wrong))}")
+        raise ValueError(f"invalid {', '.join(wrong)}")
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _is_valid(rate: ErrorRate) -> bool:
+    """Return True if the values of a rate have the expected types and ranges."""
+    bounds, counts = (rate.low, rate.high), (rate.num_errors, rate.num_trials, rate.num_identities)
+    return all(_is_finite(each) and 0 <= each <= 1 for each in (rate.rate, *bounds)) and all(
+        type(each) is int and each >= 0 for each in counts
+    )

@@ -146,7 +146,7 @@ def calibrate(
         part.rates(same, different, search, gallery) for part, gallery in zip(parts, galleries, strict=True)
     )
     sign = 1 if metric == "cosine" else -1
-    stated = {name: getattr(wanted, name) for name in ("far", "frr", "fpir", "method", "fraction", "seed")}
+    stated = {name: float(getattr(wanted, name)) for name in ("far", "frr", "fpir", "fraction")}
     return Calibration(
         metric=metric,
         same_threshold=sign * same,
@@ -158,6 +158,8 @@ def calibrate(
         measured=measured,
         source=source,
         config_hash=config_hash,
+        method=wanted.method,
+        seed=int(wanted.seed),
         **stated,
     )
 

@@ -225,7 +225,7 @@ def test_probabilities_are_reliable_on_other_identities(method):
 
 
 def test_state_is_restored_and_loads_with_weights_only(tmp_path):
-    found = calibrated()
+    found = calibrated(np.int64(3), far=np.float64(0.01))
     torch.save(found.state_dict(), tmp_path / "calibration.pth")
     state = torch.load(tmp_path / "calibration.pth", weights_only=True)
     again = Calibration.from_state(state)
@@ -244,12 +244,22 @@ def test_state_is_restored_and_loads_with_weights_only(tmp_path):
         {"measured": None},
         {"scores": torch.tensor([1.0, 0.0])},
         {"unknown": 1},
+        {"scores": torch.empty(0), "probabilities": torch.empty(0)},
+        {"scores": torch.zeros(2).to_sparse()},
+        {"probabilities": torch.tensor([0.0, 1.0])},
+        {"same_threshold": 10**400},
+        {"seed": "x"},
+        {"fraction": 2.0},
     ],
 )
 def test_damaged_state_is_rejected(change):
     state = calibrated(count=80).state_dict()
     with pytest.raises(ValueError, match="invalid|Error"):
         Calibration.from_state(state | change)
+    rates = state["measured"]
+    for part in (rates | {"gallery_size": "x"}, rates | {"far": rates["far"] | {"num_trials": "x"}}):
+        with pytest.raises(ValueError, match="measured"):
+            Calibration.from_state(state | {"measured": part})
     del state["far"]
     with pytest.raises(ValueError, match="far"):
         Calibration.from_state(state)
