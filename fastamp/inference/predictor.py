@@ -462,8 +462,9 @@ class Predictor:
 
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
     """Return the values of the config keys that determine the features, in addition to the weights."""
-    excluded = ("MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES")
-    excluded += ("MODEL.HEADS.TEMPORAL_POOL",)  # features of single images do not depend on it
+    excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
+    # Features of single images do not depend on the pooling of frames and on the classifier.
+    excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
     values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
     return {path: value for path, value in values.items() if path not in excluded}
 
