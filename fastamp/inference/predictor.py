@@ -240,6 +240,41 @@ class Predictor:
             )
         return result
 
+    def tracklet_features(
+        self,
+        frames: Sequence[Image],
+        *,
+        color: str = "rgb",
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Extract the feature of a tracklet, from one batch with all of its frames.
+
+        Models without temporal pooling (MODEL.HEADS.TEMPORAL_POOL) average the features of the frames.
+
+        Args:
+            frames: frames in temporal order, see ``features``.
+            color: see ``features``.
+            camids, viewids: camera and view of each frame, see ``features``.
+
+        Returns:
+            (D,) float32 on the CPU, not normalized.
+
+        Raises:
+            DataError: if there are no frames; see also ``preprocess``.
+            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
+        """
+        frames = as_list(frames)
+        if not len(frames):
+            raise DataError(
+                "the tracklet has no frames; expected at least one.\n  fix: pass the frames of the tracklet"
+            )
+        batch: dict[str, Any] = self.camera_view_ids(len(frames), camids=camids, viewids=viewids)
+        batch["images"] = self._transforms.stack([self.preprocess(frame, color=color) for frame in frames])
+        batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
+        with torch.inference_mode():
+            return self.features_of_batch(batch).cpu().mean(0)
+
     def compare(
         self,
         a: Image,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny import tiny_config
 from video_set import write_video
 
@@ -21,6 +22,7 @@ from fastamp.data.tracklets import (
     tracklet_keys,
 )
 from fastamp.engine import DefaultTrainer
+from fastamp.inference import Predictor
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.tracklets import frames_by_tracklet, number_tracklets
 
@@ -289,3 +291,31 @@ def test_training_and_evaluation_on_tracklets(video, pool):
     page = (Path(cfg.OUTPUT_DIR) / "report.html").read_text()
     assert "4 queries, 4 gallery tracklets" in page
     assert sorted(set(re.findall(r"\d_1_0_\d\.png", page))) == [f"{pid}_1_0_0.png" for pid in range(6, 10)]
+
+
+@pytest.mark.parametrize("pool", ["none", "attention"])
+def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
+    cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", pool, "SOLVER.MAX_EPOCH", "1")
+    DefaultTrainer(cfg).train()
+    predictor = Predictor(Path(cfg.OUTPUT_DIR) / "model_final.pth", device="cpu")
+    batch = next(iter(build_reid_test_loader(cfg, f"csv:{video}")[0]))
+    rows = (batch["tracklet"] == batch["tracklet"][0]).nonzero()[:, 0].tolist()
+    with torch.inference_mode():
+        expected = predictor.features_of_batch(batch)[rows].mean(0)
+    frames = [batch["img_paths"][row] for row in rows]
+    torch.testing.assert_close(predictor.tracklet_features(frames), expected)
+    torch.testing.assert_close(predictor.tracklet_features(frames[:1]), predictor.features(frames[0])[0])
+    with pytest.raises(DataError, match="no images"):
+        predictor.tracklet_features([])
+
+
+def test_equal_names_in_two_training_sets_are_different_tracklets(tmp_path):
+    files = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        files.append(f"csv:{write_video(tmp_path / name)}")
+    cfg = config(tmp_path / "a" / "video.csv", "DATASETS.NAMES", str(tuple(files)))
+    loader = build_reid_train_loader(cfg)
+    assert loader.iters_per_epoch == 2 * 36 * 4 // 16
+    for batch in itertools.islice(loader, 10):
+        assert all(len({Path(path).parent for path in batch["img_paths"][n : n + 4]}) == 1 for n in (0, 4, 8, 12))

@@ -81,6 +81,7 @@ def images(record, predictor, checkpoint):
     for title, call in {
         "features([])": lambda: predictor.features([]),
         "features(3)": lambda: predictor.features(3),
+        "tracklet_features([])": lambda: predictor.tracklet_features([]),
         "features of bytes": lambda: predictor.features(b"image"),
         "features of a folder": lambda: predictor.features(record.root),
         "search in 3": lambda: predictor.search(array, 3),

@@ -55,9 +55,9 @@ class TemporalAvgPool(nn.Module):
 class TemporalAttention(TemporalAvgPool):
     """Average the features of the frames, weighted by temporal attention (Gao and Nevatia 2018, arXiv:1805.02104).
 
-    The scores are those of section 3.3: a layer that reduces the features to ``hidden`` channels, and a convolution
-    over time with kernel 3; a softmax over the frames gives the weights. The paper's first layer is a convolution that
-    covers the whole feature map; here, it is a linear layer on the pooled feature.
+    The scores are computed by a layer that reduces the features to ``hidden`` channels and a convolution over time with
+    kernel 3; a softmax over the frames gives the weights. The paper's first layer is a convolution that covers the
+    whole feature map; here, it is a linear layer on the pooled feature.
 
     Args:
         dim (int): channels of a frame's feature.
