@@ -167,7 +167,7 @@ def _occluder(
         left, top = foot_x + rng.uniform(-0.22, 0.05) * tall, foot_y - rng.uniform(0.12, 0.25) * tall
         color = _POLE_COLORS[rng.integers(len(_POLE_COLORS))]
         dark = tuple(value * 2 // 3 for value in color)
-        box = (left, top, left + 0.19 * tall, height + 20)
+        box = (left, top, left + 0.19 * tall, max(top, height + 20))
         return [
             _shape("rounded_rectangle", box, radius=0.02 * tall, fill=color),
             _shape("rectangle", (left, top, left + 0.19 * tall, top + 0.03 * tall), fill=dark),

@@ -309,6 +309,13 @@ def test_empty_boxes_of_cameras_beyond_the_sixth_can_be_drawn():
         assert draw_picture(rng, None, camera, 1, seed=0, image_size=(64, 32)).size == (32, 64)
 
 
+def test_badly_cropped_images_with_objects_below_the_image_can_be_drawn():
+    person = draw_appearance(np.random.default_rng(0))
+    for seed in range(100):
+        image = draw_picture(np.random.default_rng(seed), person, 0, 1, seed=1, image_size=(32, 16), bad_box=True)
+        assert image.size == (16, 32)
+
+
 def test_contact_sheet_contains_one_row_per_identity(small, tmp_path):
     contact_sheet(small, tmp_path / "sheet.png", identities=3, columns=5, scale=1)
     with Image.open(tmp_path / "sheet.png") as sheet:
