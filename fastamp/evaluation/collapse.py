@@ -52,7 +52,8 @@ def count_indistinct(
     pids = torch.cat((identities.query_pids, identities.gallery_pids)).cpu().numpy()
     if len(np.unique(pids)) < 2:
         return 0
-    largest, length, resolution = _largest_distance((query_features, gallery_features), metric, dtype)
+    sides = tuple(side for side in (query_features, gallery_features) if len(side))
+    largest, length, resolution = _largest_distance(sides, metric, dtype)
     if largest <= resolution:
         _warn(
             f"all {len(pids)} features are equal to within rounding error: the largest {metric} distance is "
@@ -61,7 +62,7 @@ def count_indistinct(
             "the model collapsed to one output, its weights were not loaded, or its features are too small",
         )
         return len(pids)
-    indistinct = _equal_to_another_identity((query_features, gallery_features), pids)
+    indistinct = _equal_to_another_identity(sides, pids)
     if indistinct < _WARN_FRACTION * len(pids):
         return 0
     _warn(

@@ -46,6 +46,8 @@ def protocols(record):
         ("TEST.PROTOCOL", "vehicleid", "TEST.ROC", "True"),
         ("TEST.PROTOCOL", "vehicleid", "TEST.AP", "trapezoid"),
         ("TEST.PROTOCOL", "market"),
+        ("TEST.PROTOCOL", "sysu_all_single", "TEST.RERANK", "True"),
+        ("TEST.PROTOCOL", "recall_at_k", "TEST.RERANK", "True"),
         ("TEST.RERANK", "True", "TEST.RERANK.K1", "0"),
         ("TEST.AQE", "True", "TEST.AQE.QE_K", "0"),
         ("TEST.PROTOCOL", "animals_open", "TEST.ANIMALS.THRESHOLD", "high"),
@@ -97,6 +99,22 @@ def features(record):
             compute_metrics(query, others, identities, protocol)
     with record("TEST.GROUP_BY with a column that the test set does not have"):
         compute_metrics(queries, gallery, ids, Protocol(group_by="species"))
+    worn = torch.full((len(queries),), -1), torch.ones(len(gallery), dtype=torch.int64)
+    sides = (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
+    for title, rule, columns in (
+        ("other cameras than those of SYSU-MM01", "sysu_all_single", {}),
+        ("clothes of no query", "cloth_changing", {"clothes": worn}),
+        ("no column clothes", "same_clothes", {}),
+    ):
+        with record(f"features: {title}"):
+            compute_metrics(queries, gallery, Identities(*sides, columns), Protocol(rule=rule))
+    with record("features: recall at k with one image per identity"):
+        compute_metrics(
+            queries,
+            gallery[:0],
+            Identities(torch.arange(len(queries)), sides[1][:0], sides[2], sides[3][:0]),
+            Protocol(rule="recall_at_k"),
+        )
     with record("distances of another shape"):
         rank_distances(torch.zeros(2, 2), ids)
     with record("NaN among the distances"):
