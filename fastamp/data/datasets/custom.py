@@ -104,6 +104,7 @@ class CsvDataset(ImageDataset):
         skip_invalid (bool): if True, exclude invalid lines and list them in ``invalid_lines``. If False, they are an
             error. Default False.
         identity (Sequence[str]): columns whose values together are the identity. Default ``("pid",)``.
+        name (str): ``dataset_name``. Default "": ``csv:`` and the path.
 
     Attributes:
         file (Path): CSV file.
@@ -123,8 +124,9 @@ class CsvDataset(ImageDataset):
         seed: int = 0,
         skip_invalid: bool = False,
         identity: Sequence[str] = ("pid",),
+        name: str = "",
     ) -> None:
-        self.dataset_name = f"csv:{path}"
+        self.dataset_name = name or f"csv:{path}"
         self.file = file = _resolve_path(self.dataset_name, path)
         table = _read_table(file, identity)
         self.invalid_lines = table.invalid
