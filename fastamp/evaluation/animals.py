@@ -20,7 +20,8 @@ import torch
 
 from fastamp.config.key import Key
 from fastamp.evaluation import identification
-from fastamp.evaluation.protocol import RULES, Identities, Junk, Matches, Protocol, Ranker, RankingRule
+from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, Ranker, RankingRule
 from fastamp.evaluation.rank import RankingResult
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -125,7 +126,7 @@ def search_rule(database: str, validation: str, *, leave_one_out: bool) -> Junk 
     def test(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
         junk = np.zeros(np.broadcast_shapes(queries.shape, gallery.shape), dtype=bool)
         if leave_one_out:
-            junk |= queries == gallery  # the same images in the same order
+            junk |= matches.query_columns[IMAGE][queries] == matches.gallery_columns[IMAGE][gallery]
         if database:
             junk |= matches.query_columns[database][queries] != matches.gallery_columns[database][gallery]
         if validation:
@@ -287,7 +288,7 @@ def _rule(
         junk=junk,
         build=build,
         columns=tuple(filter(None, (database, validation))),
-        random_query_gallery_split=leave_one_out,
+        all_images=leave_one_out,
         open_set=open_set or leave_one_out,
         further_metrics=partial(identification_metrics, threshold=threshold, has_new=open_set),
         further_names=("BAKS", "BAUS", "BAKS-BAUS", "AUC-new") if open_set else ("BAKS",),
@@ -307,7 +308,7 @@ def _register(name: str, text: str, **options: bool) -> None:
         return _rule(text, database=settings.DATABASE, validation=validation, threshold=threshold, **options)
 
     validation = "validation" if options.get("open_set") else ""
-    RULES[name] = replace(_rule(text, validation=validation, **options), configure=configure)
+    PROTOCOL_REGISTRY.register(name)(replace(_rule(text, validation=validation, **options), configure=configure))
 
 
 _register("animals_closed", "closed set of animals")

@@ -85,7 +85,7 @@ class EvaluationResult:
         metrics |= _query_counts(ranking, metrics)
         metrics["num_gallery"] = self.num_gallery
         rule = self.protocol.ranking_rule
-        if (rule.random_query_gallery_split or rule.random_queries) and ranking.extra is None:  # counts of one trial
+        if rule.random_query_gallery_split or rule.random_queries:  # counts of one trial
             draws = ranking.first_match.shape[1]
             metrics["num_query"], metrics["num_query_without_match"] = int(ranking.trials.sum()) // draws, 0
         if self.num_indistinct:

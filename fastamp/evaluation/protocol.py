@@ -272,8 +272,8 @@ class Protocol:
                 continue
             if self.draws_images:
                 raise ConfigError(
-                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} "
-                    f"{'uses all images as queries' if rule.further_metrics else 'draws random galleries'}.\n"
+                    f"TEST.{name}.ENABLED=True requires a fixed gallery, but TEST.PROTOCOL={self.rule} draws random "
+                    "galleries.\n"
                     f"  fix: set TEST.{name}.ENABLED False, or TEST.PROTOCOL no_camera to use the fixed gallery"
                 )
             if self.all_images and name != "ROC":
