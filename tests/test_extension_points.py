@@ -2,6 +2,7 @@
 
 import json
 import runpy
+from dataclasses import replace
 
 import import_checkpoint
 import numpy as np
@@ -16,6 +17,7 @@ from fastamp.config import read_config
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
 from fastamp.engine import TRAINER_REGISTRY
+from fastamp.evaluation import PROTOCOL_REGISTRY, Identities, Protocol, compute_metrics
 from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY
 from fastamp.utils.errors import DataError
 
@@ -52,7 +54,15 @@ class Darken(BatchTransform):
         return torch.where(parameters["dark"].to(images.device)[:, None, None, None], images // 2, images)
 '''
 
-REGISTRIES = (BACKBONE_REGISTRY, DATASET_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, TRAINER_REGISTRY, TRANSFORM_REGISTRY)
+REGISTRIES = (
+    BACKBONE_REGISTRY,
+    DATASET_REGISTRY,
+    HEADS_REGISTRY,
+    LOSS_REGISTRY,
+    PROTOCOL_REGISTRY,
+    TRAINER_REGISTRY,
+    TRANSFORM_REGISTRY,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -164,6 +174,19 @@ def test_dataset_with_a_list_of_images_is_read(project, tmp_path, monkeypatch):
     assert [(item.pid, item.camid) for item in dataset.gallery] == [(7, 0), (8, 1)]
     with pytest.raises(DataError, match="listed"):
         DATASET_REGISTRY.get("Listed")(root=tmp_path)
+
+
+def test_documented_protocol_can_be_named_in_a_config(project):
+    code, text = documented_file("extending/protocol", "other_time.py"), documented_config("extending/protocol")
+    component, recipe = project(code, text)
+    protocol = Protocol.from_config(read_config(str(recipe), [], plugin=str(component)))
+    ids = torch.tensor([0]), torch.tensor([0, 0, 1]), torch.tensor([0]), torch.tensor([0, 0, 0])
+    features = torch.tensor([[0.0]]), torch.tensor([[0.1], [0.3], [0.2]])
+    identities = Identities(*ids, {"hour": (torch.tensor([5]), torch.tensor([5, 6, 5]))})
+    found = compute_metrics(*features, identities, replace(protocol, metric="euclidean"))
+    assert found.ranking.first_match.tolist() == [[1]]
+    with pytest.raises(DataError, match="hour"):
+        compute_metrics(*features, Identities(*ids), protocol)
 
 
 @pytest.mark.parametrize(("page", "title"), [("head", "dropout_head.py"), ("trainer", "noise_trainer.py")])

@@ -370,7 +370,7 @@ def _find_matchless(queries: Sequence[ImageItem], gallery: Sequence[ImageItem], 
     Returns:
         For each query ``_NO_IMAGE``, ``_SAME_CAMERA``, or "" if it has a match.
     """
-    includes_queries = protocol is not None and protocol.queries_in_gallery
+    includes_queries = protocol is not None and protocol.all_images
     items = [*queries, *gallery] if includes_queries else gallery
     images = Counter(item.pid for item in items)
     if protocol is not None and protocol.random_query_gallery_split:

@@ -298,7 +298,7 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         self._write(result)
         self.pairs = sample_pairs(
             features if protocol.all_images else features[:n],
-            features if protocol.queries_in_gallery else features[n:],
+            features if protocol.all_images else features[n:],
             protocol.arrange(identities),
             metric=protocol.metric,
             junk=protocol.junk,

@@ -55,13 +55,6 @@ class Identities:
         columns[IMAGE] = (torch.arange(len(pids), device=pids.device),) * 2
         return Identities(pids, pids, camids, camids, columns, self.column_names)
 
-    def with_queries_in_gallery(self) -> "Identities":
-        """Return the identities and columns of a test whose gallery is all images, queries first."""
-        every = self.all_images()
-        columns = {name: (both[0], every.columns[name][1]) for name, both in self.columns.items()}
-        pids, camids = every.gallery_pids, every.gallery_camids
-        return Identities(self.query_pids, pids, self.query_camids, camids, columns, self.column_names)
-
     def select(self, queries: Rows, gallery: Rows) -> "Identities":
         """Return the identities and columns of some query and gallery images.
 

@@ -212,9 +212,8 @@ def compute_metrics(
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
     num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
 
-    if protocol.queries_in_gallery:
-        gallery_features = torch.cat((query_features, gallery_features))
-        query_features = gallery_features if protocol.all_images else query_features
+    if protocol.all_images:
+        query_features = gallery_features = torch.cat((query_features, gallery_features))
         identities = protocol.arrange(identities)
     search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
     if protocol.expansion:

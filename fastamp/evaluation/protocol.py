@@ -163,7 +163,6 @@ class RankingRule:
         random_gallery: if True, the ranker draws gallery images at random. Default: False.
         random_queries: if True, the ranker draws queries at random. Default: False.
         all_images: if True, each image, query or gallery, is a query against all images. Default: False.
-        queries_in_gallery: if True, the gallery also contains the query images. Default: False.
         trapezoid: if True, the rule always uses trapezoidal AP, see ``Ranker``. Default: False.
         recall: if True, the CMC at rank k is also reported as ``Recall@k``. Default: False.
         open_set: if True, queries without a match are expected, and the rule predicts which they are. Default: False.
@@ -183,7 +182,6 @@ class RankingRule:
     random_gallery: bool = False
     random_queries: bool = False
     all_images: bool = False
-    queries_in_gallery: bool = False
     trapezoid: bool = False
     recall: bool = False
     open_set: bool = False
@@ -402,16 +400,9 @@ class Protocol:
         """True if queries and gallery are all images of the test set."""
         return self.ranking_rule.all_images or self.random_query_gallery_split
 
-    @property
-    def queries_in_gallery(self) -> bool:
-        """True if the gallery is all images of the test set, queries first."""
-        return self.ranking_rule.queries_in_gallery or self.all_images
-
     def arrange(self, identities: Identities) -> Identities:
         """Return the identities of the queries and the gallery that the rule ranks, given those of the test set."""
-        if self.all_images:
-            return identities.all_images()
-        return identities.with_queries_in_gallery() if self.queries_in_gallery else identities
+        return identities.all_images() if self.all_images else identities
 
     @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:

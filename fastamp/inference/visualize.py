@@ -88,7 +88,7 @@ def _similar_pairs(
 ) -> list[tuple[Any, ...]]:
     """Return ``(query, nearest gallery image, similarity map)`` for random queries."""
     pairs = []
-    offset = 0 if protocol.queries_in_gallery else len(each.query)
+    offset = 0 if protocol.all_images else len(each.query)
     for one in shown:
         numbers = one.query, offset + int(one.gallery[0])
         batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
@@ -101,7 +101,7 @@ def _similar_pairs(
 def _sides(each: EvaluatedSet, protocol: Protocol) -> tuple[list[Any], list[Any]]:
     """Return the images to which the indices in rank lists refer, as ``(query images, gallery images)``."""
     queries = each.images if protocol.all_images else each.query
-    return list(queries), list(each.images if protocol.queries_in_gallery else each.gallery)
+    return list(queries), list(each.images if protocol.all_images else each.gallery)
 
 
 def write(figure: Any, path: Path, *, dpi: int = 120) -> None:

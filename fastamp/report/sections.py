@@ -147,7 +147,7 @@ def images_of(each: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageIt
     protocol = each.result.protocol if each.result is not None else None
     return (
         each.images if protocol is not None and protocol.all_images else each.query,
-        each.images if protocol is not None and protocol.queries_in_gallery else each.gallery,
+        each.images if protocol is not None and protocol.all_images else each.gallery,
     )
 
 
