@@ -326,6 +326,7 @@ class _Images(ReidDataset):
         self._unreadable = {}
         batch = super().__getitems__(keys)
         batch["indices"] += self.first
+        batch.pop("tracklet", None)  # features of images, not of tracklets
         return batch | {"unreadable": self._unreadable}
 
     def read(self, index: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Figures that show the results of a model on test sets, for ``fastamp visualize``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,19 +79,34 @@ def draw_set(
             save(panel_figure([panel]), kind)
     if "grad-cam" in kinds:
         shown = [one for one in examples.lists["random"] if len(one.gallery)]
-        pairs = _similar_pairs(predictor, each, loader.dataset, shown, protocol)
+        frames = evaluator.first_frames if evaluator.first_frames is not None else range(len(each.images))
+        pairs = _similar_pairs(predictor, each, loader.dataset, shown, protocol, frames)
         save(similarity_figure(pairs, each), "grad_cam")
 
 
 def _similar_pairs(
-    predictor: Predictor, each: EvaluatedSet, dataset: Any, shown: list[RankList], protocol: Protocol
+    predictor: Predictor,
+    each: EvaluatedSet,
+    dataset: Any,
+    shown: list[RankList],
+    protocol: Protocol,
+    frames: Sequence[int],
 ) -> list[tuple[Any, ...]]:
-    """Return ``(query, nearest gallery image, similarity map)`` for random queries."""
+    """Return ``(query, nearest gallery image, similarity map)`` for random queries.
+
+    Args:
+        predictor: trained model.
+        each: evaluated test set.
+        dataset: dataset of the test loader.
+        shown: rank lists.
+        protocol: evaluation protocol.
+        frames: index in ``dataset`` of each image of ``each``: for tracklets, of the first frame.
+    """
     pairs = []
     offset = 0 if protocol.all_images else len(each.query)
     for one in shown:
         numbers = one.query, offset + int(one.gallery[0])
-        batch = dataset.__getitems__([(0, place, number) for place, number in enumerate(numbers)])
+        batch = dataset.__getitems__([(0, place, int(frames[number])) for place, number in enumerate(numbers)])
         batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
         first, second = (each.images[number] for number in numbers)
         pairs.append((first, second, similarity_map(predictor.model, batch)))

@@ -22,7 +22,9 @@ from fastamp.data.tracklets import (
     tracklet_keys,
 )
 from fastamp.engine import DefaultTrainer
-from fastamp.inference import Predictor
+from fastamp.evaluation import ReportOptions
+from fastamp.inference import Predictor, visualize
+from fastamp.inference.extract import extract
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.tracklets import frames_by_tracklet, number_tracklets
 
@@ -307,6 +309,24 @@ def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
     torch.testing.assert_close(predictor.tracklet_features(frames[:1]), predictor.features(frames[0])[0])
     with pytest.raises(DataError, match="no images"):
         predictor.tracklet_features([])
+
+
+def test_extraction_has_features_of_images_and_figures_use_first_frames(video, monkeypatch):
+    cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", "attention", "SOLVER.MAX_EPOCH", "1")
+    DefaultTrainer(cfg).train()
+    predictor = Predictor(Path(cfg.OUTPUT_DIR) / "model_final.pth", device="cpu")
+    extracted, _ = extract(predictor, f"csv:{video}", video.parent / "features.npz", splits=("query",))
+    expected = predictor.features(list(extracted.paths))
+    torch.testing.assert_close(torch.as_tensor(extracted.features), expected)
+
+    seen = []
+    monkeypatch.setattr(visualize, "similarity_map", lambda model, batch: seen.append(batch["indices"].tolist()))
+    monkeypatch.setattr(visualize, "similarity_figure", lambda pairs, each: None)
+    monkeypatch.setattr(visualize, "write", lambda *_, **__: None)
+    options = ReportOptions(kinds=("random",), lists=4)
+    visualize.draw_set(predictor, f"csv:{video}", {"grad-cam"}, options, video.parent)
+    assert sorted(query for query, _ in seen) == [0, 5, 10, 15]
+    assert {gallery for _, gallery in seen} <= {20, 25, 30, 35}
 
 
 def test_equal_names_in_two_training_sets_are_different_tracklets(tmp_path):

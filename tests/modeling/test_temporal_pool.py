@@ -47,6 +47,7 @@ def test_average_equals_the_mean_of_each_tracklet(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_attention_equals_a_loop_over_tracklets(dtype):
     pool, x = TemporalAttention(8, frames=2, hidden=5).to(dtype), features(dtype=dtype)
+    torch.nn.init.normal_(pool.score.weight)
     expected = []
     for number in range(4):
         own = x[number == TRACKLETS]
@@ -58,8 +59,15 @@ def test_attention_equals_a_loop_over_tracklets(dtype):
     torch.testing.assert_close(pool(x, TRACKLETS), torch.stack(expected))
 
 
+def test_attention_starts_near_the_average():
+    frames, mask = pad_tracklets(2 * torch.rand(10, 2048, generator=torch.Generator().manual_seed(0)), TRACKLETS)
+    weights = TemporalAttention(2048, frames=2).weights(frames, mask)
+    torch.testing.assert_close(weights, mask / mask.sum(1, keepdim=True), atol=0.1, rtol=0)
+
+
 def test_attention_passes_gradients_and_weights_differ():
     pool, x = TemporalAttention(8, frames=2), features().requires_grad_()
+    torch.nn.init.normal_(pool.score.weight)
     pool(x, TRACKLETS).square().sum().backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in pool.reduce.parameters())
     assert pool.score.weight.grad.abs().sum() > 0 and x.grad.abs().sum(1).min() > 0

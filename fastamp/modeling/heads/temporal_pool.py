@@ -69,8 +69,10 @@ class TemporalAttention(TemporalAvgPool):
         super().__init__(dim, frames=frames)
         self.reduce = nn.Linear(dim, hidden)
         self.score = nn.Conv1d(hidden, 1, 3, padding=1)
+        nn.init.kaiming_normal_(self.reduce.weight)
+        # Large scores would select one frame and stop the gradients of the others: start near the average.
+        nn.init.normal_(self.score.weight, std=0.001)
         for layer in (self.reduce, self.score):
-            nn.init.kaiming_normal_(layer.weight, mode="fan_out")
             nn.init.zeros_(layer.bias)
 
     def weights(self, frames: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
