@@ -38,6 +38,7 @@ from fastamp.data.split import hold_out
 from fastamp.data.split_table import SplitOptions, split_table
 from fastamp.data.wildlife_splits import draw_identities
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
+from fastamp.demo.animals import generate_animals
 
 SITES = ["fastamp/data", "fastamp/demo"]
 
@@ -344,6 +345,8 @@ def demo(record, patch):
         "generate_demo with another seed": lambda: generate_demo(folder, **small, seed=3),
         "generate_demo of no identity": lambda: generate_demo(record.root / "x", **{**small, "train_identities": 0}),
         "image_attributes of a folder of photos": lambda: image_attributes(record.root / "photos"),
+        "generate_animals over a folder of photos": lambda: generate_animals(record.root / "photos"),
+        "generate_animals of one animal": lambda: generate_animals(record.root / "x", individuals=1),
         "contact_sheet of split gallery": lambda: contact_sheet(folder, record.root / "sheet.png", split="gallery"),
         "contact_sheet of a folder of photos": lambda: contact_sheet(record.root / "photos", record.root / "s.png"),
     }.items():
@@ -353,6 +356,8 @@ def demo(record, patch):
     patch.setenv("FASTAMP_DATASETS", str(blocked))
     with record(f"DATASETS.NAMES Demo, FASTAMP_DATASETS {blocked}"):
         build_dataset("Demo")
+    with record(f"DATASETS.NAMES DemoAnimals, FASTAMP_DATASETS {blocked}"):
+        build_dataset("DemoAnimals")
 
 
 def training_data(record):
