@@ -6,12 +6,16 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+import torch
 from dataset_trees import TREES, under, write
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, training_parts
 from fastamp.data.datasets import DATASET_REGISTRY, PRCC
 from fastamp.data.datasets.items import PackedItems
+from fastamp.evaluation import Identities, Protocol
+from fastamp.evaluation.metrics import compute_metrics
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY
 from fastamp.utils.errors import ConfigError, DataError
 
 LISTS = json.loads((Path(__file__).parents[2] / "reference/methods/vi_lists1.json").read_text())
@@ -275,3 +279,22 @@ def test_prcc_counts_add_up_to_the_published_total():
     same, changed = DATASET_REGISTRY.get("PRCCSC").published_counts, PRCC.published_counts
     images = changed["train"][0] + changed["gallery"][0] + changed["query"][0] + same["query"][0]
     assert images + 5002 == 33698 and changed["train"][1] + changed["query"][1] == 221
+
+
+@pytest.mark.parametrize("name", [name for name in TREES if DATASET_REGISTRY.get(name).protocols])
+def test_protocols_of_a_dataset_exist_and_have_their_columns(name, root):
+    dataset = build(name, root)
+    for rule in DATASET_REGISTRY.get(name).protocols:
+        assert set(PROTOCOL_REGISTRY.get(rule).columns) <= set(dataset.query[0].columns or ())
+
+
+@pytest.mark.parametrize("rule", ["sysu_all_single", "sysu_indoor_multi", "llcm", "prcc", "recall_at_k"])
+def test_protocols_rank_the_images_of_their_dataset(rule, root):
+    name = next(name for name in TREES if rule in DATASET_REGISTRY.get(name).protocols)
+    dataset = build(name, root)
+    sides = [[[getattr(item, field) for item in items] for field in ("pid", "camid")] for items in dataset.test_items()]
+    (query_pids, query_camids), (gallery_pids, gallery_camids) = torch.tensor(sides[0]), torch.tensor(sides[1])
+    identities = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
+    features = [torch.nn.functional.one_hot(pids, 10).float() for pids in (query_pids, gallery_pids)]
+    result = compute_metrics(*features, identities, Protocol(rule=rule, resamples=0))
+    assert result.metrics()["Rank-1"] == 100
