@@ -13,8 +13,9 @@ from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.evaluation import Identities, Protocol, compute_metrics, print_results
 from fastamp.evaluation.evaluator import ranking_device, write_per_query
+from fastamp.evaluation.identities import CAMERA
 from fastamp.evaluation.roc import write_roc
-from fastamp.inference.features_file import open_arrays, read_array
+from fastamp.inference.features_file import COLUMN_PREFIX, open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
 
 SIDES = ("query", "gallery")
@@ -23,25 +24,32 @@ COLUMNS = ("features", "pids", "camids")
 WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QUERY")
 
 
-def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
+def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -> dict[str, np.ndarray]:
     """Read the query and gallery arrays of an npz file: name -> array.
 
     Args:
         path: npz file.
         cameras: True if the arrays of camids are required.
+        protocol: evaluation protocol, whose columns are read, too. Default None: no further columns.
 
     Raises:
-        DataError: if the file is missing, damaged or not an npz file, or arrays are missing.
+        DataError: if the file is missing, damaged or not an npz file, or arrays or columns are missing.
     """
+    further = list(protocol.columns) if protocol is not None else []
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
     with open_arrays(path, "npz file of plain arrays", fix="write the file with numpy.savez") as archive:
         found = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
         if "split" in found and not any(name in found for name in names):
+            available = [name.removeprefix(COLUMN_PREFIX) for name in found if name.startswith(COLUMN_PREFIX)]
             columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in found}
+            columns |= {name: read_array(archive, COLUMN_PREFIX + name) for name in further if name in available}
             arrays = split_arrays(columns)
         else:
-            arrays = {name: read_array(archive, name) for name in needed if name in found}
+            both = (name.removeprefix("query_") for name in found if name.startswith("query_"))
+            available = [name for name in both if f"gallery_{name}" in found and name not in COLUMNS]
+            wanted = [*needed, *(f"{side}_{name}" for name in further for side in SIDES)]
+            arrays = {name: read_array(archive, name) for name in wanted if name in found}
     missing = [name for name in needed if name not in arrays]
     if missing:
         text = f"{path} has no {', '.join(missing)}."
@@ -50,6 +58,8 @@ def read_arrays(path: str, *, cameras: bool) -> dict[str, np.ndarray]:
         else:
             text += did_you_mean(missing[0], [name for name in found if name not in names])
         raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
+    if protocol is not None:
+        protocol.check_columns(available)
     return arrays
 
 
@@ -64,7 +74,9 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             f"split: expected an array of shape (N,) of the strings query and gallery; got {split.dtype} of shape "
             f"{split.shape}"
         )
-    for column in COLUMNS:
+    for column in dict.fromkeys((*COLUMNS, *file)):
+        if column == "split":
+            continue
         rows = np.atleast_1d(file.get(column, np.empty(0)))
         if column == "camids" and rows.dtype.kind in "iu":
             rows = np.where(rows == -1, -2 - np.arange(len(rows)), rows)
@@ -121,6 +133,34 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
     return query, gallery
 
 
+def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+    """Return the values of a further column of queries and gallery, and the text of each number of a text column.
+
+    Returns:
+        ``(query values (Q,), gallery values (G,), texts)``: int64 or float32. Texts are numbered in sorted order, and
+        an empty text, which is a missing value, is -1; texts are () for numbers.
+
+    Raises:
+        DataError: if an array is neither numbers nor text, or has another length than the identities.
+    """
+    both = [arrays[f"{side}_{column}"] for side in SIDES]
+    for side, array in zip(SIDES, both, strict=True):
+        if array.shape != arrays[f"{side}_pids"].shape or array.dtype.kind not in "biufU":
+            raise DataError(
+                f"{side}_{column}: expected an array of numbers or text of shape {arrays[f'{side}_pids'].shape}; got "
+                f"{array.dtype} of shape {array.shape}"
+            )
+    if all(array.dtype.kind != "U" for array in both):
+        dtype = np.float32 if any(array.dtype.kind == "f" for array in both) else np.int64
+        query, gallery = (torch.from_numpy(array.astype(dtype)) for array in both)
+        return query, gallery, ()
+    texts = np.concatenate([array.astype(str) for array in both])
+    names = np.unique(texts[texts != ""])
+    numbers = np.where(texts == "", -1, np.searchsorted(names, texts))
+    query, gallery = (torch.from_numpy(side) for side in np.split(numbers, [len(both[0])]))
+    return query, gallery, tuple(names.tolist())
+
+
 def _is_integral(array: np.ndarray) -> bool:
     # float64 cannot represent every integer above 2^53.
     return array.dtype.kind == "f" and bool((np.abs(array) < 2**53).all()) and np.array_equal(array, np.round(array))
@@ -139,11 +179,19 @@ def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: 
         UserError: if the file or a value is invalid, or a file cannot be written.
     """
     protocol = Protocol.from_config(cfg)
-    arrays = read_arrays(path, cameras=protocol.cross_camera)
+    arrays = read_arrays(path, cameras=protocol.cross_camera or protocol.group_by == CAMERA, protocol=protocol)
     (query_pids, gallery_pids), (query_camids, gallery_camids) = (
         numbers_of(arrays, name) if f"query_{name}" in arrays else no_cameras(arrays) for name in COLUMNS[1:]
     )
-    ids = Identities(query_pids, gallery_pids, query_camids, gallery_camids)
+    columns = {name: column_of(arrays, name) for name in protocol.columns}
+    ids = Identities(
+        query_pids,
+        gallery_pids,
+        query_camids,
+        gallery_camids,
+        {name: (query, gallery) for name, (query, gallery, _) in columns.items()},
+        {name: texts for name, (_, _, texts) in columns.items() if texts},
+    )
     features = [features_of(arrays, side) for side in SIDES]
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
     arrays.clear()

@@ -425,9 +425,12 @@ def saved_features(record):
     }.items():
         np.savez(record.root / f"saved_{name}.npz", **content)
         record.fastamp("evaluate-features", record.root / f"saved_{name}.npz", "MODEL.DEVICE", "cpu")
-    good = record.root / "saved_good.npz"
+    good, outfits = record.root / "saved_good.npz", record.root / "saved_outfits.npz"
+    np.savez(outfits, **arrays, query_clothes=np.zeros(3), gallery_clothes=np.zeros(9))
     for argv in (
         ("nowhere.npz",),
+        (good, "TEST.PROTOCOL", "cloth_changing"),
+        (outfits, "TEST.PROTOCOL", "cloth_changing"),
         (record.file("text.npz", "text"),),
         (good, "TEST.FLIP", "True"),
         (good, "TEST.PER_QUERY", "True"),

@@ -11,7 +11,7 @@ import torch
 from naive_ranking import REFERENCE, random_set
 
 from fastamp.config import get_cfg
-from fastamp.evaluation import ReidEvaluator
+from fastamp.evaluation import Identities, Protocol, ReidEvaluator, compute_metrics
 
 VALUES = json.loads((REFERENCE / "values.json").read_text())
 
@@ -239,3 +239,56 @@ def test_evaluate_features_ranks_float64_features_in_float64(capsys, tmp_path):
 def test_evaluate_features_warns_if_false_accept_rate_is_below_resolution(capsys, features, tmp_path):
     _, out, _ = run(capsys, features, "TEST.ROC", "on", "TEST.ROC.FAR", "[1e-7, 0.1]", "OUTPUT_DIR", str(tmp_path))
     assert "TEST.ROC.FAR" in out and "7706" in out
+
+
+def clothes(as_text):
+    """Return the arrays of a column for both sides of the first reference set, and as cameras of their own."""
+    data = np.load(REFERENCE / "g1_small_junk.npz")
+    random = np.random.default_rng(2)
+    values = {
+        side: random.integers(0, 3, len(data[letter + "p"])) for side, letter in (("query", "q"), ("gallery", "g"))
+    }
+    named = {f"{side}_clothes": each.astype(str) if as_text else each for side, each in values.items()}
+    return named, values
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_protocols_read_their_columns_from_the_file(capsys, tmp_path, as_text):
+    named, values = clothes(as_text)
+    path = save(tmp_path / "features.npz", **named)
+    code, out, err = run(capsys, path, "--json", "TEST.PROTOCOL", "cloth_changing")
+    assert (code, err) == (0, "")
+    arrays = dict(np.load(path))
+    cameras = {f"{side}_camids": arrays[f"{side}_camids"] for side in ("query", "gallery")}
+    ids = [torch.from_numpy(arrays[f"{side}_pids"]).long() for side in ("query", "gallery")]
+    columns = {"clothes": tuple(torch.from_numpy(each) for each in values.values())}
+    identities = Identities(*ids, *(torch.from_numpy(each).long() for each in cameras.values()), columns)
+    features = (torch.from_numpy(arrays[f"{side}_features"]) for side in ("query", "gallery"))
+    expected = compute_metrics(*features, identities, Protocol(rule="cloth_changing")).metrics()
+    assert json.loads(out)["mAP"] == pytest.approx(expected["mAP"], abs=1e-9)
+    code, out, _ = run(capsys, path, "TEST.GROUP_BY", "clothes")
+    assert code == 0 and "group: 2" in out
+
+
+def test_columns_of_an_extraction_are_found(capsys, tmp_path, features):
+    arrays, (named, _) = dict(np.load(features)), clothes(as_text=True)
+    path = tmp_path / "extraction.npz"
+    joined = {
+        name: np.concatenate([arrays[f"{side}_{name}"] for side in ("query", "gallery")])
+        for name in ("features", "pids", "camids")
+    }
+    split = np.repeat(["query", "gallery"], [len(arrays["query_pids"]), len(arrays["gallery_pids"])])
+    np.savez(path, split=split, **joined, **{"column.clothes": np.concatenate(list(named.values()))})
+    code, found, _ = run(capsys, str(path), "--json", "TEST.PROTOCOL", "same_clothes")
+    assert code == 0
+    _, expected, _ = run(capsys, save(tmp_path / "plain.npz", **named), "--json", "TEST.PROTOCOL", "same_clothes")
+    assert json.loads(found) == json.loads(expected)
+    code, _, err = run(capsys, str(path), "TEST.GROUP_BY", "species")
+    assert code == 2 and "available columns: clothes" in err
+
+
+@pytest.mark.parametrize("changes", [{"query_clothes": np.zeros(2)}, {"gallery_clothes": np.zeros((4, 2))}])
+def test_column_of_another_shape_is_an_input_error(capsys, tmp_path, changes):
+    path = save(tmp_path / "features.npz", **(clothes(False)[0] | changes))
+    code, _, err = run(capsys, path, "TEST.PROTOCOL", "cloth_changing")
+    assert code == 2 and f"{next(iter(changes))}: expected an array of numbers or text" in err
