@@ -11,6 +11,35 @@ _STEM_NOTE = (
 )
 
 
+# Modules of the two-stem network of Ye et al. (Cross-Modal-Re-ID-baseline) -> modules of ``TwoStemResNet``.
+_AGW_MODULES = {
+    f"{kind}_module.{kind}.{module}": f"backbone.{prefix}{module}"
+    for kind, prefix in (("visible", ""), ("thermal", "infrared_"))
+    for module in ("conv1", "bn1")
+}
+_AGW_STEMS = ("visible_module.", "thermal_module.")
+
+
+def _cross_modality_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert the names of the visible-infrared network of Ye et al. 2021.
+
+    It consists of three whole ResNets: of the stems, only the first convolution and normalization are used; of the
+    shared network, only the stages.
+    """
+    converted = {}
+    for name, value in rename_modules(state, _AGW_MODULES).items():
+        if name.startswith((*_AGW_STEMS, *(f"base_resnet.base.{module}." for module in ("conv1", "bn1", "fc")))):
+            continue
+        if name.startswith("base_resnet.base."):
+            name = f"backbone.{name.removeprefix('base_resnet.base.')}"
+        elif name.startswith("NL_"):
+            name = f"backbone.{name.replace('.g.0.', '.g.')}"
+        elif not name.startswith("backbone."):
+            name = f"heads.{name}"
+        converted[name] = value
+    return converted
+
+
 def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Rename modules in a state dict.
 
@@ -37,6 +66,8 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
         notes (list[str]): remarks for the import report are appended here.
     """
     names = list(state)
+    if any(name.startswith(_AGW_STEMS) for name in names):
+        return _cross_modality_names(state)
     pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
         return {

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from os import PathLike
@@ -274,6 +274,7 @@ def _compute(
         skip_corrupt,
         first=parts.done,
         sources=[listing.dataset] if listing.dataset else [],
+        categories=cfg.DATASETS.CATEGORIES,
     )
     key, requested = "workers", num_workers
     if requested is None:
@@ -317,8 +318,9 @@ class _Images(ReidDataset):
         *,
         first: int,
         sources: Sequence[ImageDataset] = (),
+        categories: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        super().__init__(items, transforms, relabel=False, sources=sources)
+        super().__init__(items, transforms, relabel=False, sources=sources, categories=categories)
         self.skip_unreadable, self.first = skip_corrupt, first
         self._unreadable: dict[int, str] = {}
 

@@ -495,13 +495,17 @@ class Predictor:
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
 
 
+# Keys of later versions, with the values that do not change the features: hashes of earlier versions remain valid.
+_LATER_KEYS = {"MODEL.BACKBONE.MODALITY": "", "MODEL.BACKBONE.MODALITY_COLUMN": "modality"}
+
+
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
     """Return the values of the config keys that determine the features, in addition to the weights."""
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
     values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
-    return {path: value for path, value in values.items() if path not in excluded}
+    return {path: value for path, value in values.items() if path not in excluded and _LATER_KEYS.get(path) != value}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

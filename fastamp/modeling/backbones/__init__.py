@@ -12,6 +12,7 @@ from fastamp.modeling.backbones.resnet import ResNet
 from fastamp.modeling.backbones.resnext import build_resnext_backbone
 from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
 from fastamp.modeling.backbones.swin import Swin
+from fastamp.modeling.backbones.two_stem_resnet import TwoStemResNet
 from fastamp.modeling.backbones.vit import VisionTransformer
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "ResNet",
     "ShuffleNetV2",
     "Swin",
+    "TwoStemResNet",
     "Variants",
     "VisionTransformer",
     "build_backbone",

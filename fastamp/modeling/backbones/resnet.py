@@ -211,7 +211,10 @@ class ResNet(nn.Module):
 
         h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
         """
-        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        return self.stages(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+
+    def stages(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute feature maps from the output (B, 64, h, w) of the stem."""
         for blocks, attention in (
             (self.layer1, self.NL_1),
             (self.layer2, self.NL_2),
@@ -255,6 +258,22 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
         ConfigError: if ``DEPTH`` is unknown, or if no pretrained weights are published for this variant.
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
+    # ImageNet weights do not contain the non-local blocks, which are initialized to the identity.
+    return with_pretrained_weights(ResNet(**resnet_options(cfg)), cfg, pretrained_weights(cfg), without=("NL_*",))
+
+
+def pretrained_weights(cfg: Any) -> TorchvisionWeights | Download | None:
+    """Return the ImageNet weights published for the ResNet configured in ``MODEL.BACKBONE``; None if there are none."""
+    backbone = cfg.MODEL.BACKBONE
+    return PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE))
+
+
+def resnet_options(cfg: Any) -> dict[str, Any]:
+    """Return the constructor arguments of the ResNet configured in ``MODEL.BACKBONE``.
+
+    Raises:
+        ConfigError: if ``DEPTH`` is unknown.
+    """
     backbone = cfg.MODEL.BACKBONE
     if backbone.DEPTH not in DEPTHS:
         raise ConfigError(
@@ -267,18 +286,15 @@ def build_resnet_backbone(cfg: Any) -> ResNet:
             "MODEL.BACKBONE.WITH_NL is ignored: a ResNet of depth %s has no non-local blocks.\n  fix: set it to False",
             backbone.DEPTH,
         )
-    model = ResNet(
-        block=depth.block,
-        blocks=depth.blocks,
-        in_channels=cfg.INPUT.CHANNELS,
-        non_local=depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
-        last_stride=backbone.LAST_STRIDE,
-        norm=backbone.NORM,
+    return {
+        "block": depth.block,
+        "blocks": depth.blocks,
+        "in_channels": cfg.INPUT.CHANNELS,
+        "non_local": depth.non_local if backbone.WITH_NL else (0, 0, 0, 0),
+        "last_stride": backbone.LAST_STRIDE,
+        "norm": backbone.NORM,
         # Instance norm removes discriminative information, so the last stage has none (Pan et al. 2018).
-        ibn_stages=3 if backbone.WITH_IBN else 0,
-        se=backbone.WITH_SE,
-        stem_pool=backbone.STEM_POOL,
-    )
-    online = PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN, backbone.WITH_SE))
-    # ImageNet weights do not contain the non-local blocks, which are initialized to the identity.
-    return with_pretrained_weights(model, cfg, online, without=("NL_*",))
+        "ibn_stages": 3 if backbone.WITH_IBN else 0,
+        "se": backbone.WITH_SE,
+        "stem_pool": backbone.STEM_POOL,
+    }

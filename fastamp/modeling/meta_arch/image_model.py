@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
+from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import DataError
 from fastamp.utils.moved import renamed_attribute
 
@@ -22,7 +23,8 @@ class ImageModel(nn.Module):
 
     Args:
         backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the
-            backbone is also called with ``camids`` and ``viewids``.
+            backbone is also called with ``camids`` and ``viewids``; if it has an attribute ``columns``, with these
+            columns of the batch, on the device where the batch has them.
         pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, for pixels in 0..255.
     """
 
@@ -125,9 +127,13 @@ class ImageModel(nn.Module):
 
         Raises:
             KeyError: if the backbone requires ``camids``, but the batch does not contain them.
+            ConfigError: if the backbone requires a column that the batch does not contain.
         """
         backbone = self.backbone if backbone is None else backbone
         images = self.preprocess_image(batch)
+        names = getattr(backbone, "columns", ())
+        if names and (getattr(backbone, "default_modality", None) is None or any(name in batch for name in names)):
+            return backbone(images, **{name: column_of(batch, name) for name in names})
         if not getattr(backbone, "takes_cameras", False):
             return backbone(images)
         if "camids" not in batch:
