@@ -101,7 +101,7 @@ KEYS = (
         "TrainingSampler",
         "Training sampler: TrainingSampler (uniform over images), ImbalancedDatasetSampler (uniform over "
         "identities), or NaiveIdentitySampler, BalancedIdentitySampler, ColumnBalancedSampler, GroupIdentitySampler, "
-        "SetReWeightSampler (NUM_INSTANCE images per identity).",
+        "SetReWeightSampler (NUM_INSTANCE images per identity), TrackletSampler (tracklets of video).",
     ),
     Key("DATALOADER.NUM_INSTANCE", 4, "Images per identity in a batch, for the identity samplers.", low=1),
     "DATALOADER.BALANCE_COLUMN",
