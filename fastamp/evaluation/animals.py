@@ -296,7 +296,7 @@ def _rule(
     )
 
 
-def _register(name: str, text: str, **options: bool) -> None:
+def _register(name: str, text: str, **options: Any) -> None:
     """Register a protocol whose columns and threshold are those of ``TEST.ANIMALS``."""
 
     def configure(cfg: Any) -> RankingRule:
