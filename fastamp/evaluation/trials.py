@@ -101,7 +101,7 @@ class _PartRanker:
     ) -> None:
         is_all = len(part.queries) == len(identities.query_pids)
         selected = identities.select(slice(None) if is_all else part.queries, part.columns)
-        self._queries, self._columns = part.queries, torch.from_numpy(part.columns)
+        self._queries, self._columns = part.queries, part.columns
         self._ranker = Ranker(selected, junk=junk, trapezoid=trapezoid)
         self._counts_identities = counts_identities
 
@@ -113,9 +113,7 @@ class _PartRanker:
         matches = self._ranker.matches
         for first, last in matches.spans(low, high):
             rows = self._queries[first:last] - start
-            is_contiguous = rows[-1] - rows[0] == len(rows) - 1
-            block = distances[rows[0] : rows[-1] + 1] if is_contiguous else distances[torch.from_numpy(rows)]
-            block = block.index_select(1, self._columns.to(block.device))
+            block = select_block(distances, rows, self._columns)
             pairs = self._ranker.exclude_junk(first, block)
             ranks = ranks_of_matches(block, pairs.rows, pairs.columns)
             ap, inp, first_match = query_scores(ranks, pairs.rows, len(rows), trapezoid=self._ranker.trapezoid)
@@ -124,6 +122,17 @@ class _PartRanker:
                 valid = first_match >= 0
                 first_match[valid] = count_nearer_identities(block, matches.groups.starts, own)[valid]
             yield rows, ap, inp, first_match
+
+
+def select_block(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray) -> torch.Tensor:
+    """Copy the distances of n rows and m columns, given their indices: (n, m)."""
+    if distances.device.type != "cpu":
+        return distances[tuple(torch.from_numpy(each).to(distances.device) for each in (rows[:, None], columns))]
+    # One row at a time, because a row fits into the cache: three times as fast as indexing the block.
+    block = torch.empty(len(rows), len(columns), dtype=distances.dtype)
+    for row, out in zip(rows, block.numpy(), strict=True):
+        np.take(distances[row].numpy(), columns, out=out, mode="clip")
+    return block
 
 
 def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, own: np.ndarray) -> np.ndarray:
