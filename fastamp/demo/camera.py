@@ -192,6 +192,29 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
     return Image.fromarray(np.clip(np.asarray(image, dtype=np.float32) + noise, 0, 255).astype(np.uint8))
 
 
+def expose_infrared(rng: np.random.Generator, picture: np.ndarray) -> Image.Image:
+    """Render an image as recorded by a near-infrared camera with a lamp: gray, brightest in the middle, noisy.
+
+    Args:
+        rng (np.random.Generator): generator of this image.
+        picture (np.ndarray): (H, W, 3) float32 in 0..255, the scene with infrared reflectances.
+
+    Returns:
+        PIL.Image.Image: RGB image of the same size with three equal channels.
+    """
+    height, width = picture.shape[:2]
+    rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None] - np.float32(rng.uniform(-0.3, 0.3))
+    columns = np.linspace(-1, 1, width, dtype=np.float32)[None, :] - np.float32(rng.uniform(-0.4, 0.4))
+    lamp = np.exp(-0.35 * rows**2 - 0.6 * columns**2)
+    gray = (picture.mean(axis=2) / 255) ** np.float32(rng.uniform(0.8, 1.25)) * lamp * np.float32(rng.uniform(1.1, 1.6))
+    soft = Image.fromarray((np.clip(gray, 0, 1) * 255).astype(np.uint8))
+    soft = soft.filter(ImageFilter.GaussianBlur(rng.uniform(0.4, 0.9) * height / 128))
+    noise = rng.standard_normal((height, width), dtype=np.float32) * np.float32(rng.uniform(5, 11))
+    noise += rng.standard_normal((height, 1), dtype=np.float32) * 2
+    noisy = np.clip(np.asarray(soft, dtype=np.float32) + noise, 0, 255).astype(np.uint8)
+    return Image.fromarray(noisy).convert("RGB")
+
+
 def _shadow_edge(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Return a (H, W, 1) float32 gain that shades the upper or lower part of the image."""
     edge = rng.uniform(0.2, 0.8) + np.linspace(-0.15, 0.15, width, dtype=np.float32)[None, :] * rng.uniform(-1, 1)

@@ -11,6 +11,8 @@ from fastamp.demo.wardrobe import Appearance, Color
 
 Point = tuple[float, float, float]
 
+# Downward angle of the camera, in radians, from which the crown and the shoulders are painted as seen from above.
+_FROM_ABOVE = 0.6
 # Heights of the joints above the ground, in body heights.
 _SHOULDER, _HIP, _CHIN = 0.815, 0.525, 0.868
 _THIGH, _SHIN = 0.25, 0.235
@@ -223,6 +225,10 @@ class _Figure:
         palette = np.array([person.upper, person.accent], dtype=np.float32)
         cloth = palette[accented.astype(np.int64)] * shade[None, :, None]
         self.canvas.paste(Image.fromarray(cloth.astype(np.uint8)), (left, top), mask)
+        if self.pose.pitch > _FROM_ABOVE:
+            shoulders = self._half_width(0.112 * self.breadth, 0.07)
+            fill = person.accent if person.sleeve_style == "contrast" and person.sleeve != "none" else person.upper
+            self._oval(self._at(0, 0.815, 0), shoulders, 0.065 * self.pitch_sin, _shade(fill, 1.05))
 
     def _straps(self) -> None:
         """Paint the straps of a bag, and a cross-body bag."""
@@ -359,6 +365,9 @@ class _Figure:
             self._oval(center, skull, 0.066, person.skin if self.cos > -0.2 and person.hair != "hood" else back_of_head)
         if self.cos > -0.25:
             self._face()
+        if self.pose.pitch > _FROM_ABOVE and not hairless:
+            crown = self._at(0, _HEAD_CENTER + 0.04, -0.01)
+            self._oval(crown, skull + 0.002, 0.045, back_of_head)
         self._hat()
 
     def _face(self) -> None:

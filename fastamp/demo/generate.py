@@ -109,7 +109,7 @@ def generate_demo(
         "distractors": distractors,
         "cameras": cameras,
     }
-    _check_folder(folder, settings)
+    check_folder(folder, settings)
     if is_complete(folder):
         return
 
@@ -124,7 +124,7 @@ def generate_demo(
         counts = {split: sum(shot.path.startswith(split) for shot in shots) for split in SPLITS}
         write_csv(_attributes(shots, settings), build / ATTRIBUTES)
         (build / MANIFEST).write_text(json.dumps({**settings, "images": counts}, indent=2) + "\n", encoding="utf-8")
-        _move_into_place(build, folder)
+        move_into_place(build, folder, is_complete)
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
@@ -132,7 +132,7 @@ def generate_demo(
 def is_complete(folder: str | Path) -> bool:
     """Return True if ``folder`` contains a manifest of this version and as many images as the manifest states."""
     folder = Path(folder)
-    manifest = _read_manifest(folder)
+    manifest = read_manifest(folder)
     if manifest is None or manifest.get("version") != DEMO_VERSION:
         return False
     counts = manifest.get("images")
@@ -149,7 +149,7 @@ def image_attributes(folder: str | Path) -> list[ImageAttributes]:
     """
     if not is_complete(folder):
         raise DataError(f"{folder} is not a demo dataset of version {DEMO_VERSION}.\n  fix: call generate_demo(folder)")
-    settings = _read_manifest(Path(folder)) or {}
+    settings = read_manifest(Path(folder)) or {}
     return _attributes(_plan(settings), settings)
 
 
@@ -295,7 +295,7 @@ def _check_minimum(**named: tuple[int, int]) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
-def _read_manifest(folder: Path) -> dict | None:
+def read_manifest(folder: Path) -> dict | None:
     """Read the manifest of a demo dataset; None if it cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -304,7 +304,7 @@ def _read_manifest(folder: Path) -> dict | None:
     return manifest if isinstance(manifest, dict) else None
 
 
-def _check_folder(folder: Path, settings: dict) -> None:
+def check_folder(folder: Path, settings: dict) -> None:
     """Raise DataError if writing to ``folder`` would overwrite anything but a corrupt or outdated demo dataset."""
     if not folder.exists():
         return
@@ -312,7 +312,7 @@ def _check_folder(folder: Path, settings: dict) -> None:
         raise DataError(
             f"{folder} exists and is not a demo dataset ({MANIFEST} not found).\n  fix: choose another folder"
         )
-    manifest = _read_manifest(folder) or {}
+    manifest = read_manifest(folder) or {}
     different = [name for name, value in settings.items() if name != "version" and manifest.get(name, value) != value]
     if different:
         differences = ", ".join(f"{name} {manifest[name]} (requested: {settings[name]})" for name in different)
@@ -322,7 +322,7 @@ def _check_folder(folder: Path, settings: dict) -> None:
         )
 
 
-def _move_into_place(build: Path, folder: Path) -> None:
+def move_into_place(build: Path, folder: Path, is_complete: Callable[[Path], bool]) -> None:
     """Rename ``build`` to ``folder`` unless another process has created a complete dataset there.
 
     Raises:

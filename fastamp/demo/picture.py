@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
-from fastamp.demo.camera import Camera, expose, make_camera
+from fastamp.demo.camera import Camera, expose, expose_infrared, make_camera
 from fastamp.demo.figure import draw_person
 from fastamp.demo.pose import Pose, draw_pose
-from fastamp.demo.scene import crop_scene, paint_scene
+from fastamp.demo.scene import crop_scene, paint_ground, paint_scene
 from fastamp.demo.wardrobe import Appearance, draw_appearance
 
 # Figures are painted at this multiple of the size and averaged down for antialiasing.
@@ -56,6 +56,29 @@ class Composition:
     layers: tuple[Paint, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Shot:
+    """Options of an image; the defaults are those of the dataset ``Demo``. Lengths are fractions of the box.
+
+    Attributes:
+        pose (Pose, optional): pose of the person. Default: random.
+        shift (tuple[float, float], optional): displacement of the person to the right and down. Default: random.
+        background (int, optional): seed of the view of the scene, the same for the frames of a tracklet. Default:
+            random.
+        occluder (str, optional): ``"none"`` or one of ``OCCLUDERS``. Default: random.
+        infrared (bool): if True, the camera is a near-infrared camera. Default False.
+        aerial (bool): if True, the ground is seen from above, the person is small and turned at random, and casts a
+            shadow; ``pose.pitch`` is steep. Default False.
+    """
+
+    pose: Pose | None = None
+    shift: tuple[float, float] | None = None
+    background: int | None = None
+    occluder: str | None = None
+    infrared: bool = False
+    aerial: bool = False
+
+
 def draw_picture(
     rng: np.random.Generator,
     person: Appearance | None,
@@ -65,6 +88,7 @@ def draw_picture(
     seed: int,
     image_size: tuple[int, int],
     bad_box: bool = False,
+    shot: Shot | None = None,
 ) -> Image.Image:
     """Draw an image of ``person`` as seen by a camera.
 
@@ -77,20 +101,29 @@ def draw_picture(
         seed (int): seed of the dataset, which determines the scenes.
         image_size (tuple[int, int]): height and width in pixels.
         bad_box (bool): if True, most of the person is outside of the box, as in images of identity -1. Default False.
+        shot (Shot, optional): further options. Default: ``Shot()``.
 
     Returns:
         PIL.Image.Image: RGB image of ``image_size``.
     """
     height, width = image_size
-    picture = compose(rng, person, camera_index, seed=seed, image_size=image_size, bad_box=bad_box)
+    shot = shot or Shot()
+    picture = compose(rng, person, camera_index, seed=seed, image_size=image_size, bad_box=bad_box, shot=shot)
     canvas = Image.new("RGBA", (width * _SUPERSAMPLING, height * _SUPERSAMPLING))
     for paint in picture.layers:
         paint(canvas)
+    background = picture.background
+    if shot.aerial:
+        canvas = canvas.rotate(rng.uniform(-40, 40), Image.Resampling.BILINEAR)
+        background = _cast_shadow(rng, background, canvas)
     foot_x, foot_y = picture.foot
     ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
-    return expose(
-        rng, _composite(rng, picture.background, canvas, ground_shadow), make_camera(camera_index, seed), sequence
-    )
+    if shot.aerial:
+        ground_shadow = (-9 * width, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
+    blended = _composite(rng, background, canvas, ground_shadow)
+    if shot.infrared:
+        return expose_infrared(rng, blended)
+    return expose(rng, blended, make_camera(camera_index, seed), sequence)
 
 
 def compose(
@@ -101,11 +134,14 @@ def compose(
     seed: int,
     image_size: tuple[int, int],
     bad_box: bool = False,
+    shot: Shot | None = None,
 ) -> Composition:
     """Return the composition of an image without painting it; see ``draw_picture``."""
     height, width = image_size
+    shot = shot or Shot()
     camera, scene = _camera_and_scene(camera_index, seed, width, height)
-    background = crop_scene(rng, scene, camera, width, height)
+    view = rng if shot.background is None else np.random.default_rng([seed, 2, shot.background])
+    background = paint_ground(view, width, height) if shot.aerial else crop_scene(view, scene, camera, width, height)
 
     canvas_size = (width * _SUPERSAMPLING, height * _SUPERSAMPLING)
     tall = height * _SUPERSAMPLING * camera.person_height * rng.uniform(0.93, 1.07)
@@ -113,23 +149,32 @@ def compose(
     foot_y = height * _SUPERSAMPLING * (0.965 + rng.uniform(-0.03, 0.03))
     if person is None:
         foot_x += width * _SUPERSAMPLING * rng.choice((-0.6, 0.6))
+    if shot.shift is not None:
+        foot_x = width * _SUPERSAMPLING * (0.5 + shot.shift[0])
+        foot_y = height * _SUPERSAMPLING * (0.965 + shot.shift[1])
+    if shot.aerial and shot.pose is not None:
+        tall *= 0.8
+        foot_y = height * _SUPERSAMPLING / 2 + 0.5 * tall * math.cos(shot.pose.pitch)
     if bad_box:
         foot_x += width * _SUPERSAMPLING * rng.choice((-0.45, 0.45))
         foot_y += height * _SUPERSAMPLING * rng.choice((-0.5, 0.4))
 
     layers: list[Paint] = []
-    if rng.random() < 0.09:
+    if rng.random() < 0.09 and not shot.aerial:
         layers.append(_passer_by(rng, camera, foot_x, foot_y - 0.06 * tall, tall * 0.92))
     passer_by, pose, occluder = bool(layers), None, "none"
     if person is not None:
         yaw = rng.choice(camera.yaws) + rng.normal(0, 0.3)
-        pose = draw_pose(rng, yaw, camera.pitch)
+        pose = shot.pose or draw_pose(rng, yaw, camera.pitch)
         layers.append(partial(draw_person, person=person, pose=pose, foot=(foot_x, foot_y), height=tall))
     elif rng.random() < 0.75:
         passer_by = True
         layers.append(_passer_by(rng, camera, foot_x, foot_y, tall))
-    if rng.random() < 0.13:
+    if shot.occluder is not None:
+        occluder = shot.occluder
+    elif rng.random() < 0.13:
         occluder = str(rng.choice(OCCLUDERS))
+    if occluder != "none":
         layers += _occluder(rng, occluder, canvas_size, camera, foot_x, foot_y, tall)
     return Composition(background, (foot_x, foot_y), tall, pose, passer_by, occluder, tuple(layers))
 
@@ -185,6 +230,16 @@ def _occluder(
 def _shape(kind: str, box: tuple[float, float, float, float], **options: Any) -> Paint:
     """Return a function that draws a shape with ``PIL.ImageDraw``."""
     return lambda canvas: getattr(ImageDraw.Draw(canvas), kind)(box, **options)
+
+
+def _cast_shadow(rng: np.random.Generator, background: np.ndarray, canvas: Image.Image) -> np.ndarray:
+    """Darken the ground by the silhouette on the canvas, shifted and sheared away from a low sun."""
+    height = canvas.height
+    lean, fall = rng.uniform(0.5, 1.0) * rng.choice((-1.0, 1.0)), rng.uniform(0.05, 0.2)
+    matrix = (1, -lean, lean * height * 0.72, 0, 1 / (0.7 + fall), -0.3 * height / 2)
+    silhouette = canvas.getchannel("A").transform(canvas.size, Image.Transform.AFFINE, matrix)
+    mask = np.asarray(silhouette.reduce(_SUPERSAMPLING).filter(ImageFilter.GaussianBlur(0.8)), dtype=np.float32) / 255
+    return background * (1 - np.float32(0.5) * mask[:, :, None])
 
 
 def _composite(

@@ -1,5 +1,6 @@
-"""Poses of the generated pedestrians."""
+"""Poses and gaits of the generated pedestrians."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,4 +44,40 @@ def draw_pose(rng: np.random.Generator, yaw: float, pitch: float) -> Pose:
         elbows=(elbows[0], elbows[1]),
         knee=rng.uniform(0.15, 0.75) * min(1.0, abs(stride) * 3),
         light=rng.uniform(-0.8, 0.8),
+    )
+
+
+@dataclass(frozen=True)
+class Gait:
+    """Way of walking of a person, constant across images. Angles are in radians.
+
+    Attributes:
+        stride, arms (float): largest swing of legs and arms.
+        elbows (tuple[float, float]): bend of the left and right elbow.
+        knee (float): largest bend of the trailing knee.
+    """
+
+    stride: float
+    arms: float
+    elbows: tuple[float, float]
+    knee: float
+
+
+def draw_gait(rng: np.random.Generator) -> Gait:
+    """Draw a random gait."""
+    elbows = (rng.uniform(0.1, 1.2), rng.uniform(0.1, 1.2))
+    return Gait(rng.uniform(0.2, 0.5), rng.uniform(0.1, 0.6), elbows, rng.uniform(0.2, 0.8))
+
+
+def walking_pose(gait: Gait, phase: float, yaw: float, pitch: float, light: float = 0.0) -> Pose:
+    """Return the pose of a walking person at one phase of the gait cycle, in radians."""
+    swing = math.sin(phase)
+    return Pose(
+        yaw=yaw,
+        pitch=pitch,
+        stride=gait.stride * swing,
+        arms=-gait.arms * swing,
+        elbows=gait.elbows,
+        knee=gait.knee * min(1.0, abs(gait.stride * swing) * 3),
+        light=light,
     )

@@ -41,6 +41,23 @@ def crop_scene(rng: np.random.Generator, scene: np.ndarray, camera: Camera, widt
     return scene[top : top + height, left : left + width].astype(np.float32)
 
 
+def paint_ground(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
+    """Paint a (height, width, 3) float32 view of the ground from above: asphalt, paving or grass, with a marking."""
+    base = np.array(((112, 112, 116), (168, 160, 148), (96, 122, 74))[rng.integers(3)], dtype=np.float32)
+    image = Image.new("RGB", (width, height), tuple(base.astype(int).tolist()))
+    draw = ImageDraw.Draw(image)
+    if base[0] > 150:
+        for x in range(int(rng.integers(12)), width, 14):
+            draw.line((x, 0, x, height), fill=(148, 140, 128))
+        for y in range(int(rng.integers(12)), height, 14):
+            draw.line((0, y, width, y), fill=(148, 140, 128))
+    if rng.random() < 0.5:
+        x, slant = rng.uniform(0, width), rng.uniform(-0.8, 0.8) * width
+        draw.line((x, 0, x + slant, height), fill=(222, 220, 212), width=max(2, width // 12))
+    grain = rng.normal(0, 3, (height, width, 1)).astype(np.float32) + _clouds(rng, (width, height)) * 9
+    return np.clip(np.asarray(image, dtype=np.float32) + grain, 0, 255)
+
+
 def _clouds(rng: np.random.Generator, size: tuple[int, int]) -> np.ndarray:
     """Return (H, W, 1) float32 smooth noise of about unit variance, at two scales."""
     total = np.zeros((size[1], size[0]), dtype=np.float32)

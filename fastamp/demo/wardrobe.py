@@ -153,6 +153,64 @@ def draw_lookalike(rng: np.random.Generator, person: Appearance) -> Appearance:
     return _with_changed(rng, person, [_LOOKALIKE_DETAILS[index] for index in order[:3]])
 
 
+def draw_body(rng: np.random.Generator) -> Appearance:
+    """Sample a person without hat, whose build, skin and hair vary more than in ``draw_appearance``."""
+    person = draw_appearance(rng)
+    light, dark = np.array(SKINS[0]), np.array(SKINS[-1])
+    skin = light + (dark - light) * rng.random()
+    brown = np.array(_pick(rng, HAIR_COLORS)) * rng.uniform(0.75, 1.15)
+    return replace(
+        person,
+        height=rng.uniform(0.88, 1.06),
+        breadth=rng.uniform(0.76, 1.4),
+        skin=_as_color(skin),
+        hair=_pick(rng, ("short", "bald", "long", "tail", "bun")),
+        hair_color=_as_color(brown),
+    )
+
+
+def change_clothes(person: Appearance, outfit: Appearance) -> Appearance:
+    """Return ``person`` in the clothes, shoes and bag of ``outfit``; height, breadth, skin and hair are unchanged."""
+    return replace(
+        outfit,
+        height=person.height,
+        breadth=person.breadth,
+        skin=person.skin,
+        hair=person.hair,
+        hair_color=person.hair_color,
+    )
+
+
+def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
+    """Return ``person`` with gray colors as under near-infrared light.
+
+    The reflectance of a fabric depends on its dye more than on its visible color, patterns lose most of their contrast,
+    and all skin is bright.
+
+    Args:
+        rng (np.random.Generator): generator of the materials; the same for all images of a person in one outfit.
+        person (Appearance): appearance in visible light.
+    """
+
+    def reflect(color: Color, low: float, high: float) -> Color:
+        share = 0.3 * float(np.mean(color)) / 255 + 0.7 * rng.random()
+        return (round(low + (high - low) * share),) * 3
+
+    upper = reflect(person.upper, 70, 225)
+    contrast = rng.uniform(18, 60) * (-1 if upper[0] > 150 else 1)
+    return replace(
+        person,
+        skin=reflect(person.skin, 175, 215),
+        hair_color=reflect(person.hair_color, 60, 150),
+        hat_color=reflect(person.hat_color, 70, 220),
+        upper=upper,
+        accent=(round(upper[0] + contrast),) * 3,
+        lower_color=reflect(person.lower_color, 60, 210),
+        shoe_color=reflect(person.shoe_color, 50, 200),
+        bag_color=reflect(person.bag_color, 50, 200),
+    )
+
+
 def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: float) -> list[Appearance]:
     """Draw different people at random; lookalikes are adjacent.
 
@@ -209,6 +267,11 @@ def _contrasting(rng: np.random.Generator, color: Color) -> Color:
     distances = np.abs(np.array(FABRICS) - np.array(color)).sum(axis=1)
     far = np.flatnonzero(distances > 170)
     return FABRICS[far[rng.integers(len(far))]]
+
+
+def _as_color(values: np.ndarray) -> Color:
+    red, green, blue = np.clip(values, 0, 255).round().astype(int).tolist()
+    return red, green, blue
 
 
 def _pick(rng: np.random.Generator, choices: tuple, odds: tuple[float, ...] | None = None):

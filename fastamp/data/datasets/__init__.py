@@ -34,6 +34,7 @@ from fastamp.data.datasets.cloth_changing import (
 from fastamp.data.datasets.cuhk03 import CUHK03
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.demo_animals import DemoAnimals
+from fastamp.data.datasets.demo_variants import DemoAerial, DemoClothes, DemoInfrared, DemoVideo
 from fastamp.data.datasets.filename_dataset import FilenameDataset, MarketStyleDataset
 from fastamp.data.datasets.market1501 import Market1501
 from fastamp.data.datasets.msmt17 import MSMT17
@@ -87,7 +88,11 @@ __all__ = [
     "CAVIARa",
     "DeepChange",
     "Demo",
+    "DemoAerial",
     "DemoAnimals",
+    "DemoClothes",
+    "DemoInfrared",
+    "DemoVideo",
     "DukeMTMC",
     "DukeMTMCVideo",
     "FilenameDataset",

@@ -1,0 +1,104 @@
+"""Generated pedestrians with columns: infrared images, clothes, tracklets and aerial images."""
+
+import csv
+import logging
+from pathlib import Path
+from typing import ClassVar
+
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.csv_columns import parse_values
+from fastamp.demo.variants import VARIANTS_VERSION, generate_variant, is_complete_variant
+from fastamp.utils import comm
+from fastamp.utils.atomic_dir import remove_abandoned
+from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+class DemoVariant(ImageDataset):
+    """Base class of the generated datasets with columns, which are written when the class is first used.
+
+    Subclasses set ``variant``, see ``generate_variant``. 100 training and 40 test identities, six cameras.
+
+    Args:
+        root (str or Path): data root; the images are in ``root/fastamp-demo-<variant>-v<version>``. Default "datasets".
+
+    Raises:
+        DataError: if the folder is not writable, or contains other files.
+    """
+
+    variant: ClassVar[str] = ""
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        self.dataset_dir = Path(root) / f"fastamp-demo-{self.variant}-v{VARIANTS_VERSION}"
+        with comm.main_process_first():
+            remove_abandoned(self.dataset_dir)
+            if not is_complete_variant(self.dataset_dir):
+                self._generate()
+        super().__init__(
+            lambda: self._add_name_prefix(self._read("train")),
+            lambda: self._read("query"),
+            lambda: self._read("gallery"),
+        )
+
+    def camera(self, camid: int | str) -> str:
+        """Return the number of the camera, from 1."""
+        return str(camid + 1) if isinstance(camid, int) else super().camera(camid)
+
+    def _generate(self) -> None:
+        folder = self.dataset_dir.absolute()
+        logger.info("generating the dataset %s in %s", self.title, folder)
+        try:
+            generate_variant(self.variant, folder)
+        except OSError as error:
+            raise DataError(
+                f"cannot write the demo dataset to {folder}: {error.strerror or error}\n"
+                f"  fix: set FASTAMP_DATASETS to a writable folder"
+            ) from error
+
+    def _read(self, split: str) -> list[ImageItem]:
+        with (self.dataset_dir / "attributes.csv").open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+        names = [name for name in rows[0] if name not in ("path", "pid", "camid", "split")]
+        columns = {name: parse_values([row[name] for row in rows]) for name in names}
+        return [
+            ImageItem(
+                str(self.dataset_dir / row["path"]),
+                int(row["pid"]),
+                int(row["camid"]),
+                columns={name: columns[name][number] for name in names},
+            )
+            for number, row in enumerate(rows)
+            if row["split"] == split
+        ]
+
+
+@DATASET_REGISTRY.register()
+class DemoInfrared(DemoVariant):
+    """Cameras 1, 2, 4 and 5 are visible, 3 and 6 infrared, as in SYSU-MM01; column ``modality``. Queries are infrared,
+    the gallery is visible."""
+
+    variant = "infrared"
+
+
+@DATASET_REGISTRY.register()
+class DemoClothes(DemoVariant):
+    """Three outfits of each person, some of them shared by several people; column ``clothes``. Two thirds of the
+    queries wear an outfit that is not in the gallery."""
+
+    variant = "clothes"
+
+
+@DATASET_REGISTRY.register()
+class DemoVideo(DemoVariant):
+    """Tracklets of eight frames, in temporal order; column ``tracklet``."""
+
+    variant = "video"
+
+
+@DATASET_REGISTRY.register()
+class DemoAerial(DemoVariant):
+    """Cameras 1 to 3 are on the ground, 4 to 6 on a drone at three altitudes; columns ``platform`` and ``altitude``,
+    the latter missing on the ground. Queries are aerial, the gallery is from the ground."""
+
+    variant = "aerial"
