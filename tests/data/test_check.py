@@ -476,10 +476,10 @@ def ltcc(root, monkeypatch):
     return build_dataset("LTCC")
 
 
-def test_numbers_that_differ_from_the_published_ones_are_an_error(tmp_path, monkeypatch):
+def test_numbers_that_differ_from_the_published_ones_are_reported(tmp_path, monkeypatch):
     dataset = ltcc(tmp_path, monkeypatch)
     (finding,) = (each for each in check_dataset(dataset).findings if "published" in each.fault)
-    assert finding.is_error and finding.count == 6
+    assert not finding.is_error and finding.count == 6
     assert "train: 2 images, 9576 published" in finding.examples
     assert "query: 1 identity, 75 published" in finding.examples
     monkeypatch.setattr(type(dataset), "published_counts", {"train": (2, 1), "query": (0, 1), "gallery": (1, 0)})
