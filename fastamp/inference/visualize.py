@@ -79,7 +79,8 @@ def draw_set(
             save(panel_figure([panel]), kind)
     if "grad-cam" in kinds:
         shown = [one for one in examples.lists["random"] if len(one.gallery)]
-        frames = evaluator.first_frames if evaluator.first_frames is not None else range(len(each.images))
+        first_frames = evaluator.first_frames
+        frames = range(len(each.images)) if first_frames is None else first_frames.tolist()
         pairs = _similar_pairs(predictor, each, loader.dataset, shown, protocol, frames)
         save(similarity_figure(pairs, each), "grad_cam")
 
