@@ -107,6 +107,16 @@ def models(record):
     with record("temporal pooling of a batch without tracklets"):
         model = build(record, "MODEL.HEADS.TEMPORAL_POOL", "avg")
         model({"images": torch.zeros(6, 3, 64, 32), "targets": torch.arange(6) % 4})
+    two_stems = (*RESNET, "MODEL.BACKBONE.NAME", "build_two_stem_resnet_backbone")
+    with record("a two-stem ResNet without DATASETS.CATEGORIES"):
+        build(record, *two_stems)
+    model = build(record, *two_stems, "DATASETS.CATEGORIES", "{'modality': ['visible', 'infrared']}").eval()
+    for title, batch in (
+        ("without the column", {"side": torch.zeros(2, dtype=torch.int64)}),
+        ("with an image without a modality", {"modality": torch.tensor([0, -1])}),
+    ):
+        with record(f"a two-stem ResNet and a batch {title}"):
+            model({"images": torch.zeros(2, 3, 64, 32), **batch})
     with record("timm is not installed"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "timm", None)
         build(record, "MODEL.BACKBONE.NAME", "timm/resnet18")

@@ -114,6 +114,14 @@ def test_triplet_loss_with_fastreid_weighting_equals_agw_reference(factor, name)
     torch.testing.assert_close(features.grad, torch.tensor(WRT[f"{name}_grad"]), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("weighting", ["softmax", "fastreid"])
+def test_triplet_loss_of_small_distances_equals_agw_reference(weighting):
+    features, targets = torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
+    unit = F.normalize(features, dim=1)
+    loss = triplet_loss(unit, targets, margin=0.0, hard_mining=False, weighting=weighting)
+    assert loss.item() == pytest.approx(float(WRT["wrt_normalized_loss"]), rel=1e-6)
+
+
 @pytest.mark.parametrize("factor", [1e-3, 1.0, 4.0, 1e3])
 def test_triplet_loss_with_softmax_weighting_equals_naive_loop_for_scaled_features(factor):
     features, targets = factor * torch.tensor(WRT["features"]), torch.tensor(WRT["labels"])
