@@ -58,18 +58,23 @@ def labels_checksum(data_loader: Any) -> int | None:
 
 
 def set_class_counts(model: nn.Module, data_loader: Any) -> None:
-    """Set the number of training images of each class in the classification layers of a model, for their margins.
+    """Set the number of training images of each class, and the columns of the training set, in the modules of a model.
 
     Args:
-        model (nn.Module): model whose modules may have a method ``set_class_counts(counts)``.
+        model (nn.Module): model whose modules may have a method ``set_class_counts(counts)``, for the margins of
+            classification layers, or ``set_training_columns(labels, columns)``.
         data_loader: training loader; nothing is set if its dataset has no ``labels`` in 0..num_classes-1.
     """
     labels = getattr(data_loader.dataset, "labels", None)
-    layers = [module for module in model.modules() if hasattr(module, "set_class_counts")]
-    if labels is not None and layers:
-        counts = np.bincount(np.asarray(labels, dtype=np.int64), minlength=data_loader.dataset.num_classes)
-        for layer in layers:
-            layer.set_class_counts(counts)
+    if labels is None:
+        return
+    labels = np.asarray(labels, dtype=np.int64)
+    columns = {name: column.values for name, column in getattr(data_loader.dataset, "columns", {}).items()}
+    for module in model.modules():
+        if hasattr(module, "set_class_counts"):
+            module.set_class_counts(np.bincount(labels, minlength=data_loader.dataset.num_classes))
+        if hasattr(module, "set_training_columns"):
+            module.set_training_columns(labels, columns)
 
 
 def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:

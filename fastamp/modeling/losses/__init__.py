@@ -2,6 +2,7 @@
 
 from fastamp.modeling.losses.build import LOSS_REGISTRY, build_losses
 from fastamp.modeling.losses.center import CenterLoss, center_loss
+from fastamp.modeling.losses.clothes import ClothesAdversarialLoss, clothes_adversarial_loss
 from fastamp.modeling.losses.cross_entropy import CrossEntropyLoss, cross_entropy_loss
 from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.modeling.losses.focal import FocalLoss, focal_loss
@@ -14,6 +15,7 @@ __all__ = [
     "LOSS_REGISTRY",
     "CenterLoss",
     "CircleLoss",
+    "ClothesAdversarialLoss",
     "Cosface",
     "CrossEntropyLoss",
     "FocalLoss",
@@ -22,6 +24,7 @@ __all__ = [
     "TripletLoss",
     "build_losses",
     "center_loss",
+    "clothes_adversarial_loss",
     "cross_entropy_loss",
     "distillation_loss",
     "focal_loss",
