@@ -48,6 +48,14 @@ def test_adversarial_loss_equals_naive_loop(epsilon):
     assert found.item() == pytest.approx(total / len(clothes), rel=1e-5)
 
 
+def test_adversarial_loss_of_an_identity_that_owns_all_outfits_has_finite_gradients():
+    logits = torch.randn(2, 3, requires_grad=True)
+    own = torch.tensor([[True, True, True], [True, False, False]])
+    loss = clothes_adversarial_loss(logits, torch.tensor([1, 0]), own)
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
+
+
 def build(**options):
     loss = ClothesAdversarialLoss(num_clothes=58, feature_dim=32, **options)
     with torch.no_grad():

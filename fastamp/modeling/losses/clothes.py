@@ -54,7 +54,8 @@ def clothes_adversarial_loss(
     Returns:
         torch.Tensor: scalar float32, the mean over the batch.
     """
-    others = logits.masked_fill(own, -torch.inf).logsumexp(1, keepdim=True)
+    # Not minus infinity: the gradient would be NaN for an identity that owns all outfits.
+    others = logits.masked_fill(own, torch.finfo(logits.dtype).min / 2).logsumexp(1, keepdim=True)
     log_probability = logits - torch.logaddexp(logits, others)
     weights = own * (epsilon / own.sum(1, keepdim=True))
     weights = weights + (1 - epsilon) * F.one_hot(clothes, logits.shape[1])
