@@ -57,7 +57,7 @@ def clothes_adversarial_loss(
     # Not minus infinity: the gradient would be NaN for an identity that owns all outfits.
     others = logits.masked_fill(own, torch.finfo(logits.dtype).min / 2).logsumexp(1, keepdim=True)
     log_probability = logits - torch.logaddexp(logits, others)
-    weights = own * (epsilon / own.sum(1, keepdim=True))
+    weights = own * (epsilon / own.sum(1, keepdim=True).clamp_min(1))
     weights = weights + (1 - epsilon) * F.one_hot(clothes, logits.shape[1])
     return -(weights * log_probability).sum(1).mean()
 
