@@ -16,6 +16,7 @@ from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
+from fastamp.data.build import with_num_categories
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
 from fastamp.engine.run_state import set_class_counts
@@ -46,7 +47,7 @@ class Progress(dict):
 def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     """Train the model of ``cfg`` and return the metrics of the last evaluation."""
     loader = DefaultTrainer.build_train_loader(cfg)
-    cfg = DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes)
+    cfg = with_num_categories(DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes), loader.dataset)
     model = DefaultTrainer.build_model(cfg)
     set_class_counts(model, loader)
     comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank
@@ -59,9 +60,8 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
     parts = {name: OptimizerState(each, model) for name, each in optimizers.items()} | {"random": RandomState()}
     parts |= {"step": step, "progress": progress, "config": ConfigText(cfg)}
-    checkpointer = Checkpointer(
-        model, cfg.OUTPUT_DIR, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, policy=policy, check=check_finite, **parts
-    )
+    checks: dict[str, Any] = {"min_match": cfg.MODEL.WEIGHTS_MIN_MATCH, "policy": policy, "check": check_finite}
+    checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
         logger.warning("no checkpoint found in %s: starting a new run", cfg.OUTPUT_DIR)
@@ -105,10 +105,9 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
         if within == 0 and (epochs_done % cfg.TEST.EVAL_PERIOD == 0 or epochs_done == cfg.SOLVER.MAX_EPOCH):
             comm.broadcast(model.buffers())
             results = DefaultTrainer.test(cfg, model)
-        if within == 0 and epochs_done == cfg.SOLVER.MAX_EPOCH:
-            logger.info("saved %s", checkpointer.save("model_final"))
-        elif within == 0 and epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0:
-            logger.info("saved %s", checkpointer.save(f"model_{epoch:04d}"))
+        if within == 0 and (epochs_done == cfg.SOLVER.MAX_EPOCH or epochs_done % cfg.SOLVER.CHECKPOINT_PERIOD == 0):
+            name = "model_final" if epochs_done == cfg.SOLVER.MAX_EPOCH else f"model_{epoch:04d}"
+            logger.info("saved %s", checkpointer.save(name))
     return DefaultTrainer.test(cfg, model) if results is None else results  # None: already complete
 
 

@@ -1,5 +1,6 @@
 """Messages of fastamp/modeling, fastamp/layers and fastamp/solver: models, losses, teachers and optimizers."""
 
+import numpy as np
 import pytest
 import torch
 from messages import Recorder
@@ -13,6 +14,7 @@ from fastamp.layers.norm import group_norm
 from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
 from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.load import load_model
+from fastamp.modeling.losses import ClothesAdversarialLoss
 from fastamp.modeling.losses.compute import with_columns
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.solver.state import OptimizerState
@@ -172,6 +174,12 @@ def losses(record):
 
     clothes_loss = nn.Module()
     clothes_loss.columns = ("clothes",)
+    with record("ClothesAdversarialLoss without a column of clothes"):
+        build(record, "MODEL.LOSSES.NAME", "ClothesAdversarialLoss", "MODEL.HEADS.NUM_CLASSES", "3")
+    for clothes in ([0, -1, 1], [0, 0, 1]):
+        with record(f"ClothesAdversarialLoss with the clothes {clothes} of the identities 0, 1 and 1"):
+            loss = ClothesAdversarialLoss(num_clothes=2, feature_dim=4)
+            loss.set_training_columns(np.array([0, 1, 1]), {"clothes": np.array(clothes)})
     with record("a loss that needs a column which the batch does not have"):
         with_columns({"features": torch.ones(1, 2)}, {"cloths": torch.zeros(1)}, {"loss": clothes_loss})
 

@@ -66,7 +66,7 @@ def build(**options):
 
 
 def test_gradients_are_separate_and_the_start_is_delayed():
-    loss = build(start_epoch=1, passes_per_image=1 / 58)
+    loss = build(start_epoch=1, batch_size=58)
     features, _, clothes, _ = tensors()
     outputs, targets = {"features": features, "clothes": clothes}, torch.tensor(REFERENCE["pids"])
     first = loss(outputs, targets)

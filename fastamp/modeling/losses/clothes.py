@@ -76,7 +76,7 @@ class ClothesAdversarialLoss(nn.Module):
         column (str): column of the outfits. Default "clothes".
         scale, epsilon, logit_scale (float): see ``MODEL.LOSSES.CAL``.
         start_epoch (int): number of epochs before the adversarial loss applies. Default 0.
-        passes_per_image (float): training passes in an epoch, divided by the number of training images. Default 0.
+        batch_size (int): number of training images in a pass, over all ranks. Default 64.
         lr, weight_decay (float): settings of the classifier's optimizer.
     """
 
@@ -93,20 +93,20 @@ class ClothesAdversarialLoss(nn.Module):
         epsilon: float = 0.1,
         logit_scale: float = 16.0,
         start_epoch: int = 0,
-        passes_per_image: float = 0.0,
+        batch_size: int = 64,
         lr: float = 3.5e-4,
         weight_decay: float = 5e-4,
     ) -> None:
         super().__init__()
         self.columns = (column,)
         self.scale, self.epsilon, self.logit_scale = scale, epsilon, logit_scale
-        self.start_epoch, self.passes_per_image, self.start = start_epoch, passes_per_image, 0
+        self.start_epoch, self.batch_size, self.start = start_epoch, batch_size, 0
         self.lr, self.weight_decay = lr, weight_decay
         self.weight = nn.Parameter(torch.empty(num_clothes, feature_dim))
         nn.init.kaiming_normal_(self.weight, mode="fan_out")
         self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         # Not persistent: derived from the training set, see ``set_training_columns``.
-        self.register_buffer("identity_of", torch.zeros(num_clothes, dtype=torch.int64), persistent=False)
+        self.register_buffer("identity_of", torch.full((num_clothes,), -1), persistent=False)
 
     @classmethod
     def from_config(cls, cfg: Any) -> "ClothesAdversarialLoss | None":
@@ -134,7 +134,7 @@ class ClothesAdversarialLoss(nn.Module):
             epsilon=settings.EPSILON,
             logit_scale=settings.LOGIT_SCALE,
             start_epoch=settings.START_EPOCH,
-            passes_per_image=1 / cfg.SOLVER.IMS_PER_BATCH,
+            batch_size=cfg.SOLVER.IMS_PER_BATCH,
             lr=settings.LR,
             weight_decay=settings.WEIGHT_DECAY,
         )
@@ -161,7 +161,7 @@ class ClothesAdversarialLoss(nn.Module):
                 f"ClothesAdversarialLoss: a value of the column {self.columns[0]!r} belongs to several identities.\n"
                 "  fix: give each outfit of each identity its own name, e.g. IDENTITY_OUTFIT"
             )
-        self.start = int(self.start_epoch * len(clothes) * self.passes_per_image)
+        self.start = self.start_epoch * (len(clothes) // self.batch_size)
         self.identity_of[torch.from_numpy(pairs[0])] = torch.from_numpy(pairs[1]).to(self.identity_of.device)
 
     def build_optimizer(self) -> torch.optim.Optimizer:
