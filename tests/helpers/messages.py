@@ -23,6 +23,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _LOG_CALLS = {f"logger.{level}" for level in ("info", "warning", "error", "exception")}
 _NUMBERS = re.compile(r"(?<![\w.])\d+(\.\d+(e[+-]?\d+)?|e[+-]?\d+)(?![\w.])")
 _VOLATILE = [
+    # Measured on features of a network, which depend on the processor.
+    (re.compile(r"measured \S+ % \(\S+ to \S+ %\)"), "measured N % (N to N %)"),
     (re.compile(r"was built (for CUDA [\d.]+|without CUDA)"), "was built ..."),
     (re.compile(r"\b[0-9a-f]{16}(-[0-9a-f]{32})?\b"), "HASH"),
     (re.compile(r"(?:[\d.]+ of )?\d+(?:\.\d+)?(?:e-?\d+)? (MiB|GiB|MB|GB)\b"), r"N \1"),
