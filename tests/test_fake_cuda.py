@@ -286,7 +286,7 @@ def test_training_with_each_pooling_layer_reads_the_device_once_per_step(name, m
 
 @pytest.mark.parametrize("name", list(CLS_LAYER_REGISTRY))
 def test_training_with_each_classifier_reads_the_device_once_per_step(name, monkeypatch):
-    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name), monkeypatch)
+    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name, "MODEL.HEADS.MARGIN", "0.3"), monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(NORM_REGISTRY))

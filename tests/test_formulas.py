@@ -203,9 +203,9 @@ def test_triplet_loss_matches_definition(case, mining, margin, normalize):
             ap = p.max() if mining == "hard" else softmax(p) @ p
             an = math.inf if not len(n) else n.min() if mining == "hard" else softmax(-n) @ n
         losses.append(max(0.0, ap - an + margin) if margin else softplus(ap - an))
-    # The distance of an anchor to itself is at least 1e-6.
+    # Distances of equal features are up to 1e-3 instead of 0, depending on the processor: square roots of rounding errors.
     check(
-        triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 1e-4,
+        triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 5e-4,
         margin=margin, normalize=normalize, hard_mining=mining == "hard",
         weighting="softmax" if mining == "hard" else mining,
     )  # fmt: skip

@@ -108,7 +108,8 @@ def _key(key: Key, names: Sequence[str]) -> dict[str, Any]:
         values = {"type": [*anything, "object"] if key.nested else anything}
         return about | {"type": "object", "additionalProperties": values, "default": dict(key.default)}
     if key.default is None:
-        return about | {"type": anything, "default": None}
+        scalar = [kind for kind in anything if kind != "array"]
+        return about | {"type": anything, "items": {"type": scalar}, "default": None}
     if isinstance(key.default, tuple | list):
         return about | _sequence(key, about.pop("examples", [])) | {"default": list(key.default)}
     if key.choices:
