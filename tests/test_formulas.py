@@ -203,7 +203,7 @@ def test_triplet_loss_matches_definition(case, mining, margin, normalize):
             ap = p.max() if mining == "hard" else softmax(p) @ p
             an = math.inf if not len(n) else n.min() if mining == "hard" else softmax(-n) @ n
         losses.append(max(0.0, ap - an + margin) if margin else softplus(ap - an))
-    # Distances of equal features are up to 1e-3 instead of 0, depending on the processor: square roots of rounding errors.
+    # Distances of equal features are square roots of rounding errors, which depend on the processor.
     check(
         triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 5e-4,
         margin=margin, normalize=normalize, hard_mining=mining == "hard",
