@@ -177,8 +177,12 @@ def test_training_with_each_backbone_reads_the_device_once_per_step(name, monkey
     check_reads(cfg, monkeypatch)
 
 
+# ClothesAdversarialLoss needs a dataset with a column of clothes.
+LOSSES = [name for name in LOSS_REGISTRY if name != "ClothesAdversarialLoss"]
+
+
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-@pytest.mark.parametrize("name", list(LOSS_REGISTRY))
+@pytest.mark.parametrize("name", LOSSES)
 def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, monkeypatch):
     check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), monkeypatch, dtype)
 
@@ -249,7 +253,7 @@ def count_host_operands(options, monkeypatch, *, values, positions):
         return len(positions(total)), missed
 
 
-@pytest.mark.parametrize("name", list(LOSS_REGISTRY))
+@pytest.mark.parametrize("name", LOSSES)
 def test_fake_cuda_detects_a_host_tensor_in_any_operation_of_a_loss(name, monkeypatch):
     count, missed = count_host_operands(
         ["MODEL.LOSSES.NAME", f"('{name}',)"], monkeypatch, values=False, positions=range

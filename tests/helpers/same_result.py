@@ -56,7 +56,7 @@ MOCO = (*tiny.PLAIN, "MODEL.QUEUE_SIZE", "20", "MODEL.MOCO.MOMENTUM", "0.5")
 
 IMAGES, CLASSES, WIDTH = 8, 4, tiny.WIDTH
 LOSSES = {
-    **{name: ("MODEL.LOSSES.NAME", name) for name in LOSS_REGISTRY},
+    **{name: ("MODEL.LOSSES.NAME", name) for name in LOSS_REGISTRY if name != "ClothesAdversarialLoss"},
     **{name: ("MODEL.LOSSES.NAME", name) for name in ("pml/MultiSimilarityLoss", "pml/ProxyAnchorLoss")},
     "soft triplet": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.HARD_MINING", "False"),
     "soft margin": ("MODEL.LOSSES.NAME", "TripletLoss", "MODEL.LOSSES.TRI.MARGIN", "0.0"),
