@@ -116,6 +116,25 @@ def check_column(name: str, columns: Mapping[str, Any], key: str, title: str) ->
     )
 
 
+def integers_of(name: str, columns: Mapping[str, Any], key: str, title: str) -> np.ndarray:
+    """Return the values of a column that a config key names, (N,) int64.
+
+    Args:
+        name (str): name of the column.
+        columns (Mapping): column name -> N encoded values, see ``EncodedColumn.values``.
+        key (str): config key that names the column.
+        title (str): description of the dataset for messages, e.g. "the training set (Demo)".
+
+    Raises:
+        ConfigError: if the column does not exist, or is neither integer nor text.
+    """
+    check_column(name, columns, key, title)
+    values = columns[name]
+    if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "i":
+        raise ConfigError(f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one")
+    return values
+
+
 def number_names(names: Sequence[str] | set[str], *, start: int) -> dict[str, int]:
     """Number the names from ``start``: integers in ascending order (007 before 07 and 7), then text."""
     order = sorted(names, key=lambda name: (0, int(name), name) if _NUMBER.fullmatch(name) else (1, 0, name))

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from fastamp.config import Key
-from fastamp.data.columns import check_column
+from fastamp.data.columns import integers_of
 from fastamp.data.samplers import SAMPLER_REGISTRY, BalancedIdentitySampler, EpochSampler, generator
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import DataError
 
 KEYS = (
     Key(
@@ -76,12 +76,7 @@ class GroupIdentitySampler(BalancedIdentitySampler):
         """
         key, name = "DATALOADER.GROUPS.COLUMN", cfg.DATALOADER.GROUPS.COLUMN
         title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
-        check_column(name, columns, key, title)
-        groups = columns[name]
-        if not isinstance(groups, np.ndarray) or groups.ndim != 1 or groups.dtype.kind != "i":
-            raise ConfigError(
-                f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one"
-            )
+        groups = integers_of(name, columns, key, title)
         return cls(
             groups=groups,
             single=cfg.DATALOADER.GROUPS.BATCH == "single",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.config import Key
-from fastamp.data.columns import check_column
+from fastamp.data.columns import integers_of
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.registry import Registry
@@ -291,12 +291,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
         """
         key, name = "DATALOADER.BALANCE_COLUMN", cfg.DATALOADER.BALANCE_COLUMN
         title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
-        check_column(name, columns, key, title)
-        values = columns[name]
-        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "i":
-            raise ConfigError(
-                f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one"
-            )
+        values = integers_of(name, columns, key, title)
         return cls(
             values=values,
             labels=labels,
