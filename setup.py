@@ -54,7 +54,20 @@ EXTRAS["all"] = sorted(
 )
 
 # Folders of the repository that are installed below fastamp/; see fastamp/utils/resources.py.
-FOLDERS = ["configs", "tools/benchmark", "projects/FastTune", "projects/FastTune/autotuner"]
+# A project with a plugin is installed with its recipes and packages.
+PLUGINS = sorted(path.parent.relative_to(HERE) for path in HERE.glob("projects/*/plugin.py"))
+FOLDERS = [
+    "configs",
+    "tools/benchmark",
+    "projects/FastTune",
+    "projects/FastTune/autotuner",
+    *(folder.as_posix() for folder in PLUGINS),
+    *(
+        path.parent.relative_to(HERE).as_posix()
+        for each in PLUGINS
+        for path in sorted((HERE / each).rglob("__init__.py"))
+    ),
+]
 INSTALLED = {f"fastamp.{folder.replace('/', '.')}": folder for folder in FOLDERS}
 
 setup(
@@ -106,6 +119,7 @@ setup(
         "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],
         "fastamp.projects.FastTune": ["configs/*.yml"],
+        **{f"fastamp.projects.{folder.name}": ["configs/*.yml", "configs/*.yaml", "*.yml"] for folder in PLUGINS},
     },
     python_requires=">=3.10",
     install_requires=[

@@ -7,13 +7,16 @@ examples:
 """
 
 import argparse
-import os
+from pathlib import Path
 
-from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
+from fastamp.config.projects import PROJECTS_KEY, project_of
+from fastamp.config.recipes import find_recipe, list_project_recipes, list_recipes, recipe_name
 from fastamp.config.schema import HEADER
 from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.resources import resource_folder
 
 NEEDS_TORCH = False
+_QUOTES = "\"'"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,11 +30,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: if there is no such recipe.
     """
-    recipes = list_recipes()
+    recipes = list_recipes() | list_project_recipes()
     name = recipe_name(args.name)
     path = find_recipe(name)
     if path is not None:
-        print(HEADER + _standalone(path.read_text(encoding="utf-8"), name), end="")
+        print(HEADER + _standalone(path), end="")
         return 0
     listed = [each for each in recipes if each.lower().startswith(name.rstrip("/").lower())]
     if not listed:
@@ -43,12 +46,23 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _standalone(text: str, name: str) -> str:
-    """Replace the relative path in ``_BASE_`` by the name of the base file, so that a copy works in any folder."""
-    lines = text.splitlines(keepends=True)
+def _standalone(path: Path) -> str:
+    """Read a recipe, with the name of its base file instead of the relative path and with the project of the recipe.
+
+    A copy of the result works in any folder.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     for number, line in enumerate(lines):
         key, colon, base = line.partition(":")
         if key == "_BASE_" and colon:
-            path = os.path.normpath(os.path.join("configs", os.path.dirname(name), base.strip().strip("\"'")))
-            lines[number] = f"_BASE_: {path}\n"
-    return "".join(lines)
+            lines[number] = f"_BASE_: {_name_of(path.parent / base.strip().strip(_QUOTES))}\n"
+    project = project_of(path)
+    return "".join(lines) + (f"\n{PROJECTS_KEY}: [{project}]\n" if project else "")
+
+
+def _name_of(path: Path) -> str:
+    """Return the name by which a command finds a recipe or base file, e.g. ``"configs/Base-SBS.yml"``."""
+    path = path.resolve()
+    if project := project_of(path):
+        return f"{project}/{path.name}"
+    return f"configs/{path.relative_to(resource_folder('configs').resolve()).as_posix()}"

@@ -14,8 +14,9 @@ import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
 from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
-from fastamp.config.files import parse_yaml
+from fastamp.config.files import parse_yaml, read_layers
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
+from fastamp.config.projects import PROJECTS_KEY, import_project, projects_first, projects_of
 from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
@@ -156,6 +157,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"merge_from_file: expected the path of a YAML file, got {brief(cfg_filename)} "
                 f"({type(cfg_filename).__name__}).\n  fix: pass a path; for a dict, call cfg.merge_from_other_cfg(dict)"
             )
+        if projects := projects_of(read_layers(cfg_filename)):
+            self.merge_from_list([PROJECTS_KEY, projects])
         recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
         _apply(edit for source, mapping in recipe.layers for edit in self._mapping_edits(mapping, source))
         self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes()]
@@ -205,7 +208,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             )
         if fix := fix_of_pairs(cfg_list):
             raise ConfigError(f"{COMMAND_LINE}: expected KEY VALUE pairs, got {brief(cfg_list)}.\n  fix: {fix}")
-        pairs = zip(cfg_list[::2], cfg_list[1::2], strict=True)
+        # Of equal keys, the last one is effective.
+        pairs = sorted(zip(cfg_list[::2], cfg_list[1::2], strict=True), key=lambda pair: pair[0] != PROJECTS_KEY)
         _apply(edit for name, value in pairs for edit in self._edits(name, value, COMMAND_LINE))
 
     def with_values(self, values: Mapping[str, Any]) -> "CfgNode":
@@ -325,7 +329,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     # ---- setting values: edits are collected and checked first, then applied together
 
     def _mapping_edits(self, mapping: Mapping[Any, Any], source: str) -> Iterator[Edit]:
-        for name, value in mapping.items():
+        for name, value in mapping.items() if self._path else projects_first(mapping):
             is_default = isinstance(mapping, CfgNode) and name in mapping._keys and name not in mapping._assigned
             for edit in self._edits(name, value, source):
                 yield partial(edit, mark=False) if is_default and isinstance(edit, partial) else edit
@@ -384,9 +388,20 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         try:
             key = self._keys.get(name)
             converted = convert(key, value) if key else free_value(self._full(name), value)
+            if name == PROJECTS_KEY and not self._path:
+                converted = self._load_projects(converted)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         return partial(_assign, self, name, converted)
+
+    def _load_projects(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Import the plugins of projects and declare their keys; return the names of all projects of this config."""
+        loaded: tuple[str, ...] = self.__dict__.get("_projects", ())
+        for name in names:
+            if name not in loaded:
+                add_keys_of(import_project(name), self)
+                self.__dict__["_projects"] = loaded = (*loaded, name)
+        return loaded
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
@@ -563,6 +578,8 @@ def _restore(cls: type[CfgNode], state: dict[str, Any], items: dict[str, Any]) -
     node = cls.__new__(cls)
     node.__dict__.update({"_assigned": set()} | state)  # missing from configs that earlier versions pickled
     dict.update(node, items)
+    for project in state.get("_projects", ()):  # in another process, its components are not registered yet
+        import_project(project)
     return node
 
 

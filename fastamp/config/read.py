@@ -1,15 +1,14 @@
 """Read the config of a command from a file, KEY VALUE pairs and a plugin."""
 
-import importlib.util
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastamp.config.config import CfgNode, add_keys_of, get_cfg
+from fastamp.config.projects import PROJECTS_KEY, list_projects, project_of
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 from fastamp.utils.moved import moved_names, renamed_arguments
-from fastamp.utils.plugins import load_installed_plugins
+from fastamp.utils.plugins import import_plugin_file, load_installed_plugins
 
 __getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
@@ -27,7 +26,8 @@ def read_config(
     Args:
         config_file: path of a YAML file or name of a recipe; "" for the defaults. Default "".
         opts: ``[KEY, VALUE, KEY, VALUE, ...]``. Default ().
-        plugin: Python file that registers custom components, see ``load_plugin``; "" for none. Default "".
+        plugin: Python file that registers custom components, or name of a project, see ``load_plugin``; "" for none.
+            Default "".
         define_keys: function that declares a project's keys in the config. Default None.
 
     Returns:
@@ -54,23 +54,20 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     The file declares keys in ``KEYS``, as a built-in component does, or in a function ``add_config(cfg)``, or in both.
 
     Args:
-        path: plugin file; it runs once per process.
+        path: plugin file, which runs once per process, or name of a project, e.g. ``"FastAttr"``.
         cfg: config to extend; it must not be frozen.
 
     Raises:
         ConfigError: if the file does not exist.
     """
     file = real_path(path)
+    project = path if path in list_projects() and not file.is_file() else project_of(file)
+    if project:
+        cfg.merge_from_list([PROJECTS_KEY, [project]])
+        return
     if not file.is_file():
         raise ConfigError(f"--plugin {path}: file not found.\n  fix: correct the path")
     if any(file == real_path(module.__file__) for module in load_installed_plugins().values() if module.__file__):
         return  # the installed plugin has declared its keys already
-    name = f"fastamp_plugin_{file}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, file)
-        assert spec and spec.loader, file
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    module = sys.modules[name]
     cfg.__dict__["_plugin"] = str(path)
-    add_keys_of(module, cfg)
+    add_keys_of(import_plugin_file(file), cfg)

@@ -18,6 +18,16 @@ def list_recipes() -> dict[str, Path]:
     return dict(sorted(files.items(), key=lambda item: item[0].lower()))
 
 
+def list_project_recipes() -> dict[str, Path]:
+    """Return the recipes of projects in alphabetical order: name, e.g. ``"FastAttr/demo"``, -> path.
+
+    Base files are listed, since FastReID's projects name them in several ways.
+    """
+    folders = [plugin.parent for plugin in resource_folder("projects").glob("*/plugin.py")]
+    files = {f"{each.name}/{path.stem}": path for each in folders for path in each.glob("configs/*.y*ml")}
+    return dict(sorted(files.items(), key=lambda item: item[0].lower()))
+
+
 def recipe_name(path: str) -> str:
     """Return the name of a recipe without ``configs/`` and ``.yml``."""
     return os.path.splitext(path)[0].removeprefix("configs/") if path.endswith(_SUFFIXES) else path
@@ -27,12 +37,12 @@ def find_recipe(name: str | os.PathLike[str]) -> Path | None:
     """Return the path of a recipe or base file; None if there is no recipe of this name.
 
     Args:
-        name: name of the recipe, with or without ``configs/`` and ``.yml``.
+        name: name of the recipe, with or without ``configs/`` and ``.yml``; ``"PROJECT/RECIPE"`` for a recipe of a
+            project.
     """
-    root = resource_folder("configs")
     short = os.fspath(name).removeprefix("configs/")
     if not short or os.path.isabs(short) or ".." in Path(short).parts or "\0" in short:
         return None
-    path = root / short
+    path = resource_folder("configs") / short
     path = path if path.suffix in _SUFFIXES else path.with_name(f"{path.name}.yml")
-    return path if path.is_file() else None
+    return path if path.is_file() else list_project_recipes().get(recipe_name(short))

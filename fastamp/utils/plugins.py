@@ -1,10 +1,13 @@
-"""Plugins of installed distributions: modules in the entry point group ``fastamp.plugins``."""
+"""Plugins: Python files, and modules of installed distributions in the entry point group ``fastamp.plugins``."""
 
+import importlib.util
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -19,6 +22,22 @@ SWITCH = "FASTAMP_PLUGINS"
 
 _loaded: "dict[EntryPoint, ModuleType]" = {}
 _in_progress = False
+
+
+def import_plugin_file(file: Path) -> ModuleType:
+    """Run a Python file that registers custom components, once per process, and return its module."""
+    name = f"fastamp_plugin_{file}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec and spec.loader, file
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]  # a second attempt must not find half a module
+            raise
+    return sys.modules[name]
 
 
 @cache

@@ -16,13 +16,13 @@ import yaml
 
 from fastamp.cli import COMMANDS, command_parser, main
 from fastamp.cli.tune import ALGORITHMS, SCHEDULERS
-from fastamp.config.recipes import find_recipe, list_recipes
+from fastamp.config.recipes import find_recipe, list_project_recipes, list_recipes
 from fastamp.config.schema import HEADER
 
 
 def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere, capsys):
     assert main(["recipes"]) == 0
-    assert capsys.readouterr().out.split() == list(list_recipes())
+    assert capsys.readouterr().out.split() == [*list_recipes(), *list_project_recipes()]
     assert main(["recipes", "veri"]) == 0
     names = capsys.readouterr().out.split()
     assert names and all(name.lower().startswith("veri") for name in names)

@@ -105,7 +105,7 @@ def test_errors_are_found(validator, mapping):
 
 
 def test_each_value_is_valid_if_and_only_if_the_config_accepts_it(validator, subtests):
-    for path in KEYS:
+    for path in set(KEYS) - {"PROJECTS"}:  # only names of existing folders are accepted
         for value in VALUES:
             with subtests.test(path, value=value):
                 mapping = nested(path, value)

@@ -189,3 +189,5 @@ def python(record):
         fixed_input_size(cfg, is_train=False, needed_by="MODEL.HEADS.POOL_LAYER=Flatten")
     with record("a file of components that is missing"):
         read_config("", [], plugin="nowhere.py")
+    with record("a project that does not exist"):
+        read_config("", ["PROJECTS", "[FastAtr]"])

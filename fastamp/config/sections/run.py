@@ -4,6 +4,12 @@ from fastamp.config.key import Key
 
 KEYS = (
     Key("OUTPUT_DIR", "logs/", "Run folder: config, logs, metrics and checkpoints."),
+    Key(
+        "PROJECTS",
+        (),
+        "Projects of fastamp whose components and keys this config uses, e.g. FastAttr; recipes of a project set it.",
+        of=str,
+    ),
     Key("SEED", 0, "Seed of all random draws: weight initialization, sampling, augmentation.", low=0),
     Key(
         "DETERMINISTIC",
