@@ -17,8 +17,8 @@ from fastamp.config import read_config
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import TRANSFORM_REGISTRY, build_transforms
 from fastamp.engine import TRAINER_REGISTRY
-from fastamp.evaluation import PROTOCOL_REGISTRY, Identities, Protocol, compute_metrics
-from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY
+from fastamp.evaluation import EVALUATOR_REGISTRY, PROTOCOL_REGISTRY, Identities, Protocol, compute_metrics
+from fastamp.modeling import BACKBONE_REGISTRY, HEADS_REGISTRY, LOSS_REGISTRY, META_ARCH_REGISTRY
 from fastamp.utils.errors import DataError
 
 TRANSFORM = '''
@@ -57,8 +57,10 @@ class Darken(BatchTransform):
 REGISTRIES = (
     BACKBONE_REGISTRY,
     DATASET_REGISTRY,
+    EVALUATOR_REGISTRY,
     HEADS_REGISTRY,
     LOSS_REGISTRY,
+    META_ARCH_REGISTRY,
     PROTOCOL_REGISTRY,
     TRAINER_REGISTRY,
     TRANSFORM_REGISTRY,
@@ -187,6 +189,49 @@ def test_documented_protocol_can_be_named_in_a_config(project):
     assert found.ranking.first_match.tolist() == [[1]]
     with pytest.raises(DataError, match="hour"):
         compute_metrics(*features, Identities(*ids), protocol)
+
+
+EVALUATOR = '''
+"""Report the mean brightness of the test images, from an output of the model besides its features."""
+
+from fastamp.evaluation import EVALUATOR_REGISTRY, ReidEvaluator
+from fastamp.modeling import META_ARCH_REGISTRY
+from fastamp.modeling.meta_arch import Baseline
+
+
+@META_ARCH_REGISTRY.register()
+class BrightBaseline(Baseline):
+    evaluator = "BrightEvaluator"
+
+
+@EVALUATOR_REGISTRY.register()
+class BrightEvaluator(ReidEvaluator):
+    def reset(self):
+        super().reset()
+        self.brightness = []
+
+    def extract(self, model, batch, policy, flip_test=False):
+        return super().extract(model, batch, policy, flip_test), batch["images"].float().mean((1, 2, 3))
+
+    def process(self, inputs, outputs):
+        super().process(inputs, outputs[0])
+        self.brightness += outputs[1].tolist()
+
+    def evaluate(self):
+        return super().evaluate() | {"brightness": sum(self.brightness) / len(self.brightness)}
+'''
+
+
+@pytest.mark.parametrize("text", ["MODEL: {META_ARCHITECTURE: BrightBaseline}", "TEST: {EVALUATOR: BrightEvaluator}"])
+def test_registered_evaluator_is_built_for_the_model_or_by_name(text, project, capsys):
+    component, recipe = project(EVALUATOR, text)
+    train(component, recipe)
+    rows = map(json.loads, (component.parent / "run/metrics.json").read_text().splitlines())
+    (evaluated,) = [row for row in rows if any("brightness" in name for name in row)]
+    assert 0 < next(value for name, value in evaluated.items() if "brightness" in name) < 255
+    command = ["train", "--plugin", str(component), "--config-file", str(recipe), "TEST.EVALUATOR", "BrightEvaluatr"]
+    assert main(command) == 2
+    assert "BrightEvaluator" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("page", "title"), [("head", "dropout_head.py"), ("trainer", "noise_trainer.py")])

@@ -32,6 +32,7 @@ from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
     EvaluationOutput,
+    build_evaluator,
     describe_protocol,
     evaluate_sets,
     evaluation_policy,
@@ -61,7 +62,7 @@ from fastamp.engine.run_state import (
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
-from fastamp.evaluation import ReidEvaluator, update_bn_statistics
+from fastamp.evaluation import update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.modeling import build_model
 from fastamp.report import Run
@@ -473,7 +474,7 @@ class DefaultTrainer(FastReIDMethods):
 
     @classmethod
     def build_evaluator(cls, cfg: CfgNode, num_query: int | str, output_dir: str | None = None) -> Any:
-        """Build the evaluator for a test set.
+        """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
         Args:
             cfg (CfgNode): config.
@@ -485,8 +486,8 @@ class DefaultTrainer(FastReIDMethods):
         """
         if isinstance(num_query, str):
             loader, count = cls.build_test_loader(cfg, num_query)
-            return loader, ReidEvaluator(cfg, count, output_dir)
-        return ReidEvaluator(cfg, num_query, output_dir)
+            return loader, build_evaluator(cfg, count, output_dir)
+        return build_evaluator(cfg, num_query, output_dir)
 
     @classmethod
     def test(

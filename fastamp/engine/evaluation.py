@@ -14,8 +14,16 @@ from fastamp.config import CfgNode
 from fastamp.data.build import check_split
 from fastamp.data.dataset import ReidDataset
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
-from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, inference_on_dataset, print_results
+from fastamp.evaluation import (
+    EVALUATOR_REGISTRY,
+    DatasetEvaluator,
+    Protocol,
+    ReidEvaluator,
+    inference_on_dataset,
+    print_results,
+)
 from fastamp.evaluation.calibration import Calibration
+from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
 from fastamp.utils import comm
@@ -92,6 +100,24 @@ def evaluate_sets(
         if each.calibration_check is not None:
             logger.info("open-set decisions on %s: %s", each.name, each.calibration_check.describe())
     return found
+
+
+def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
+    """Build the evaluator ``TEST.EVALUATOR`` for a test set.
+
+    Args:
+        cfg (CfgNode): config. For ``auto``, the attribute ``evaluator`` of the class of ``MODEL.META_ARCHITECTURE`` is
+            the name of the evaluator; without this attribute, ``ReidEvaluator`` is built.
+        num_query (int): number of query images.
+        output_dir (str, optional): folder for the files of the evaluator.
+
+    Raises:
+        ConfigError: if the name is not registered.
+    """
+    name = cfg.TEST.EVALUATOR
+    if name == "auto":
+        name = getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
+    return EVALUATOR_REGISTRY.build(name, cfg, num_query=num_query, output_dir=output_dir)
 
 
 def loader_and_evaluator(

@@ -13,7 +13,7 @@ from fastamp.evaluation import (  # noqa: F401  register their protocols
     product_retrieval,
     single_shot,
 )
-from fastamp.evaluation.evaluator import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
@@ -24,6 +24,7 @@ from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, Retri
 from fastamp.utils.moved import moved_names
 
 __all__ = [
+    "EVALUATOR_REGISTRY",
     "PROTOCOL_REGISTRY",
     "DatasetEvaluator",
     "EvaluationResult",

@@ -17,6 +17,7 @@ from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.amp.device_errors import IN_EVALUATION, DeviceErrorHandler
 from fastamp.amp.policy import dtype_name
 from fastamp.compat.evaluator import FastReIDAttributes
+from fastamp.config.key import Key
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
@@ -33,8 +34,20 @@ from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError, writing
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
 from fastamp.utils.progress import format_duration, track
+from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
+
+EVALUATOR_REGISTRY = Registry("TEST.EVALUATOR")
+"""Registry of evaluators, classes with the arguments ``(cfg, num_query, output_dir)``."""
+
+KEYS = (
+    Key(
+        "TEST.EVALUATOR",
+        "auto",
+        "Name of a registered evaluator; auto means that of the meta-architecture, ReidEvaluator if it has none.",
+    ),
+)
 
 Locator = Callable[[nn.Module, dict[str, Any], PrecisionPolicy], str]
 LOCATOR = "fastamp.diagnostics.nan_locator:describe_evaluation"
@@ -56,6 +69,10 @@ class DatasetEvaluator:
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
+
+    def extract(self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False) -> Any:
+        """Compute the model output of a batch for ``process``. Default: the features, see ``extract_features``."""
+        return extract_features(model, batch, policy, flip_test)
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Accumulate a batch and the corresponding model output."""
@@ -104,7 +121,7 @@ def inference_on_dataset(
         with torch.inference_mode(), DeviceErrorHandler("the evaluation", IN_EVALUATION) as computing:
             for batch in track(data_loader, len(cast(Sized, data_loader)), "evaluating"):
                 computing.batch = batch
-                features = extract_features(model, batch, policy, flip_test)
+                features = evaluator.extract(model, batch, policy, flip_test)
                 outputs = [each for each in tree_leaves(features) if isinstance(each, torch.Tensor)]
                 finite.append(torch.stack([torch.isfinite(each).all() for each in outputs]).all())
                 evaluator.process(batch, features)
@@ -169,6 +186,7 @@ def _explain_not_finite(
     return comm.select_message(text)
 
 
+@EVALUATOR_REGISTRY.register()
 class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
     """Compute CMC, mAP, mINP and verification metrics of a test set that lists query images before gallery images.
 
