@@ -215,6 +215,49 @@ def build_ramped_exponential(cfg: Any, *, iters_per_epoch: int) -> RampedExponen
 
 
 @dataclass(frozen=True)
+class EpochCosineSchedule:
+    """Linear warm-up and cosine, constant within an epoch, with first and last rates that all groups share.
+
+    The rates are those of the programs that descend from TransReID (He et al. 2021, arXiv:2102.04378). Epochs are
+    counted from 1 in both formulas: the peak is not reached, and the last epoch has the lowest rate.
+
+    Attributes:
+        warmup_epochs (int): number W of epochs of the warm-up; epochs before W are in it.
+        total_epochs (int): number of epochs of the cosine, including the warm-up.
+        first (float): rate from which the warm-up rises.
+        lowest (float): rate of the last epoch.
+    """
+
+    warmup_epochs: int
+    total_epochs: int
+    first: float
+    lowest: float
+
+    def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
+        """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
+        number = epoch + 1
+        if number < self.warmup_epochs:
+            return self.first + (base_lr - self.first) * number / self.warmup_epochs
+        fraction = min(number / self.total_epochs, 1.0)
+        return self.lowest + (base_lr - self.lowest) * (1 + math.cos(math.pi * fraction)) / 2
+
+
+@SCHEDULE_REGISTRY.register("EpochCosineLR")
+def build_epoch_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochCosineSchedule:
+    """Build the schedule from WARMUP_EPOCHS, WARMUP_FACTOR, BASE_LR, ETA_MIN_LR and MAX_EPOCH in ``SOLVER``.
+
+    The first rate of all groups is ``WARMUP_FACTOR * BASE_LR``; their last rate is ``ETA_MIN_LR``.
+    """
+    solver, factor = cfg.SOLVER, learning_rate_factor(cfg)
+    return EpochCosineSchedule(
+        warmup_epochs=solver.WARMUP_EPOCHS,
+        total_epochs=max(solver.MAX_EPOCH, 1),
+        first=solver.WARMUP_FACTOR * solver.BASE_LR * factor,
+        lowest=solver.ETA_MIN_LR * factor,
+    )
+
+
+@dataclass(frozen=True)
 class OneCycleSchedule:
     """1cycle policy with cosine annealing (Smith & Topin 2018, arXiv:1708.07120).
 

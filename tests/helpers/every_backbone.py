@@ -24,6 +24,7 @@ BACKBONES = {
     "regnet 200y": 368,
     "vit deit_small": 384,
     "swin tiny": 768,
+    "solider tiny": 768,
     "timm/mobilenetv3_small_050": 0,
     "timm/vit_tiny_patch16_224": 0,
 }

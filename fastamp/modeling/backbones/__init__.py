@@ -11,6 +11,7 @@ from fastamp.modeling.backbones.resnest import ResNeSt
 from fastamp.modeling.backbones.resnet import ResNet
 from fastamp.modeling.backbones.resnext import build_resnext_backbone
 from fastamp.modeling.backbones.shufflenet import ShuffleNetV2
+from fastamp.modeling.backbones.solider import SoliderSwin
 from fastamp.modeling.backbones.swin import Swin
 from fastamp.modeling.backbones.two_stem_resnet import TwoStemResNet
 from fastamp.modeling.backbones.vit import VisionTransformer
@@ -27,6 +28,7 @@ __all__ = [
     "ResNeSt",
     "ResNet",
     "ShuffleNetV2",
+    "SoliderSwin",
     "Swin",
     "TwoStemResNet",
     "Variants",

@@ -1,11 +1,12 @@
 """torchvision's Swin Transformer (Liu et al. 2021, arXiv:2103.14030) as a backbone."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer
+from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTransformer, SwinTransformerBlock
 
 from fastamp.checkpoint.pretrained import TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
@@ -56,6 +57,7 @@ class Swin(SwinTransformer):
         drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
         dropout (float): dropout probability of the attention and MLP outputs.
         attention_dropout (float): dropout probability of the attention weights.
+        attention (type[ShiftedWindowAttention]): class of the attention. Default: torchvision's.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Swin(SwinTransformer):
         drop_path: float = 0.1,
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
+        attention: type[ShiftedWindowAttention] = ShiftedWindowAttention,
     ) -> None:
         super().__init__(
             patch_size=[PATCH, PATCH],
@@ -78,6 +81,7 @@ class Swin(SwinTransformer):
             dropout=dropout,
             attention_dropout=attention_dropout,
             stochastic_depth_prob=drop_path,
+            block=partial(SwinTransformerBlock, attn_layer=attention),
         )
         del self.avgpool, self.flatten, self.head
         if in_channels != 3:
