@@ -14,6 +14,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
+from fastamp.utils.sharding import row_shards
 
 logger = logging.getLogger(__name__)
 
@@ -337,7 +338,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     """Check that all ranks hold the same parameters and compute the same losses.
 
     Two parameters count as equal if their float64 sums are equal. Buffers, such as batch-norm statistics, may differ
-    between ranks. Parameters of modules with an attribute ``sharded = True`` differ by design and are not compared.
+    between ranks. Parameters in ``row_shards`` of a module, and all parameters of a module with an attribute
+    ``sharded = True``, differ by design and are not compared.
 
     Args:
         model (nn.Module): model of this rank.
@@ -349,7 +351,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     if not comm.is_distributed():
         return
     sharded = {id(p) for each in model.modules() if getattr(each, "sharded", False) for p in each.parameters()}
-    named = {name: p for name, p in model.named_parameters() if id(p) not in sharded}
+    shards = row_shards(model)
+    named = {name: p for name, p in model.named_parameters() if id(p) not in sharded and name not in shards}
     sums = torch.stack([p.double().sum() for p in named.values()]).tolist() if named else []
     # As text, because NaN is not equal to itself. Adding 0 turns -0 into 0.
     own = {name: (value + 0.0).hex() for name, value in zip(named, sums, strict=True)}

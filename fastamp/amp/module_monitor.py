@@ -208,4 +208,4 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _dense_parameters(module: nn.Module) -> list[nn.Parameter]:
     sparse = {id(p) for each in module.modules() if getattr(each, "sparse_gradients", False) for p in each.parameters()}
-    return [p for p in module.parameters() if id(p) not in sparse]
+    return [p for p in module.parameters() if id(p) not in sparse and (p.grad is None or not p.grad.is_sparse)]

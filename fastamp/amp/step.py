@@ -27,9 +27,12 @@ from fastamp.amp.checks import (
 from fastamp.amp.model_tensors import ModelTensors
 from fastamp.amp.module_monitor import ModuleMonitor
 from fastamp.amp.policy import PrecisionPolicy
+from fastamp.amp.row_update import gradient_values, step_rows
+from fastamp.amp.sharded_norm import norms_over_ranks
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
+from fastamp.utils.sharding import row_shards
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +42,9 @@ TINY_GRAD_NORM = 1e-3
 SKIP_WINDOW = 200
 """Number of recent steps that ``check_skips`` considers. Training ends if more than half of them were skipped."""
 
-Clip = Callable[[list[torch.Tensor], torch.Tensor], torch.Tensor]
-"""``clip(gradients, total_norm) -> coefficient``: in-place gradient clipping, see ``fastamp.solver.clip``."""
+Clip = Callable[..., torch.Tensor]
+"""``clip(gradients, total_norm) -> coefficient``: in-place gradient clipping, see ``fastamp.solver.clip``. For a model
+with parameters in ``row_shards``, it is also called with ``sharded``, the indices of their gradients."""
 
 
 class LossScaler:
@@ -177,9 +181,10 @@ class Gradients:
     Attributes:
         optimizers: optimizers with at least one gradient. Other optimizers do not step.
         parameters: N parameters with a gradient, without duplicates.
-        tensors: gradients of ``parameters``, in the same order.
-        norms: (N,), L2 norm of each gradient.
+        tensors: gradients of ``parameters``, in the same order; of a sparse gradient, the rows that have one.
+        norms: (N,), L2 norm of each gradient, for parameters in ``row_shards`` over the rows of all ranks.
         total_norm: scalar tensor, L2 norm of all gradients together.
+        sharded: indices of the parameters in ``row_shards``.
     """
 
     optimizers: list[Optimizer]
@@ -187,6 +192,7 @@ class Gradients:
     tensors: list[torch.Tensor]
     norms: torch.Tensor
     total_norm: torch.Tensor
+    sharded: Sequence[int] = ()
 
 
 class OptimizationStep:
@@ -256,6 +262,7 @@ class OptimizationStep:
         self._diverged: list[str] = []
         self._positions = {id(p): number for number, p in enumerate(model.parameters())}
         self._orders: dict[int, tuple[list[int], list[nn.Parameter]]] = {}
+        self._sharded: tuple[int, set[int]] = (0, set())
         self._update_monitor = ParameterUpdateMonitor(self.optimizers)
         self._module_monitor = ModuleMonitor(model, self.optimizers)
 
@@ -338,11 +345,13 @@ class OptimizationStep:
         candidates = [p for opt in active for p in self._in_order(opt)]
         # A parameter in two optimizers must be unscaled only once.
         parameters = list({id(p): p for p in candidates if p.grad is not None}.values())
-        tensors = [p.grad for p in parameters]
+        tensors = [gradient_values(p) for p in parameters]
         if self.loss_scale != 1.0:
             torch._foreach_mul_(tensors, 1.0 / self.loss_scale)
-        norms = torch.stack(torch._foreach_norm(tensors))
-        return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms))
+        sharded_ids = self._sharded_ids()
+        sharded = [number for number, p in enumerate(parameters) if id(p) in sharded_ids]
+        norms = norms_over_ranks(torch.stack(torch._foreach_norm(tensors)), sharded)
+        return Gradients(active, parameters, tensors, norms, torch.linalg.vector_norm(norms), sharded)
 
     def check_finite(self, gradients: Gradients) -> StepVerdict:
         """Check that all losses and gradients are finite on all ranks, with one all-reduce and one device-to-host copy.
@@ -376,7 +385,8 @@ class OptimizationStep:
     def clip_gradients(self, gradients: Gradients) -> None:
         """Clip the gradients in place with ``clip``, if set."""
         if self.clip:
-            coefficient = self.clip(gradients.tensors, gradients.total_norm)
+            sharded = {"sharded": gradients.sharded} if gradients.sharded else {}
+            coefficient = self.clip(gradients.tensors, gradients.total_norm, **sharded)
             self.verdict = dataclasses.replace(self.verdict, clip_coefficient=coefficient)
 
     def apply(self, gradients: Gradients) -> None:
@@ -384,7 +394,7 @@ class OptimizationStep:
         self._update_monitor.before_step()
         self._module_monitor.before_step(self.frozen)
         for optimizer in gradients.optimizers:
-            optimizer.step()
+            step_rows(optimizer)
         self._update_monitor.after_step(self.verdict.grad_norm)
         self._module_monitor.after_step()
         self._module_monitor.check_scale(self.scaler.scale if self.scaler else None)
@@ -549,6 +559,14 @@ class OptimizationStep:
         self.tensors.refresh()
         for parameter in self.tensors.parameters:
             parameter.grad = None
+
+    def _sharded_ids(self) -> set[int]:
+        """Return the ids of the parameters in ``row_shards``; cached until the model changes."""
+        version = self.tensors.refresh()
+        if version != self._sharded[0]:
+            shards = row_shards(self.model)
+            self._sharded = version, {id(p) for name, p in self.model.named_parameters() if name in shards}
+        return self._sharded[1]
 
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
         """Return the parameters of an optimizer in the order of ``groups_by_value``, which is cached."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
+from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
@@ -62,7 +63,7 @@ class Checkpointer:
         """Call ``check``, then collect the state of the model and all checkpointables. Must be called on every rank."""
         if self.check is not None:
             self.check(self.model)
-        return {"model": self.model.state_dict()} | {key: p.state_dict() for key, p in self.checkpointables.items()}
+        return {"model": full_state_dict(self.model)} | {key: p.state_dict() for key, p in self.checkpointables.items()}
 
     def save(self, name: str, *, tag: bool = True, **extra: Any) -> Path:
         """Write ``save_dir/name.pth`` atomically. Must be called on every rank; only the main process writes.
@@ -230,7 +231,7 @@ class Checkpointer:
                 "  fix: resume with the run's original config (config.yaml next to the checkpoint); or set "
                 "MODEL.WEIGHTS to the checkpoint and start a new run without --resume"
             )
-        own = self.model.state_dict()
+        own = full_state_form(self.model)
         self._check_structure(content, path)
         state = content.pop("model")
         differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
@@ -241,7 +242,7 @@ class Checkpointer:
                 f"{examples(sorted(differ))}.\n  fix: resume with the run's original config (config.yaml next to the "
                 "checkpoint)"
             )
-        self.model.load_state_dict(state)
+        load_full_state(self.model, state)
         for key, part in self.checkpointables.items():
             try:
                 part.load_state_dict(content.pop(key))

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from fastamp.checkpoint.shards import full_state_form, load_full_state
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.plural import plural
@@ -142,13 +143,13 @@ def load_model_state(
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
         converted = fit(converted)
-    own = model.state_dict()
+    own = full_state_form(model)
     report = _compare(model, own, converted, source, backbone_prefix=backbone_prefix, without=without)
     report.renamed = [key for key in report.matched if key not in state]
     report.notes = notes
     _check_weight_tensors(own, converted, report)
     _check_model_match(own, converted, report, min_match)
-    model.load_state_dict({key: converted[key] for key in report.matched}, strict=False)
+    load_full_state(model, {key: converted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
     _log_mismatches(own, converted, report, backbone_prefix)
     return report

@@ -14,6 +14,7 @@ from torch import nn
 
 from fastamp.amp.checks import check_losses
 from fastamp.amp.policy import PrecisionPolicy
+from fastamp.amp.row_update import gradient_values
 from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
 from fastamp.utils.moved import moved_names, renamed_attribute
@@ -38,7 +39,8 @@ class TrainPass:
 
     Attributes:
         losses: loss name -> value.
-        gradients: parameter name -> unscaled gradient, for parameters that received one.
+        gradients: parameter name -> unscaled gradient, for parameters that received one; of a sparse gradient, the
+            rows that have one.
         bad_gradients: names of the parameters with a gradient that was not finite before unscaling.
         reached: number of parameters that received a gradient.
     """
@@ -135,7 +137,7 @@ class IsolatedPasses:
                 losses = self.model(self._copy())
             check_losses(losses, frozen=self.frozen, model=self.model if checked else None)
             (torch.stack(list(losses.values())).sum() * scale).backward()
-        gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        gradients = {name: gradient_values(p) for name, p in self.model.named_parameters() if p.grad is not None}
         for p in self.model.parameters():
             p.grad = None
         names, tensors = list(gradients), list(gradients.values())

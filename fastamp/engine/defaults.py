@@ -53,6 +53,7 @@ from fastamp.engine.reporting import (
 )
 from fastamp.engine.run_state import (
     ConfigText,
+    SamplingState,
     TrainerPolicy,
     describe_last_checkpoint,
     labels_checksum,
@@ -74,6 +75,7 @@ from fastamp.utils.files import write_atomically
 from fastamp.utils.lock import lock_folder, unlock_folder
 from fastamp.utils.logger import end_run_in_log, log_to_console, log_to_file
 from fastamp.utils.plural import plural
+from fastamp.utils.sharding import replicated_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,7 @@ class DefaultTrainer(FastReIDMethods):
         self.model = self.build_model(cfg)
         set_class_counts(self.model, self.data_loader)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
-        comm.broadcast([*self.model.parameters(), *self.model.buffers()])
+        comm.broadcast(replicated_tensors(self.model))
         self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
@@ -394,6 +396,8 @@ class DefaultTrainer(FastReIDMethods):
         average = {"average": self.average} if self.average else {}
         optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
+        if (sampling := SamplingState(self.model)).modules:
+            run |= {"sampling": sampling}
         return average | optimizers | {"trainer": self.trainer} | run
 
     def build_best_checkpointer(self) -> Checkpointer:

@@ -12,6 +12,7 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
 from fastamp.engine.command_line import resume_command
+from fastamp.layers import PartialFC
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 
@@ -32,6 +33,24 @@ class TrainerPolicy:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.policy.compare(state, "this run was trained so far")
+
+
+class SamplingState:
+    """Checkpoint entry that stores the number of samples drawn by each Partial FC module, which determines the next.
+
+    Args:
+        model (nn.Module): model with the modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = {name: module for name, module in model.named_modules() if isinstance(module, PartialFC)}
+
+    def state_dict(self) -> dict[str, int]:
+        return {name: module.draws for name, module in self.modules.items()}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        for name, module in self.modules.items():
+            module.set_draws(state[name])
 
 
 class ConfigText:

@@ -504,6 +504,7 @@ def feature_values(cfg: CfgNode) -> dict[str, Any]:
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
+    excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE"}
     values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
     return {path: value for path, value in values.items() if path not in excluded and _LATER_KEYS.get(path) != value}
 

@@ -4,6 +4,7 @@ from fastamp.layers.attention import NonLocal, SELayer
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
 from fastamp.layers.norm import IBN, build_norm
+from fastamp.layers.partial_fc import PartialFC, PartialLogits
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY
 
 __all__ = [
@@ -11,6 +12,8 @@ __all__ = [
     "IBN",
     "POOL_LAYER_REGISTRY",
     "NonLocal",
+    "PartialFC",
+    "PartialLogits",
     "SELayer",
     "build_norm",
     "pairwise_distance",

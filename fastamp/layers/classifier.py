@@ -76,7 +76,8 @@ class Linear(nn.Module):
         Args:
             features (torch.Tensor): (B, D) float.
             weight (torch.Tensor): (num_classes * centers, D) float.
-            targets (torch.Tensor): (B,) int64 class indices, used by margin layers.
+            targets (torch.Tensor): (B,) int64 class indices, used by margin layers; -1 for an image whose class is not
+                among those of ``weight`` (Partial FC), and which gets no margin.
 
         Returns:
             tuple[torch.Tensor, torch.Tensor]: (B, num_classes) float32 logits with and without margin. ``Linear``
@@ -110,9 +111,9 @@ class MarginSoftmax(Linear):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the logits for the loss and for the accuracy; see ``Linear.forward``."""
         cosines = self._cosines(features, weight)
-        column = targets[:, None]
-        with_margin = self.wrong(cosines).scatter(1, column, self.right(cosines.gather(1, column)))
-        return self.scale * with_margin, self.scale * cosines
+        return self.scale * _replace_target(self.wrong(cosines), targets, self.right(_at(cosines, targets))), (
+            self.scale * cosines
+        )
 
     @force_fp32
     def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -153,6 +154,20 @@ class ArcSoftmax(MarginSoftmax):
 
 
 @CLS_LAYER_REGISTRY.register()
+class DetachedArcSoftmax(ArcSoftmax):
+    """ArcFace with the gradient of the cosine: the margin is added without gradient, as in insightface.
+
+    Loss and logits are those of ``ArcSoftmax``, but insightface's program computes the angle and its cosine outside of
+    the autograd graph. The derivative of the target's logit with respect to its cosine is then 1 instead of
+    sin(angle + m) / sin(angle), so the gradient of the loss is that of a softmax without margin at the same
+    probabilities.
+    """
+
+    def right(self, cosines: torch.Tensor) -> torch.Tensor:
+        return cosines + (super().right(cosines) - cosines).detach()
+
+
+@CLS_LAYER_REGISTRY.register()
 class MonotonicArcSoftmax(MarginSoftmax):
     """ArcFace that decreases with every angle: cos - m sin(m) for the target class if angle + m exceeds 180 degrees.
 
@@ -188,6 +203,7 @@ class SubCenterArcSoftmax(MarginSoftmax):
     """
 
     classifiers = ("margins",)
+    margin_per_class = True
 
     def __init__(
         self, *, scale: float, margin: float, min_margin: float = 0.2, centers: int = 2, num_classes: int = 0
@@ -220,12 +236,23 @@ class SubCenterArcSoftmax(MarginSoftmax):
 
     @force_fp32
     def forward(
-        self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+        self,
+        features: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        classes: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute the logits for the loss and for the accuracy; see ``Linear.forward``."""
-        cosines, column = self._cosines(features, weight), targets[:, None]
-        right = _add_angle(cosines.gather(1, column), self.margins[targets][:, None])
-        return self.scale * cosines.scatter(1, column, right), self.scale * cosines
+        """Compute the logits for the loss and for the accuracy; see ``Linear.forward``.
+
+        Args:
+            features, weight, targets: see ``Linear.forward``.
+            classes (torch.Tensor | None): (K,) int64, class of each entry of ``weight``, for Partial FC. Default None:
+                all classes in order.
+        """
+        cosines = self._cosines(features, weight)
+        margins = (self.margins if classes is None else self.margins[classes])[targets.clamp_min(0)]
+        right = _add_angle(_at(cosines, targets), margins[:, None])
+        return self.scale * _replace_target(cosines, targets, right), self.scale * cosines
 
     def _cosines(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         cosines = super()._cosines(features, weight)
@@ -233,6 +260,17 @@ class SubCenterArcSoftmax(MarginSoftmax):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, min_margin={self.min_margin}, centers={self.centers}"
+
+
+def _at(cosines: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the (B, 1) cosines of the target classes; any cosine of the row for the target -1."""
+    return cosines.gather(1, targets.clamp_min(0)[:, None])
+
+
+def _replace_target(cosines: torch.Tensor, targets: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Replace the cosines of the target classes with ``right`` (B, 1), except in rows with the target -1."""
+    column = targets.clamp_min(0)[:, None]
+    return cosines.scatter(1, column, torch.where(targets[:, None] >= 0, right, cosines.gather(1, column)))
 
 
 def _add_angle(cosines: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:

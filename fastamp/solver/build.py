@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.amp.row_update import ROW_OPTIMIZERS
 from fastamp.amp.step import Clip
+from fastamp.layers import PartialFC
 from fastamp.solver.clip import clip_gradients
 from fastamp.solver.lr_schedule import learning_rate_factor
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -160,6 +162,12 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     solver, base_lr = cfg.SOLVER, cfg.SOLVER.BASE_LR * learning_rate_factor(cfg)
     optimizer_class = _optimizer_class(solver.OPT)
     name = optimizer_class.__name__
+    if name not in ROW_OPTIMIZERS and any(isinstance(module, PartialFC) for module in model.modules()):
+        raise ConfigError(
+            f"SOLVER.OPT={name} is not supported with MODEL.HEADS.PFC.ENABLED: its update of a class center depends on "
+            "other centers, which are sampled and divided among the processes.\n"
+            f"  fix: set SOLVER.OPT to one of {', '.join(ROW_OPTIMIZERS)}"
+        )
     groups = parameter_groups(cfg, model)
     if not groups:
         raise ConfigError(

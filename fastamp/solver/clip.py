@@ -1,7 +1,10 @@
 """In-place clipping of unscaled gradients, without host-device synchronization."""
 
+from collections.abc import Sequence
+
 import torch
 
+from fastamp.amp.sharded_norm import norms_over_ranks
 from fastamp.config import Key
 
 KEYS = (
@@ -27,6 +30,7 @@ def clip_gradients(
     clip_type: str,
     clip_value: float,
     norm_type: float = 2.0,
+    sharded: Sequence[int] = (),
 ) -> torch.Tensor:
     """Clip ``gradients`` in place, and return the clip coefficient.
 
@@ -38,6 +42,8 @@ def clip_gradients(
             ``"global_norm"`` clips the norm of all gradients together.
         clip_value (float): maximum absolute value or maximum norm.
         norm_type (float): order p of the clipped norm. Default 2.0.
+        sharded (Sequence[int]): indices of the gradients whose rows are divided among the ranks; their norms are those
+            of the rows of all ranks. Default: none.
 
     Returns:
         torch.Tensor: clip coefficient, shape (), in 0..1: L2 norm of all gradients after clipping, divided by
@@ -47,10 +53,10 @@ def clip_gradients(
         torch._foreach_clamp_min_(gradients, -clip_value)
         torch._foreach_clamp_max_(gradients, clip_value)
     else:
-        norms = torch.stack(torch._foreach_norm(gradients, norm_type))
+        norms = norms_over_ranks(torch.stack(torch._foreach_norm(gradients, norm_type)), sharded, norm_type)
         if clip_type == "global_norm":
             norms = torch.linalg.vector_norm(norms, norm_type)
         factors = (clip_value / (norms + _EPS)).clamp(max=1.0)
         torch._foreach_mul_(gradients, factors if clip_type == "global_norm" else list(factors.unbind()))
-    after = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    after = torch.linalg.vector_norm(norms_over_ranks(torch.stack(torch._foreach_norm(gradients)), sharded))
     return torch.where(total_norm > 0, after / total_norm, torch.ones_like(after))

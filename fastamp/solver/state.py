@@ -3,13 +3,16 @@
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from fastamp.amp.step import groups_by_value
 from fastamp.checkpoint.load_state import examples
+from fastamp.checkpoint.shards import gather_rows, select_rows
 from fastamp.solver.state_layout import check_state
 from fastamp.utils.plural import plural
+from fastamp.utils.sharding import RowShard, row_shards
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +38,19 @@ class OptimizerState:
         named = list(model.named_parameters()) if model is not None else []
         self._names = {id(parameter): name for name, parameter in named}
         self._positions = {id(parameter): number for number, (_, parameter) in enumerate(named)}
+        shards = row_shards(model) if model is not None else {}
+        self._shards = {id(parameter): shards[name] for name, parameter in named if name in shards}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state dict, its class name and the parameter names of each group as one dict."""
+        """Return the optimizer's state dict, its class name and the parameter names of each group as one dict.
+
+        The state of parameters in ``row_shards`` has the rows of all ranks, so this must be called on every rank.
+        """
         state = self.optimizer.state_dict()
+        for number, (parameter, shard) in self._sharded(state["param_groups"]).items():
+            own = state["state"].get(number, {})
+            shards = {key: shard for key, value in own.items() if _is_like(value, parameter)}
+            state["state"] = state["state"] | {number: gather_rows(own, shards)} if own else state["state"]
         if names := self._names_by_group():
             pairs = zip(state["param_groups"], names, strict=True)
             state["param_groups"] = [group | {"param_names": own} for group, own in pairs]
@@ -79,10 +91,25 @@ class OptimizerState:
                 "optimizer options differ from the checkpoint (saved -> current); using the current values: %s",
                 ", ".join(changed.values()),
             )
+        for number, (parameter, shard) in self._sharded(own).items():
+            if isinstance(values.get(number), dict):
+                state_of = values[number]
+                local = dict.fromkeys(state_of, parameter)
+                shards = {key: shard for key, value in state_of.items() if isinstance(value, torch.Tensor)}
+                values[number] = select_rows(state_of, local, shards)
         for group, own_group in zip(groups, self.optimizer.param_groups, strict=True):
             for number, parameter in zip(group["params"], own_group["params"], strict=True):
                 check_state(self.optimizer, own_group, parameter, values.get(number), f"state {number}")
         self.optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+    def _sharded(self, groups: list[dict[str, Any]]) -> dict[int, tuple[nn.Parameter, RowShard]]:
+        """Find the parameters in ``row_shards``: index in the state dict with ``groups`` -> (parameter, its rows)."""
+        return {
+            number: (parameter, self._shards[id(parameter)])
+            for group, own in zip(groups, self.optimizer.param_groups, strict=True)
+            for number, parameter in zip(group["params"], own["params"], strict=True)
+            if id(parameter) in self._shards
+        }
 
     def _names_by_group(self) -> list[list[str]]:
         """List the parameter names of each group; empty if a parameter of the optimizer is not in the model."""
@@ -124,3 +151,7 @@ class OptimizerState:
             for key, number in zip(group_keys, group["params"], strict=True)
         }
         return [[saved_positions[key] for key in group] for group in keys]
+
+
+def _is_like(value: Any, parameter: torch.Tensor) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == parameter.shape

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from fastamp.amp.model_tensors import ModelTensors
+from fastamp.checkpoint.shards import gather_rows, select_rows
+from fastamp.utils.sharding import row_shards
 
 
 class WeightAverage:
@@ -100,8 +102,13 @@ class WeightAverage:
         return {name: tensor.detach() for name, tensor in (self._live if self._applied else self._stored).items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the kind, the number of updates and the averaged tensors."""
-        return {"kind": self.kind, "updates": self.updates, "model": self.tensors()}
+        """Return the kind, the number of updates and the averaged tensors. Must be called on every rank."""
+        tensors, shards = self.tensors(), row_shards(self._model)
+        return {
+            "kind": self.kind,
+            "updates": self.updates,
+            "model": gather_rows(tensors, shards) if shards else tensors,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -115,6 +122,7 @@ class WeightAverage:
         own = self.tensors()
         if own.keys() != state["model"].keys():
             raise ValueError("the average was saved for another model: the tensor names differ")
+        saved = select_rows(state["model"], own, row_shards(self._model))
         for name, tensor in own.items():
-            tensor.copy_(state["model"][name])
+            tensor.copy_(saved[name])
         self.updates = state["updates"]

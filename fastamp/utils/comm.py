@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fastamp.utils.moved import moved_names
+from fastamp.utils.sharding import row_shards
 
 __getattr__ = moved_names(
     __name__,
@@ -87,6 +88,11 @@ def synchronize() -> None:
 def all_reduce_min(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the element-wise minimum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.MIN) if is_distributed() else tensor
+
+
+def all_reduce_largest(tensor: torch.Tensor) -> torch.Tensor:
+    """Compute the element-wise maximum of ``tensor`` over all ranks."""
+    return _all_reduce(tensor, dist.ReduceOp.MAX) if is_distributed() else tensor
 
 
 def all_reduce_sum(tensor: torch.Tensor) -> torch.Tensor:
@@ -219,6 +225,41 @@ def all_gather(rows: torch.Tensor) -> torch.Tensor:
     return _AllGather.apply(rows) if is_distributed() else rows
 
 
+class _AllGatherParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        ctx.uses_parameters = False  # for ``check_losses``
+        counts = [torch.zeros(1, dtype=torch.int64, device=rows.device) for _ in range(get_world_size())]
+        dist.all_gather(counts, torch.tensor([len(rows)], device=rows.device))
+        lengths = torch.cat(counts).tolist()
+        ends = list(itertools.accumulate(lengths))
+        ctx.rows = slice(ends[get_rank()] - len(rows), ends[get_rank()])
+        padded = rows.new_zeros(max(lengths), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in lengths]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return _all_reduce(gradient, dist.ReduceOp.SUM)[ctx.rows] * get_world_size()
+
+
+def all_gather_parts(rows: torch.Tensor) -> torch.Tensor:
+    """Gather the rows of all ranks for a loss of which each rank computes a part.
+
+    In contrast to ``all_gather``, the number of rows may differ between ranks, and the gradient of a row is the sum of
+    its gradients on all ranks, times the number of ranks, because DDP then averages the gradients of the parameters.
+
+    Args:
+        rows (torch.Tensor): (N, ...) on the device of the process group; only N may differ between ranks.
+
+    Returns:
+        torch.Tensor: (sum of N over all ranks, ...), in rank order.
+    """
+    return _AllGatherParts.apply(rows) if is_distributed() else rows
+
+
 _single_process_group: Any = None
 
 
@@ -266,17 +307,22 @@ def broadcast(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def data_parallel(model: nn.Module) -> nn.Module:
-    """Wrap ``model`` in DDP; in a single process, or if all parameters are frozen, return the model itself.
+    """Wrap ``model`` in DDP; in a single process, or if all its parameters are frozen, return the model itself.
 
     Before each forward pass, DDP broadcasts the buffers that may differ between ranks from rank 0: the statistics of
     batch norm, which each rank computes from its own images, and the buffers of unknown modules. Buffers of
     ``SyncBatchNorm``, counters of batches, and buffers that a module lists in ``equal_on_all_ranks()`` are equal on all
     ranks and are not broadcast.
+
+    DDP neither broadcasts parameters whose rows are divided among the ranks (``row_shards``) nor averages their
+    gradients: each rank computes the exact gradients of its own rows.
     """
-    if not is_distributed() or not any(p.requires_grad for p in model.parameters()):
+    sharded = row_shards(model)
+    if not is_distributed() or not any(p.requires_grad for name, p in model.named_parameters() if name not in sharded):
         return model
     # Without any other buffers, DDP broadcasts none. Its argument broadcast_buffers is deprecated since PyTorch 2.15.
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, sorted(_equal_buffers(model)))
+    ignored = sorted({*_equal_buffers(model), *sharded})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     # With bucket views, gradients are not copied to and from the buckets, and need half the memory.
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 

@@ -133,9 +133,11 @@ KEYS = (
         "MODEL.HEADS.CLS_LAYER",
         "Linear",
         "Classifier: Linear, ArcSoftmax, CosSoftmax, CircleSoftmax, MonotonicArcSoftmax (ArcFace with a linear "
-        "continuation) or SubCenterArcSoftmax (several centers per class, larger margins for rare classes).",
+        "continuation), DetachedArcSoftmax (insightface's gradient of ArcFace) or SubCenterArcSoftmax (several centers "
+        "per class, larger margins for rare classes).",
     ),
     "MODEL.HEADS.SUBCENTERS",
+    "MODEL.HEADS.PFC",
     Key(
         "MODEL.HEADS.NUM_CLASSES",
         0,

@@ -9,6 +9,7 @@ from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import is_weight
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
+from fastamp.utils.errors import ConfigError
 
 
 @HEADS_REGISTRY.register()
@@ -20,10 +21,19 @@ class ClasHead(EmbeddingHead):
 
     Args:
         options: arguments of ``EmbeddingHead``.
+
+    Raises:
+        ConfigError: if Partial FC divides the class centers among several processes; see also ``EmbeddingHead``.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"neck_feat": "after"})
+        if self.row_shards:
+            raise ConfigError(
+                "MODEL.HEADS.NAME ClasHead evaluates class logits, which require all class centers, but "
+                "MODEL.HEADS.PFC divides them among the processes.\n"
+                "  fix: set MODEL.HEADS.NAME to EmbeddingHead, or train in a single process"
+            )
         self.feature_dim = len(self.weight)
 
     @force_fp32

@@ -7,17 +7,39 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.compat.heads import accepts_config
-from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, build_norm
+from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.moved import renamed_attribute
+from fastamp.utils.sharding import RowShard
 
 
 def classifier_options(cfg: Any) -> dict[str, Any]:
     """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin; {} if the class declares none."""
     layer = CLS_LAYER_REGISTRY.get(cfg.MODEL.HEADS.CLS_LAYER)
     return layer.further_options(cfg) if hasattr(layer, "further_options") else {}
+
+
+def partial_fc_options(cfg: Any) -> dict[str, Any]:
+    """Return the arguments of a head for ``MODEL.HEADS.PFC``; {} if it is not enabled, or if there are no classes.
+
+    Raises:
+        ConfigError: if a loss or option in the config requires the logits of all classes.
+    """
+    heads, losses = cfg.MODEL.HEADS, cfg.MODEL.LOSSES
+    if not heads.PFC.ENABLED or heads.NUM_CLASSES == 0:
+        return {}
+    found = ["MODEL.LOSSES.NAME FocalLoss"] if "FocalLoss" in losses.NAME else []
+    if losses.CE.EPSILON != 0 and "CrossEntropyLoss" in losses.NAME:
+        found.append(f"MODEL.LOSSES.CE.EPSILON {losses.CE.EPSILON:g} (label smoothing)")
+    if found:
+        raise ConfigError(
+            f"MODEL.HEADS.PFC.ENABLED: {' and '.join(found)} requires the logits of all classes, but Partial FC "
+            "divides them among the processes and samples them.\n"
+            "  fix: use CrossEntropyLoss with MODEL.LOSSES.CE.EPSILON 0, or set MODEL.HEADS.PFC.ENABLED False"
+        )
+    return {"sample_rate": heads.PFC.SAMPLE_RATE, "sample_seed": cfg.SEED}
 
 
 @HEADS_REGISTRY.register()
@@ -42,9 +64,15 @@ class EmbeddingHead(nn.Module):
         temporal_pool (str): pooling of the frames of a tracklet, between the spatial pooling and the neck: ``"avg"``,
             ``"attention"``, or ``"none"`` (default) for images.
         frames (int): frames per tracklet in training mode, for ``temporal_pool``. Default 1.
+        sample_rate (float | None): with Partial FC, fraction of the class centers in each step, in (0, 1]; the head
+            then holds only the class centers of this rank. Default None: no Partial FC.
+        sample_seed (int): seed of the sampling of Partial FC. Default 0.
+
+    Attributes:
+        row_shards (dict[str, RowShard]): with Partial FC and several processes, the rows of ``weight`` on this rank.
 
     Raises:
-        ConfigError: if a component is not registered, or if ``neck_feat`` is unknown.
+        ConfigError: if a component is not registered, or if ``neck_feat`` is unknown; see also ``PartialFC``.
     """
 
     classifiers = ("weight",)
@@ -67,6 +95,8 @@ class EmbeddingHead(nn.Module):
         cls_options: dict[str, Any] | None = None,
         temporal_pool: str = "none",
         frames: int = 1,
+        sample_rate: float | None = None,
+        sample_seed: int = 0,
     ) -> None:
         super().__init__()
         if neck_feat not in ("before", "after"):
@@ -78,8 +108,18 @@ class EmbeddingHead(nn.Module):
         self.feature_dim = embedding_dim or feat_dim
         self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin, **(cls_options or {}))
         centers = getattr(self.cls_layer, "centers", 1)
-        self.weight = nn.Parameter(torch.empty(num_classes * centers, self.feature_dim))
-        nn.init.normal_(self.weight, std=0.01)
+        self.partial_fc, self.row_shards, rows = None, {}, num_classes * centers
+        if sample_rate is not None:
+            self.partial_fc = PartialFC(
+                num_classes=num_classes, sample_rate=sample_rate, centers=centers, seed=sample_seed
+            )
+            rows = self.partial_fc.count * centers
+            if rows < num_classes * centers:
+                self.row_shards = {"weight": RowShard(self.partial_fc.start * centers, num_classes * centers)}
+        self.weight = nn.Parameter(torch.empty(rows, self.feature_dim))
+        # The ranks need different rows even if their global generators have the same seed.
+        generator = self.partial_fc.generator(self.weight.device) if self.row_shards else None
+        nn.init.normal_(self.weight, std=0.01, generator=generator)
         self.temporal_pool = None
         if temporal_pool != "none":
             self.temporal_pool = TEMPORAL_POOLS[temporal_pool](feat_dim, frames=frames)
@@ -104,6 +144,7 @@ class EmbeddingHead(nn.Module):
             "norm": heads.NORM,
             "cls_options": classifier_options(cfg),
             **temporal,
+            **partial_fc_options(cfg),
         }
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:
@@ -140,7 +181,8 @@ class EmbeddingHead(nn.Module):
             In evaluation mode the features (B, D), float32, not L2-normalized, before or after the neck as set by
             ``eval_feat``. In training mode
             ``{"cls_outputs": (B, K), "pred_class_logits": (B, K), "features": (B, D)}``, float32: the logits with and
-            without margin, and the features before or after the neck as set by ``neck_feat``.
+            without margin, and the features before or after the neck as set by ``neck_feat``. With Partial FC,
+            ``cls_outputs`` are ``PartialLogits``, and there are no ``pred_class_logits``.
 
         Raises:
             ConfigError: if the head is in training mode and has no classes, or if the pooled feature map does not have
@@ -153,12 +195,11 @@ class EmbeddingHead(nn.Module):
         if not self.training:
             return neck
         self._require_classes()
+        outputs = {"features": pooled.flatten(1) if self.neck_feat == "before" else neck}
+        if self.partial_fc is not None:
+            return {"cls_outputs": self.partial_fc(neck, self.weight, targets, self.cls_layer), **outputs}
         cls_outputs, logits = self.cls_layer(neck, self.weight, targets)
-        return {
-            "cls_outputs": cls_outputs,
-            "pred_class_logits": logits,
-            "features": pooled.flatten(1) if self.neck_feat == "before" else neck,
-        }
+        return {"cls_outputs": cls_outputs, "pred_class_logits": logits, **outputs}
 
     @force_fp32
     def logits(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
@@ -170,8 +211,16 @@ class EmbeddingHead(nn.Module):
 
         Returns:
             torch.Tensor: (B, K) float32.
+
+        Raises:
+            ConfigError: see ``forward``; also if the class centers are divided among several processes.
         """
         self._require_classes()
+        if self.row_shards:
+            raise ConfigError(
+                "MODEL.HEADS.PFC: class logits require all class centers, but this process holds "
+                f"{len(self.weight)} of {self.row_shards['weight'].total} rows.\n  fix: use a single process"
+            )
         return self.cls_layer.logits(self._neck(self._pool_frames(features, tracklets)), self.weight)
 
     def _pool_frames(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.layers import PartialLogits
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -75,7 +76,7 @@ def compute_losses(
 
 def _compute_per_image(loss: nn.Module, outputs: Outputs, targets: torch.Tensor, *, gather: bool) -> torch.Tensor:
     """Compute a loss, scaled so that the mean over ranks equals the mean over the images of all ranks."""
-    if not gather or not hasattr(loss, "total_and_count"):
+    if not gather or not hasattr(loss, "total_and_count") or isinstance(outputs.get("cls_outputs"), PartialLogits):
         return loss(outputs, targets)
     # The mean of per-rank means would weight images differently if the counts of the ranks differ.
     total, count = loss.total_and_count(outputs, targets)

@@ -8,6 +8,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
+from fastamp.layers import PartialLogits
 from fastamp.modeling.losses.build import LOSS_REGISTRY
 
 KEYS = (
@@ -74,6 +75,8 @@ def cross_entropy_loss(
 class CrossEntropyLoss(nn.Module):
     """Cross-entropy loss of the ``cls_outputs`` of a head; see ``cross_entropy_loss``.
 
+    For ``PartialLogits`` (Partial FC), the loss is the mean over the images of all ranks, without label smoothing.
+
     Args:
         epsilon, alpha (float): see ``cross_entropy_total``.
         scale (float): weight of this loss in the total loss.
@@ -100,5 +103,8 @@ class CrossEntropyLoss(nn.Module):
         return self.scale * total, count
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+        logits = outputs["cls_outputs"]
+        if isinstance(logits, PartialLogits):
+            return self.scale * logits.cross_entropy()
         total, count = self.total_and_count(outputs, targets)
         return total / count.clamp(min=1)

@@ -32,6 +32,8 @@ class Baseline(ImageModel):
             ``fastamp.compat.modeling.LossArguments``. Default None: those of ``losses``.
     """
 
+    supports_partial_fc = True
+
     @configurable
     def __init__(
         self,

@@ -12,6 +12,7 @@ from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.modeling.out_of_memory import explain_out_of_memory
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.plural import plural
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -47,11 +48,25 @@ def build_model(cfg: Any) -> nn.Module:
             f"MODEL.META_ARCHITECTURE={name} with MODEL.HEADS.NAME={cfg.MODEL.HEADS.NAME}.\n"
             "  fix: use Baseline with EmbeddingHead or FCHead, or set MODEL.HEADS.TEMPORAL_POOL to none"
         )
+    if cfg.MODEL.HEADS.PFC.ENABLED and cfg.MODEL.HEADS.NUM_CLASSES:
+        _check_partial_fc(cfg, model)
     if isinstance(model, ImageModel):
         model.set_label_range(cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NAMES)
     if cfg.MODEL.COMPILE != "off":
         compile_parts(model, cfg.MODEL.COMPILE)
     return model
+
+
+def _check_partial_fc(cfg: Any, model: nn.Module) -> None:
+    """Raise ConfigError unless the model has exactly one classifier with Partial FC, and does not need all logits."""
+    count = sum(getattr(module, "partial_fc", None) is not None for module in model.modules())
+    if count != 1 or not getattr(model, "supports_partial_fc", True):
+        raise ConfigError(
+            f"MODEL.HEADS.PFC.ENABLED is not supported by MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} with "
+            f"MODEL.HEADS.NAME={cfg.MODEL.HEADS.NAME}: expected one classifier, and losses that do not use the logits "
+            f"of all classes; found {plural(count, 'classifier')} with Partial FC.\n"
+            "  fix: use Baseline with EmbeddingHead or FCHead, or set MODEL.HEADS.PFC.ENABLED False"
+        )
 
 
 def _channels_last(cfg: Any, device: torch.device) -> bool:

@@ -57,6 +57,7 @@ class Distiller(Baseline):
 
     training_only = ("losses", "ema")
     pools_tracklets = False
+    supports_partial_fc = False
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ class ImageModel(nn.Module):
         trunks (tuple[str, ...]): names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the
             computation.
         training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
+        supports_partial_fc (bool): whether the model works without the logits of all classes (``MODEL.HEADS.PFC``).
 
     Args:
         backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the
@@ -30,6 +31,7 @@ class ImageModel(nn.Module):
 
     trunks: tuple[str, ...] = ("backbone",)
     training_only: tuple[str, ...] = ("losses",)
+    supports_partial_fc = False
 
     def __init__(
         self,

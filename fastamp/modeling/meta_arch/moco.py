@@ -68,6 +68,7 @@ class MoCo(Baseline):
     trunks = ("backbone", "key_encoder.backbone")
     training_only = ("losses", "key_encoder", "memory")
     pools_tracklets = False
+    supports_partial_fc = False
 
     def __init__(
         self,

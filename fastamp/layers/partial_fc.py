@@ -1,0 +1,170 @@
+"""Partial FC: softmax over class centers that are divided among the ranks and sampled in each step."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fastamp.config.key import Key
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+from fastamp.utils.sharding import divide_rows
+
+KEYS = (
+    Key(
+        "MODEL.HEADS.PFC.ENABLED",
+        False,
+        "Partial FC, for many identities: divide the class centers among the processes, and use SAMPLE_RATE of them in "
+        "each step.",
+    ),
+    Key(
+        "MODEL.HEADS.PFC.SAMPLE_RATE",
+        0.1,
+        "Partial FC: fraction of the class centers of each process that the softmax of a step uses, i.e. all classes "
+        "of the batch and random others; 1 is the full softmax.",
+        above=0,
+        high=1,
+    ),
+)
+
+_SMALLEST_PROBABILITY = 1e-30
+
+
+@dataclass(frozen=True)
+class PartialLogits:
+    """Logits of the images of all ranks for the sampled classes of this rank.
+
+    Attributes:
+        logits (torch.Tensor): (N, S) float32, with margin.
+        positions (torch.Tensor): (N,) int64, column of the class of each image; -1 if another rank holds it.
+    """
+
+    logits: torch.Tensor
+    positions: torch.Tensor
+
+    def cross_entropy(self) -> torch.Tensor:
+        """Compute the mean cross entropy over the images of all ranks; every rank returns the same scalar float32."""
+        return _PartialCrossEntropy.apply(self.logits, self.positions)
+
+
+class PartialFC(nn.Module):
+    """Sampling of class centers that are divided among the ranks (An et al. 2021, arXiv:2010.05222; 2022, 2203.15565).
+
+    With C classes and W ranks, each rank holds the centers of C // W classes, the first C % W ranks of one more. Each
+    rank computes the logits of the images of all ranks for its own classes; the softmax is over the classes of all
+    ranks. With a sampling rate below 1, each rank uses ``int(rate * its classes)`` classes, at least one: those of the
+    images and random others. If the images have more classes, only these are used. The random numbers depend on the
+    seed, the rank and the number of previous draws, and on no other generator.
+
+    Args:
+        num_classes (int): number of classes C on all ranks.
+        sample_rate (float): fraction of the classes in each step, in (0, 1]. Default 1.
+        centers (int): number of weight rows of each class, in consecutive rows. Default 1.
+        seed (int): seed of the sampling. Default 0.
+
+    Attributes:
+        start, count (int): first class of this rank, and number of classes of this rank.
+        draws (int): number of samples drawn so far.
+
+    Raises:
+        ConfigError: if ``sample_rate`` is out of range, or if there are fewer classes than ranks.
+    """
+
+    def __init__(self, *, num_classes: int, sample_rate: float = 1.0, centers: int = 1, seed: int = 0) -> None:
+        super().__init__()
+        if not 0 < sample_rate <= 1:
+            raise ConfigError(
+                f"MODEL.HEADS.PFC.SAMPLE_RATE: expected a fraction above 0 and at most 1, got {sample_rate}.\n"
+                "  fix: set e.g. 0.1, or 1 for the full softmax"
+            )
+        self.rank, world_size = comm.get_rank(), comm.get_world_size()
+        if 0 < num_classes < world_size:
+            raise ConfigError(
+                f"MODEL.HEADS.PFC: {num_classes} classes cannot be divided among {world_size} processes.\n"
+                f"  fix: set MODEL.HEADS.PFC.ENABLED False, or train in at most {num_classes} processes"
+            )
+        self.num_classes, self.sample_rate, self.centers, self.seed = num_classes, sample_rate, centers, seed
+        self.start, self.count = divide_rows(num_classes, self.rank, world_size)
+        self.draws = 0
+
+    def forward(
+        self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, layer: nn.Module
+    ) -> PartialLogits:
+        """Compute the logits of the images of all ranks for the sampled classes of this rank.
+
+        Args:
+            features (torch.Tensor): (B, D) float32, images of this rank; B may differ between ranks.
+            weight (torch.Tensor): (count * centers, D) float32, rows of this rank. If classes are sampled, its gradient
+                is sparse and has only the rows of the sampled classes.
+            targets (torch.Tensor): (B,) int64 class labels in 0..num_classes-1; not modified.
+            layer (nn.Module): classification layer, e.g. ``ArcSoftmax``.
+        """
+        features, targets = comm.all_gather_parts(features), comm.all_gather_parts(targets)
+        local = targets - self.start
+        local = torch.where((local >= 0) & (local < self.count), local, -1)
+        if self.sample_rate < 1:
+            classes = self.sample(local[local >= 0].unique())
+            positions = torch.where(local >= 0, torch.searchsorted(classes, local), -1)
+            rows = classes
+            if self.centers > 1:
+                rows = (classes[:, None] * self.centers + torch.arange(self.centers, device=rows.device)).flatten()
+            weight = F.embedding(rows, weight, sparse=True)
+        else:
+            classes, positions = torch.arange(self.count, device=local.device), local
+        margins = {"classes": classes + self.start} if getattr(layer, "margin_per_class", False) else {}
+        return PartialLogits(layer(features, weight, positions, **margins)[0], positions)
+
+    def sample(self, positive: torch.Tensor) -> torch.Tensor:
+        """Draw the classes of this rank for one step.
+
+        Args:
+            positive (torch.Tensor): (P,) int64, classes of the images, 0..count-1, without duplicates.
+
+        Returns:
+            torch.Tensor: (S,) int64 classes of this rank, 0..count-1, in ascending order.
+        """
+        size = max(int(self.sample_rate * self.count), 1)
+        self.draws += 1
+        if len(positive) >= size:
+            return positive.sort().values
+        priority = torch.rand(self.count, generator=self.generator(positive.device), device=positive.device)
+        priority[positive] = 2.0
+        return priority.topk(size).indices.sort().values
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Create a generator seeded by the seed, the rank and the number of draws."""
+        # Mixed, because PyTorch's generator on a CPU uses only the lowest 32 bits of a seed.
+        seed = np.random.SeedSequence((self.seed, self.rank, self.draws)).generate_state(1, np.uint64)[0]
+        return torch.Generator(device).manual_seed(int(seed >> np.uint64(1)))
+
+    def set_draws(self, draws: int) -> None:
+        """Continue with the sample that follows ``draws`` samples, after a resume."""
+        self.draws = draws
+
+    def extra_repr(self) -> str:
+        return f"num_classes={self.num_classes}, sample_rate={self.sample_rate:g}, rows={self.count * self.centers}"
+
+
+class _PartialCrossEntropy(torch.autograd.Function):
+    """-mean log max(p, 1e-30), with p from a softmax over the columns of all ranks. The bound has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        ctx.uses_parameters = False  # for ``check_losses``
+        largest = comm.all_reduce_largest(logits.amax(1))
+        probabilities = (logits - largest[:, None]).exp_()
+        probabilities /= comm.all_reduce_sum(probabilities.sum(1))[:, None]
+        held = positions >= 0
+        columns = positions.clamp_min(0)[:, None]
+        right = comm.all_reduce_sum(torch.where(held, probabilities.gather(1, columns)[:, 0], 0.0))
+        ctx.save_for_backward(probabilities, columns, held)
+        return -right.clamp_min(_SMALLEST_PROBABILITY).log().mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        probabilities, columns, held = ctx.saved_tensors
+        wrong = probabilities.scatter_add(1, columns, -held[:, None].to(probabilities.dtype))
+        return wrong * (gradient / len(probabilities)), None

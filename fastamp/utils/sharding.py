@@ -1,0 +1,46 @@
+"""Declaration of parameters whose rows are divided among the ranks."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """Rows of a parameter that this rank holds: ``start`` and the following ones, out of ``total`` on all ranks.
+
+    A module declares such parameters in its attribute ``row_shards``, a dict of parameter name -> RowShard, e.g.
+    ``{"weight": RowShard(10, 30)}``. Every rank declares the same names. Checks that compare ranks, DDP and the initial
+    broadcast then skip these parameters, gradient norms are computed over all ranks, and checkpoints contain all rows.
+
+    Attributes:
+        start (int): index of the first row of this rank.
+        total (int): number of rows on all ranks.
+    """
+
+    start: int
+    total: int
+
+
+def divide_rows(total: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Divide ``total`` rows among ranks: ``(start, count)`` of one rank. The first ranks hold one row more."""
+    count, more = divmod(total, world_size)
+    return rank * count + min(rank, more), count + (rank < more)
+
+
+def row_shards(model: nn.Module) -> dict[str, RowShard]:
+    """Collect the declarations of all modules: full parameter name -> RowShard."""
+    return {
+        f"{path}.{name}" if path else name: shard
+        for path, module in model.named_modules()
+        for name, shard in getattr(module, "row_shards", {}).items()
+    }
+
+
+def replicated_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers that are equal on all ranks: all except those in ``row_shards``."""
+    sharded = row_shards(model)
+    yield from (parameter for name, parameter in model.named_parameters() if name not in sharded)
+    yield from model.buffers()
