@@ -41,7 +41,7 @@ SIZE = (96, 48)
 COPIES = [
     path
     for path in CONFIGS
-    if path.parent.name in ("DukeMTMC", "MSMT17") and not {"vit", "solider"} & {*path.stem.split("_")}
+    if path.parent.name in ("DukeMTMC", "MSMT17") and not {"vit", "solider", "pass", "ssl"} & {*path.stem.split("_")}
 ]
 
 

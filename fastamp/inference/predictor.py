@@ -496,7 +496,15 @@ class Predictor:
 
 
 # Keys of later versions, with the values that do not change the features: hashes of earlier versions remain valid.
-_LATER_KEYS = {"MODEL.BACKBONE.MODALITY": "", "MODEL.BACKBONE.MODALITY_COLUMN": "modality"}
+_LATER_KEYS = {
+    "MODEL.BACKBONE.MODALITY": "",
+    "MODEL.BACKBONE.MODALITY_COLUMN": "modality",
+    "MODEL.BACKBONE.PART_TOKENS": 0,
+    "MODEL.BACKBONE.SEMANTIC_WEIGHT": 0.2,
+    "MODEL.BACKBONE.STEM_CONV": False,
+    "MODEL.HEADS.PART_TOKENS.FUSION": "cat",
+    "MODEL.HEADS.PART_TOKENS.SEPARATE_NECKS": True,
+}
 
 
 def feature_values(cfg: CfgNode) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from fastamp.checkpoint.load_state import State, convert_state_dict
 from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
-from fastamp.modeling.heads import jpm_head
+from fastamp.modeling.heads import jpm_head, part_token_head
 from fastamp.modeling.meta_arch import mgn
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names
@@ -241,6 +241,9 @@ def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, s
         keys["MODEL.HEADS.POOL_LAYER"] = "GeneralizedMeanPoolingP"
     if any(name.endswith("cls_token") for name in state):
         keys |= {"MODEL.HEADS.POOL_LAYER": "Identity", "MODEL.HEADS.NAME": "JPMHead" if jpm else "EmbeddingHead"}
+    if any(name.endswith(("part_token", "part_token1")) for name in state):
+        width = next(value.shape[-1] for name, value in state.items() if name.endswith("cls_token"))
+        keys |= part_token_head.infer_keys(head, width)
     if jpm:
         branches = {found[1] for name in head if (found := re.match(r"(?:bottleneck_|branches\.)(\d+)\.", name))}
         keys["MODEL.HEADS.JPM.PARTS"] = str(len(branches - {"0"}))

@@ -64,7 +64,7 @@ class PaddedWindowAttention(ShiftedWindowAttention):
         return x[:, :height, :width]
 
     def _region_mask(self, down: int, across: int, device: torch.device) -> torch.Tensor:
-        """Return what is added to scores: (windows, N, N), -100 for positions that the shift brought together, else 0.
+        """Compute the mask of the scores: (windows, N, N), -100 for pairs of positions of different regions, else 0.
 
         Args:
             down, across: number of windows along the height and the width.

@@ -14,6 +14,7 @@ from torchvision.ops import StochasticDepth
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.layers import IBN, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.utils.errors import ConfigError
@@ -49,6 +50,17 @@ KEYS = (
         low=0,
     ),
     Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
+    Key(
+        "MODEL.BACKBONE.PART_TOKENS",
+        0,
+        "ViT: number of learned part tokens next to the class token (PASS, Zhu et al. 2022: 3), for PartTokenHead.",
+        low=0,
+    ),
+    Key(
+        "MODEL.BACKBONE.STEM_CONV",
+        False,
+        "ViT: embed patches by a convolutional stem with instance norms (ICS, Luo et al. 2021, arXiv:2111.12084).",
+    ),
     Key(
         "MODEL.BACKBONE.CHECKPOINTING",
         False,
@@ -140,6 +152,41 @@ class PatchEmbedding(nn.Module):
         return patches.flatten(2).transpose(1, 2), (patches.shape[2], patches.shape[3])
 
 
+class ConvPatchEmbedding(nn.Module):
+    """Embedding of 16 x 16 patches by a convolutional stem with instance and batch norms (ICS).
+
+    Luo et al. 2021, "Self-supervised pre-training for transformer-based person re-identification", arXiv:2111.12084.
+
+    Args:
+        in_channels (int): number of image channels.
+        width (int): width of the tokens.
+        norm (str): batch norm of the stem, a name in ``NORM_REGISTRY``. Default ``"BN"``.
+    """
+
+    _CHANNELS = 64
+
+    def __init__(self, in_channels: int, width: int, norm: str = "BN") -> None:
+        super().__init__()
+        channels = self._CHANNELS
+        self.conv = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 7, stride=2, padding=3, bias=False),
+            IBN(norm, channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            IBN(norm, channels),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            build_norm(norm, channels),
+            nn.ReLU(inplace=True),
+        )
+        self.proj = nn.Conv2d(channels, width, PATCH // 2, PATCH // 2)
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:
+        """Compute the tokens (B, h * w, width), row by row, and the grid size (h, w)."""
+        patches = self.proj(self.conv(images))
+        return patches.flatten(2).transpose(1, 2), (patches.shape[2], patches.shape[3])
+
+
 class Attention(nn.Module):
     """Multi-head self-attention."""
 
@@ -222,6 +269,9 @@ class VisionTransformer(nn.Module):
             an image (TransReID's side information embedding, arXiv:2102.04378). If both are positive, each camera-view
             pair has an embedding. 0 disables the embedding.
         side_weight (float): weight of the camera and view embedding.
+        part_tokens (int): number of learned tokens after the class token, as in PASS (Zhu et al. 2022,
+            arXiv:2203.03931). Default 0.
+        stem_norm (str): batch norm of a convolutional stem, see ``ConvPatchEmbedding``. Default "": no stem.
         checkpointing (bool): recompute the activations of each block in the backward pass.
 
     Attributes:
@@ -241,6 +291,8 @@ class VisionTransformer(nn.Module):
         cameras: int = 0,
         views: int = 0,
         side_weight: float = 3.0,
+        part_tokens: int = 0,
+        stem_norm: str = "",
         checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -249,11 +301,16 @@ class VisionTransformer(nn.Module):
         self.cameras, self.views, self.side_weight = cameras, views, side_weight
         self.checkpointing = checkpointing
         self.cls_token = nn.Parameter(torch.zeros(1, 1, depth.width))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + math.prod(self.grid), depth.width))
+        self.prefix = 1 + part_tokens
+        self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + math.prod(self.grid), depth.width))
+        if part_tokens:
+            self.part_token = nn.Parameter(torch.zeros(1, part_tokens, depth.width))
         self.takes_cameras = cameras > 0 or views > 0
         if self.takes_cameras:
             self.sie_embed = nn.Parameter(torch.zeros(max(cameras, 1) * max(views, 1), 1, depth.width))
-        self.patch_embed = PatchEmbedding(in_channels, depth.width, stride)
+        self.patch_embed: nn.Module = PatchEmbedding(in_channels, depth.width, stride)
+        if stem_norm:
+            self.patch_embed = ConvPatchEmbedding(in_channels, depth.width, stem_norm)
         self.pos_drop = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(
             Block(
@@ -268,7 +325,8 @@ class VisionTransformer(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        for embedding in (self.cls_token, self.pos_embed, *([self.sie_embed] if self.takes_cameras else [])):
+        names = ("cls_token", "part_token", "pos_embed", "sie_embed")
+        for embedding in (getattr(self, name) for name in names if hasattr(self, name)):
             nn.init.trunc_normal_(embedding, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -287,14 +345,17 @@ class VisionTransformer(nn.Module):
                 cameras or views, respectively.
 
         Returns:
-            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm. If the last block was removed:
-            (B, 1 + patches, feature_dim), all tokens, without the last norm.
+            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm; with part tokens (B, feature_dim,
+            1 + parts, 1). If the last block was removed: (B, 1 + patches, feature_dim), all tokens, without the last
+            norm.
 
         Raises:
             ValueError: if required camera or view IDs are missing.
         """
         patches, grid = self.patch_embed(x)
-        tokens = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), patches), dim=1) + self._positions(grid)
+        learned = (self.cls_token, self.part_token) if self.prefix > 1 else (self.cls_token,)
+        learned = tuple(token.expand(x.shape[0], -1, -1) for token in learned)
+        tokens = torch.cat((*learned, patches), dim=1) + self._positions(grid)
         if self.takes_cameras:
             tokens = tokens + self.side_weight * self.sie_embed[self._side_index(camids, viewids)]
         tokens = self.pos_drop(tokens)
@@ -305,11 +366,13 @@ class VisionTransformer(nn.Module):
                 tokens = block(tokens)
         if self.norm is None:
             return tokens
-        return self.norm(tokens)[:, 0, :, None, None]
+        return self.norm(tokens)[:, : self.prefix].transpose(1, 2)[..., None]
 
     def _positions(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the position embedding (1, 1 + patches, width) for a ``grid`` of patches."""
-        return self.pos_embed if grid == self.grid else resize_positions(self.pos_embed, self.grid, grid)
+        """Return the position embedding (1, prefix + patches, width) for a ``grid`` of patches."""
+        if grid == self.grid:
+            return self.pos_embed
+        return resize_positions(self.pos_embed, self.grid, grid, prefix=self.prefix)
 
     def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
         """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
@@ -327,31 +390,47 @@ class VisionTransformer(nn.Module):
         return camids if self.cameras else viewids
 
     def hand_over_last_block(self) -> nn.Sequential:
-        """Remove and return the last block and the norm; ``forward`` then returns all tokens."""
+        """Remove and return the last block and the norm; ``forward`` then returns all tokens.
+
+        Raises:
+            ConfigError: if the model has part tokens.
+        """
+        if self.prefix > 1:
+            raise ConfigError(
+                "MODEL.BACKBONE.PART_TOKENS is not supported with MODEL.HEADS.NAME=JPMHead.\n"
+                "  fix: set MODEL.HEADS.NAME to PartTokenHead, or MODEL.BACKBONE.PART_TOKENS to 0"
+            )
         last = nn.Sequential(self.blocks[-1], self.norm)
         del self.blocks[-1]
         self.norm = None
         return last
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert a timm, DeiT, FastReID or TransReID state dict; resize the position embedding to this patch grid."""
-        state = dict(state)
+        """Convert a timm, DeiT, FastReID, TransReID or PASS state dict; resize the position embedding to this grid."""
+        state = _join_part_tokens(state)
         weight = state.get("patch_embed.proj.weight")
         # timm's oldest files have a linear layer over the pixels of a patch.
         if weight is not None and weight.dim() == 2 and weight.shape[1] % PATCH**2 == 0:
             state["patch_embed.proj.weight"] = weight.reshape(len(weight), -1, PATCH, PATCH)
         positions = state.get("pos_embed")
         # Embeddings of other shapes are kept, so that loading reports the shape mismatch.
-        if positions is not None and positions.dim() == 3 and positions.shape[0] == 1 and positions.shape[1] > 2:
+        prefix = 1 + (state["part_token"].shape[1] if "part_token" in state else 0)
+        if (
+            prefix == self.prefix
+            and positions is not None
+            and positions.dim() == 3
+            and positions.shape[0] == 1
+            and positions.shape[1] > prefix + 1
+        ):
             if state.pop("dist_token", None) is not None:  # DeiT's second token, after the class token
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
             if positions.shape[1] != self.pos_embed.shape[1]:
-                found = infer_grid(positions.shape[1] - 1, like=self.grid)
+                found = infer_grid(positions.shape[1] - prefix, like=self.grid)
                 notes.append(
                     f"the position embedding was resized from {found[0]} x {found[1]} to {self.grid[0]} x "
                     f"{self.grid[1]} patches (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
                 )
-                positions = resize_positions(positions, found, self.grid)
+                positions = resize_positions(positions, found, self.grid, prefix=prefix)
             state["pos_embed"] = positions
         if "sie_embed" in state and not self.takes_cameras:
             notes.append(
@@ -363,21 +442,36 @@ class VisionTransformer(nn.Module):
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
-def resize_positions(positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int]) -> torch.Tensor:
-    """Resize a position embedding to another grid by bilinear interpolation; the class token is not changed.
+def _join_part_tokens(state: State) -> State:
+    """Copy a state dict, and join PASS's ``part_token1``, ..., ``cls_pos``, ``part1_pos``, ... and ``pos_embed``."""
+    state = dict(state)
+    if "cls_pos" not in state:
+        return state
+    numbers = range(1, sum(name.startswith("part_token") for name in state) + 1)
+    positions = [state.pop("cls_pos"), *(state.pop(f"part{number}_pos") for number in numbers)]
+    state["part_token"] = torch.cat([state.pop(f"part_token{number}") for number in numbers], dim=1)
+    state["pos_embed"] = torch.cat([*positions, state["pos_embed"]], dim=1)
+    return state
+
+
+def resize_positions(
+    positions: torch.Tensor, old: tuple[int, int], new: tuple[int, int], *, prefix: int = 1
+) -> torch.Tensor:
+    """Resize a position embedding to another grid by bilinear interpolation; learned tokens are not changed.
 
     Args:
-        positions (torch.Tensor): (1, 1 + h * w, D) float, the class token first.
+        positions (torch.Tensor): (1, prefix + h * w, D) float, the class token and other learned tokens first.
         old (tuple[int, int]): current grid (h, w).
         new (tuple[int, int]): target grid (h', w').
+        prefix (int): number of learned tokens. Default 1.
 
     Returns:
-        torch.Tensor: (1, 1 + h' * w', D), same dtype as ``positions``.
+        torch.Tensor: (1, prefix + h' * w', D), same dtype as ``positions``.
     """
     width = positions.shape[2]
-    maps = positions[:, 1:].reshape(1, *old, width).permute(0, 3, 1, 2)
+    maps = positions[:, prefix:].reshape(1, *old, width).permute(0, 3, 1, 2)
     maps = F.interpolate(maps.float(), size=new, mode="bilinear", align_corners=False).to(positions.dtype)
-    return torch.cat((positions[:, :1], maps.flatten(2).transpose(1, 2)), dim=1)
+    return torch.cat((positions[:, :prefix], maps.flatten(2).transpose(1, 2)), dim=1)
 
 
 def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
@@ -413,11 +507,17 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
     keys = {}
     if "sie_embed" in state:
         keys["MODEL.BACKBONE.SIE_CAMERAS"] = str(len(state["sie_embed"]))
+    if "patch_embed.conv.0.weight" in state:
+        keys["MODEL.BACKBONE.STEM_CONV"] = "True"
+    state, prefix = _join_part_tokens(state), 1
+    if "part_token" in state:
+        prefix += state["part_token"].shape[1]
+        keys["MODEL.BACKBONE.PART_TOKENS"] = str(prefix - 1)
     positions = state.get("pos_embed")
     if positions is None or positions.dim() != 3:
         return keys
     for size, stride in itertools.product(_COMMON_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
-        if math.prod((side - PATCH) // stride + 1 for side in size) == positions.shape[1] - 1:
+        if math.prod((side - PATCH) // stride + 1 for side in size) == positions.shape[1] - prefix:
             keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
             return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
     return keys
@@ -446,6 +546,11 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
             raise ConfigError(
                 f"{key} is {size}, but a ViT needs images of at least {PATCH} x {PATCH} pixels.\n  fix: increase {key}"
             )
+    if backbone.STEM_CONV and tuple(backbone.STRIDE_SIZE) != (PATCH, PATCH):
+        raise ConfigError(
+            f"MODEL.BACKBONE.STEM_CONV=True requires MODEL.BACKBONE.STRIDE_SIZE ({PATCH}, {PATCH}), but it is "
+            f"{tuple(backbone.STRIDE_SIZE)}.\n  fix: set MODEL.BACKBONE.STRIDE_SIZE to ({PATCH}, {PATCH})"
+        )
     model = VisionTransformer(
         depth=depth,
         image_size=image_size,
@@ -457,7 +562,9 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         cameras=backbone.SIE_CAMERAS,
         views=backbone.SIE_VIEWS,
         side_weight=backbone.SIE_COE,
+        part_tokens=backbone.PART_TOKENS,
+        stem_norm=backbone.NORM if backbone.STEM_CONV else "",
         checkpointing=backbone.CHECKPOINTING,
     )
-    # ImageNet weights do not contain camera embeddings.
-    return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed",))
+    # ImageNet weights do not contain embeddings of cameras and parts.
+    return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed", "part_token"))

@@ -5,5 +5,6 @@ from fastamp.modeling.heads.clas_head import ClasHead
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.modeling.heads.fc_head import FCHead
 from fastamp.modeling.heads.jpm_head import JPMHead
+from fastamp.modeling.heads.part_token_head import PartTokenHead
 
-__all__ = ["HEADS_REGISTRY", "ClasHead", "EmbeddingHead", "FCHead", "JPMHead", "build_heads"]
+__all__ = ["HEADS_REGISTRY", "ClasHead", "EmbeddingHead", "FCHead", "JPMHead", "PartTokenHead", "build_heads"]
