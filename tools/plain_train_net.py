@@ -19,7 +19,7 @@ from fastamp.config import CfgNode
 from fastamp.data.build import with_num_categories
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
-from fastamp.engine.run_state import set_class_counts
+from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
 from fastamp.utils.env import RandomState
@@ -76,6 +76,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     total = cfg.SOLVER.MAX_EPOCH * loader.iters_per_epoch
     for iteration, batch in zip(range(progress["iteration"], total), loader, strict=False):
         epoch = iteration // loader.iters_per_epoch
+        set_epoch(model, epoch)
         for group in groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
         if iteration == loader.start_iter:

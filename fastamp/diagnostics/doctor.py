@@ -30,6 +30,7 @@ from fastamp.diagnostics.precision_check import (
 from fastamp.diagnostics.profiling import lost_gradients, measure_cost, measure_layers, safe_loss_scale
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.modeling import build_model
+from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import ProgressBar, format_duration
@@ -69,6 +70,8 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     cfg = with_num_categories(with_num_classes(cfg, loader.dataset.num_classes), loader.dataset)
     test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0])
     model = build_model(cfg)
+    set_class_counts(model, loader)
+    set_epoch(model, cfg.SOLVER.MAX_EPOCH - 1)  # includes the losses that start later
     if cfg.MODEL.WEIGHTS:
         Checkpointer(model, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH).load(cfg.MODEL.WEIGHTS)
     model.train()

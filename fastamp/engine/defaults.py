@@ -58,7 +58,6 @@ from fastamp.engine.run_state import (
     describe_last_checkpoint,
     labels_checksum,
     recovery_hint,
-    set_class_counts,
 )
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
@@ -66,6 +65,7 @@ from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.modeling import build_model
+from fastamp.modeling.training_state import set_class_counts
 from fastamp.report import Run
 from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
 from fastamp.utils import comm

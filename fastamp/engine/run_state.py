@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
@@ -74,26 +73,6 @@ def labels_checksum(data_loader: Any) -> int | None:
     """Return the CRC32 checksum of ``data_loader.dataset.labels``, or None if the dataset has no ``labels``."""
     labels = getattr(data_loader.dataset, "labels", None)
     return None if labels is None else zlib.crc32(np.array(labels, dtype=np.int64).tobytes())
-
-
-def set_class_counts(model: nn.Module, data_loader: Any) -> None:
-    """Set the number of training images of each class, and the columns of the training set, in the modules of a model.
-
-    Args:
-        model (nn.Module): model whose modules may have a method ``set_class_counts(counts)``, for the margins of
-            classification layers, or ``set_training_columns(labels, columns)``.
-        data_loader: training loader; nothing is set if its dataset has no ``labels`` in 0..num_classes-1.
-    """
-    labels = getattr(data_loader.dataset, "labels", None)
-    if labels is None:
-        return
-    labels = np.asarray(labels, dtype=np.int64)
-    columns = {name: column.values for name, column in getattr(data_loader.dataset, "columns", {}).items()}
-    for module in model.modules():
-        if hasattr(module, "set_class_counts"):
-            module.set_class_counts(np.bincount(labels, minlength=data_loader.dataset.num_classes))
-        if hasattr(module, "set_training_columns"):
-            module.set_training_columns(labels, columns)
 
 
 def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:

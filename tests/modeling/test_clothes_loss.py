@@ -4,10 +4,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import tiny
 import torch
 import torch.nn.functional as F
 
+from fastamp.amp import OptimizationStep
 from fastamp.config import get_cfg
+from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
+from fastamp.engine import DefaultTrainer
 from fastamp.modeling.losses import ClothesAdversarialLoss, clothes_adversarial_loss
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -58,33 +62,180 @@ def test_adversarial_loss_of_an_identity_that_owns_all_outfits_has_finite_gradie
 
 def build(**options):
     loss = ClothesAdversarialLoss(num_clothes=58, feature_dim=32, **options)
-    with torch.no_grad():
-        loss.weight.copy_(torch.tensor(REFERENCE["clothes_weight"]))
     pids = [int(np.argmax(column)) for column in REFERENCE["pid_to_clothes"].T]
     loss.set_training_columns(np.array(pids), {"clothes": np.arange(58)})
+    if loss.memory == "none":
+        loss.weight.copy_(torch.tensor(REFERENCE["clothes_weight"]))
     return loss
 
 
-def test_gradients_are_separate_and_the_start_is_delayed():
-    loss = build(start_epoch=1, batch_size=58)
-    features, _, clothes, _ = tensors()
-    outputs, targets = {"features": features, "clothes": clothes}, torch.tensor(REFERENCE["pids"])
-    first = loss(outputs, targets)
-    assert first.item() == pytest.approx(float(REFERENCE["clothes_cosface_s16_m0_loss"]), rel=1e-6)
-    first.backward()
-    assert not features.grad.any() and loss.weight.grad.any()
-    second = loss(outputs, targets)
-    second.backward()
+def batch(scale=0.0, dtype=torch.float32):
+    features = (torch.tensor(REFERENCE["features"], dtype=dtype) + scale).requires_grad_()
+    return {"features": features, "clothes": torch.tensor(REFERENCE["clothes"])}, torch.tensor(REFERENCE["pids"])
+
+
+def test_classifier_is_updated_before_the_adversarial_loss_as_in_a_loop_with_torch_adam():
+    loss, (outputs, targets) = build(lr=0.01), batch()
+    classifier = torch.nn.Parameter(torch.tensor(REFERENCE["clothes_weight"]))
+    adam = torch.optim.Adam([classifier], lr=0.01, weight_decay=5e-4)
+    own = torch.tensor(REFERENCE["pid_to_clothes"])[targets].bool()
+    for number in range(4):
+        features = outputs["features"].detach().clone().requires_grad_()
+        classification = F.cross_entropy(cosines(features.detach(), classifier), outputs["clothes"])
+        adam.zero_grad()
+        classification.backward()
+        adam.step()
+        expected = clothes_adversarial_loss(cosines(features, classifier.detach()), outputs["clothes"], own)
+        expected.backward()
+        outputs["features"].grad = None
+        found = loss(outputs, targets)
+        found.backward()
+        if number == 0:
+            reference = float(REFERENCE["clothes_cosface_s16_m0_loss"])
+            assert classification.item() == pytest.approx(reference, rel=1e-6)
+        assert found.item() == pytest.approx((classification + expected).item(), rel=1e-6)
+        torch.testing.assert_close(outputs["features"].grad, features.grad, rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(loss.weight, classifier.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_classifier_without_learning_rate_gives_the_reference_losses():
+    loss, (outputs, targets) = build(lr=0.0, weight_decay=0.0), batch()
+    loss(outputs, targets).backward()
     expected = REFERENCE["clothes_cosface_s16_m0_loss"] + REFERENCE["cal_s16_eps0.1_loss"]
-    assert second.item() == pytest.approx(float(expected), rel=1e-6)
-    torch.testing.assert_close(features.grad, torch.tensor(REFERENCE["cal_s16_eps0.1_grad"]), rtol=1e-4, atol=1e-6)
-    assert loss.eval()(outputs, targets).isfinite() and loss.passes == 2
+    assert loss(outputs, targets).item() == pytest.approx(float(expected), rel=1e-6)
+    torch.testing.assert_close(
+        outputs["features"].grad, torch.tensor(REFERENCE["cal_s16_eps0.1_grad"]), rtol=1e-4, atol=1e-6
+    )
 
 
-def test_classifier_has_its_own_optimizer():
-    loss = build(lr=0.01)
-    (group,) = loss.build_optimizer().param_groups
-    assert group["lr"] == 0.01 and group["scheduled"] is False and group["params"][0] is loss.weight
+def state(loss):
+    return {name: value.clone() for name, value in loss.named_buffers()}
+
+
+def assert_unchanged(loss, before):
+    for name, value in loss.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("memory", ["none", "mean", "last"])
+def test_only_training_passes_from_the_start_epoch_on_update_the_classifier(memory):
+    loss, (outputs, targets) = build(memory=memory, start_epoch=2), batch()
+    before = state(loss)
+    loss.set_epoch(1)
+    zero = loss(outputs, targets)
+    zero.backward()
+    assert zero.item() == 0 and not outputs["features"].grad.any()
+    assert_unchanged(loss, before)
+    loss.set_epoch(2)
+    assert loss(outputs, targets).item() > 0
+    after = state(loss)
+    assert not torch.equal(after["weight"], before["weight"])
+    with torch.no_grad():
+        assert loss(outputs, targets).isfinite()
+    assert loss.eval()(outputs, targets).isfinite()
+    assert_unchanged(loss, after)
+
+
+def test_memory_of_the_last_image_equals_reference():
+    loss = build(memory="last")
+    found = []
+    for scale in (0, 0.1, 0.2):
+        value = loss(*batch(scale))
+        found.append(value.item())
+    np.testing.assert_allclose(found, REFERENCE["cal_memory_losses"], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(loss.weight.numpy(), REFERENCE["cal_memory_bank3"], rtol=1e-6)
+    np.testing.assert_array_equal(loss.seen.numpy(), REFERENCE["cal_memory_labels"] >= 0)
+
+
+@pytest.mark.parametrize("memory", ["mean", "last"])
+def test_memory_equals_naive_loop(memory):
+    loss = build(memory=memory, momentum=0.25)
+    bank, generator = {}, torch.Generator().manual_seed(3)
+    owners = REFERENCE["pid_to_clothes"].argmax(0)
+    for _ in range(3):
+        clothes = torch.randint(6, (8,), generator=generator)
+        features, targets = torch.randn(8, 32, generator=generator), torch.tensor(owners[clothes])
+        for outfit in sorted(set(clothes.tolist())):
+            rows = features[clothes == outfit]
+            new = rows.mean(0) if memory == "mean" else rows[-1]
+            bank[outfit] = 0.25 * bank[outfit] + 0.75 * new if outfit in bank else new
+        total = 0.0
+        for feature, worn, identity in zip(features, clothes.tolist(), targets.tolist(), strict=True):
+            values = {c: (16 * F.cosine_similarity(feature, bank[c], dim=0)).exp().item() for c in bank}
+            others = sum(value for c, value in values.items() if owners[c] != identity)
+            mine = [c for c in bank if owners[c] == identity]
+            for c in mine:
+                total -= (0.1 / len(mine) + 0.9 * (c == worn)) * np.log(values[c] / (values[c] + others))
+        assert loss({"features": features, "clothes": clothes}, targets).item() == pytest.approx(total / 8, rel=1e-4)
+    for outfit, feature in bank.items():
+        torch.testing.assert_close(loss.weight[outfit], feature)
+
+
+@pytest.mark.parametrize("memory", ["none", "last"])
+def test_skipped_step_restores_the_classifier_and_applied_step_keeps_it(memory):
+    loss = build(memory=memory)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(32, 32), "loss": loss})
+    step = OptimizationStep(model, [torch.optim.SGD(model.parameters(), lr=0.1)])
+
+    def run(factor):
+        outputs, targets = batch()
+        step.zero_grad()
+        outputs["features"] = model["layer"](outputs["features"]) * factor
+        step.scale({"loss_cal": loss(outputs, targets)}).backward()
+        return step.finish().ok
+
+    before = state(loss)
+    assert not run(float("nan"))
+    assert_unchanged(loss, before)
+    assert run(1.0)
+    kept = state(loss)
+    assert not torch.equal(kept["weight"], before["weight"])
+    assert not run(float("inf"))
+    assert_unchanged(loss, kept)
+
+
+@pytest.fixture
+def clothes(tmp_path, monkeypatch):
+    """Set FASTAMP_DATASETS to a data root with a small dataset of people in several outfits."""
+    folder = tmp_path / "data" / f"fastamp-demo-clothes-v{VARIANTS_VERSION}"
+    generate_variant("clothes", folder, train_identities=8, test_identities=4, image_size=(64, 32))
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path / "data"))
+
+
+def cal_config(root, *opts):
+    names = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'ClothesAdversarialLoss')")
+    data = ("DATASETS.NAMES", "('DemoClothes',)", "DATASETS.TESTS", "('DemoClothes',)", "MODEL.HEADS.NUM_CLASSES", "0")
+    start = ("MODEL.LOSSES.CAL.START_EPOCH", "1")
+    return tiny.tiny_config(root, *names, *data, *start, *opts)
+
+
+@pytest.mark.parametrize("memory", ["none", "mean"])
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, clothes, memory):
+    def train(folder, epochs, resume=False):
+        opts = ("SOLVER.MAX_EPOCH", str(epochs), "SOLVER.ACCUM_STEPS", "2", "MODEL.LOSSES.CAL.MEMORY", memory)
+        torch.manual_seed(0)
+        trainer = DefaultTrainer(cal_config(tmp_path / folder, *opts, "SOLVER.CHECKPOINT_PERIOD", "1"))
+        trainer.resume_or_load(resume)
+        trainer.train()
+        return trainer.model
+
+    whole = train("whole", 3)
+    train("part", 2)
+    resumed = train("part", 3, resume=True)
+    assert whole.losses["loss_cal"].epoch == resumed.losses["loss_cal"].epoch == 2
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, resumed.state_dict()[name]), name
+
+
+def test_new_run_with_weights_of_a_run_starts_the_loss_at_its_own_start_epoch(tmp_path, clothes):
+    first = DefaultTrainer(cal_config(tmp_path / "first", "SOLVER.MAX_EPOCH", "2"))
+    first.train()
+    weights = str(tmp_path / "first" / "model_final.pth")
+    second = DefaultTrainer(cal_config(tmp_path / "second", "SOLVER.MAX_EPOCH", "1", "MODEL.WEIGHTS", weights))
+    second.resume_or_load(resume=False)
+    second.train()
+    before, after = first.model.losses["loss_cal"], second.model.losses["loss_cal"]
+    assert before.steps.max() > 0 and torch.equal(before.weight, after.weight)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
+from fastamp.engine.hooks.epoch import SetEpoch
 from fastamp.engine.hooks.evaluation import BestMetric, EvalHook
 from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers
 from fastamp.engine.hooks.learning_rate import LRScheduler
@@ -24,6 +25,7 @@ __all__ = [
     "PeriodicCheckpointer",
     "PeriodicWriter",
     "ReportHook",
+    "SetEpoch",
     "StopOnSignal",
     "console_line",
 ]

@@ -8,6 +8,7 @@ from fastamp.config import CfgNode
 from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA
 from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.epoch import SetEpoch
 from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers, freeze_length
 from fastamp.engine.hooks.learning_rate import LRScheduler
 from fastamp.solver import WeightAverage, build_lr_schedule, swa_start
@@ -18,7 +19,9 @@ logger = logging.getLogger(__name__)
 def build_training_hooks(
     cfg: CfgNode, model: nn.Module, average: WeightAverage | None, iters_per_epoch: int
 ) -> list[HookBase]:
-    """Build the hooks for the learning rate, freezing, weight averages and activation statistics, in this order.
+    """Build the hooks for the learning rate, the epoch in modules, freezing, weight averages and activation statistics.
+
+    The hooks are in this order.
 
     Args:
         cfg (CfgNode): config of the run.
@@ -50,6 +53,8 @@ def build_training_hooks(
             "SOLVER.FREEZE_EPOCHS.\n  fix: to freeze layers, set the missing key; otherwise, remove the key that is set"
         )
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
+    if any(hasattr(module, "set_epoch") for module in model.modules()):
+        hooks.append(SetEpoch(model))
     if cfg.MODEL.FREEZE_LAYERS:
         hooks.append(FreezeLayers(model, cfg.MODEL.FREEZE_LAYERS, freezing))
     if cfg.SOLVER.FREEZE_FC_ITERS:

@@ -58,16 +58,20 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
 
 
 def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
-    """Check that the losses have no learnable parameters, so that several outputs can share them.
+    """Check that the losses learn nothing, neither parameters nor buffers, so that several outputs can share them.
 
     Args:
         losses (nn.ModuleDict): result of ``build_losses``.
         owner (str): description of the outputs in the error message.
 
     Raises:
-        ConfigError: if a loss has learnable parameters, e.g. the centers of ``CenterLoss``.
+        ConfigError: if a loss has learnable parameters, e.g. the centers of ``CenterLoss``, or buffers that it trains.
     """
-    with_parameters = [type(getattr(loss, "loss", loss)).__name__ for loss in losses.values() if [*loss.parameters()]]
+    with_parameters = [
+        type(getattr(loss, "loss", loss)).__name__
+        for loss in losses.values()
+        if [*loss.parameters()] or getattr(loss, "written_in_forward", False)
+    ]
     if with_parameters:
         raise ConfigError(
             f"MODEL.LOSSES.NAME: losses with learnable parameters ({', '.join(with_parameters)}) cannot be shared "

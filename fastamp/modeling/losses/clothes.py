@@ -11,6 +11,7 @@ from torch import nn
 from fastamp.amp import force_fp32
 from fastamp.config import Key
 from fastamp.modeling.losses.build import LOSS_REGISTRY, feature_dim
+from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 
 KEYS = (
@@ -25,12 +26,26 @@ KEYS = (
     Key(
         "MODEL.LOSSES.CAL.START_EPOCH",
         25,
-        "Clothes-based adversarial loss: number of epochs before it applies. The clothes classifier is trained from "
-        "the beginning.",
+        "Clothes-based adversarial loss: number of epochs before the clothes classifier is trained and the loss "
+        "applies.",
         low=0,
     ),
-    Key("MODEL.LOSSES.CAL.LR", 3.5e-4, "Constant learning rate of the clothes classifier's own Adam.", low=0),
+    Key("MODEL.LOSSES.CAL.LR", 3.5e-4, "Constant learning rate of the clothes classifier's Adam.", low=0),
     Key("MODEL.LOSSES.CAL.WEIGHT_DECAY", 5e-4, "Weight decay of the clothes classifier.", low=0),
+    Key(
+        "MODEL.LOSSES.CAL.MEMORY",
+        "none",
+        "Clothes-based adversarial loss: features of the outfits instead of a trained classifier. mean stores the mean "
+        "of the images of an outfit in the batch, last that of its last image, as the program of the authors.",
+        choices=("none", "mean", "last"),
+    ),
+    Key(
+        "MODEL.LOSSES.CAL.MOMENTUM",
+        0.0,
+        "Clothes-based adversarial loss: weight of the stored feature of an outfit when MEMORY is updated.",
+        low=0,
+        high=1,
+    ),
 )
 
 
@@ -62,26 +77,70 @@ def clothes_adversarial_loss(
     return -(weights * log_probability).sum(1).mean()
 
 
+@torch.no_grad()
+def adam_step(
+    parameter: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    steps: torch.Tensor,
+    *,
+    lr: float,
+    weight_decay: float,
+) -> None:
+    """Update a tensor in place with one step of Adam (Kingma and Ba 2015, arXiv:1412.6980, algorithm 1).
+
+    Equals ``torch.optim.Adam`` with its default betas and epsilon, but neither reads the device nor needs a parameter.
+
+    Args:
+        parameter, gradient (torch.Tensor): (C, D) float32.
+        exp_avg, exp_avg_sq (torch.Tensor): (C, D) float32, moving averages of the gradient and its square; updated.
+        steps (torch.Tensor): (C,) float32, number of former steps of each row; updated.
+        lr (float): learning rate.
+        weight_decay (float): weight of the parameter in the gradient.
+    """
+    beta1, beta2, epsilon = 0.9, 0.999, 1e-8
+    gradient = gradient + weight_decay * parameter
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    count = steps.add_(1)[:, None]
+    denominator = (exp_avg_sq / (1 - beta2**count)).sqrt_().add_(epsilon)
+    parameter.sub_(lr * exp_avg / (1 - beta1**count) / denominator)
+
+
 @LOSS_REGISTRY.register()
 class ClothesAdversarialLoss(nn.Module):
-    """Loss of the clothes classifier, and the clothes-based adversarial loss of the features.
+    """Clothes-based adversarial loss of the features, and training of its clothes classifier.
 
-    The classifier is trained with a cross entropy over scaled cosines of detached features, by its own Adam. The
-    adversarial loss has no gradient for the classifier. Differs from the program of the authors: the adversarial loss
-    uses the classifier before its update with this batch, not after it, because one backward pass computes both.
+    As in the paper and the program of the authors, a forward pass in training mode first updates the classifier with
+    the cross entropy of the scaled cosines of the features, with Adam, and then computes the adversarial loss with the
+    updated classifier. Weights and optimizer state of the classifier are buffers: only the forward pass changes them, a
+    skipped step restores them, and checkpoints contain them. If gradients are accumulated, each batch is one update.
+
+    With ``memory``, the classifier consists of stored features of the outfits instead, updated before the loss. The
+    loss is then over the outfits that were seen so far.
+
+    The value of the loss is the sum of the cross entropy of the classifier before its update, which has no gradient,
+    and the weighted adversarial loss. Before ``start_epoch``, it is 0.
 
     Args:
         num_clothes (int): number of outfits in the training set.
         feature_dim (int): width of the features.
         column (str): column of the outfits. Default "clothes".
         scale, epsilon, logit_scale (float): see ``MODEL.LOSSES.CAL``.
-        start_epoch (int): number of epochs before the adversarial loss applies. Default 0.
-        batch_size (int): number of training images in a pass, over all ranks. Default 64.
-        lr, weight_decay (float): settings of the classifier's optimizer.
+        start_epoch (int): number of epochs before the classifier is trained and the loss applies. Default 0.
+        lr, weight_decay (float): settings of the classifier's Adam.
+        memory (str): "none" (default) trains the classifier; "mean" stores the mean feature of the images of each
+            outfit in the batch; "last" stores the feature of the last one, as the program of the authors.
+        momentum (float): weight of the stored feature of an outfit in an update of the memory. Default 0. Differs from
+            the program, which ignores it until all outfits are stored.
+
+    Attributes:
+        epoch (int): current epoch of the training, from 0; see ``set_epoch``.
     """
 
     loss_name = "loss_cal"
-    classifiers = ("weight",)
+    written_in_forward = True
 
     def __init__(
         self,
@@ -93,18 +152,28 @@ class ClothesAdversarialLoss(nn.Module):
         epsilon: float = 0.1,
         logit_scale: float = 16.0,
         start_epoch: int = 0,
-        batch_size: int = 64,
         lr: float = 3.5e-4,
         weight_decay: float = 5e-4,
+        memory: str = "none",
+        momentum: float = 0.0,
     ) -> None:
         super().__init__()
         self.columns = (column,)
         self.scale, self.epsilon, self.logit_scale = scale, epsilon, logit_scale
-        self.start_epoch, self.batch_size, self.start = start_epoch, batch_size, 0
+        self.start_epoch, self.epoch = start_epoch, 0
         self.lr, self.weight_decay = lr, weight_decay
-        self.weight = nn.Parameter(torch.empty(num_clothes, feature_dim))
-        nn.init.kaiming_normal_(self.weight, mode="fan_out")
-        self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
+        self.memory, self.momentum = memory, momentum
+        if memory == "none":
+            self.register_buffer("weight", F.normalize(torch.empty(num_clothes, feature_dim).uniform_(-1, 1), dim=1))
+            self.register_buffer("exp_avg", torch.zeros(num_clothes, feature_dim))
+            self.register_buffer("exp_avg_sq", torch.zeros(num_clothes, feature_dim))
+            # One number for each outfit: weights of another training set then replace none of the buffers.
+            self.register_buffer("steps", torch.zeros(num_clothes))
+            self.classifiers: tuple[str, ...] = ("weight", "exp_avg", "exp_avg_sq", "steps")
+        else:
+            self.register_buffer("weight", torch.zeros(num_clothes, feature_dim))
+            self.register_buffer("seen", torch.zeros(num_clothes, dtype=torch.bool))
+            self.classifiers = ("weight", "seen")
         # Not persistent: derived from the training set, see ``set_training_columns``.
         self.register_buffer("identity_of", torch.full((num_clothes,), -1), persistent=False)
 
@@ -134,13 +203,18 @@ class ClothesAdversarialLoss(nn.Module):
             epsilon=settings.EPSILON,
             logit_scale=settings.LOGIT_SCALE,
             start_epoch=settings.START_EPOCH,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
             lr=settings.LR,
             weight_decay=settings.WEIGHT_DECAY,
+            memory=settings.MEMORY,
+            momentum=settings.MOMENTUM,
         )
 
+    def set_epoch(self, epoch: int) -> None:
+        """Set the current epoch of the training, from 0."""
+        self.epoch = epoch
+
     def set_training_columns(self, labels: np.ndarray, columns: Mapping[str, Any]) -> None:
-        """Set the identity of each outfit, and the length of an epoch, from the training set.
+        """Set the identity of each outfit from the training set.
 
         Args:
             labels (np.ndarray): (N,) int64 identities.
@@ -161,23 +235,55 @@ class ClothesAdversarialLoss(nn.Module):
                 f"ClothesAdversarialLoss: a value of the column {self.columns[0]!r} belongs to several identities.\n"
                 "  fix: give each outfit of each identity its own name, e.g. IDENTITY_OUTFIT"
             )
-        self.start = self.start_epoch * (len(clothes) // self.batch_size)
         self.identity_of[torch.from_numpy(pairs[0])] = torch.from_numpy(pairs[1]).to(self.identity_of.device)
 
-    def build_optimizer(self) -> torch.optim.Optimizer:
-        """Build the classifier's Adam, whose learning rate is constant."""
-        groups = [{"params": [self.weight], "scheduled": False}]
-        return torch.optim.Adam(groups, lr=self.lr, weight_decay=self.weight_decay)
+    def equal_on_all_ranks(self) -> tuple[str, ...]:
+        """Return the names of the buffers that are equal on all ranks: all of them."""
+        return tuple(name for name, _ in self.named_buffers())
 
     @force_fp32
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
-        features, clothes = F.normalize(outputs["features"], dim=1), outputs[self.columns[0]]
-        weight = F.normalize(self.weight, dim=1)
-        classification = F.cross_entropy(self.logit_scale * features.detach() @ weight.T, clothes)
+        features, clothes = outputs["features"], outputs[self.columns[0]]
+        if self.epoch < self.start_epoch:
+            return 0 * features.sum()
+        # Passes without gradients, such as a validation loss, do not train.
+        updates = self.training and torch.is_grad_enabled()
+        classification = features.new_zeros(())
+        if self.memory == "none":
+            classification = self._train_classifier(features.detach(), clothes, updates=updates)
+        elif updates:
+            self._update_memory(features.detach(), clothes)
+        logits = self.logit_scale * F.normalize(features, dim=1) @ F.normalize(self.weight, dim=1).T
         own = self.identity_of == targets[:, None]
-        logits = self.logit_scale * features @ weight.detach().T
+        if self.memory != "none":
+            own = own & self.seen
+            logits = logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min / 2)
         adversarial = clothes_adversarial_loss(logits, clothes, own, epsilon=self.epsilon)
-        started = self.passes >= self.start
-        if self.training:
-            self.passes += 1
-        return classification + self.scale * started * adversarial
+        return classification + self.scale * adversarial
+
+    def _train_classifier(self, features: torch.Tensor, clothes: torch.Tensor, *, updates: bool) -> torch.Tensor:
+        """Compute the cross entropy of the clothes classifier; if ``updates``, update the classifier with it."""
+        with torch.enable_grad():
+            weight = self.weight.clone().requires_grad_()
+            cosines = F.normalize(features, dim=1) @ F.normalize(weight, dim=1).T
+            loss = F.cross_entropy(self.logit_scale * cosines, clothes)
+            if updates:
+                (gradient,) = torch.autograd.grad(loss, weight)
+                gradient = comm.all_reduce_sum(gradient) / comm.get_world_size()
+                state = (self.exp_avg, self.exp_avg_sq, self.steps)
+                adam_step(self.weight, gradient, *state, lr=self.lr, weight_decay=self.weight_decay)
+        return loss.detach()
+
+    @torch.no_grad()
+    def _update_memory(self, features: torch.Tensor, clothes: torch.Tensor) -> None:
+        """Store the features of the outfits in the batches of all ranks."""
+        features, clothes = comm.all_gather(features), comm.all_gather(clothes)
+        same = clothes[:, None] == clothes
+        if self.memory == "mean":
+            new = same.to(features.dtype) @ features / same.sum(1, keepdim=True)
+        else:
+            new = features[(same * torch.arange(len(clothes), device=clothes.device)).argmax(1)]
+        # Rows of one outfit are equal, so that their order does not matter.
+        momentum = self.momentum * self.seen[clothes, None]
+        self.weight[clothes] = momentum * self.weight[clothes] + (1 - momentum) * new
+        self.seen[clothes] = True

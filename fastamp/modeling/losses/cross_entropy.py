@@ -24,18 +24,30 @@ KEYS = (
         0.2,
         "Cross entropy: adaptive smoothing is ALPHA times the predicted probability of the target class.",
     ),
+    Key(
+        "MODEL.LOSSES.CE.SMOOTH_OVER",
+        "others",
+        "Cross entropy: classes over which EPSILON is distributed evenly: others, or all with the target class.",
+        choices=("others", "all"),
+    ),
     Key("MODEL.LOSSES.CE.SCALE", 1.0, "Cross entropy: weight in the total loss.", low=0),
 )
 
 
 @force_fp32
 def cross_entropy_total(
-    logits: torch.Tensor, targets: torch.Tensor, *, epsilon: float = 0.0, alpha: float = 0.2
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    epsilon: float = 0.0,
+    alpha: float = 0.2,
+    smooth_over: str = "others",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the sum of the cross entropies with smoothed labels, and the number of nonzero terms.
 
     Differs from PyTorch's label smoothing: the target class has probability 1 - eps and each of the K - 1 other classes
-    eps / (K - 1); PyTorch distributes eps over all K classes.
+    eps / (K - 1). With ``smooth_over="all"``, eps is distributed over all K classes as in PyTorch (Szegedy et al. 2016,
+    arXiv:1512.00567, section 7).
 
     Args:
         logits (torch.Tensor): (B, K) float.
@@ -43,6 +55,7 @@ def cross_entropy_total(
         epsilon (float): eps in 0..1; if negative, eps is ``alpha`` times the predicted probability of the target class.
             Default 0.
         alpha (float): factor of the adaptive smoothing. Default 0.2.
+        smooth_over (str): "others" (default) or "all".
 
     Returns:
         tuple[torch.Tensor, torch.Tensor]: ``(sum, count)``, scalar float32 and () int64.
@@ -50,8 +63,11 @@ def cross_entropy_total(
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
     eps = alpha * right.detach().exp() if epsilon < 0 else epsilon
+    classes = logits.shape[1]
+    if smooth_over == "all":
+        eps = eps * ((classes - 1) / classes)
     # max(): a single class has no other classes to smooth over.
-    wrong = (log_probabilities.sum(1) - right) / max(logits.shape[1] - 1, 1)
+    wrong = (log_probabilities.sum(1) - right) / max(classes - 1, 1)
     losses = -((1 - eps) * right + eps * wrong)
     return losses.sum(), torch.count_nonzero(losses.detach())
 
@@ -79,27 +95,31 @@ class CrossEntropyLoss(nn.Module):
 
     Args:
         epsilon, alpha (float): see ``cross_entropy_total``.
+        smooth_over (str): see ``cross_entropy_total``.
         scale (float): weight of this loss in the total loss.
     """
 
     loss_name = "loss_cls"
     indexes_classes = True
 
-    def __init__(self, *, epsilon: float = 0.0, alpha: float = 0.2, scale: float = 1.0) -> None:
+    def __init__(
+        self, *, epsilon: float = 0.0, alpha: float = 0.2, smooth_over: str = "others", scale: float = 1.0
+    ) -> None:
         super().__init__()
-        self.epsilon, self.alpha, self.scale = epsilon, alpha, scale
+        self.epsilon, self.alpha, self.smooth_over, self.scale = epsilon, alpha, smooth_over, scale
 
     @classmethod
     def from_config(cls, cfg: Any) -> "CrossEntropyLoss":
         """Build the loss configured in ``MODEL.LOSSES.CE``."""
         ce = cfg.MODEL.LOSSES.CE
-        return cls(epsilon=ce.EPSILON, alpha=ce.ALPHA, scale=ce.SCALE)
+        return cls(epsilon=ce.EPSILON, alpha=ce.ALPHA, smooth_over=ce.SMOOTH_OVER, scale=ce.SCALE)
 
     def total_and_count(
         self, outputs: dict[str, torch.Tensor], targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute ``(sum of the cross entropies, number of nonzero terms)``, () each; see ``compute_losses``."""
-        total, count = cross_entropy_total(outputs["cls_outputs"], targets, epsilon=self.epsilon, alpha=self.alpha)
+        options = {"epsilon": self.epsilon, "alpha": self.alpha, "smooth_over": self.smooth_over}
+        total, count = cross_entropy_total(outputs["cls_outputs"], targets, **options)
         return self.scale * total, count
 
     def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
