@@ -385,6 +385,10 @@ def zero_fraction(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return 1 - nonzero / sum(gradient.numel() for gradient in gradients)
 
 
+def _rows(tensor: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return tensor if index is None else tensor[index]
+
+
 class ParameterUpdateMonitor:
     """Check that the first optimizer steps change the parameters, without an additional device synchronization.
 
@@ -403,7 +407,7 @@ class ParameterUpdateMonitor:
         self.pending: list[torch.Tensor] = []
         self._norms: list[float] = []
         self._rates: list[float] = []
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._kept: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
 
     @property
     def finished(self) -> bool:
@@ -417,7 +421,9 @@ class ParameterUpdateMonitor:
             groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
             self._rates += [float(group["lr"]) for group in groups]
             moving = [p for group in groups if group["lr"] for p in group["params"] if p.grad is not None and p.numel()]
-            self._kept = [(p, p.clone()) for p in moving]
+            # Of a parameter with a sparse gradient, which may be large, only the rows that the step updates.
+            rows = [p.grad.indices()[0] if p.grad.is_sparse else None for p in moving]
+            self._kept = [(p, index, _rows(p, index).clone()) for p, index in zip(moving, rows, strict=True)]
 
     @torch.no_grad()
     def after_step(self, grad_norm: float) -> None:
@@ -431,8 +437,8 @@ class ParameterUpdateMonitor:
         self.taken += 1
         self._norms.append(grad_norm)
         if self._kept:
-            changes = torch._foreach_norm([p - before for p, before in self._kept], float("inf"))
-            sizes = torch._foreach_norm([before for _, before in self._kept], float("inf"))
+            changes = torch._foreach_norm([_rows(p, index) - before for p, index, before in self._kept], float("inf"))
+            sizes = torch._foreach_norm([before for _, _, before in self._kept], float("inf"))
             self.pending = [torch.stack(changes).max() / torch.stack(sizes).max().clamp_min(SMALLEST_CHANGE)]
         elif self.taken == FIRST_STEPS:
             self._report()

@@ -1,7 +1,7 @@
-"""Take steps with Partial FC in several processes: partial_fc_ranks.py OUTPUT_DIR PROCESSES LAYER RATE CLIP.
+"""Take steps with Partial FC in several processes: partial_fc_ranks.py OUTPUT_DIR PROCESSES LAYER RATE CLIP [FILE].
 
-The images are divided unevenly among the processes. Rank 0 saves the losses, the parameters after each step, the
-optimizer state and the gradient norms to OUTPUT_DIR/PROCESSES.pth.
+With FILE, the steps continue from the state in it. The images are divided unevenly among the processes. Rank 0 saves
+the losses, the parameters, the optimizer state and the gradient norms to OUTPUT_DIR/PROCESSES.pth.
 """
 
 import functools
@@ -52,7 +52,7 @@ def rows_of_rank(number: int) -> slice:
     return slice(ends[number], ends[number + 1])
 
 
-def steps(folder: Path, layer: str, rate: str, clip: str) -> None:
+def steps(folder: Path, layer: str, rate: str, clip: str, file: str = "") -> None:
     """Take the steps of this rank."""
     torch.manual_seed(0)
     model = Model(layer, None if rate == "full" else float(rate))
@@ -60,6 +60,10 @@ def steps(folder: Path, layer: str, rate: str, clip: str) -> None:
     shapes = {"backbone.weight": (WIDTH, 5), "backbone.bias": (WIDTH,), "heads.weight": (CLASSES, WIDTH)}
     load_full_state(model, {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01)
+    if file:
+        saved = torch.load(file, weights_only=True)
+        load_full_state(model, saved["model"])
+        OptimizerState(optimizer, model).load_state_dict(saved["optimizer"])
     clipping = None if clip == "none" else functools.partial(clip_gradients, clip_type=clip, clip_value=0.5)
     step = OptimizationStep(model, [optimizer], scaler=LossScaler(init_scale=1024.0), clip=clipping)
     parallel = comm.data_parallel(model)

@@ -54,3 +54,19 @@ def test_sampling_in_two_processes_leaves_unsampled_rows(tmp_path):
     moved = (result["model"]["heads.weight"] != start).any(1)
     used = (result["optimizer"]["state"][2]["momentum_buffer"] != 0).any(1)
     assert torch.equal(moved, used) and 12 <= moved.sum() < 30  # 6 of 15 on each rank in four of six micro-batches
+
+
+@pytest.mark.parametrize(
+    ("before", "now"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(1, 4, marks=pytest.mark.slow)]
+)
+def test_weights_and_optimizer_state_continue_in_another_number_of_processes(tmp_path, before, now):
+    options = ("CosSoftmax", "1", "global_norm")
+    steps(tmp_path, before, *options)
+    file = tmp_path / "saved.pth"
+    (tmp_path / f"{before}.pth").rename(file)
+    runs = []
+    for processes, rate in ((now, "1"), (1, "full")):
+        folder = tmp_path / f"{processes}_{rate}"
+        folder.mkdir()
+        runs.append(steps(folder, processes, options[0], rate, options[2], file))
+    assert_equal_runs(*runs)
