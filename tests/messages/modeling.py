@@ -8,17 +8,18 @@ from tiny import tiny_config
 from torch import nn
 
 from fastamp.config import get_cfg
-from fastamp.layers import CLS_LAYER_REGISTRY
+from fastamp.layers import CLS_LAYER_REGISTRY, PartialFC
 from fastamp.layers.distance import check_metric
 from fastamp.layers.norm import group_norm
 from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
-from fastamp.modeling.heads import EmbeddingHead
+from fastamp.modeling.heads import ClasHead, EmbeddingHead
 from fastamp.modeling.load import load_model
 from fastamp.modeling.losses import ClothesAdversarialLoss
 from fastamp.modeling.losses.compute import with_columns
 from fastamp.solver import build_lr_schedule, build_optimizer
 from fastamp.solver.state import OptimizerState
 from fastamp.solver.weight_average import WeightAverage
+from fastamp.utils import comm
 
 SITES = ["fastamp/modeling", "fastamp/layers", "fastamp/solver"]
 RESNET = ("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM",
@@ -42,6 +43,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     memory(record)
     stored_weights(record, request.getfixturevalue("run_folder"))
     layers(record)
+    partial_fc(record)
     optimizers(record)
 
 
@@ -274,6 +276,28 @@ def stored_weights(record, run):
         model = build(record)
         load_model_state(model, model.state_dict() | {"heads.reduction.0.weight": torch.ones(4)} | reduction,
                          source="x.pth")  # fmt: skip
+
+
+def partial_fc(record):
+    """Build and call models with Partial FC that cannot work."""
+    pfc = ("MODEL.HEADS.PFC.ENABLED", "True")
+    with record("Partial FC with label smoothing and the focal loss"):
+        build(record, *pfc, "MODEL.LOSSES.CE.EPSILON", "0.1", "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'FocalLoss')")
+    with record("Partial FC of MoCo"):
+        build(record, *pfc, "MODEL.META_ARCHITECTURE", "MoCo")
+    with record("PartialFC(sample_rate=0)"):
+        PartialFC(num_classes=4, sample_rate=0)
+    with record("build_optimizer with Partial FC and Adafactor"):
+        model = build(record, *pfc)
+        build_optimizer(tiny_config(record.root / "run", *pfc, "SOLVER.OPT", "Adafactor"), model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "get_world_size", lambda: 2)
+        with record("Partial FC with fewer classes than processes"):
+            PartialFC(num_classes=1)
+        with record("class logits of a head with a part of the centers"):
+            EmbeddingHead(feat_dim=4, num_classes=3, sample_rate=1.0).logits(torch.ones(2, 4, 1, 1))
+        with record("ClasHead with a part of the centers"):
+            ClasHead(feat_dim=4, num_classes=3, sample_rate=1.0)
 
 
 def fail(*_, **__):
