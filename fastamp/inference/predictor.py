@@ -510,6 +510,8 @@ _LATER_KEYS = {
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
     """Return the values of the config keys that determine the features, in addition to the weights."""
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
+    # Whether the bias of the neck is trained does not matter, only its value.
+    excluded |= {"MODEL.HEADS.NECK_BIAS"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
     excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE"}

@@ -5,7 +5,7 @@ from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
 from fastamp.layers.norm import IBN, build_norm
 from fastamp.layers.partial_fc import PartialFC, PartialLogits
-from fastamp.layers.pooling import POOL_LAYER_REGISTRY
+from fastamp.layers.pooling import POOL_LAYER_REGISTRY, pooled_width
 
 __all__ = [
     "CLS_LAYER_REGISTRY",
@@ -17,4 +17,5 @@ __all__ = [
     "SELayer",
     "build_norm",
     "pairwise_distance",
+    "pooled_width",
 ]

@@ -98,3 +98,29 @@ class AdaptiveAvgMaxPool(nn.Module):
     @force_fp32
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.adaptive_avg_pool2d(x, 1) + F.adaptive_max_pool2d(x, 1)
+
+
+@POOL_LAYER_REGISTRY.register()
+class MaxAvgPool(nn.Module):
+    """Max and average pooling side by side: (B, C, H, W) -> (B, 2 C, 1, 1), max first.
+
+    As in the program of Gu et al. 2022, "Clothes-changing person re-identification with RGB modality only",
+    arXiv:2204.06890.
+    """
+
+    width_factor = 2
+
+    @force_fp32
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((F.adaptive_max_pool2d(x, 1), F.adaptive_avg_pool2d(x, 1)), dim=1)
+
+
+def pooled_width(pool_layer: str, channels: int) -> int:
+    """Return the number of values into which a pooling layer pools a feature map.
+
+    Args:
+        pool_layer (str): name in ``POOL_LAYER_REGISTRY``. A layer with several values for each channel has an attribute
+            ``width_factor``.
+        channels (int): channels of the feature map; for ``Flatten`` channels x height x width.
+    """
+    return channels * getattr(POOL_LAYER_REGISTRY.get(pool_layer), "width_factor", 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from fastamp.layers import POOL_LAYER_REGISTRY
+from fastamp.layers import POOL_LAYER_REGISTRY, pooled_width
 
 NAIVE = {
     "GlobalAvgPool": lambda x: x.mean((2, 3)),
@@ -11,6 +11,7 @@ NAIVE = {
     "ClipGlobalAvgPool": lambda x: x.mean((2, 3)).clamp(0, 1),
     "GlobalMaxPool": lambda x: x.amax((2, 3)),
     "AdaptiveAvgMaxPool": lambda x: x.mean((2, 3)) + x.amax((2, 3)),
+    "MaxAvgPool": lambda x: torch.cat((x.amax((2, 3)), x.mean((2, 3))), 1),
     "GeneralizedMeanPooling": lambda x: x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3),
     "GeneralizedMeanPoolingP": lambda x: x.clamp(min=1e-6).pow(3).mean((2, 3)).pow(1 / 3),
 }
@@ -21,12 +22,12 @@ NAIVE = {
 def test_pooling_layers_match_naive_formulas(name, dtype):
     x = torch.rand(2, 5, 4, 3, dtype=dtype)
     out = POOL_LAYER_REGISTRY.get(name)()(x)
-    assert out.shape == (2, 5, 1, 1)
+    assert out.shape == (2, pooled_width(name, 5), 1, 1)
     torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
 
 
-def test_all_nine_pooling_layers_of_fastreid_are_registered():
-    assert set(POOL_LAYER_REGISTRY) == {*NAIVE, "Flatten", "Identity"} and len(list(POOL_LAYER_REGISTRY)) == 9
+def test_nine_pooling_layers_of_fastreid_and_one_more_are_registered():
+    assert set(POOL_LAYER_REGISTRY) == {*NAIVE, "Flatten", "Identity"} and len(list(POOL_LAYER_REGISTRY)) == 10
 
 
 def test_clip_pooling_clamps_the_mean_to_unit_interval():

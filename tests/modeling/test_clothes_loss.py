@@ -12,7 +12,8 @@ from fastamp.amp import OptimizationStep
 from fastamp.config import get_cfg
 from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
 from fastamp.engine import DefaultTrainer
-from fastamp.modeling.losses import ClothesAdversarialLoss, clothes_adversarial_loss
+from fastamp.modeling import build_heads
+from fastamp.modeling.losses import ClothesAdversarialLoss, CrossEntropyLoss, TripletLoss, clothes_adversarial_loss
 from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = np.load(Path(__file__).parents[1] / "reference" / "methods" / "cc_losses1.npz")
@@ -257,3 +258,42 @@ def test_training_without_clothes_is_an_error_and_evaluation_needs_none():
         ClothesAdversarialLoss.from_config(cfg)
     cfg.DATASETS.NUM_CATEGORIES = {"clothes": 9}
     assert ClothesAdversarialLoss.from_config(cfg).weight.shape[0] == 9
+
+
+def load_recipe(name):
+    cfg = get_cfg()
+    cfg.merge_from_file(str(Path(__file__).parents[2] / "configs" / name))
+    return cfg
+
+
+def test_label_smoothing_over_all_classes_equals_reference():
+    cfg = load_recipe("LTCC/cal_R50.yml")
+    features = torch.tensor(REFERENCE["features"], requires_grad=True)
+    logits = features @ torch.tensor(REFERENCE["id_weight"]).T
+    loss = CrossEntropyLoss.from_config(cfg)({"cls_outputs": logits}, torch.tensor(REFERENCE["pids"]))
+    loss.backward()
+    assert loss.item() == pytest.approx(float(REFERENCE["id_ce_smooth0.1_loss"]), rel=1e-6)
+    torch.testing.assert_close(features.grad, torch.tensor(REFERENCE["id_ce_smooth0.1_grad"]), rtol=1e-4, atol=1e-6)
+
+
+def test_triplet_loss_of_the_last_recipe_equals_cosine_reference():
+    features = torch.tensor(REFERENCE["features"], requires_grad=True)
+    loss = TripletLoss.from_config(load_recipe("LaST/cal_R50.yml"))
+    value = loss({"features": features}, torch.tensor(REFERENCE["pids"]))
+    value.backward()
+    assert value.item() == pytest.approx(float(REFERENCE["pair_triplet_cosine_m0.3_loss"]), rel=1e-5)
+    expected = torch.tensor(REFERENCE["pair_triplet_cosine_m0.3_grad"])
+    torch.testing.assert_close(features.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_recipe_has_the_head_of_the_program():
+    cfg = load_recipe("LTCC/cal_R50.yml")
+    cfg.MODEL.HEADS.NUM_CLASSES = 3
+    cfg.DATASETS.NUM_CATEGORIES = {"clothes": 5}
+    head = build_heads(cfg)
+    maps = torch.rand(4, 2048, 3, 2)
+    outputs = head(maps, torch.tensor([0, 0, 1, 2]))
+    pooled = torch.cat((maps.amax((2, 3)), maps.mean((2, 3))), 1)
+    torch.testing.assert_close(outputs["features"], F.batch_norm(pooled, None, None, training=True))
+    assert head.bottleneck[-1].bias.requires_grad and head.weight.shape == (3, 4096)
+    assert ClothesAdversarialLoss.from_config(cfg).weight.shape == (5, 4096)

@@ -99,8 +99,8 @@ KEYS = (
         "MODEL.HEADS.POOL_LAYER",
         "GlobalAvgPool",
         "Pooling of the feature map to one vector per image: GlobalAvgPool, GlobalMaxPool, GeneralizedMeanPooling, "
-        "GeneralizedMeanPoolingP (learned exponent), AdaptiveAvgMaxPool, ClipGlobalAvgPool, FastGlobalAvgPool, "
-        "Flatten, Identity.",
+        "GeneralizedMeanPoolingP (learned exponent), AdaptiveAvgMaxPool (sum), MaxAvgPool (max and average side by "
+        "side, twice the width), ClipGlobalAvgPool, FastGlobalAvgPool, Flatten, Identity.",
     ),
     Key(
         "MODEL.HEADS.EMBEDDING_DIM",
@@ -114,6 +114,7 @@ KEYS = (
         False,
         "Batch normalization, with its bias frozen at 0, between feature and classifier (BNNeck).",
     ),
+    Key("MODEL.HEADS.NECK_BIAS", False, "Train the bias of the BNNeck instead of freezing it at 0."),
     Key("MODEL.HEADS.NORM", "BN", "Normalization layer of the BNNeck."),
     Key(
         "MODEL.HEADS.NECK_FEAT",

@@ -7,7 +7,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.compat.heads import accepts_config
-from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm
+from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -58,7 +58,8 @@ class EmbeddingHead(nn.Module):
         pool_layer (str): name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
         cls_layer (str): name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
         scale, margin (float): scale and margin of the classification layer. Default 1 and 0.
-        with_bnneck (bool): add batch norm, with the bias frozen at 0, before the classifier. Default True.
+        with_bnneck (bool): add batch norm before the classifier. Default True.
+        neck_bias (bool): train the bias of this batch norm, instead of freezing it at 0. Default False.
         norm (str): name of the normalization layer of the neck. Default ``"BN"``.
         cls_options (dict[str, Any] | None): further options of the classification layer. Default None: no options.
         temporal_pool (str): pooling of the frames of a tracklet, between the spatial pooling and the neck: ``"avg"``,
@@ -91,6 +92,7 @@ class EmbeddingHead(nn.Module):
         scale: float = 1,
         margin: float = 0.0,
         with_bnneck: bool = True,
+        neck_bias: bool = False,
         norm: str = "BN",
         cls_options: dict[str, Any] | None = None,
         temporal_pool: str = "none",
@@ -101,11 +103,11 @@ class EmbeddingHead(nn.Module):
         super().__init__()
         if neck_feat not in ("before", "after"):
             raise ConfigError(f"MODEL.HEADS.NECK_FEAT: unknown value {neck_feat!r}; choices: before, after")
-        self.neck_feat, self.eval_feat = neck_feat, eval_feat
-        self.pooled_dim = feat_dim
+        self.neck_feat, self.eval_feat, self.neck_bias = neck_feat, eval_feat, neck_bias
+        self.pooled_dim = pooled_width(pool_layer, feat_dim)
         self.pool_layer = POOL_LAYER_REGISTRY.get(pool_layer)()
-        self._make_neck(feat_dim, embedding_dim, with_bnneck, norm)
-        self.feature_dim = embedding_dim or feat_dim
+        self._make_neck(self.pooled_dim, embedding_dim, with_bnneck, norm)
+        self.feature_dim = embedding_dim or self.pooled_dim
         self.cls_layer = CLS_LAYER_REGISTRY.get(cls_layer)(scale=scale, margin=margin, **(cls_options or {}))
         centers = getattr(self.cls_layer, "centers", 1)
         self.partial_fc, self.row_shards, rows = None, {}, num_classes * centers
@@ -122,7 +124,7 @@ class EmbeddingHead(nn.Module):
         nn.init.normal_(self.weight, std=0.01, generator=generator)
         self.temporal_pool = None
         if temporal_pool != "none":
-            self.temporal_pool = TEMPORAL_POOLS[temporal_pool](feat_dim, frames=frames)
+            self.temporal_pool = TEMPORAL_POOLS[temporal_pool](self.pooled_dim, frames=frames)
 
     @classmethod
     def from_config(cls, cfg: Any) -> dict[str, Any]:
@@ -141,6 +143,7 @@ class EmbeddingHead(nn.Module):
             "scale": heads.SCALE,
             "margin": heads.MARGIN,
             "with_bnneck": heads.WITH_BNNECK,
+            "neck_bias": heads.NECK_BIAS,
             "norm": heads.NORM,
             "cls_options": classifier_options(cfg),
             **temporal,
@@ -154,11 +157,11 @@ class EmbeddingHead(nn.Module):
             neck.append(nn.Conv2d(feat_dim, embedding_dim, 1, bias=False))
             nn.init.kaiming_normal_(neck[0].weight, mode="fan_out")
         if with_bnneck:
-            neck.append(build_norm(norm, embedding_dim or feat_dim, freeze_bias=True))
+            neck.append(build_norm(norm, embedding_dim or feat_dim, freeze_bias=not self.neck_bias))
         self.bottleneck = nn.Sequential(*neck)
 
     def _neck(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Apply the neck: (B, feat_dim, 1, 1) -> (B, D)."""
+        """Apply the neck: (B, pooled_dim, 1, 1) -> (B, D)."""
         return self.bottleneck(pooled).flatten(1)
 
     @force_fp32

@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from fastamp.layers import pooled_width
 from fastamp.modeling.losses.pml import PML, build_pml_loss
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -83,6 +84,6 @@ def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
 def feature_dim(cfg: Any) -> int:
     """Return the width of the ``features`` that the head passes to the losses."""
     heads = cfg.MODEL.HEADS
-    backbone_dim = cfg.MODEL.BACKBONE.FEAT_DIM
+    pooled_dim = pooled_width(heads.POOL_LAYER, cfg.MODEL.BACKBONE.FEAT_DIM)
     after = heads.NECK_FEAT == "after" or heads.NAME == "ClasHead"  # ClasHead ignores NECK_FEAT
-    return (heads.EMBEDDING_DIM or backbone_dim) if after else backbone_dim
+    return (heads.EMBEDDING_DIM or pooled_dim) if after else pooled_dim
