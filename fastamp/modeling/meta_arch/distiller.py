@@ -56,6 +56,7 @@ class Distiller(Baseline):
     """
 
     training_only = ("losses", "ema")
+    teaches_as = "Baseline"
     pools_tracklets = False
     supports_partial_fc = False
 
@@ -90,7 +91,7 @@ class Distiller(Baseline):
             return {"teachers": ()}
         if not (cfg.KD.MODEL_CONFIG or cfg.KD.MODEL_WEIGHTS or cfg.KD.EMA.ENABLED):
             raise ConfigError(
-                "MODEL.META_ARCHITECTURE=Distiller requires a teacher.\n"
+                f"MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} requires a teacher.\n"
                 "  fix: set KD.MODEL_CONFIG and KD.MODEL_WEIGHTS to the teacher's files, or set KD.EMA.ENABLED to True"
             )
         momentum = cfg.KD.EMA.MOMENTUM ** (1 / cfg.SOLVER.ACCUM_STEPS)  # per iteration, not per micro-batch

@@ -20,6 +20,8 @@ class ImageModel(nn.Module):
         trunks (tuple[str, ...]): names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the
             computation.
         training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
+        teaches_as (str): name of the meta-architecture as which a teacher of this class is built, for classes whose
+            additional modules are only for training; "" means its own.
         supports_partial_fc (bool): whether the model works without the logits of all classes (``MODEL.HEADS.PFC``).
 
     Args:
@@ -31,6 +33,7 @@ class ImageModel(nn.Module):
 
     trunks: tuple[str, ...] = ("backbone",)
     training_only: tuple[str, ...] = ("losses",)
+    teaches_as = ""
     supports_partial_fc = False
 
     def __init__(

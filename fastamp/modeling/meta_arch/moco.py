@@ -67,6 +67,7 @@ class MoCo(Baseline):
 
     trunks = ("backbone", "key_encoder.backbone")
     training_only = ("losses", "key_encoder", "memory")
+    teaches_as = "Baseline"
     pools_tracklets = False
     supports_partial_fc = False
 

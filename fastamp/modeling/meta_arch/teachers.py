@@ -9,11 +9,8 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.modeling.meta_arch.build import build_model
+from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
-
-# Built as Baseline: their additional modules are only for training.
-_TEACH_AS_BASELINE = ("Distiller", "MoCo")
 
 
 def build_teachers(cfg: Any) -> list[nn.Module]:
@@ -86,8 +83,8 @@ def _teacher_config(cfg: Any, path: str) -> Any:
     teacher.MODEL.CHANNELS_LAST, teacher.MODEL.COMPILE = cfg.MODEL.CHANNELS_LAST, cfg.MODEL.COMPILE
     teacher.SOLVER.AMP.ENABLED, teacher.SOLVER.AMP.DTYPE = cfg.SOLVER.AMP.ENABLED, cfg.SOLVER.AMP.DTYPE
     teacher.MODEL.BACKBONE.PRETRAIN = False  # overwritten by the weights file
-    if teacher.MODEL.META_ARCHITECTURE in _TEACH_AS_BASELINE:
-        teacher.MODEL.META_ARCHITECTURE = "Baseline"
+    architecture = META_ARCH_REGISTRY.get(teacher.MODEL.META_ARCHITECTURE)
+    teacher.MODEL.META_ARCHITECTURE = getattr(architecture, "teaches_as", "") or teacher.MODEL.META_ARCHITECTURE
     teacher.KD = get_cfg().KD  # the teacher needs no teachers
     teacher.MODEL.LOSSES.NAME = ()  # nor losses, whose parameters may be missing in the file
     for norm in (teacher.MODEL.BACKBONE, teacher.MODEL.HEADS):

@@ -1,0 +1,1 @@
+"""Overhaul distillation: feature maps of a teacher's stages as targets of a student."""

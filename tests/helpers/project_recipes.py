@@ -1,0 +1,34 @@
+"""Recipes of projects that must equal FastReID's files."""
+
+import json
+from pathlib import Path
+
+import yaml
+
+from fastamp.config import read_config
+
+ROOT = Path(__file__).parents[2]
+FILES = json.loads((ROOT / "tests/reference/fastreid_project_configs.json").read_text())
+"""Path in FastReID's repository -> content of the YAML file."""
+
+
+def files_of(project: str) -> list[str]:
+    """List the paths in ``FILES`` of a project."""
+    return [path for path in FILES if path.startswith(f"projects/{project}/")]
+
+
+def check_equal_to_fastreid(path: str, folder: Path) -> None:
+    """Check that FastReID's file, and the recipe of the same name, have the same config.
+
+    Args:
+        path: path in ``FILES``.
+        folder: empty folder for a copy of FastReID's file.
+    """
+    own = ROOT / path
+    content = dict(FILES[path])
+    if "_BASE_" in content:
+        content["_BASE_"] = str((own.parent / content["_BASE_"]).resolve())
+    copy = folder / own.name
+    copy.write_text(yaml.safe_dump(content))
+    project = own.parts[len(ROOT.parts) + 1]
+    assert read_config(str(own)).dump() == read_config(str(copy), plugin=project).dump()
