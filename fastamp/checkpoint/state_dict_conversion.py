@@ -20,11 +20,16 @@ _AGW_MODULES = {
 _AGW_STEMS = ("visible_module.", "thermal_module.")
 
 
-def _cross_modality_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert the names of the visible-infrared network of Ye et al. 2021.
+def is_agw(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return True for a state dict of the visible-infrared program of Ye et al. 2021."""
+    return any(name.startswith(_AGW_STEMS) for name in state)
 
-    It consists of three whole ResNets: of the stems, only the first convolution and normalization are used; of the
-    shared network, only the stages.
+
+def agw_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert the names of the visible-infrared network of Ye et al. 2021 to ``backbone.*`` and ``heads.*``.
+
+    The network consists of three whole ResNets: of the stems, only the first convolution and normalization are used;
+    of the shared network, only the stages.
     """
     converted = {}
     for name, value in rename_modules(state, _AGW_MODULES).items():
@@ -66,8 +71,8 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
         notes (list[str]): remarks for the import report are appended here.
     """
     names = list(state)
-    if any(name.startswith(_AGW_STEMS) for name in names):
-        return _cross_modality_names(state)
+    if is_agw(state):
+        return agw_names(state)
     pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
         return {

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare two images and print the result."""
     comparison = predictor_of(args, args.key_values).compare(
-        *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids
+        *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids, modality=args.modality
     )
     if args.json:
         fractions = {"genuine_share": comparison.genuine_fraction, "impostor_share": comparison.impostor_fraction}

@@ -31,10 +31,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_camera_view_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments --camids and --viewids."""
+    """Add the arguments --camids, --viewids and --modality."""
     for name in ("camids", "viewids"):
         help_ = f"one per image, for a model with {'camera' if name == 'camids' else 'view'} embeddings"
         parser.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_)
+    parser.add_argument(
+        "--modality",
+        nargs="+",
+        choices=("visible", "infrared"),
+        help="one for all images or one per image, for a model with a stem for each (default: MODEL.BACKBONE.MODALITY)",
+    )
 
 
 def predictor_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "Predictor":

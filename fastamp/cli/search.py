@@ -102,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
         exact=args.exact,
         camids=args.camids,
         viewids=args.viewids,
+        modality=args.modality,
     )
     found = [_grouped(_rows(result, number), group_by) for number in range(len(queries))]
     if args.json:

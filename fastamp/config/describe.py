@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fastamp.config.config import CfgNode, get_cfg
 from fastamp.config.defaults import FASTREID_SPELLINGS, RENAMED, SHORTHANDS, former_paths
-from fastamp.config.key import Key, show_value
+from fastamp.config.key import Key, list_choices, show_value
 from fastamp.config.releases import current_names, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -114,7 +114,7 @@ def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | 
     if not choices and components is not None and "string" in key.expected:
         choices = components().get(key.path, ())
     if choices:
-        facts.append(f"choices: {', '.join(map(str, choices))}")
+        facts.append(f"choices: {list_choices(choices)}")
     if key.aliases:
         facts.append(f"aliases: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
     facts += [f"name in FastReID: {old}" for old, new in spellings.items() if new == key.path]
@@ -181,7 +181,7 @@ def _default_and_value(key: Key, value: object) -> str:
 def _describe(key: Key, value: object) -> list[str]:
     meaning = key.meaning
     if key.choices:
-        meaning += f" Choices: {', '.join(map(str, key.choices))}."
+        meaning += f" Choices: {list_choices(key.choices)}."
     if key.bounds:
         meaning += f" ({key.bounds[0].upper()}{key.bounds[1:]}.)"
     return [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(meaning, "    ", "    ")]

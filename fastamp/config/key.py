@@ -3,7 +3,7 @@
 import ast
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,8 +253,12 @@ def _choice(key: Key, value: Any) -> str:
 
 
 def _not_among_choices(key: Key, value: Any, hint: str = "") -> ConfigError:
-    choices = ", ".join(map(str, key.choices))
-    return ConfigError(f"{key.path}: unknown value {brief(value)}.{hint}\n  choices: {choices}")
+    return ConfigError(f"{key.path}: unknown value {brief(value)}.{hint}\n  choices: {list_choices(key.choices)}")
+
+
+def list_choices(choices: Iterable[str | int]) -> str:
+    """Return the choices of a key as text; the empty string is shown as ``""``."""
+    return ", ".join('""' if choice == "" else str(choice) for choice in choices)
 
 
 def _scalar(path: str, kind: type, value: Any, expected: str) -> Any:

@@ -23,6 +23,12 @@ KEYS = (
         "Column whose values share the NUM_INSTANCE images of each identity equally, for ColumnBalancedSampler: "
         "camera, or a column of the dataset, e.g. modality or clothes.",
     ),
+    Key(
+        "DATALOADER.BALANCED_EPOCH",
+        False,
+        "ColumnBalancedSampler: an epoch has as many images as if all values of the column were as frequent as the "
+        "most frequent one. If False, as many as the training set.",
+    ),
 )
 
 # (epoch, position in the epoch's stream, index in the dataset)
@@ -266,12 +272,16 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
 
     Args:
         values (np.ndarray): (N,) value of the column for each image.
+        balanced_epoch (bool): ``DATALOADER.BALANCED_EPOCH``. Default False.
         options: keyword arguments of ``IdentitySampler``.
     """
 
-    def __init__(self, *, values: np.ndarray, **options: Any) -> None:
+    def __init__(self, *, values: np.ndarray, balanced_epoch: bool = False, **options: Any) -> None:
         super().__init__(**options)
         self.values = values
+        if balanced_epoch:
+            counts = np.unique(values, return_counts=True)[1]
+            self.images_per_epoch = int(counts.max()) * len(counts)
 
     @classmethod
     def from_config(
@@ -284,7 +294,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
         columns: Mapping[str, Any],
         **unused: Any,
     ) -> "EpochSampler":
-        """Build the sampler from DATALOADER.BALANCE_COLUMN and the keys of ``IdentitySampler``.
+        """Build the sampler from DATALOADER.BALANCE_COLUMN, BALANCED_EPOCH and the keys of ``IdentitySampler``.
 
         Raises:
             ConfigError: if the column does not exist, or is a list.
@@ -294,6 +304,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
         values = integers_of(name, columns, key, title)
         return cls(
             values=values,
+            balanced_epoch=cfg.DATALOADER.BALANCED_EPOCH,
             labels=labels,
             camids=camids,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,

@@ -106,8 +106,9 @@ def export(
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
     if ``INPUT.CROP`` is on. The batch size B is dynamic. Models with camera or view embeddings have the additional
-    inputs ``camids`` and ``viewids``: (B,) int64. Output: ``features``: (B, D) float32, averaged over the image and its
-    mirror image if ``TEST.FLIP`` is on.
+    inputs ``camids`` and ``viewids``: (B,) int64. Models with a stem for each modality have the additional input
+    ``modality``: (B,) int64, 0 visible, 1 infrared; with MODEL.BACKBONE.MODALITY, the file is for this modality.
+    Output: ``features``: (B, D) float32, averaged over the image and its mirror image if ``TEST.FLIP`` is on.
 
     The parity check compares the exported model with the PyTorch model in float32, on random images in batches of 1, 3
     and 32, and on a test set.
@@ -170,12 +171,19 @@ class _FeatureExtractor(nn.Module):
             for part in self.model.children():  # keeps the model's pixel mean and standard deviation in float32
                 to_float16(part)
         self.flip, self.l2 = predictor.cfg.TEST.FLIP.ENABLED, l2
+        self.modality_column = predictor.modality_column or "modality"
         # Compute in the dtype of the weights, because autocast would be traced into the file.
         self.policy = PrecisionPolicy("cpu", torch.float32)
 
-    def forward(self, images: Tensor, camids: Tensor | None = None, viewids: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        images: Tensor,
+        camids: Tensor | None = None,
+        viewids: Tensor | None = None,
+        modality: Tensor | None = None,
+    ) -> Tensor:
         """Compute (B, D) float32 features."""
-        batch = {"images": images, "camids": camids, "viewids": viewids}
+        batch = {"images": images, "camids": camids, "viewids": viewids, self.modality_column: modality}
         if viewids is not None and camids is None:
             batch["camids"] = viewids  # required by the model, but not used
         batch = {name: tensor for name, tensor in batch.items() if tensor is not None}
@@ -211,12 +219,20 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
     inputs = {
         "images": torch.zeros(2, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY))
     }
-    inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in predictor.camera_view_counts}
+    inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in _label_inputs(predictor)}
     batch = Dim("batch", min=1, max=2**31 - 1)  # PyTorch 2.6 requires an upper bound
     with quiet("torch.export cannot trace the model"), torch.no_grad():
         return torch.export.export(
             extractor, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs}, strict=False
         )
+
+
+def _label_inputs(predictor: Predictor) -> dict[str, str]:
+    """Return the inputs of the exported model in addition to the images, with their names in a batch."""
+    inputs = {name: name for name in predictor.camera_view_counts}
+    if predictor.modality_column and not predictor.cfg.MODEL.BACKBONE.MODALITY:
+        inputs["modality"] = predictor.modality_column
+    return inputs
 
 
 def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
@@ -267,27 +283,34 @@ def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: 
     cfg = predictor.cfg
     model: Any = predictor.model
     resize = predictor.resize
+    modalities = {"modalities": list(predictor.modalities)} if predictor.modalities else {}
+    if modalities and cfg.MODEL.BACKBONE.MODALITY:
+        modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
     calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
-    return calibration | {
-        "fastamp_version": fastamp.__version__,
-        "config_hash": predictor.config_hash,
-        "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY)),
-        "resize": list(resize.size),
-        "aspect": "stretched" if len(resize.size) == 2 else "kept",
-        "interpolation": resize.interpolation,
-        "antialias": resize.interpolation != "nearest",
-        "center_crop": None if resize.crop is None else list(resize.crop),
-        "channels": cfg.INPUT.CHANNELS,
-        "color_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
-        "colour_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
-        "normalization": "inside" if normalization else "outside",
-        "pixel_mean": model.pixel_mean.flatten().tolist(),
-        "pixel_std": model.pixel_std.flatten().tolist(),
-        "l2": l2,
-        "flip": cfg.TEST.FLIP.ENABLED,
-        "metric": cfg.TEST.METRIC,
-        "precision": precision,
-    }
+    return (
+        calibration
+        | modalities
+        | {
+            "fastamp_version": fastamp.__version__,
+            "config_hash": predictor.config_hash,
+            "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY)),
+            "resize": list(resize.size),
+            "aspect": "stretched" if len(resize.size) == 2 else "kept",
+            "interpolation": resize.interpolation,
+            "antialias": resize.interpolation != "nearest",
+            "center_crop": None if resize.crop is None else list(resize.crop),
+            "channels": cfg.INPUT.CHANNELS,
+            "color_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
+            "colour_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
+            "normalization": "inside" if normalization else "outside",
+            "pixel_mean": model.pixel_mean.flatten().tolist(),
+            "pixel_std": model.pixel_std.flatten().tolist(),
+            "l2": l2,
+            "flip": cfg.TEST.FLIP.ENABLED,
+            "metric": cfg.TEST.METRIC,
+            "precision": precision,
+        }
+    )
 
 
 def _calibration_values(calibration: Calibration) -> dict[str, Any]:
@@ -305,7 +328,7 @@ def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any])
         if metadata["normalization"] == "outside":
             images = (images - mean) / std
         with quiet(f"the exported model fails on a batch of {len(images)} images"):
-            return run({"images": images} | {name: batch[name] for name in predictor.camera_view_counts})
+            return run({"images": images} | {name: batch[column] for name, column in _label_inputs(predictor).items()})
 
     return features
 
@@ -316,7 +339,10 @@ def _compare(
     """Add comparisons to ``report``; skip the test set if the features of random images already differ too much."""
     policy = predictor.policy.in_float32()
 
+    ignored = {predictor.modality_column} if predictor.cfg.MODEL.BACKBONE.MODALITY else set()
+
     def raw_features(batch: dict[str, Any]) -> Tensor:
+        batch = {name: values for name, values in batch.items() if name not in ignored}
         with torch.inference_mode():
             return extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED).cpu()
 

@@ -216,6 +216,7 @@ def extract(
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
+    predictor.check_modality(items.columns, str(source))
     with writing(out):
         parts = _Parts(out.with_name(f"{out.name}.parts"), _marker_of(predictor, listing, skip_corrupt))
     try:
@@ -483,8 +484,12 @@ def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> di
     """Build the marker: settings that can change the features, if only by rounding, and a hash of the image list."""
     digest = hashlib.blake2b(digest_size=16)
     splits = listing.split if listing.split is not None else [""] * len(listing.items)
+    column = predictor.modality_column
     for item, pid, split in zip(listing.items, listing.pids, splits, strict=True):
-        digest.update(repr((item.path, str(pid), item.camid, item.viewid, item.box, str(split))).encode())
+        values: tuple[Any, ...] = (item.path, str(pid), item.camid, item.viewid, item.box, str(split))
+        if column:
+            values += ((item.columns or {}).get(column, predictor.cfg.MODEL.BACKBONE.MODALITY),)
+        digest.update(repr(values).encode())
     return {
         "model": predictor.config_hash,
         "images": digest.hexdigest(),

@@ -367,7 +367,8 @@ def open_gallery(
     """Load an index file, or the index of an extraction file, which is first built if it is missing or outdated.
 
     The features of a folder of images are extracted to a file next to it, ``FOLDER.HASH.npz`` with the hash of the
-    model, or next to ``index``, ``INDEX.HASH.npz``. Later calls use this file, unless the images have changed.
+    model, or next to ``index``, ``INDEX.HASH.npz``. Later calls use this file, unless the images have changed. If
+    MODEL.BACKBONE.MODALITY is set, it precedes the hash.
 
     Args:
         gallery: index file; extraction file, whose name ends in ``.npz``; or folder of images.
@@ -413,7 +414,8 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
 
     folder = folder.absolute()
     target = folder if index is None else Path(index).expanduser().with_suffix("")
-    out = target.parent / f"{target.name}.{predictor.config_hash}.npz"
+    modality = predictor.cfg.MODEL.BACKBONE.MODALITY if predictor.modality_column else ""
+    out = target.parent / f"{target.name}{f'.{modality}' if modality else ''}.{predictor.config_hash}.npz"
     if os.path.lexists(out):
         found = _read_extraction_of(folder, out, predictor.config_hash)
         files, changed = image_files(folder), out.stat().st_mtime

@@ -74,6 +74,8 @@ def compare_on_random_images(predictor: Predictor, expected: Features, found: Fe
         batch = {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
         for name in ("camids", "viewids"):
             batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (size,), generator=generator)
+        if predictor.modality_column and not cfg.MODEL.BACKBONE.MODALITY:
+            batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (size,), generator=generator)
         comparisons.append(compare(f"random, batch of {size}", expected(batch), found(batch)))
     return comparisons
 

@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -127,6 +127,17 @@ class Predictor:
         return {name: count for name, count in counts.items() if count}
 
     @property
+    def modality_column(self) -> str:
+        """Name of the column that selects the stem of a two-stem model; "" for other models."""
+        backbone = getattr(self.model, "backbone", None)
+        return str(backbone.columns[0]) if hasattr(backbone, "default_modality") else ""
+
+    @property
+    def modalities(self) -> tuple[str, ...]:
+        """Modalities in the order of their numbers; () for models without a stem for each modality."""
+        return tuple(self.cfg.DATASETS.CATEGORIES[self.modality_column]) if self.modality_column else ()
+
+    @property
     def config_hash(self) -> str:
         """Hash of the weights and of the config keys that affect the features, 16 hex digits.
 
@@ -172,6 +183,7 @@ class Predictor:
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
     ) -> Tensor:
         """Extract the features of images, or of boxes in one frame.
 
@@ -186,6 +198,8 @@ class Predictor:
             color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
                 for paths and PIL images.
             camids, viewids: camera and view of each image or box; required if the model has camera or view embeddings.
+            modality: ``visible`` or ``infrared``, of all images or of each, for a model with a stem for each modality.
+                Default: MODEL.BACKBONE.MODALITY.
 
         Returns:
             (N, D) float32 on the CPU, not normalized, in the order of the images or boxes.
@@ -194,14 +208,15 @@ class Predictor:
             DataError: if an image cannot be read, an image or ``boxes`` has a wrong shape or dtype, or the images of a
                 batch have different sizes after resizing (possible if INPUT.SIZE_TEST is one number and INPUT.CROP is
                 off).
-            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
+            ConfigError: if required ``camids``, ``viewids`` or ``modality`` are missing or invalid, or ``color`` is
+                unknown.
         """
         check_choice("color", color, COLORS)
         if boxes is not None:
             images, color = self._crop(images, boxes, color)
         else:
             images = as_list(images)
-        ids = self.camera_view_ids(len(images), camids=camids, viewids=viewids)
+        ids = self._inputs(len(images), camids=camids, viewids=viewids, modality=modality)
         size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
 
         def load(number: int) -> Tensor | None:
@@ -247,6 +262,7 @@ class Predictor:
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
     ) -> Tensor:
         """Extract the feature of a tracklet, from one batch with all of its frames.
 
@@ -255,21 +271,21 @@ class Predictor:
         Args:
             frames: frames in temporal order, see ``features``.
             color: see ``features``.
-            camids, viewids: camera and view of each frame, see ``features``.
+            camids, viewids, modality: camera, view and modality of each frame, see ``features``.
 
         Returns:
             (D,) float32 on the CPU, not normalized.
 
         Raises:
             DataError: if there are no frames; see also ``preprocess``.
-            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
+            ConfigError: see ``features``.
         """
         frames = as_list(frames)
         if not len(frames):
             raise DataError(
                 "the tracklet has no frames; expected at least one.\n  fix: pass the frames of the tracklet"
             )
-        batch: dict[str, Any] = self.camera_view_ids(len(frames), camids=camids, viewids=viewids)
+        batch: dict[str, Any] = self._inputs(len(frames), camids=camids, viewids=viewids, modality=modality)
         batch["images"] = self._transforms.stack([self.preprocess(frame, color=color) for frame in frames])
         batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
         with torch.inference_mode():
@@ -284,6 +300,7 @@ class Predictor:
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
     ) -> Comparison:
         """Compare two images, and compare their score with the scores of genuine and impostor pairs.
 
@@ -292,7 +309,7 @@ class Predictor:
             reference: pairs to compare the score with: an extraction of images with identities, or the result of
                 ``sample_pair_scores``. Default: the pairs stored in the checkpoint, from the first test set.
             color: see ``features``.
-            camids, viewids: cameras and views of the two images, see ``features``.
+            camids, viewids, modality: cameras, views and modalities of the two images, see ``features``.
 
         Returns:
             The score, the reference pairs, and the decision and probability of a calibrated model.
@@ -300,7 +317,7 @@ class Predictor:
         Raises:
             DataError: if an image or the reference cannot be read, or the reference was extracted with a different
                 model or contains no pairs.
-            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``color`` is unknown.
+            ConfigError: see ``features``.
         """
         metric = self.cfg.TEST.METRIC
         source, pairs = next(iter(self.extra.get("pairs", {}).items()), ("", None))
@@ -315,7 +332,9 @@ class Predictor:
             source = str(reference)
         if pairs is not None and pairs.metric != metric:  # opts changed TEST.METRIC
             pairs = None
-        features = self._features_of_all([*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids)
+        features = self._features_of_all(
+            [*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids, modality=modality
+        )
         first, second = features.split(1)
         distance = pairwise_distance(first, second, metric).item()
         # Rounding may increase the similarity of equal images above 1.
@@ -333,6 +352,7 @@ class Predictor:
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
     ) -> SearchResult:
         """Search for the nearest gallery images of each query.
 
@@ -342,7 +362,7 @@ class Predictor:
             k: number of results per query; limited to the size of the gallery. Default: 10.
             effort, exact: see ``GalleryIndex.search``.
             color: see ``features``.
-            camids, viewids: cameras and views of the queries, see ``features``.
+            camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
 
         Returns:
             The k nearest gallery images for each query, and whether a calibrated model accepts the nearest one.
@@ -350,8 +370,7 @@ class Predictor:
         Raises:
             TypeError: if ``index`` is neither a gallery index nor a path.
             DataError: if an image or the index cannot be read, or the index was created with a different model.
-            ConfigError: if required ``camids`` or ``viewids`` are missing or invalid, or ``k`` or ``effort`` is below
-                1.
+            ConfigError: if ``k`` or ``effort`` is below 1; see also ``features``.
         """
         if not isinstance(index, (GalleryIndex, str, os.PathLike)):
             raise TypeError(
@@ -360,7 +379,7 @@ class Predictor:
             )
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
-        features = self._features_of_all(query, color=color, camids=camids, viewids=viewids)
+        features = self._features_of_all(query, color=color, camids=camids, viewids=viewids, modality=modality)
         result = gallery.search(features, k, effort=effort, exact=exact)
         return self._with_decisions(result, len(gallery))
 
@@ -444,7 +463,7 @@ class Predictor:
     @cached_property
     def feature_dim(self) -> int:
         """Dimension D of the features."""
-        batch = self.camera_view_ids(1, camids=[0], viewids=[0])
+        batch = self._inputs(1, camids=[0], viewids=[0], modality=next(iter(self.modalities), None))
         batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
             None
         ]
@@ -455,8 +474,8 @@ class Predictor:
         """Extract the features of a preprocessed batch.
 
         Args:
-            batch: dict with ``images``: (B, C, H, W) in 0..255, and with ``camids`` and ``viewids`` if the model
-                requires them.
+            batch: dict with ``images``: (B, C, H, W) in 0..255, and with ``camids``, ``viewids`` and the column of the
+                modality if the model requires them.
 
         Returns:
             (B, D) float32 on the model's device.
@@ -494,10 +513,52 @@ class Predictor:
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)
         return {"camids": torch.zeros(count, dtype=torch.int64)} | batch if batch else {}
 
+    def check_modality(self, columns: Container[str], source: str) -> None:
+        """Check that the modality of the images of a dataset is known if the model requires it.
+
+        Args:
+            columns: names of the columns of the dataset.
+            source: name of the dataset, for the message.
+
+        Raises:
+            ConfigError: if the column is missing, and MODEL.BACKBONE.MODALITY is empty.
+        """
+        if self.modality_column and self.modality_column not in columns and not self.cfg.MODEL.BACKBONE.MODALITY:
+            raise ConfigError(
+                f"the model requires the modality of each image, {' or '.join(self.modalities)}: {source} has no "
+                f"column {self.modality_column!r}.\n"
+                "  fix: add the column to the CSV file, or set MODEL.BACKBONE.MODALITY if all images have the same one"
+            )
+
+    def _inputs(self, count: int, *, modality: str | Sequence[str] | None, **ids: Any) -> dict[str, Tensor]:
+        """Validate the modality, cameras and views of images, and convert them to model inputs; see ``features``.
+
+        Raises:
+            ConfigError: if one that the model requires is missing or invalid, or the model has no modalities.
+        """
+        batch, names = self.camera_view_ids(count, **ids), self.modalities
+        if not names:
+            if modality is not None:
+                raise ConfigError(
+                    f"modality {modality!r}: the model has no stem for each modality "
+                    f"(MODEL.BACKBONE.NAME {self.cfg.MODEL.BACKBONE.NAME}).\n  fix: omit the modality"
+                )
+            return batch
+        if modality is None:
+            modality = self.cfg.MODEL.BACKBONE.MODALITY or []
+        given = [modality] if isinstance(modality, str) else [*modality]
+        given *= count if len(given) == 1 else 1
+        if len(given) != count or not set(given) <= set(names):
+            raise ConfigError(
+                f"the model requires the modality of each image, {' or '.join(names)}: expected one, or {count}; got "
+                f"{', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
+                "  fix: pass the modality of the images, or set MODEL.BACKBONE.MODALITY"
+            )
+        return batch | {self.modality_column: torch.tensor([names.index(each) for each in given], dtype=torch.int64)}
+
 
 # Keys of later versions, with the values that do not change the features: hashes of earlier versions remain valid.
 _LATER_KEYS = {
-    "MODEL.BACKBONE.MODALITY": "",
     "MODEL.BACKBONE.MODALITY_COLUMN": "modality",
     "MODEL.BACKBONE.PART_TOKENS": 0,
     "MODEL.BACKBONE.SEMANTIC_WEIGHT": 0.2,
@@ -512,6 +573,8 @@ def feature_values(cfg: CfgNode) -> dict[str, Any]:
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
     # Whether the bias of the neck is trained does not matter, only its value.
     excluded |= {"MODEL.HEADS.NECK_BIAS"}
+    # Describes images, not the model: features of visible and infrared images are compared with each other.
+    excluded |= {"MODEL.BACKBONE.MODALITY"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
     excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE"}

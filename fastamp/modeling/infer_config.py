@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from fastamp.checkpoint.load_state import State, convert_state_dict
+from fastamp.checkpoint.state_dict_conversion import agw_names, is_agw
 from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head, part_token_head
@@ -46,6 +47,8 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     Raises:
         WeightsError: if no registered backbone matches.
     """
+    if is_agw(state):
+        state = agw_names(state)
     is_mgn = any(name.startswith("b1_head.") for name in state)
     is_transreid = any(name.startswith("base.") for name in state)
     prefixes = ("base.", "backbone.")

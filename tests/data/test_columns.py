@@ -244,6 +244,13 @@ def test_balanced_sampler_repeats_images_of_rare_values():
     assert sorted(next(part for part in rows if part[0] >= 5).tolist()) == [5, 5, 5, 6, 6, 6]
 
 
+def test_balanced_epoch_counts_the_most_frequent_value_for_all():
+    options = {"labels": [0] * 5 + [1] * 2, "camids": [0] * 7, "batch_size": 12, "num_instances": 6, "seed": 0}
+    values = np.array([0, 0, 0, 0, 1, 0, 1])
+    assert ColumnBalancedSampler(values=values, **options).images_per_epoch is None
+    assert ColumnBalancedSampler(values=values, balanced_epoch=True, **options).images_per_epoch == 2 * 5
+
+
 @pytest.mark.parametrize(("column", "message"), [("sides", "no column 'sides'; available"), ("age", "integer or text")])
 def test_balanced_sampler_rejects_other_columns(csv_set, column, message):
     keys = ["DATALOADER.SAMPLER_TRAIN", "ColumnBalancedSampler", "DATALOADER.BALANCE_COLUMN", column]

@@ -8,6 +8,7 @@ BACKBONES = {
     "resnet 18x WITH_IBN": 512,
     "resnet 50x WITH_NL": 2048,
     "resnet 18x WITH_SE": 512,
+    "two_stem_resnet 18x": 512,
     "resnext 50x": 2048,
     "resnext 50x WITH_IBN": 2048,
     "resnest 50x": 2048,
@@ -39,6 +40,9 @@ def config(backbone: str, *opts: str) -> CfgNode:
         name = f"build_{name}_backbone"
         opts = ("MODEL.BACKBONE.DEPTH", rest[0], "MODEL.BACKBONE.FEAT_DIM", str(BACKBONES[backbone]), *opts)
         opts += tuple(each for option in rest[1:] for each in (f"MODEL.BACKBONE.{option}", "True"))
+    if "two_stem" in name:
+        two_stems = ("DATASETS.CATEGORIES", "{'modality': ('visible', 'infrared')}")
+        opts = (*two_stems, "MODEL.BACKBONE.MODALITY", "infrared", *opts)
     cfg.merge_from_list([
         "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.NAME", name, "INPUT.SIZE_TRAIN", SIZE, "INPUT.SIZE_TEST", SIZE,
         "MODEL.HEADS.WITH_BNNECK", "True", "MODEL.HEADS.NUM_CLASSES", "4", "SOLVER.AMP", "bf16", *opts,

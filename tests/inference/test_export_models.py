@@ -21,12 +21,13 @@ MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
     "Distiller": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "Distiller", "KD.EMA.ENABLED", "True")),
     "cameras": ("vit deit_small", ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "2")),
     "positions resized": ("vit deit_small", ("INPUT.SIZE_TEST", "(96, 48)")),
+    "two stems": ("two_stem_resnet 18x", ("MODEL.BACKBONE.MODALITY", "")),
     "group norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "GN")),
     "frozen norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "FrozenBN")),
     "grey": ("resnet 18x", ("INPUT.CHANNELS", "1")),
     "mirrored": ("resnet 18x", ("TEST.FLIP.ENABLED", "True")),
 }
-FAST = {("repvgg A0", ".pt2", "float32")}
+FAST = {("repvgg A0", ".pt2", "float32"), ("two stems", ".pt2", "float32")}
 
 
 def every_export():
@@ -46,7 +47,7 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(model, su
     net = build_model(cfg)
     batch = {
         "images": torch.randint(256, (8, cfg.INPUT.CHANNELS, *cfg.INPUT.SIZE_TRAIN), dtype=torch.uint8),
-        **{name: torch.arange(8) // 4 for name in ("targets", "camids", "viewids")},
+        **{name: torch.arange(8) // 4 for name in ("targets", "camids", "viewids", "modality")},
     }
     with torch.no_grad():
         net(batch)  # initializes batch norm statistics

@@ -111,6 +111,15 @@ def images(record, predictor, checkpoint):
     with record("features of camera 7 of 6"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(fastamp.Predictor, "camera_view_counts", {"camids": 6})
         predictor.features(array, camids=[7])
+    with record("features, modality of a model without stems for it"):
+        predictor.features(array, modality="infrared")
+    with record("features of a two-stem model without a modality"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastamp.Predictor, "modalities", ("visible", "infrared"))
+        predictor.features(array)
+    with record("modality of a dataset without the column"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fastamp.Predictor, "modalities", ("visible", "infrared"))
+        patch.setattr(fastamp.Predictor, "modality_column", "modality")
+        predictor.check_modality((), "csv:mine.csv")
     record.fastamp("compare", checkpoint, path, "nowhere.jpg", "--device", "cpu")
     record.fastamp("compare", checkpoint, path, path, "--device", "cpu", "--opts", "SEED")
 

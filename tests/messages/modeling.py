@@ -121,6 +121,10 @@ def models(record):
     ):
         with record(f"a two-stem ResNet and a batch {title}"):
             model({"images": torch.zeros(2, 3, 64, 32), **batch})
+    with record("a two-stem ResNet with SyncBN in two processes"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.utils.comm.get_world_size", lambda: 2)
+        categories = ("DATASETS.CATEGORIES", "{'modality': ['visible', 'infrared']}")
+        build(record, *two_stems, *categories, "MODEL.BACKBONE.NORM", "SyncBN")
     with record("timm is not installed"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "timm", None)
         build(record, "MODEL.BACKBONE.NAME", "timm/resnet18")

@@ -17,7 +17,6 @@ FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}
 def test_list_of_tested_backbones_contains_every_registered_backbone():
     kinds = {backbone.split(" ")[0] for backbone in BACKBONES}
     registered = {name for name in BACKBONE_REGISTRY if BACKBONE_REGISTRY.get(name).__module__.startswith("fastamp.")}
-    registered -= {"build_two_stem_resnet_backbone"}  # needs a column of the dataset: test_two_stem_resnet.py
     assert registered == {f"build_{kind}_backbone" for kind in kinds if not kind.startswith("timm/")}
     for name in registered:  # required by infer_config
         assert BACKBONE_REGISTRY.get(name).variants.depths, name

@@ -3,6 +3,8 @@
 import gzip
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,11 @@ import torch.nn.functional as F
 from fastamp.checkpoint import Checkpointer
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_model
+from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parents[1] / "reference" / "methods"
+RANKS = Path(__file__).parents[1] / "helpers" / "two_stem_ranks.py"
 spec = importlib.util.spec_from_file_location("reference_weights", FOLDER.parent / "reference_weights.py")
 reference_weights = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(reference_weights)
@@ -99,3 +103,31 @@ def test_default_modality_applies_to_images_without_the_column():
         found = model(pixels)
         infrared, visible = (model({"images": pixels, "modality": torch.full((2,), number)}) for number in (1, 0))
     assert torch.equal(found, infrared) and not torch.equal(found, visible)
+
+
+def test_processes_with_and_without_images_of_a_modality_train_together(tmp_path):
+    """Two ranks, one without infrared images: all gradients are equal; SyncBN, which would hang, is an error."""
+    done = subprocess.run([sys.executable, str(RANKS), str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=True) for rank in (0, 1))
+    assert all(gradient is not None and torch.equal(gradient, second[name]) for name, gradient in first.items())
+    assert (first["backbone.infrared_conv1.weight"] != 0).any()
+    for rank in (0, 1):
+        assert "MODEL.BACKBONE.NORM SyncBN with 2 processes" in (tmp_path / f"{rank}.txt").read_text()
+
+
+def test_config_of_weights_is_inferred():
+    state = build_model(config(WITH_IBN=True)).state_dict()
+    keys = infer_config(state, "weights")
+    assert keys["MODEL.BACKBONE.NAME"] == "build_two_stem_resnet_backbone"
+    assert (keys["MODEL.BACKBONE.DEPTH"], keys["MODEL.BACKBONE.WITH_IBN"]) == ("18x", "True")
+    loaded = build_model(get_cfg().with_values(keys | {"MODEL.DEVICE": "cpu"}))
+    assert loaded.state_dict().keys() == state.keys()
+
+
+def test_config_of_the_agw_program_is_inferred():
+    described = json.loads(gzip.decompress((FOLDER / "vi_agw_keys.json.gz").read_bytes()))
+    keys = infer_config(reference_weights.state_dict(described["shapes"]), "agw.t")
+    assert keys["MODEL.BACKBONE.NAME"] == "build_two_stem_resnet_backbone"
+    assert (keys["MODEL.BACKBONE.DEPTH"], keys["MODEL.BACKBONE.WITH_NL"]) == ("50x", "True")
+    assert (keys["MODEL.HEADS.NUM_CLASSES"], keys["MODEL.HEADS.WITH_BNNECK"]) == ("395", "True")

@@ -10,6 +10,7 @@ from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import with_pretrained_weights
 from fastamp.modeling.backbones.resnet import DEPTHS, ResNet, pretrained_weights, resnet_options
+from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError
 
 KEYS = (
@@ -22,13 +23,14 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.MODALITY",
         "",
-        "build_two_stem_resnet_backbone: modality of images without the column, e.g. of image files: visible or "
-        "infrared. If empty, the column is required.",
+        "build_two_stem_resnet_backbone: modality of images without the column, e.g. of a folder: visible or infrared. "
+        "If empty, the column is required.",
         choices=("", "visible", "infrared"),
     ),
 )
 
 MODALITIES = ("visible", "infrared")
+"""Modalities in the order of their numbers."""
 
 
 class TwoStemResNet(ResNet):
@@ -65,7 +67,8 @@ class TwoStemResNet(ResNet):
         Args:
             x: normalized images.
             columns: the column of the modality, (B,) int64: 0 visible, 1 infrared. On the CPU, the images of each
-                modality are selected without waiting for the device.
+                modality are selected without waiting for the device. Compiled and exported models in evaluation mode
+                compute both stems for all images, and do not check the values.
 
         Raises:
             DataError: if a modality is neither 0 nor 1.
@@ -73,6 +76,10 @@ class TwoStemResNet(ResNet):
         modality = columns.get(self.columns[0])
         if modality is None:
             return self.stages(self._stem(x, self.default_modality or 0))
+        if torch.compiler.is_compiling() and not self.training:
+            # The shapes of the parts depend on the values, which torch.export cannot trace.
+            stems = [self._stem(x, number) for number in (0, 1)]
+            return self.stages(torch.where((modality == 1).to(x.device).view(-1, 1, 1, 1), stems[1], stems[0]))
         found = modality.unique().tolist()
         if not set(found) <= {0, 1}:
             raise DataError(
@@ -107,15 +114,19 @@ class TwoStemResNet(ResNet):
 
 
 @BACKBONE_REGISTRY.register()
-@variants(DEPTHS, options=("WITH_IBN", "WITH_SE", "WITH_NL"))
+@variants(
+    DEPTHS,
+    options=("WITH_IBN", "WITH_SE", "WITH_NL"),
+    keys_of=lambda state: {"DATASETS.CATEGORIES": "{'modality': ('visible', 'infrared')}"},
+)
 def build_two_stem_resnet_backbone(cfg: Any) -> TwoStemResNet:
     """Build the two-stem ResNet configured in ``MODEL.BACKBONE``; see ``build_resnet_backbone``.
 
     Pretrained weights are those of a ResNet; both stems begin with its stem.
 
     Raises:
-        ConfigError: if ``DATASETS.CATEGORIES`` does not number the column of the modality; see also
-            ``build_resnet_backbone``.
+        ConfigError: if ``DATASETS.CATEGORIES`` does not number the column of the modality, or several processes use
+            ``SyncBN``; see also ``build_resnet_backbone``.
     """
     backbone = cfg.MODEL.BACKBONE
     column = backbone.MODALITY_COLUMN
@@ -127,6 +138,14 @@ def build_two_stem_resnet_backbone(cfg: Any) -> TwoStemResNet:
         )
     default = MODALITIES.index(backbone.MODALITY) if backbone.MODALITY else None
     model = TwoStemResNet(column=column, default_modality=default, **resnet_options(cfg))
+    processes = comm.get_world_size()
+    if isinstance(model.infrared_bn1, nn.SyncBatchNorm) and processes > 1:
+        # A rank without images of a modality would not take part in the communication of this stem, and all would hang.
+        raise ConfigError(
+            f"MODEL.BACKBONE.NORM {backbone.NORM} with {processes} processes: build_two_stem_resnet_backbone does not "
+            "synchronize its batch norm, because the images of a process may all have the same modality.\n"
+            "  fix: set MODEL.BACKBONE.NORM to BN, which has the same parameters"
+        )
     model = with_pretrained_weights(model, cfg, pretrained_weights(cfg), without=("NL_*", "infrared_*"))
     model.copy_stem()
     return model
