@@ -1,5 +1,7 @@
 """Messages of fastamp/modeling, fastamp/layers and fastamp/solver: models, losses, teachers and optimizers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,9 @@ from fastamp.layers import CLS_LAYER_REGISTRY, PartialFC
 from fastamp.layers.distance import check_metric
 from fastamp.layers.norm import group_norm
 from fastamp.modeling import META_ARCH_REGISTRY, build_backbone, build_model, out_of_memory
+from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.heads import ClasHead, EmbeddingHead
+from fastamp.modeling.infer_config import infer_config
 from fastamp.modeling.load import load_model
 from fastamp.modeling.losses import ClothesAdversarialLoss
 from fastamp.modeling.losses.compute import with_columns
@@ -125,6 +129,10 @@ def models(record):
         patch.setattr("fastamp.utils.comm.get_world_size", lambda: 2)
         categories = ("DATASETS.CATEGORIES", "{'modality': ['visible', 'infrared']}")
         build(record, *two_stems, *categories, "MODEL.BACKBONE.NORM", "SyncBN")
+    with record("weights file and a backbone that cannot be built"), pytest.MonkeyPatch.context() as patch:
+        builder = BACKBONE_REGISTRY.get("build_two_stem_resnet_backbone")
+        patch.setattr(builder, "variants", replace(builder.variants, keys_of=lambda state: {}))
+        infer_config(build(record, *RESNET).state_dict(), "weights.pth")
     with record("timm is not installed"), pytest.MonkeyPatch.context() as patch:
         patch.setitem(__import__("sys").modules, "timm", None)
         build(record, "MODEL.BACKBONE.NAME", "timm/resnet18")
