@@ -1,6 +1,6 @@
 """Crash dump: saved state of a step that failed because of its precision, from which the step can be replayed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
+from fastamp.utils.sharding import row_shards
 
 __getattr__ = moved_names(
     __name__,
@@ -61,6 +62,7 @@ class CrashDump:
         frozen: names of the parameters with ``requires_grad=False``.
         frozen_layers: ``MODEL.FREEZE_LAYERS``, if the layers were frozen in this step.
         counters: module name -> public numeric attributes of the module, e.g. the position in a queue.
+        sharded: names of the parameters in ``row_shards``, of which ``model`` has the rows of this rank.
     """
 
     message: str
@@ -77,6 +79,7 @@ class CrashDump:
     frozen: list[str]
     frozen_layers: list[str]
     counters: dict[str, dict[str, float]]
+    sharded: list[str] = field(default_factory=list)
 
     def write(self, folder: Path) -> Path:
         """Write the crash dump, which contains only tensors and plain values, and return its path."""
@@ -128,6 +131,11 @@ class CrashDump:
             WeightsError: if tensor names or shapes do not match the model.
         """
         tensors = _tensors(model)
+        if exact:  # with the numeric attributes, a single process holds the rows of the failed rank
+            for name in self.sharded:
+                if name in tensors and name in self.model and self.model[name].shape[1:] == tensors[name].shape[1:]:
+                    with torch.no_grad():
+                        tensors[name].set_(torch.empty_like(self.model[name], device=tensors[name].device))
         differing = [
             name for name, t in tensors.items() if name not in self.model or self.model[name].shape != t.shape
         ] + [name for name in self.model if name not in tensors]
@@ -231,6 +239,7 @@ def build_crash_dump(
         frozen=[name for name, p in model.named_parameters() if not p.requires_grad],
         frozen_layers=list(frozen),
         counters={name: numbers for name, module in model.named_modules() if (numbers := _counters(module))},
+        sharded=list(row_shards(model)),
     )
 
 

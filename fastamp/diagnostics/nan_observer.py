@@ -160,6 +160,8 @@ class NonFiniteObserver:
 
         def check(gradient: torch.Tensor) -> None:
             incoming = self.magnitudes.get(("gradient of output", name, 0), 0.0)
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()
             self._record(key, gradient.detach(), module=name, part=key[0], inputs=(True, incoming))
             if self.first == key and self.policy_dtype != "float32":
                 self._dtype = self.policy_dtype  # autograd has cast it to the float32 of the parameter

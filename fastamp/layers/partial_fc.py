@@ -90,21 +90,30 @@ class PartialFC(nn.Module):
         self.start, self.count = divide_rows(num_classes, self.rank, world_size)
         self.draws = 0
 
-    def forward(
+    def logits(
         self, features: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, layer: nn.Module
     ) -> PartialLogits:
         """Compute the logits of the images of all ranks for the sampled classes of this rank.
+
+        A method instead of ``forward``: backward hooks of modules, which diagnostics register on tensors passed to
+        ``forward``, do not support the sparse gradient of the weight.
 
         Args:
             features (torch.Tensor): (B, D) float32, images of this rank; B may differ between ranks.
             weight (torch.Tensor): (count * centers, D) float32, rows of this rank. If classes are sampled, its gradient
                 is sparse and has only the rows of the sampled classes.
-            targets (torch.Tensor): (B,) int64 class labels in 0..num_classes-1; not modified.
+            targets (torch.Tensor): (B,) int64 class labels in 0..num_classes-1; not modified. Labels are checked by
+                the model (``ImageModel.set_label_range``).
             layer (nn.Module): classification layer, e.g. ``ArcSoftmax``.
         """
         features, targets = comm.all_gather_parts(features), comm.all_gather_parts(targets)
         local = targets - self.start
-        local = torch.where((local >= 0) & (local < self.count), local, -1)
+        if comm.is_distributed():
+            local = torch.where((local >= 0) & (local < self.count), local, -1)
+        elif self.count < self.num_classes:
+            # An isolated pass of one of several ranks, e.g. the pre-flight, cannot reach the other centers: their
+            # classes are replaced with those of this rank.
+            local = local % self.count
         if self.sample_rate < 1:
             classes = self.sample(local[local >= 0].unique())
             positions = torch.where(local >= 0, torch.searchsorted(classes, local), -1)
@@ -166,5 +175,6 @@ class _PartialCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         probabilities, columns, held = ctx.saved_tensors
-        wrong = probabilities.scatter_add(1, columns, -held[:, None].to(probabilities.dtype))
-        return wrong * (gradient / len(probabilities)), None
+        right = probabilities.gather(1, columns) - held[:, None].to(probabilities.dtype)
+        factor = gradient / len(probabilities)
+        return (probabilities * factor).scatter_(1, columns, right * factor), None

@@ -7,8 +7,10 @@ import pytest
 import tiny
 import torch
 
+from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
+from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -126,3 +128,19 @@ def test_unsupported_combinations(demo, tmp_path, words):
         words = (*words, "MODEL.BACKBONE.FEAT_DIM", "512")
     with pytest.raises(ConfigError, match=r"HEADS\.PFC"):
         DefaultTrainer(tiny.tiny_config(tmp_path, *SAMPLED, *words))
+
+
+@pytest.mark.slow
+def test_crash_dump_of_one_of_two_processes_can_be_replayed(demo_root, demo, tmp_path):
+    options = (*SAMPLED, "SOLVER.AMP", "off", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
+    process = run(demo_root, tmp_path, 2, *options, flags=("--fault", "infinite images on rank 1"))
+    assert process.returncode == 2, process.stderr
+    assert "batch not finite" in process.stderr and "Could not run" not in process.stderr
+    crash = CrashDump.read(next(iter(tmp_path.glob("amp_crash/*_rank_1.pth"))))
+    assert crash.sharded == ["heads.weight"] and crash.model["heads.weight"].shape == (8, tiny.WIDTH)
+    model = build_model(tiny.tiny_config(tmp_path, *options, "MODEL.HEADS.NUM_CLASSES", "16"))
+    crash.restore(model)
+    assert torch.equal(model.heads.weight, crash.model["heads.weight"])
+    assert (model.heads.partial_fc.start, model.heads.partial_fc.count) == (8, 8)
+    batch = {"images": torch.rand(4, 3, 64, 32), "targets": torch.arange(7, 11)}
+    assert all(loss.isfinite() for loss in model(batch).values())

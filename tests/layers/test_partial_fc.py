@@ -21,7 +21,7 @@ LAYERS = {"CosSoftmax": (64, 0.4), "ArcSoftmax": (64, 0.5), "CircleSoftmax": (25
 def run(partial_fc: PartialFC, layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor, nn.Parameter]:
     """Return the loss, the gradient of the embeddings, and the weight with its gradient."""
     features, weight = EMBEDDINGS.clone().requires_grad_(), nn.Parameter(WEIGHT.clone())
-    loss = partial_fc(features, weight, LABELS, layer).cross_entropy()
+    loss = partial_fc.logits(features, weight, LABELS, layer).cross_entropy()
     loss.backward()
     return loss.detach(), features.grad, weight
 
@@ -104,7 +104,7 @@ def test_rate_1_equals_the_full_softmax(name, dtype):
         features = EMBEDDINGS[:6].to(dtype).requires_grad_()
         weight = nn.Parameter(WEIGHT[: 30 * centers].to(dtype))
         if partial:
-            loss = PartialFC(num_classes=30, centers=centers)(features, weight, labels, layer).cross_entropy()
+            loss = PartialFC(num_classes=30, centers=centers).logits(features, weight, labels, layer).cross_entropy()
         else:
             loss = F.cross_entropy(layer(features, weight, labels)[0], labels)
         loss.backward()
@@ -120,7 +120,7 @@ def test_sampled_softmax_equals_the_naive_loop_over_the_sampled_classes():
     labels = LABELS % 30
     given = labels.clone()
     classes = PartialFC(num_classes=30, sample_rate=0.5, centers=2, seed=3).sample(labels.unique())
-    loss = partial_fc(EMBEDDINGS, nn.Parameter(WEIGHT.clone()), labels, layer).cross_entropy()
+    loss = partial_fc.logits(EMBEDDINGS, nn.Parameter(WEIGHT.clone()), labels, layer).cross_entropy()
     terms = []
     for feature, label in zip(EMBEDDINGS, labels, strict=True):
         logits, _ = layer(feature[None], WEIGHT, label[None])
@@ -170,7 +170,7 @@ def test_unsampled_rows_keep_values_and_state(name):
     for _ in range(3):
         part.grad = torch.randn(2, 3)
         rows = torch.tensor([[1, 4]])
-        whole.grad = torch.sparse_coo_tensor(rows, part.grad.clone(), (8, 3))
+        whole.grad = torch.sparse_coo_tensor(rows, part.grad.clone(), (8, 3), check_invariants=True)
         step_rows(optimizer)
         reference.step()
     assert torch.equal(whole[[1, 4]], part)
@@ -197,11 +197,11 @@ def test_gradients_of_micro_batches_add_up():
     layer = CLS_LAYER_REGISTRY.get("CosSoftmax")(scale=64, margin=0.4)
     weight, expected = nn.Parameter(WEIGHT.clone()), torch.zeros_like(WEIGHT)
     for rows in (slice(0, 6), slice(6, 12)):
-        partial_fc(EMBEDDINGS[rows], weight, LABELS[rows], layer).cross_entropy().backward()
+        partial_fc.logits(EMBEDDINGS[rows], weight, LABELS[rows], layer).cross_entropy().backward()
         single = nn.Parameter(WEIGHT.clone())
         twin = PartialFC(num_classes=60, sample_rate=0.3)
         twin.draws = partial_fc.draws - 1
-        twin(EMBEDDINGS[rows], single, LABELS[rows], layer).cross_entropy().backward()
+        twin.logits(EMBEDDINGS[rows], single, LABELS[rows], layer).cross_entropy().backward()
         expected += single.grad.to_dense()
     assert torch.allclose(weight.grad.to_dense(), expected)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 
 from fastamp.amp import OptimizationStep, resolve_device
 from fastamp.diagnostics.environment import inspect_environment
@@ -35,6 +36,7 @@ def measure(args: argparse.Namespace, identities: int, rate: float | None) -> di
     torch.manual_seed(0)
     device = resolve_device(args.device)
     before = peak_memory_mb(device)
+    backbone = nn.Linear(args.width, args.width)  # so that the features have a gradient
     head = EmbeddingHead(
         feat_dim=args.width,
         num_classes=identities,
@@ -44,16 +46,18 @@ def measure(args: argparse.Namespace, identities: int, rate: float | None) -> di
         with_bnneck=False,
         pool_layer="Identity",
         sample_rate=rate,
-    ).to(device)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    step, loss = OptimizationStep(head, [optimizer]), LOSS_REGISTRY.get("CrossEntropyLoss")()
+    )
+    model = nn.ModuleList([backbone, head]).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
+    step, loss = OptimizationStep(model, [optimizer]), LOSS_REGISTRY.get("CrossEntropyLoss")()
     times = []
     for number in range(args.warmup + args.steps):
-        features = torch.randn(args.batch, args.width, 1, 1, device=device, requires_grad=True)
+        inputs = torch.randn(args.batch, args.width, device=device)
         targets = torch.randint(identities, (args.batch,), device=device)
         start = time.perf_counter()
         step.zero_grad()
-        step.scale({"loss_cls": loss(head(features, targets), targets)}).backward()
+        outputs = head(backbone(inputs)[:, :, None, None], targets)
+        step.scale({"loss_cls": loss(outputs, targets)}).backward()
         step.finish()
         if device.type == "cuda":
             torch.cuda.synchronize()
