@@ -75,8 +75,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     loader.start_at(progress["iteration"])
     total = cfg.SOLVER.MAX_EPOCH * loader.iters_per_epoch
     for iteration, batch in zip(range(progress["iteration"], total), loader, strict=False):
-        epoch = iteration // loader.iters_per_epoch
-        set_epoch(model, epoch)
+        set_epoch(model, epoch := iteration // loader.iters_per_epoch)
         for group in groups:
             group["lr"] = schedule.learning_rate(group["base_lr"], epoch=epoch, steps_taken=progress["steps_taken"])
         if iteration == loader.start_iter:

@@ -408,8 +408,8 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
 
     Args:
         datasets (Sequence[ImageDataset]): at least one dataset.
-        combine_all (bool): also train on query and gallery images, except distractors (identity 0 or less). Default
-            False.
+        combine_all (bool): also train on query and gallery images, except distractors (identity 0 or less; see
+            ``ImageDataset.has_distractors``). Default False.
 
     Returns:
         list[PackedItems]: training images of each dataset, in the order of ``datasets``.
@@ -450,7 +450,9 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
                 if image not in known:
                     # The dict keeps the position of the first occurrence and the row of the last.
                     row_of[image] = row
-            rows = [row for row in row_of.values() if isinstance(pid := items.pids[row], str) or pid > 0]
+            rows = [*row_of.values()]
+            if dataset.has_distractors:
+                rows = [row for row in rows if isinstance(pid := items.pids[row], str) or pid > 0]
             part.append(_add_prefixes(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
         part = PackedItems.concat(part)
         parts.append(_drop_shared_images(part, dataset, list(zip(datasets, parts, strict=False))))

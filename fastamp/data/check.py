@@ -479,7 +479,8 @@ class _CheckedDataset:
         """Find identities that are in both the training and the test images."""
         names = {split: {self.dataset.identity(item.pid) for item in items} for split, items in self.splits.items()}
         tested = names.get("query", set()) | names.get("gallery", set())
-        not_identities = () if isinstance(self.dataset, tuple(PATH_DATASETS.values())) else {"0", "-1"}  # distractors
+        names_any = isinstance(self.dataset, tuple(PATH_DATASETS.values())) or not self.dataset.has_distractors
+        not_identities = () if names_any else {"0", "-1"}  # distractors
         if getattr(self.dataset, "database_lines", ()):  # a closed or open set: the test identities are in training
             return
         shared = names.get("train", set()) & tested.difference(not_identities)

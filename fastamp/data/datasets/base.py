@@ -41,6 +41,8 @@ class ImageDataset(FastReIDDataset):
         identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
             "vehicleid" in ``SmallVehicleID``. Default "".
         split_note (str): how a random split was drawn. Default "".
+        has_distractors (bool): whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL``
+            excludes from training. Default True.
         requires_gallery (bool): whether a test set without gallery images is an error. Default True.
         protocols (tuple[str, ...]): values of TEST.PROTOCOL under which results on the dataset are published. Default:
             any.
@@ -51,6 +53,7 @@ class ImageDataset(FastReIDDataset):
     dataset_name = ""
     identities_of = ""
     split_note = ""
+    has_distractors = True
     requires_gallery = True
     protocols: ClassVar[tuple[str, ...]] = ()
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
@@ -111,7 +114,7 @@ class ImageDataset(FastReIDDataset):
 
     @property
     def gallery(self) -> Sequence[ImageItem]:
-        """Gallery images, including distractors, which have identity 0."""
+        """Gallery images, including distractors, which have identity 0 (see ``has_distractors``)."""
         return self._split("gallery")
 
     def origin(self, path: str) -> str:

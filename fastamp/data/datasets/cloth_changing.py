@@ -23,11 +23,23 @@ from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.utils.errors import DataError
 
 
+class ClothesDataset(FilenameDataset):
+    """Base class of datasets whose file names contain the identity and the clothes.
+
+    Subclasses set ``layout`` with the groups ``pid`` and ``clothes``, and the other attributes of ``FilenameDataset``.
+    If ``test_layout`` has no group ``clothes``, the clothes of test images are missing.
+    """
+
+    identity_format = "{pid}"
+    column_formats: ClassVar[Mapping[str, str]] = {"clothes": "{pid}_{clothes}"}
+
+
 @DATASET_REGISTRY.register()
-class LTCC(FilenameDataset):
+class LTCC(ClothesDataset):
     """LTCC dataset (Qian et al. 2020, "Long-term cloth-changing person re-identification", arXiv:2005.12633).
 
-    12 cameras. File names begin with the identity, the clothes and the camera: ``000_1_c9_015833.png``.
+    12 cameras. File names begin with the identity, the clothes and the camera: ``000_1_c9_015833.png``. Identity 000 is
+    a person, not distractors.
     """
 
     dataset_name = "ltcc"
@@ -35,8 +47,7 @@ class LTCC(FilenameDataset):
     tree = "{train,query,test}/*.png"
     train_folders, query_folders, gallery_folders = ("train",), ("query",), ("test",)
     layout = (r"^(?P<pid>\d+)_(?P<clothes>\d*)_c(?P<camera>\d+)",)
-    identity_format = "{pid}"
-    column_formats: ClassVar[Mapping[str, str]] = {"clothes": "{pid}_{clothes}"}
+    has_distractors = False
     suffix = ".png"
     first_camera = 1
     example = "000_1_c9_015833.png (identity 0, clothes 1, camera 9)"
@@ -49,7 +60,7 @@ class LTCC(FilenameDataset):
 
 
 @DATASET_REGISTRY.register()
-class PRCC(FilenameDataset):
+class PRCC(ClothesDataset):
     """PRCC dataset with the queries of its cross-clothes test (Yang et al. 2021, "Person re-identification by contour
     sketch under moderate clothing change", IEEE TPAMI, arXiv:2002.02295).
 
@@ -64,7 +75,6 @@ class PRCC(FilenameDataset):
     needed = ("rgb/train", "rgb/test/A", "rgb/test/B", "rgb/test/C")
     layout = (r"(?P<pid>\d+)", r"^(?P<camera>[ABC])_")
     test_layout = (r"(?P<camera>[ABC])", r"(?P<pid>\d+)", "")
-    identity_format = "{pid}"
     query_cameras, gallery_cameras = ("C",), ("A",)
     example = "001/A_cropped_rgb001.jpg (identity 1, camera A)"
     protocols = ("prcc", "prcc_multi_shot")
@@ -89,7 +99,7 @@ class PRCCSC(PRCC):
 
 
 @DATASET_REGISTRY.register()
-class VCClothes(FilenameDataset):
+class VCClothes(ClothesDataset):
     """VC-Clothes dataset (Wan et al. 2020, "When person re-identification meets changing clothes", CVPR workshops).
 
     4 cameras, rendered images. File names contain the identity, the camera and the clothes: ``0001-01-01-02.jpg``.
@@ -100,8 +110,6 @@ class VCClothes(FilenameDataset):
     tree = "{train,query,gallery}/*.jpg"
     train_folders, query_folders, gallery_folders = ("train",), ("query",), ("gallery",)
     layout = (r"^(?P<pid>\d+)-(?P<camera>\d+)-(?P<clothes>\d*)-",)
-    identity_format = "{pid}"
-    column_formats: ClassVar[Mapping[str, str]] = {"clothes": "{pid}_{clothes}"}
     first_camera = 1
     example = "0001-01-02-03.jpg (identity 1, camera 1, clothes 2)"
     protocols = ("market1501",)
@@ -118,7 +126,7 @@ class VCClothesSC(VCClothes):
 
     dataset_name, identities_of = "vcclothessc", "vcclothes"
     query_cameras = gallery_cameras = (2, 3)
-    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {"train": (9449, 256)}
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {"train": VCClothes.published_counts["train"]}
 
 
 @DATASET_REGISTRY.register()
@@ -127,11 +135,11 @@ class VCClothesCC(VCClothes):
 
     dataset_name, identities_of = "vcclothescc", "vcclothes"
     query_cameras = gallery_cameras = (3, 4)
-    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {"train": (9449, 256)}
+    published_counts = VCClothesSC.published_counts
 
 
 @DATASET_REGISTRY.register()
-class LaST(FilenameDataset):
+class LaST(ClothesDataset):
     """LaST dataset (Shu et al. 2022, "Large-scale spatio-temporal person re-identification: algorithms and benchmark",
     IEEE TCSVT, arXiv:2105.15076).
 
@@ -145,7 +153,6 @@ class LaST(FilenameDataset):
     train_folders, query_folders, gallery_folders = ("train",), ("test/query",), ("test/gallery",)
     layout = ("**", r"^(?P<pid>\d+)_(?:[^.]*_)?(?P<clothes>[^_.]*)\.")
     test_layout = ("**", r"^(?P<pid>\d+)_")
-    identity_format = "{pid}"
     example = "000001/000001_0001_A.jpg (identity 1, clothes A)"
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
         "train": (71248, 5000),
@@ -157,14 +164,6 @@ class LaST(FilenameDataset):
     def camera(self, camid: int | str) -> str:
         """Return "": the cameras are unknown."""
         return ""
-
-    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str | None]:
-        """Return the clothes of a training image, None for a test image."""
-        if "clothes" not in fields:
-            return {"clothes": None}
-        if not fields["clothes"]:
-            raise DataError("the label of the column 'clothes' is empty")
-        return {"clothes": f"{fields['pid']}_{fields['clothes']}"}
 
     def _load(self, split: str) -> list[ImageItem]:
         """Return the images of a split, each with a unique camera number."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
+from string import Formatter
 from typing import Any, ClassVar
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, as_number, number_cameras
@@ -120,8 +121,10 @@ class FilenameDataset(ImageDataset):
         ]
         return self._add_name_prefix(items) if split == "train" else items
 
-    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str] | None:
+    def find_columns(self, fields: Mapping[str, str]) -> dict[str, int | str | None] | None:
         """Return the columns of an image; None if the dataset has none. Override this to compute them.
+
+        A column is missing (None) if ``test_layout`` lacks a group of its format.
 
         Args:
             fields (Mapping[str, str]): groups of ``layout`` -> their text in the file and folder names.
@@ -129,11 +132,13 @@ class FilenameDataset(ImageDataset):
         Raises:
             DataError: if a group of ``column_formats`` is empty.
         """
-        columns = {}
+        columns: dict[str, int | str | None] = {}
         for name, template in self.column_formats.items():
-            if any(not fields[group] for group in fields if f"{{{group}}}" in template):
+            groups = [group for _, group, _, _ in Formatter().parse(template) if group]
+            if any(fields.get(group) == "" for group in groups):
                 raise DataError(f"the label of the column {name!r} is empty")
-            columns[name] = as_number(template.format(**fields))
+            complete = all(group in fields for group in groups)
+            columns[name] = as_number(template.format(**fields)) if complete else None
         return columns or None
 
     def _camera_number(self, camera: int | str) -> int:

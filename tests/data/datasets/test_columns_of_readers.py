@@ -11,7 +11,7 @@ from dataset_trees import TREES, under, write
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, training_parts
-from fastamp.data.datasets import DATASET_REGISTRY, PRCC
+from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import Identities, Protocol
 from fastamp.evaluation.metrics import compute_metrics
@@ -274,11 +274,32 @@ def test_published_counts_name_existing_splits(name):
     assert set(counts) <= set(SPLITS) and all(len(pair) == 2 and min(pair) >= 0 for pair in counts.values())
 
 
-def test_prcc_counts_add_up_to_the_published_total():
-    """33,698 images of 221 identities, of which 5,002 are validation images."""
-    same, changed = DATASET_REGISTRY.get("PRCCSC").published_counts, PRCC.published_counts
-    images = changed["train"][0] + changed["gallery"][0] + changed["query"][0] + same["query"][0]
-    assert images + 5002 == 33698 and changed["train"][1] + changed["query"][1] == 221
+# Published total of the images, and images that the dataset class does not read.
+TOTALS = {
+    "LTCC": (17119, 0),
+    "PRCC": (33698, 5002 + 3543),  # validation images; queries of PRCCSC
+    "PRCCSC": (33698, 5002 + 3873),
+    "VCClothes": (19060, 0),
+    "LaST": (71248 + 135529, 0),
+    "DeepChange": (178407, 4976 + 17865),  # validation queries and gallery
+    "SOP": (120053, 0),
+    "InShop": (52712, 0),
+    "CUB200": (11788, 0),
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_published_counts_add_up_to_the_published_total(name):
+    total, unread = TOTALS[name]
+    counts = DATASET_REGISTRY.get(name).published_counts
+    assert sum(images for images, _ in counts.values()) + unread == total
+
+
+def test_identity_0_of_ltcc_is_a_person_and_not_a_distractor(root):
+    person = {f"LTCC_ReID/{folder}/000_2_c2_1.png": "" for folder in ("query", "test")}
+    dataset = build("LTCC", root, extra=person)
+    (part,) = training_parts([dataset], combine_all=True)
+    assert sum(str(pid) == "ltcc_test_0" for pid in part.pids) == 2
 
 
 @pytest.mark.parametrize("name", [name for name in TREES if DATASET_REGISTRY.get(name).protocols])
