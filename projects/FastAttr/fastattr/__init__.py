@@ -1,0 +1,1 @@
+"""Pedestrian attributes: labels, head, loss, models and evaluators."""

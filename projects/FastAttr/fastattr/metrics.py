@@ -1,0 +1,76 @@
+"""Metrics of attribute recognition, accumulated over batches."""
+
+from typing import Any
+
+import torch
+
+_EPS = 1e-20
+
+
+class AttributeCounts:
+    """Counts from which label-based and instance-based metrics are computed (Li et al. 2016, arXiv:1603.07054).
+
+    Missing labels do not count. As in FastReID, an image without predicted or labeled attributes counts as 0 in the
+    instance-based metrics, also if both sets are empty.
+
+    Args:
+        num_attributes: number of attributes A.
+        threshold: an attribute is predicted if its probability is at least this value.
+    """
+
+    def __init__(self, num_attributes: int, threshold: float = 0.5) -> None:
+        self.threshold = threshold
+        self.sums = torch.zeros(4, num_attributes, dtype=torch.float64)
+        self.instances = torch.zeros(4, dtype=torch.float64)
+
+    def add(self, probabilities: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add a batch.
+
+        Args:
+            probabilities: (B, A) float, in 0..1.
+            labels: (B, A) float: positive above 0.5; NaN for missing.
+        """
+        known = ~labels.isnan()
+        positive, predicted = (labels > 0.5) & known, (probabilities >= self.threshold) & known
+        hits = predicted & positive
+        rows = (hits, positive, known & ~positive & ~predicted, known & ~positive)
+        self.sums += torch.stack([each.sum(0) for each in rows]).cpu()
+        both, guessed, truth = (each.sum(1).double() for each in (hits, predicted, positive))
+        union = guessed + truth - both
+        ratios = (both / (union + _EPS), both / (guessed + _EPS), both / (truth + _EPS), torch.ones_like(both))
+        self.instances += torch.stack([each.sum() for each in ratios]).cpu()
+
+    def merged(self, gathered: torch.Tensor) -> "AttributeCounts":
+        """Return the counts of all ranks, from their ``state()``, (ranks, 4 A + 4) float64."""
+        total = AttributeCounts(self.sums.shape[1], self.threshold)
+        flat = gathered.sum(0)
+        total.sums, total.instances = flat[:-4].view_as(self.sums), flat[-4:]
+        return total
+
+    def state(self) -> torch.Tensor:
+        """Return all counts, (4 A + 4,) float64."""
+        return torch.cat((self.sums.flatten(), self.instances))
+
+    def mean_accuracies(self) -> torch.Tensor:
+        """Compute the mean of the rates of true positives and true negatives of each attribute, (A,) in 0..1.
+
+        The rate of an attribute without positives, or without negatives, is 0.
+        """
+        hits, positives, rejected, negatives = self.sums
+        return (hits / (positives + _EPS) + rejected / (negatives + _EPS)) / 2
+
+    def one_sided(self) -> list[int]:
+        """Return the attributes without positives or without negatives, which lower the mean accuracy."""
+        return torch.where((self.sums[1] == 0) | (self.sums[3] == 0))[0].tolist()
+
+    def metrics(self) -> dict[str, Any]:
+        """Compute mA and the instance-based accuracy, precision, recall and F1, in percent.
+
+        F1 is that of the mean precision and the mean recall. ``metric`` is mA.
+        """
+        accuracy, precision, recall, images = self.instances.tolist()
+        accuracy, precision, recall = (each / max(images, 1) for each in (accuracy, precision, recall))
+        f1 = 2 * precision * recall / (precision + recall + _EPS)
+        mean = self.mean_accuracies().mean().item()
+        values = {"Accu": accuracy, "Prec": precision, "Recall": recall, "F1": f1, "mA": mean, "metric": mean}
+        return {name: 100 * value for name, value in values.items()}
