@@ -273,7 +273,7 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
 
     Args:
         content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"``,
-            ``"model_state"`` (pycls) or ``"teacher"`` (DINO).
+            ``"model_state"`` (pycls) or, below ``backbone.``, ``"teacher"`` (DINO).
         path (str | os.PathLike): origin of the content, for the error message.
 
     Returns:
@@ -285,6 +285,8 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
     state = content
     for key in ("model", "state_dict", "model_state", "teacher"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
+            if key == "teacher" and not any(re.match(r"(module\.)*backbone\.", str(name)) for name in content[key]):
+                continue
             state = content[key]
             break
     tensors = {}

@@ -152,6 +152,8 @@ def _converted(key: Key, value: Any) -> Any:
     if isinstance(value, str) and value == key.default and not key.choices:
         return value  # e.g. "none", which is null elsewhere
     if isinstance(key.default, tuple | list):
+        if value == key.default and all(isinstance(each, str) and _is_clean(each) for each in value):
+            return type(key.default)(value)
         if isinstance(value, str):
             value = _split(key, value)
         elements = value if isinstance(value, tuple | list) else [value]
@@ -172,6 +174,9 @@ def _converted(key: Key, value: Any) -> Any:
 def free_value(path: str, value: Any, nested: bool = False) -> Any:
     """Convert the value of a key without a declared type: numeric strings to numbers, lists to tuples.
 
+    Strings in a list remain strings, e.g. ``["007", "none"]`` of a YAML file; those in the text of a list, e.g.
+    ``"[7, none]"`` of a command line, are converted.
+
     Raises:
         ConfigError: if the value is neither a scalar nor a flat list of scalars.
     """
@@ -188,9 +193,12 @@ def free_value(path: str, value: Any, nested: bool = False) -> Any:
             return word == "true"
         if nested or not value.strip().startswith(("[", "(")):
             return value
-        value = _split(Key(path, (), ""), value)
+        return tuple(free_value(path, element, nested=True) for element in _split(Key(path, (), ""), value))
     if isinstance(value, tuple | list) and not nested:
-        return tuple(free_value(path, element, nested=True) for element in value)
+        return tuple(
+            element if isinstance(element, str) and _is_clean(element) else free_value(path, element, nested=True)
+            for element in value
+        )
     if value is None or (isinstance(value, bool | int | float) and not _is_huge(value)):
         return value
     raise _type_error(path, "a number, a string, true/false or a flat list of them", value)

@@ -29,7 +29,7 @@ from fastamp.diagnostics.precision_check import (
 )
 from fastamp.diagnostics.profiling import lost_gradients, measure_cost, measure_layers, safe_loss_scale
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
-from fastamp.modeling import build_model
+from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.utils.errors import TrainingError
 from fastamp.utils.moved import moved_names
@@ -67,7 +67,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
         UserError: if the config, the data or the weights are invalid, or memory runs out.
     """
     loader = build_reid_train_loader(cfg)
-    cfg = with_num_categories(with_num_classes(cfg, loader.dataset.num_classes), loader.dataset)
+    cfg = with_num_categories(with_num_classes(*adapt_to_training_set(cfg, loader.dataset)), loader.dataset)
     test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0])
     model = build_model(cfg)
     set_class_counts(model, loader)

@@ -64,7 +64,7 @@ from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
-from fastamp.modeling import build_model
+from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts
 from fastamp.report import Run
 from fastamp.solver import OptimizerState, WeightAverage, build_optimizer, build_own_optimizers
@@ -99,7 +99,7 @@ class DefaultTrainer(FastReIDMethods):
         log_to_console()
         check_loggers(cfg)
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
-        cfg = self.auto_scale_hyperparams(cfg, self.data_loader.dataset.num_classes)
+        cfg = self.auto_scale_hyperparams(*adapt_to_training_set(cfg, self.data_loader.dataset))
         self.cfg = cfg = with_num_categories(cfg, self.data_loader.dataset)
         # Built before the model, so that missing images and test sets fail early.
         self.test_loaders = self._build_test_loaders(cfg)

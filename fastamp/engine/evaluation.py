@@ -114,10 +114,15 @@ def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None)
     Raises:
         ConfigError: if the name is not registered.
     """
-    name = cfg.TEST.EVALUATOR
-    if name == "auto":
-        name = getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
-    return EVALUATOR_REGISTRY.build(name, cfg, num_query=num_query, output_dir=output_dir)
+    return EVALUATOR_REGISTRY.build(_evaluator_name(cfg), cfg, num_query=num_query, output_dir=output_dir)
+
+
+def _evaluator_name(cfg: CfgNode) -> str:
+    """Return the name of the evaluator; see ``build_evaluator``."""
+    name: str = cfg.TEST.EVALUATOR
+    if name != "auto":
+        return name
+    return getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
 
 
 def loader_and_evaluator(
@@ -183,9 +188,14 @@ def report_evaluation(cfg: CfgNode, model: nn.Module, policy: PrecisionPolicy, s
 
 
 def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
-    """Describe the evaluation protocol and the precision of the features in one line."""
+    """Describe the evaluation protocol and the precision of the features in one line.
+
+    A registered evaluator with a class method ``describe_protocol(cfg) -> str`` describes its own protocol.
+    """
     flip = "flip test" if cfg.TEST.FLIP.ENABLED else "no flip test"
-    return f"{Protocol.from_config(cfg).describe()}; {flip}; features {policy.describe()}"
+    describe = getattr(EVALUATOR_REGISTRY.get(_evaluator_name(cfg)), "describe_protocol", None)
+    protocol = describe(cfg) if describe else Protocol.from_config(cfg).describe()
+    return f"{protocol}; {flip}; features {policy.describe()}"
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:

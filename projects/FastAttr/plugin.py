@@ -1,5 +1,5 @@
-"""FastAttr: recognition of pedestrian attributes, alone or together with re-identification."""
+"""FastAttr: recognition of pedestrian attributes, with and without re-identification."""
 
-from fastattr import attributes, evaluator, loss, model
+from fastattr import attributes, demo, evaluator, loss, model  # noqa: F401  register their components
 
-KEYS = (*attributes.KEYS, *evaluator.KEYS, *loss.KEYS, *model.KEYS)
+KEYS = (*attributes.KEYS, *evaluator.KEYS, *loss.KEYS)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Train or evaluate a model of pedestrian attributes, with the arguments of tools/train_net.py."""
+"""Train or evaluate a model of pedestrian attributes; the arguments are those of `fastamp train`."""
 
 import sys
 
-from fastamp.cli import main
+from fastamp.cli import run_command
 
 if __name__ == "__main__":
-    sys.exit(main(["train", "--plugin", "FastAttr", *sys.argv[1:]]))
+    sys.exit(run_command("train", ["--plugin", "FastAttr", *sys.argv[1:]]))

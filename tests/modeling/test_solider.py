@@ -155,7 +155,8 @@ def test_negative_weight_removes_the_layers_and_loads_files_that_have_them():
 
 
 def test_file_of_another_width_raises_weights_error(tmp_path):
-    torch.save({"teacher": pretrained_state()}, tmp_path / "tiny.pth")
+    teacher = {f"backbone.{name}": value for name, value in pretrained_state().items()}
+    torch.save({"teacher": teacher}, tmp_path / "tiny.pth")
     options = ("MODEL.BACKBONE.DEPTH", "base", "MODEL.BACKBONE.FEAT_DIM", "1024")
     with pytest.raises(WeightsError, match="shape mismatch"):
         build_model(

@@ -23,10 +23,12 @@ class BestMetric:
     Attributes:
         metric (str): name of a reported metric, e.g. ``"mAP"``.
         datasets (tuple[str, ...]): test sets to average the metric over.
+        meaning (str): explanation of the name, for messages. Default: the mean of mAP and Rank-1, for ``"metric"``.
     """
 
     metric: str
     datasets: tuple[str, ...]
+    meaning: str = "the mean of mAP and Rank-1"
 
     @classmethod
     def by_name(cls, name: str, reported: Mapping[str, Sequence[str] | None]) -> "BestMetric":
@@ -49,7 +51,8 @@ class BestMetric:
             if own != name and (metrics is None or own in metrics):
                 return cls(own, (dataset,))
         if all(metrics is None or name in metrics for metrics in reported.values()):
-            return cls(name, tuple(reported))
+            is_reid = all(metrics is None or "mAP" in metrics for metrics in reported.values())
+            return cls(name, tuple(reported)) if is_reid else cls(name, tuple(reported), meaning="")
         known = [metrics for metrics in reported.values() if metrics is not None]
         common = [metric for metric in known[0] if all(metric in metrics for metrics in known)]
         by_dataset = [f"{dataset}/{metric}" for dataset, metrics in reported.items() for metric in metrics or ()]
@@ -61,7 +64,7 @@ class BestMetric:
         )
 
     def __str__(self) -> str:
-        words = f"{self.metric} (the mean of mAP and Rank-1)" if self.metric == "metric" else self.metric
+        words = f"{self.metric} ({self.meaning})" if self.metric == "metric" and self.meaning else self.metric
         sets = ", ".join(self.datasets)
         return f"{words} on {sets}" if len(self.datasets) == 1 else f"{words}, its mean over {sets}"
 

@@ -20,6 +20,24 @@ logger = logging.getLogger(__name__)
 META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
 
 
+def adapt_to_training_set(cfg: Any, dataset: Any) -> tuple[Any, int]:
+    """Adapt a config to the training set, before the model is built.
+
+    A meta-architecture whose classes are not identities, or whose config depends on columns, has a class method
+    ``adapt_to_training_set(cfg, dataset) -> (cfg, num_classes)``.
+
+    Args:
+        cfg (CfgNode): config.
+        dataset: training set, with ``num_classes`` and ``columns``.
+
+    Returns:
+        tuple[CfgNode, int]: the config, and the number of classes of the model. Without the method, the config itself
+        and the number of identities.
+    """
+    adapt = getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "adapt_to_training_set", None)
+    return adapt(cfg, dataset) if adapt else (cfg, dataset.num_classes)
+
+
 def build_model(cfg: Any) -> nn.Module:
     """Build the model configured in ``MODEL`` on ``MODEL.DEVICE``, and apply ``SOLVER.AMP.FORCE_FP32``.
 

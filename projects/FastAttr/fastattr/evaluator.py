@@ -1,4 +1,4 @@
-"""Evaluators of attributes, alone and together with re-identification."""
+"""Evaluators of attributes, with and without re-identification."""
 
 import csv
 import logging
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fastattr.attributes import labels_of, parse_names
-from fastattr.metrics import AttributeCounts
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
@@ -15,6 +13,8 @@ from fastamp.config import Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, ReidEvaluator
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
+from fastattr.attributes import labels_of, parse_names
+from fastattr.metrics import AttributeCounts
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,7 @@ class AttributeTotals:
         means, (hits, positives, _, negatives) = 100 * total.mean_accuracies(), total.sums
         rows = [
             (name, f"{mean:.2f}", int(positive), int(positive + negative), int(hit))
-            for name, mean, positive, negative, hit in zip(
-                self.names, means, positives, negatives, hits, strict=True
-            )
+            for name, mean, positive, negative, hit in zip(self.names, means, positives, negatives, hits, strict=True)
         ]
         if self.output_dir is None:
             return
@@ -103,6 +101,11 @@ class AttrEvaluator(DatasetEvaluator):
     def from_config(cls, cfg: Any, *, num_query: int = 0, output_dir: str | None = None) -> "AttrEvaluator":
         """Build the evaluator of a test set."""
         return cls(cfg, num_query, output_dir)
+
+    @staticmethod
+    def describe_protocol(cfg: Any) -> str:
+        """Describe the evaluation for the log."""
+        return f"attributes; predicted from a probability of {cfg.TEST.THRES:g}; metric is mA"
 
     def metric_names(self) -> list[str]:
         """List the metrics in percent."""

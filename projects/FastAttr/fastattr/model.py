@@ -1,4 +1,4 @@
-"""Models of attributes, alone and together with re-identification."""
+"""Models of attributes, with and without re-identification."""
 
 import logging
 from collections.abc import Mapping
@@ -6,19 +6,18 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from fastamp.config import CfgNode
+from fastamp.modeling import META_ARCH_REGISTRY
+from fastamp.modeling.losses.compute import Outputs
+from fastamp.modeling.meta_arch import Baseline
+from fastamp.utils.errors import ConfigError
 from fastattr.attributes import Attribute, labels_of, parse_names, with_attributes
 from fastattr.head import AttrHead
 from fastattr.loss import BinaryCrossEntropyLoss
 
-from fastamp.config import CfgNode, Key
-from fastamp.modeling import META_ARCH_REGISTRY
-from fastamp.modeling.losses.compute import Losses, Outputs
-from fastamp.modeling.meta_arch import Baseline
-from fastamp.utils.errors import ConfigError
-
 logger = logging.getLogger(__name__)
 
-KEYS: tuple[Key, ...] = ()
 BCE = "BinaryCrossEntropyLoss"
 
 
@@ -31,9 +30,7 @@ class _AttributeModel(Baseline):
         parts: keyword arguments of ``Baseline``.
     """
 
-    def __init__(
-        self, *, attributes: list[Attribute], attribute_loss: BinaryCrossEntropyLoss, **parts: Any
-    ) -> None:
+    def __init__(self, *, attributes: list[Attribute], attribute_loss: BinaryCrossEntropyLoss, **parts: Any) -> None:
         super().__init__(**parts)
         self.attributes, self.attribute_loss = attributes, attribute_loss
 

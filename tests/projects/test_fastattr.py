@@ -1,0 +1,232 @@
+"""FastAttr: losses and metrics of FastReID, attributes from columns, runs, and bad input."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastamp import Predictor
+from fastamp.cli import main
+from fastamp.config import read_config
+from fastamp.config.projects import import_project
+from fastamp.engine import DefaultTrainer
+from fastamp.modeling import build_model
+from fastamp.utils.errors import ConfigError, DataError
+
+REFERENCE = Path(__file__).parents[1] / "reference/methods"
+COLUMNS = "MODEL.ATTRIBUTES.COLUMNS"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def project(unregistered):
+    import_project("FastAttr")
+
+
+@pytest.mark.parametrize("name", ["attr1", "attr2"])
+def test_loss_and_gradient_equal_fastreid(name):
+    from fastattr.loss import binary_cross_entropy
+
+    arrays = {key: torch.from_numpy(np.array(value)) for key, value in np.load(REFERENCE / f"{name}.npz").items()}
+    for kind, rates in (("weighted", arrays["sample_weights"]), ("plain", None)):
+        logits = arrays["logits"].clone().requires_grad_()
+        loss = binary_cross_entropy(logits, arrays["labels"], rates)
+        loss.backward()
+        torch.testing.assert_close(loss, arrays[f"loss_{kind}"], rtol=1e-6, atol=0)
+        torch.testing.assert_close(logits.grad, arrays[f"grad_{kind}"], rtol=1e-4, atol=1e-8)
+    loss = binary_cross_entropy(arrays["logits_saturated"], arrays["labels"], arrays["sample_weights"])
+    torch.testing.assert_close(loss, arrays["loss_saturated"], rtol=1e-6, atol=0)
+
+
+def test_missing_labels_do_not_count_in_the_loss():
+    from fastattr.loss import binary_cross_entropy
+
+    logits, labels = torch.randn(4, 3, requires_grad=True), torch.tensor([[0, 1, 1]] * 4).float()
+    labels[1, 2] = torch.nan
+    kept = ~labels.isnan()
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(logits[kept], labels[kept])
+    loss = binary_cross_entropy(logits, labels)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    assert logits.grad[1, 2] == 0 and logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["attr1", "attr2"])
+def test_metrics_equal_fastreid_in_any_batches(name):
+    from fastattr.metrics import AttributeCounts
+
+    arrays = np.load(REFERENCE / f"{name}.npz")
+    probabilities, labels = (torch.from_numpy(arrays[key]) for key in ("probabilities", "labels"))
+    for threshold, expected in json.loads((REFERENCE / f"{name}_metrics.json").read_text()).items():
+        counts = AttributeCounts(labels.shape[1], float(threshold))
+        for rows in torch.arange(len(labels)).split(7):
+            counts.add(probabilities[rows], labels[rows])
+        metrics = counts.metrics()
+        for key, value in expected.items():
+            # The reference computes mA in float32.
+            assert metrics[key] == pytest.approx(value, rel=1e-6 if key in ("mA", "metric") else 1e-9), key
+
+
+def test_missing_labels_do_not_count_in_the_metrics():
+    from fastattr.metrics import AttributeCounts
+
+    counts = AttributeCounts(2)
+    counts.add(torch.tensor([[0.9, 0.1], [0.2, 0.9]]), torch.tensor([[1.0, torch.nan], [0.0, 1.0]]))
+    assert counts.mean_accuracies().tolist() == [1.0, 0.5]
+    assert counts.one_sided() == [1]
+    assert counts.metrics()["Accu"] == 100
+
+
+def write_table(folder, columns, header="color,hat", rows=12):
+    """Write tiny images and a table with two attributes; ``columns`` gives the cells of row i."""
+    from PIL import Image
+
+    lines = [f"path,pid,camid,split,{header}"]
+    for index in range(rows):
+        name = f"{index}.png"
+        shade = np.full((32, 16, 3), 20 * index, dtype=np.uint8)
+        Image.fromarray(shade).save(folder / name)
+        split = "train" if index < rows - 4 else ("query" if index % 2 else "gallery")
+        lines.append(f"{name},{index // 2},{index % 2},{split},{columns(index)}")
+    table = folder / "table.csv"
+    table.write_text("\n".join(lines) + "\n")
+    return f"csv:{table}"
+
+
+def options(output, *opts, columns="[color, hat]"):
+    return [
+        "MODEL.DEVICE", "cpu", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", COLUMNS, columns,
+        "MODEL.BACKBONE.PRETRAIN", "False", "INPUT.SIZE_TRAIN", "(32, 16)", "INPUT.SIZE_TEST", "(32, 16)",
+        "SOLVER.MAX_EPOCH", "1", "SOLVER.IMS_PER_BATCH", "4", "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP", "off",
+        "SOLVER.WARMUP_ITERS", "0", "MODEL.HEADS.NUM_CLASSES", "0", "OUTPUT_DIR", str(output), *opts,
+    ]  # fmt: skip
+
+
+def both(index):
+    return f"{('red', 'none')[index % 2]},{index % 3 == 0:d}"
+
+
+def config(folder, *opts, recipe="FastAttr/Base-attribute", **arguments):
+    data = write_table(folder, both)
+    return read_config(
+        recipe, options(folder / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", data, *opts, **arguments)
+    )
+
+
+def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_more(tmp_path, capsys):
+    cfg = config(tmp_path)
+    results = DefaultTrainer(cfg).train()
+    assert {"mA", "Accu", "Prec", "Recall", "F1", "metric"} <= results.keys()
+    run = tmp_path / "run"
+    rows = (run / "evaluation").rglob("attributes.csv").__next__().read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["attribute", "color=none", "color=red", "hat"]
+    state = tiny.weights(run / "model_final.pth")
+    assert state["heads.weight"].shape == (3, 512) and state["attribute_loss.positive_rates"].tolist() == [
+        0.5,
+        0.5,
+        0.375,
+    ]
+    assert main(["eval", str(run)]) == 0
+    assert f"{results['mA']:.2f}" in capsys.readouterr().out
+    features = Predictor(run / "model_final.pth").features([str(tmp_path / "0.png")])
+    assert features.shape == (1, 3)
+
+
+def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
+    longer = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_PERIOD", "1")
+    torch.manual_seed(1)
+    DefaultTrainer(config(tmp_path, *longer)).train()
+    expected = tiny.weights(tmp_path / "run" / "model_final.pth")
+    other = tmp_path / "other"
+    torch.manual_seed(1)
+    DefaultTrainer(config(tmp_path, *longer, "OUTPUT_DIR", str(other))).train()
+    for name in ("model_final.pth", "last_checkpoint"):
+        (other / name).unlink()
+    trainer = DefaultTrainer(config(tmp_path, *longer, "OUTPUT_DIR", str(other)))
+    trainer.resume_or_load(resume=True)
+    assert trainer.trainer.start_iter == 2
+    trainer.train()
+    found = tiny.weights(other / "model_final.pth")
+    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
+
+
+JOINT = (
+    "MODEL.META_ARCHITECTURE", "JointAttrBaseline", "MODEL.HEADS.NAME", "EmbeddingHead",
+    "MODEL.LOSSES.NAME", "[CrossEntropyLoss, TripletLoss, BinaryCrossEntropyLoss]",
+    "DATALOADER.SAMPLER_TRAIN", "NaiveIdentitySampler", "DATALOADER.NUM_INSTANCE", "2", "TEST.PROTOCOL", "no_camera",
+)  # fmt: skip
+
+
+def test_joint_model_reports_both_kinds_of_metrics_and_outputs_features(tmp_path):
+    trainer = DefaultTrainer(config(tmp_path, *JOINT))
+    batch = {"images": torch.rand(4, 3, 32, 16), "targets": torch.tensor([0, 0, 1, 1])}
+    batch |= {"color": torch.tensor([0, 1, 0, -1]), "hat": torch.tensor([0, 1, 1, 0])}
+    losses = trainer.model.train()(batch)
+    assert losses.keys() == {"loss_cls", "loss_triplet", "loss_bce"}
+    results = trainer.train()
+    assert {"mAP", "Rank-1", "mA", "F1"} <= results.keys()
+    assert Predictor(tmp_path / "run" / "model_final.pth").features([str(tmp_path / "0.png")]).shape == (1, 512)
+    assert main(["eval", str(tmp_path / "run")]) == 0
+
+
+def test_weights_of_a_joint_model_do_not_change_its_reid_features(tmp_path):
+    cfg = config(tmp_path, *JOINT, "MODEL.ATTRIBUTES.NAMES", "[hat]")
+    model = build_model(cfg).eval()
+    images = torch.rand(2, 3, 32, 16) * 255
+    features, probabilities = model.features_and_attributes({"images": images})
+    assert torch.equal(features, model(images)) and probabilities.shape == (2, 1)
+    assert ((probabilities > 0) & (probabilities < 1)).all()
+
+
+@pytest.mark.parametrize("name, number", [("market1501", 27), ("dukemtmc", 23), ("pa100", 26)])
+def test_recipes_have_the_values_of_fastreid(name, number):
+    cfg = read_config(f"FastAttr/{name}")
+    assert (number, (15, 20, 25), 0.04) == (cfg.MODEL.HEADS.NUM_CLASSES, cfg.SOLVER.STEPS, cfg.SOLVER.BASE_LR)
+    assert (cfg.MODEL.LOSSES.NAME, cfg.INPUT.SIZE_TRAIN) == (("BinaryCrossEntropyLoss",), (256, 192))
+
+
+def test_column_that_does_not_exist_lists_the_columns(tmp_path):
+    with pytest.raises(ConfigError, match="available columns: color, hat"):
+        DefaultTrainer(config(tmp_path, columns="[colour]"))
+
+
+def test_no_column_lists_the_columns(tmp_path):
+    with pytest.raises(ConfigError, match="available columns of .*: color, hat"):
+        DefaultTrainer(config(tmp_path, columns="[]"))
+
+
+def test_values_other_than_0_and_1_are_an_error(tmp_path):
+    data = write_table(tmp_path, lambda index: f"red,{index}")
+    opts = options(tmp_path / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", data)
+    with pytest.raises(DataError, match=r"'hat' must have the values 0 and 1, or texts; found 2, 3"):
+        DefaultTrainer(read_config("FastAttr/Base-attribute", opts))
+
+
+def test_test_set_without_the_attributes_is_an_error(tmp_path):
+    data = write_table(tmp_path, both)
+    other = tmp_path / "other"
+    other.mkdir()
+    tests = write_table(other, lambda index: f"{index % 2}", header="hat")
+    opts = options(tmp_path / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", tests)
+    with pytest.raises(ConfigError, match="'color'"):
+        DefaultTrainer(read_config("FastAttr/Base-attribute", opts)).train()
+
+
+@pytest.mark.parametrize(
+    "opts, match",
+    [
+        (("MODEL.LOSSES.NAME", "[CrossEntropyLoss]"), "BinaryCrossEntropyLoss"),
+        (("MODEL.HEADS.NAME", "EmbeddingHead"), "AttrHead"),
+    ],
+)
+def test_other_losses_and_heads_are_an_error(tmp_path, opts, match):
+    with pytest.raises(ConfigError, match=match):
+        DefaultTrainer(config(tmp_path, *opts))
+
+
+def test_number_of_classes_of_the_file_that_differs_is_a_warning(tmp_path, caplog):
+    cfg = config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "26")
+    assert DefaultTrainer(cfg).cfg.MODEL.HEADS.NUM_CLASSES == 3
+    assert "MODEL.HEADS.NUM_CLASSES is 26, but the training set has 3 attributes" in caplog.text
