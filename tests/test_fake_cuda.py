@@ -3,6 +3,7 @@
 import itertools
 
 import every_backbone
+import numpy as np
 import pml_components
 import pytest
 import tiny
@@ -19,6 +20,7 @@ from fastamp.engine import SimpleTrainer
 from fastamp.engine.hooks import EMA
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.precise_bn import update_bn_statistics
+from fastamp.evaluation.trials import count_nearer_identities, select_block
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.norm import NORM_REGISTRY
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY
@@ -377,6 +379,22 @@ def test_evaluation_reads_the_device_once_per_batch_and_once_at_the_end(flip, mo
     with fake_cuda(monkeypatch) as reads:
         inference_on_dataset(to_fake_cuda(model), Batches(count=3), evaluator, flip, policy=policy)
         assert reads.count == 3 + 1
+
+
+def test_parts_of_a_gallery_on_fake_cuda_equal_those_on_the_cpu(monkeypatch):
+    random = np.random.default_rng(0)
+    distances = torch.from_numpy(random.integers(0, 4, (6, 20)).astype(np.float32))
+    distances[0, 1:7] = torch.nan
+    rows, columns = np.array([0, 2, 5]), np.sort(random.permutation(20)[:9])
+    starts, own = np.array([0, 4, 9, 15]), np.array([0, 3, 1, 2, -1, 0])
+    part, counts = select_block(distances, rows, columns), count_nearer_identities(distances, starts, own)
+    with fake_cuda(monkeypatch, values=True) as reads:
+        block = select_block(distances.to(DEVICE), rows, columns)
+        assert block.device == DEVICE and reads.count == 0
+        found = count_nearer_identities(distances.to(DEVICE), starts, own)
+        assert reads.count == 1
+        assert block.cpu().nan_to_num(-1).tolist() == part.nan_to_num(-1).tolist()
+    assert found[own >= 0].tolist() == counts[own >= 0].tolist()
 
 
 def device_transforms(*names):

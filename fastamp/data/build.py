@@ -249,6 +249,7 @@ def build_reid_test_loader(
     test_set: Dataset | None = None,
     num_query: int = 0,
     transforms: Callable[[Any], Any] | None = None,
+    requires_gallery: bool = True,
     **kwargs: Any,
 ) -> tuple[TestLoader | DataLoader, int]:
     """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
@@ -263,6 +264,8 @@ def build_reid_test_loader(
             images at its start; see ``build_custom_test_loader``.
         num_query (int): number of query images in ``test_set``. Default 0.
         transforms (Callable, optional): as in FastReID, function of a PIL image instead of the resize in INPUT.
+        requires_gallery (bool): if False, the dataset may have query images only, e.g. for a protocol in which each
+            image is a query against all others. Default True.
         kwargs: as in FastReID, ``test_batch_size`` and ``num_workers`` instead of the values in the config, with which
             ``cfg`` may be the ``test_set``; and further constructor arguments of the dataset.
 
@@ -288,7 +291,7 @@ def build_reid_test_loader(
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
-    for split in ("query", "gallery") if source.requires_gallery else ("query",):
+    for split in ("query", "gallery") if requires_gallery and source.requires_gallery else ("query",):
         check_split(dataset_name, split, len(getattr(source, split)))
     items = PackedItems.concat([PackedItems.of(items) for items in source.test_items()])
     options: dict[str, Any] = {"relabel": False, "sources": [source], "categories": cfg.DATASETS.CATEGORIES}

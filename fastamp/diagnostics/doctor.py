@@ -68,7 +68,7 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
     """
     loader = build_reid_train_loader(cfg)
     cfg = with_num_categories(with_num_classes(*adapt_to_training_set(cfg, loader.dataset)), loader.dataset)
-    test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0])
+    test_loader, num_query = build_reid_test_loader(cfg, cfg.DATASETS.TESTS[0], requires_gallery=False)
     model = build_model(cfg)
     set_class_counts(model, loader)
     set_epoch(model, cfg.SOLVER.MAX_EPOCH - 1)  # includes the losses that start later

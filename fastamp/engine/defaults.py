@@ -470,7 +470,7 @@ class DefaultTrainer(FastReIDMethods):
     @classmethod
     def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> tuple[Any, int]:
         """Build a test loader and return ``(loader, number of query images)``."""
-        return build_reid_test_loader(cfg, dataset_name)
+        return build_reid_test_loader(cfg, dataset_name, requires_gallery=False)  # checked for the evaluator
 
     @classmethod
     def _build_test_loaders(cls, cfg: CfgNode) -> dict[str, tuple[Any, int]]:

@@ -143,8 +143,8 @@ def loader_and_evaluator(
         tuple: ``(loader, evaluator)``.
 
     Raises:
-        DataError: if the evaluator is a ``ReidEvaluator``, but the test set has no gallery images, or lacks a column
-            that the evaluation needs.
+        DataError: if the evaluator is a ``ReidEvaluator``, but the test set lacks a column that the evaluation needs,
+            or has no gallery images, unless the protocol ranks all images for each image.
     """
     loader, num_query = test if isinstance(test, tuple) else (test, 0)
     if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
@@ -152,7 +152,8 @@ def loader_and_evaluator(
     else:
         evaluator = build_evaluator(cfg, num_query, folder)
     if isinstance(evaluator, ReidEvaluator) and hasattr(loader, "dataset"):
-        check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
+        if not evaluator.protocol.ranking_rule.all_images:
+            check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
         if isinstance(loader.dataset, ReidDataset):
             evaluator.protocol.check_columns(loader.dataset.rankable_columns())
             evaluator.set_column_names(loader.dataset.column_names())

@@ -12,6 +12,7 @@ from fastamp import __version__
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.config import CfgNode
 from fastamp.config.changes import changed_values
+from fastamp.evaluation import PROTOCOL_REGISTRY, Protocol
 from fastamp.evaluation.calibration import read_calibration
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -87,7 +88,7 @@ def model_card(
         evaluation=evaluation,
         results=results,
         columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
-        protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL, ""),
+        protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL) or _describe_protocol(cfg),
         calibration=read_calibration(content, name),
         policy=content.get("policy") or {},
         precision=_PRECISION,
@@ -97,6 +98,14 @@ def model_card(
         plugin=plugin,
         withdrawn=[each for each in (*cfg.DATASETS.NAMES, *cfg.DATASETS.TESTS) if "duke" in each.lower()],
     )
+
+
+def _describe_protocol(cfg: CfgNode) -> str:
+    """Describe the protocol as in the log; "" for the protocol of a project that is not loaded."""
+    if cfg.TEST.PROTOCOL not in PROTOCOL_REGISTRY:
+        return ""
+    protocol = Protocol.from_config(cfg)
+    return f"Protocol: {protocol.ranking_rule.text.format(protocol)}."
 
 
 def _metadata(name: str, license: dict[str, str], results: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:

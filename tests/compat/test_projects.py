@@ -90,6 +90,13 @@ def test_missing_gallery_is_an_early_error_with_the_default_evaluator(cfg, shop)
         DefaultTrainer(cfg)
 
 
+def test_leave_one_out_protocol_needs_no_gallery(cfg, shop):
+    cfg.DATASETS.NAMES = cfg.DATASETS.TESTS = (shop,)
+    cfg.TEST.PROTOCOL = "recall_at_k"
+    results = DefaultTrainer.test(cfg, DefaultTrainer(cfg).model)
+    assert 0 < results["Recall@1"] <= 100
+
+
 def test_identity_strings_of_query_and_gallery_have_common_numbers(tmp_path):
     dataset = ImageDataset([], [("a", "x", "c1"), ("b", "y", "c2")], [("c", "y", "c1"), ("d", "0", "c1")])
     query, gallery = dataset.test_items()

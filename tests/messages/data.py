@@ -39,6 +39,7 @@ from fastamp.data.split_table import SplitOptions, split_table
 from fastamp.data.wildlife_splits import draw_identities
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 from fastamp.demo.animals import generate_animals
+from fastamp.demo.variants import generate_variant
 
 SITES = ["fastamp/data", "fastamp/demo"]
 
@@ -91,7 +92,8 @@ def tables(record):
         "invalid_lines": "path,pid,split\na.png,,train\nb.png,1,trian",
         "test_split": "path,pid,split\n" + "".join(f"{n}.png,{n},test\n" for n in range(20)),
         "quote": 'path,pid\na.png,"Jo "Al" Ray"',
-        "box_xywh": "path,pid,x,y,w,h\na,1,5,5,9,9",
+        "box_xywh": "path,pid,x,y,w,h\na,1,5,5,0,9",
+        "box_xywh_text": "path,pid,x,y,w,h\na,1,5,5,wide,9",
         "box_theta": "path,pid,x,y,w,h,theta\na,1,5,5,9,9,0.1",
         "decimal_comma": "path;pid;x0;y0;x1;y1\na;1;5,5;0;9;9",
     }.items():
@@ -346,6 +348,8 @@ def demo(record, patch):
         "generate_demo of no identity": lambda: generate_demo(record.root / "x", **{**small, "train_identities": 0}),
         "image_attributes of a folder of photos": lambda: image_attributes(record.root / "photos"),
         "generate_animals over a folder of photos": lambda: generate_animals(record.root / "photos"),
+        "generate_variant of an unknown variant": lambda: generate_variant("thermal", record.root / "x"),
+        "generate_variant of no identity": lambda: generate_variant("video", record.root / "x", train_identities=0),
         "generate_animals of one animal": lambda: generate_animals(record.root / "x", individuals=1),
         "contact_sheet of split gallery": lambda: contact_sheet(folder, record.root / "sheet.png", split="gallery"),
         "contact_sheet of a folder of photos": lambda: contact_sheet(record.root / "photos", record.root / "s.png"),
@@ -356,8 +360,9 @@ def demo(record, patch):
     patch.setenv("FASTAMP_DATASETS", str(blocked))
     with record(f"DATASETS.NAMES Demo, FASTAMP_DATASETS {blocked}"):
         build_dataset("Demo")
-    with record(f"DATASETS.NAMES DemoAnimals, FASTAMP_DATASETS {blocked}"):
-        build_dataset("DemoAnimals")
+    for name in ("DemoAnimals", "DemoInfrared"):
+        with record(f"DATASETS.NAMES {name}, FASTAMP_DATASETS {blocked}"):
+            build_dataset(name)
 
 
 def training_data(record):

@@ -68,6 +68,7 @@ SPLITS = ("train", "query", "gallery")
 DATABASE = "database"
 _SPLIT_NUMBERS = {split: number for number, split in enumerate((*SPLITS, DATABASE))}
 _BOX = ("x0", "y0", "x1", "y1")
+_BOX_WITH_SIZE = ("x", "y", "w", "h")
 _COLUMNS = ("path", "pid", "camid", "split", *_BOX)
 _EXCLUDED_ID = "-1"
 _MAX_HEADER = 2**16
@@ -89,9 +90,10 @@ class CsvDataset(ImageDataset):
     The first line of the file names the columns: ``path`` (relative to the folder of the CSV file, or absolute) and
     ``pid``, and optionally ``camid``, ``split`` (train, query, gallery, or database for training and gallery; case does
     not matter) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1
-    are exclusive). Identities and cameras can be any text; images of identity -1 are excluded. Without ``camid``,
-    gallery images from the query's camera are not excluded. All other columns become columns of the images;
-    ``csv_columns`` describes their types. Columns are separated by commas, semicolons or tabs.
+    are exclusive), or ``x``, ``y``, ``w``, ``h`` (box with width and height). Identities and cameras can be any text;
+    images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are not excluded. All
+    other columns become columns of the images; ``csv_columns`` describes their types. Columns are separated by commas,
+    semicolons or tabs.
 
     Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
     possible, e.g. with fewer than four identities, all images are training images.
@@ -199,7 +201,8 @@ class CsvDataset(ImageDataset):
     def further_columns(self) -> tuple[list[str], dict[int, list[str]]]:
         """Read the further columns as text: ``(names, line number -> values)``."""
         with open_table(self.file) as (reader, names):
-            further = [column for column, name in enumerate(names) if name not in _COLUMNS]
+            used = (*_COLUMNS, *_box_columns(names))
+            further = [column for column, name in enumerate(names) if name not in used]
             rows: dict[int, list[str]] = {}
             for line in reader:
                 rows[reader.line_num] = [line[column].strip() if column < len(line) else "" for column in further]
@@ -606,7 +609,8 @@ def _read_table(file: Path, identity: Sequence[str]) -> _Table:
 
 def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[str]) -> _Table:
     """Read the lines below the header; see ``_read_table``."""
-    column_of = {name: names.index(name) for name in _COLUMNS if name in names}
+    box = _box_columns(names)
+    column_of = {name: names.index(name) for name in (*_COLUMNS[: -len(_BOX)], *box) if name in names}
     path_column, camid_column, split_column = (column_of.get(name) for name in ("path", "camid", "split"))
     pid_columns = [names.index(name) for name in identity]
     required = {*identity, *column_of} - ({"pid"} - set(identity))
@@ -616,7 +620,7 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
     further = {
         names.index(name): CsvColumnBuilder()
         for name in names
-        if name and name not in _COLUMNS and name not in RESERVED_NAMES
+        if name and name not in (*_COLUMNS, *box) and name not in RESERVED_NAMES
     }
     pending: list[list[str]] = []
 
@@ -649,8 +653,8 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
                 continue
             if split_column is not None:
                 split = _parse_split(values[split_column])
-            if "x0" in column_of:
-                boxes.extend(_parse_box([values[column_of[name]] for name in _BOX]))
+            if box:
+                boxes.extend(_parse_box(box, [values[column_of[name]] for name in box]))
         except DataError as error:
             invalid[number] = str(error)
             continue
@@ -674,7 +678,7 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
         pids=pids.build(),
         camids=None if camid_column is None else camids.build(),
         splits=None if split_column is None else np.array(splits, dtype=np.int8),
-        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if "x0" in column_of else None,
+        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if box else None,
         excluded=excluded,
         invalid=invalid,
         columns={names[column]: builder.build() for column, builder in further.items()},
@@ -697,6 +701,13 @@ class _CategoricalTextBuilder:
     def build(self) -> _CategoricalText:
         """Return the categorical strings."""
         return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
+
+
+def _box_columns(names: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of the box; () if there are none."""
+    if "x0" in names:
+        return _BOX
+    return _BOX_WITH_SIZE if {*_BOX_WITH_SIZE} <= {*names} else ()
 
 
 def _check_line(names: Sequence[str], values: Sequence[str], required: Collection[str]) -> None:
@@ -733,12 +744,13 @@ def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> 
             file,
             _truncate(", ".join(reserved)),
         )
-    if {"x", "y", "w", "h"} <= {*names} and not boxes:
+    if "theta" in names and _box_columns(names) == _BOX_WITH_SIZE:
         raise DataError(
-            f"{file}: boxes as x, y, w and h{' with a rotation theta' * ('theta' in names)} are not supported.\n"
-            f"  fix: write the columns {', '.join(_BOX)} with x1 = x + w and y1 = y + h"
-            f"{', around the rotated box' * ('theta' in names)}; or rename the columns to use whole images"
+            f"{file}: boxes as x, y, w and h with a rotation theta are not supported.\n"
+            f"  fix: write the columns {', '.join(_BOX)} around the rotated box; or rename the columns to use whole "
+            "images"
         )
+    unknown = [name for name in unknown if name not in _box_columns(names)]
     similar = [f"{name}:{did_you_mean(name, optional)}" for name in unknown if did_you_mean(name, optional)]
     if similar:
         logger.warning(
@@ -763,14 +775,21 @@ def _parse_split(text: str) -> int:
     raise DataError(f"unknown split {text!r}; choices: {', '.join((*SPLITS, DATABASE))}.{hint}")
 
 
-def _parse_box(values: Sequence[str]) -> tuple[int, int, int, int]:
+def _parse_box(columns: Sequence[str], values: Sequence[str]) -> tuple[int, int, int, int]:
+    """Convert a box, with the corner x1, y1 or with width and height, to ``(x0, y0, x1, y1)``."""
     try:
-        x0, y0, x1, y1 = (round(float(value)) for value in values)
+        corners = [float(value) for value in values]
+        if columns == _BOX_WITH_SIZE:
+            corners[2:] = corners[0] + corners[2], corners[1] + corners[3]
+        x0, y0, x1, y1 = map(round, corners)
     except (ValueError, OverflowError) as error:
         fix = " (write a decimal point, not a comma)" if "," in "".join(values) else ""
-        raise DataError(f"x0 y0 x1 y1 must be numbers, got {' '.join(values)}{fix}") from error
+        raise DataError(f"{' '.join(columns)} must be numbers, got {' '.join(values)}{fix}") from error
     if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
-        raise DataError(f"box: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {x0} {y0} {x1} {y1}")
+        found = f"{x0} {y0} {x1} {y1}"
+        if columns == _BOX_WITH_SIZE:
+            found += f" (x1 = x + w, y1 = y + h, from {' '.join(values)})"
+        raise DataError(f"box: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {found}")
     return x0, y0, x1, y1
 
 

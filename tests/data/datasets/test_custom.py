@@ -64,6 +64,15 @@ def test_csv_box_crops_image(tmp_path):
     assert dataset.num_classes == 2
 
 
+def test_boxes_with_width_and_height_equal_boxes_with_corners(tmp_path):
+    corners = write_csv(tmp_path, ["f.png,1,5,6,21,38,left", "f.png,2,0,0,60,40,right"], "path,pid,x0,y0,x1,y1,side")
+    expected = [item.box for item in build_dataset(corners).train]
+    sizes = write_csv(tmp_path, ["f.png,1,left,16,5,6,32", "f.png,2,right,60,0,0,40"], "path,pid,side,w,x,y,h")
+    dataset = build_dataset(sizes)
+    assert [item.box for item in dataset.train] == expected == [(5, 6, 21, 38), (0, 0, 60, 40)]
+    assert list(dataset.train.columns) == ["side"] and dataset.further_columns()[0] == ["side"]
+
+
 def test_csv_box_outside_image_raises(tmp_path):
     Image.new("RGB", (60, 40)).save(tmp_path / "frame.png")
     name = write_csv(tmp_path, ["frame.png,1,5,6,61,38"], "path,pid,x0,y0,x1,y1")
@@ -89,6 +98,9 @@ def test_csv_box_outside_image_raises(tmp_path):
         (HEADER, ["a,1,1,trian"], r"line 2: unknown split 'trian'.*Did you mean 'train'"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5 0 x 9"),
+        ("path,pid,x,y,w,h", ["a,1,5,0,x,9"], "x y w h must be numbers, got 5 0 x 9"),
+        ("path,pid,x,y,w,h", ["a,1,5,0,0,9"], "got 5 0 5 9 .x1 = x . w"),
+        ("path,pid,x,y,w,h,theta", ["a,1,5,0,9,9,0"], "rotation theta"),
     ],
 )
 def test_invalid_csv_error_names_line_or_column(tmp_path, header, rows, message):
