@@ -25,8 +25,23 @@ KEYS = (
         "DATALOADER.TRACKLET.SAMPLING",
         "restricted",
         "TrackletSampler: frames of a tracklet: restricted (one random frame from each of T equal parts), random (T "
-        "random frames in temporal order), or even (every n/T-th frame).",
-        choices=("restricted", "random", "even"),
+        "random frames in temporal order), even (every n/T-th frame), or stride (every STRIDE-th frame from a random "
+        "one on).",
+        choices=("restricted", "random", "even", "stride"),
+    ),
+    Key(
+        "DATALOADER.TRACKLET.STRIDE",
+        4,
+        "TrackletSampler with SAMPLING stride: distance of the frames. Shorter tracklets are sampled as with "
+        "restricted.",
+        low=1,
+    ),
+    Key(
+        "DATALOADER.TRACKLET.CLIP",
+        0,
+        "TrackletSampler: divide each tracklet into clips of this many frames, each of which is sampled like a "
+        "tracklet; the last clip also contains the remaining frames. 0 does not divide tracklets.",
+        low=0,
     ),
     Key(
         "TEST.TRACKLET.FRAMES",
@@ -85,6 +100,45 @@ def restricted_frames(count: int, frames: int, rng: np.random.Generator) -> np.n
     return rng.integers(bounds[:-1], np.maximum(bounds[1:], bounds[:-1] + 1))
 
 
+def strided_frames(count: int, frames: int, stride: int, rng: np.random.Generator) -> np.ndarray:
+    """Select every ``stride``-th frame of a tracklet from a random frame on.
+
+    As in the program of Gu et al. 2022, "Clothes-changing person re-identification with RGB modality only",
+    arXiv:2204.06890: a tracklet with fewer than ``frames * stride`` frames is sampled by ``restricted_frames``, and
+    one with fewer than ``frames`` by ``random_frames``.
+
+    Args:
+        count (int): frames in the tracklet, at least 1.
+        frames (int): frames to select.
+        stride (int): distance of the frames, at least 1.
+        rng (np.random.Generator): random generator.
+
+    Returns:
+        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+    """
+    if count < frames * stride:
+        return (restricted_frames if count >= frames else random_frames)(count, frames, rng)
+    start = rng.integers(count - (frames - 1) * stride)
+    return start + stride * np.arange(frames)
+
+
+def divide_into_clips(count: int, length: int) -> list[range]:
+    """Divide a tracklet into clips of consecutive frames; the last clip also contains the remaining frames.
+
+    As the dense sampling of the program of Gu et al. 2022, arXiv:2204.06890, whose clips have 64 frames.
+
+    Args:
+        count (int): frames in the tracklet, at least 1.
+        length (int): frames per clip; a tracklet with fewer than ``2 * length`` frames is one clip. 0: no division.
+
+    Returns:
+        list[range]: frame indices of each clip.
+    """
+    clips = max(1, count // length) if length else 1
+    starts = [number * length for number in range(clips)]
+    return [range(start, end) for start, end in zip(starts, [*starts[1:], count], strict=True)]
+
+
 @SAMPLER_REGISTRY.register()
 class TrackletSampler(NaiveIdentitySampler):
     """Draw P random identities, K tracklets of each, and T frames of each tracklet.
@@ -101,8 +155,11 @@ class TrackletSampler(NaiveIdentitySampler):
         sets (Sequence[int], optional): dataset of each image; tracklets of different datasets are different. Default:
             one dataset.
         frames (int): frames per tracklet, T. Default 4.
-        sampling (str): ``"restricted"`` (default), ``"random"`` or ``"even"``; see ``restricted_frames``,
-            ``random_frames`` and ``even_frames``.
+        sampling (str): ``"restricted"`` (default), ``"random"``, ``"even"`` or ``"stride"``; see
+            ``restricted_frames``, ``random_frames``, ``even_frames`` and ``strided_frames``.
+        stride (int): see ``strided_frames``. Default 4.
+        clip (int): frames of the clips into which tracklets are divided, see ``divide_into_clips``; each clip is then
+            drawn like a tracklet. Default 0: no division.
         options: further keyword arguments of ``IdentitySampler``; ``batch_size`` is P * K * T.
 
     Raises:
@@ -119,10 +176,13 @@ class TrackletSampler(NaiveIdentitySampler):
         sets: Sequence[int] | None = None,
         frames: int = 4,
         sampling: str = "restricted",
+        stride: int = 4,
+        clip: int = 0,
         **options: Any,
     ) -> None:
-        self.tracklets = frames_by_tracklet(tracklet_keys(tracklets, sets))
-        self.frames, self.sampling = frames, sampling
+        whole = frames_by_tracklet(tracklet_keys(tracklets, sets))
+        self.tracklets = [rows[part.start : part.stop] for rows in whole for part in divide_into_clips(len(rows), clip)]
+        self.frames, self.sampling, self.stride = frames, sampling, stride
         first = [rows[0] for rows in self.tracklets]
         super().__init__(
             labels=np.asarray(labels)[first], camids=np.asarray(camids)[first], frames_per_instance=frames, **options
@@ -154,6 +214,8 @@ class TrackletSampler(NaiveIdentitySampler):
             sets=sets,
             frames=cfg.DATALOADER.TRACKLET.FRAMES,
             sampling=cfg.DATALOADER.TRACKLET.SAMPLING,
+            stride=cfg.DATALOADER.TRACKLET.STRIDE,
+            clip=cfg.DATALOADER.TRACKLET.CLIP,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,
             num_instances=cfg.DATALOADER.NUM_INSTANCE,
             seed=cfg.SEED,
@@ -175,6 +237,8 @@ class TrackletSampler(NaiveIdentitySampler):
     def _select(self, count: int, rng: np.random.Generator) -> np.ndarray:
         if self.sampling == "even":
             return even_frames(count, self.frames)
+        if self.sampling == "stride":
+            return strided_frames(count, self.frames, self.stride, rng)
         return (restricted_frames if self.sampling == "restricted" else random_frames)(count, self.frames, rng)
 
 

@@ -1,6 +1,7 @@
 """Frames of tracklets, the training sampler and the batches of a test set."""
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -15,10 +16,12 @@ from fastamp.data.build import build_dataset, find_training_problems
 from fastamp.data.tracklets import (
     TrackletInferenceSampler,
     TrackletSampler,
+    divide_into_clips,
     even_frames,
     random_frames,
     restricted_frames,
     select_test_frames,
+    strided_frames,
     tracklet_keys,
 )
 from fastamp.engine import DefaultTrainer
@@ -29,6 +32,7 @@ from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.tracklets import frames_by_tracklet, number_tracklets
 
 REFERENCE = np.load(Path(__file__).parents[1] / "reference/methods/video1.npz")
+CLIPS = json.loads((Path(__file__).parents[1] / "reference/methods/video1_clips.json").read_text())
 
 
 def training_set(counts=((5, 1), (3, 9), (4, 4, 4), (2,), (7, 7))):
@@ -90,13 +94,43 @@ def test_random_selections_are_ascending_and_in_range(select, count):
         assert all(len(set(each.tolist())) == 4 for each in drawn)
 
 
+def test_clips_equal_those_of_the_dense_sampling_of_cal():
+    for count in REFERENCE["lengths"].tolist():
+        clips = divide_into_clips(count, 64)
+        found = [[*clip] if len(clip) <= 16 else [clip[0], clip[-1], len(clip)] for clip in clips]
+        assert found == CLIPS[f"train_step64_len{count}"]
+    assert divide_into_clips(130, 0) == [range(130)]
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 31, 32, 100])
+def test_strided_frames_have_the_stride_in_long_tracklets_only(count):
+    rng = np.random.default_rng(0)
+    drawn = np.array([strided_frames(count, 8, 4, rng) for _ in range(1000)])
+    assert drawn.min() == 0 and drawn.max() == count - 1 and (np.diff(drawn) >= 0).all()
+    if count >= 32:
+        assert (np.diff(drawn) == 4).all() and set(drawn[:, 0].tolist()) == set(range(count - 28))
+    elif count >= 8:
+        assert (np.diff(drawn) >= 1).all()
+
+
+def test_clips_are_drawn_like_tracklets():
+    tracklets = np.repeat(np.arange(4), 10)
+    options = {"labels": np.repeat([0, 0, 1, 1], 10), "camids": np.zeros(40, dtype=int), "batch_size": 8, "seed": 0}
+    sampler = TrackletSampler(tracklets=tracklets, frames=2, num_instances=2, clip=3, sampling="stride", **options)
+    assert [len(rows) for rows in sampler.tracklets] == [3, 3, 4] * 4 and sampler.images_per_epoch == 24
+    assert np.concatenate(sampler.tracklets).tolist() == [*range(40)]
+    for frames in np.array(take(sampler, 0, 400)).reshape(-1, 2):
+        clip = frames % 10 // 3
+        assert tracklets[frames[0]] == tracklets[frames[1]] and np.ptp(clip.clip(max=2)) == 0
+
+
 def test_restricted_frames_come_from_equal_parts():
     rng = np.random.default_rng(0)
     for _ in range(100):
         assert (restricted_frames(12, 4, rng) // 3).tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("sampling", ["restricted", "random", "even"])
+@pytest.mark.parametrize("sampling", ["restricted", "random", "even", "stride"])
 def test_batch_has_p_identities_k_tracklets_and_t_frames(sampling):
     sampler, labels, tracklets = make(sampling=sampling)
     for batch in np.array(take(sampler, 0, 24 * 50)).reshape(-1, 3, 2, 4):
