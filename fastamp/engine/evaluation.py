@@ -13,6 +13,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
 from fastamp.data.build import check_split
 from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import (
     EVALUATOR_REGISTRY,
@@ -106,8 +107,8 @@ def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None)
     """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
     Args:
-        cfg (CfgNode): config. For ``auto``, the attribute ``evaluator`` of the class of ``MODEL.META_ARCHITECTURE`` is
-            the name of the evaluator; without this attribute, ``ReidEvaluator`` is built.
+        cfg (CfgNode): config. For ``auto``, the attribute ``evaluator`` of the classes of all test sets, else of the
+            class of ``MODEL.META_ARCHITECTURE``, is the name of the evaluator; without it, ``ReidEvaluator`` is built.
         num_query (int): number of query images.
         output_dir (str, optional): folder for the files of the evaluator.
 
@@ -122,6 +123,9 @@ def _evaluator_name(cfg: CfgNode) -> str:
     name: str = cfg.TEST.EVALUATOR
     if name != "auto":
         return name
+    of_tests = {getattr(DATASET_REGISTRY.get(each), "evaluator", "") for each in cfg.DATASETS.TESTS if ":" not in each}
+    if len(of_tests) == 1 and "" not in of_tests:
+        return of_tests.pop()
     return getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
 
 

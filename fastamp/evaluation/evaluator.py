@@ -45,7 +45,8 @@ KEYS = (
     Key(
         "TEST.EVALUATOR",
         "auto",
-        "Name of a registered evaluator; auto means that of the meta-architecture, ReidEvaluator if it has none.",
+        "Name of a registered evaluator; auto means that of the test sets, else that of the meta-architecture, "
+        "ReidEvaluator if it has none.",
     ),
 )
 

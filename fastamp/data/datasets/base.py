@@ -44,6 +44,8 @@ class ImageDataset(FastReIDDataset):
         has_distractors (bool): whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL``
             excludes from training. Default True.
         requires_gallery (bool): whether a test set without gallery images is an error. Default True.
+        evaluator (str): name of the evaluator if TEST.EVALUATOR is auto and all test sets have the same, for datasets
+            that are not evaluated by retrieval. Default "": that of the meta-architecture.
         protocols (tuple[str, ...]): values of TEST.PROTOCOL under which results on the dataset are published. Default:
             any.
         published_counts (Mapping[str, tuple[int, int]]): split -> published numbers of images and of identities; 0 if
@@ -55,6 +57,7 @@ class ImageDataset(FastReIDDataset):
     split_note = ""
     has_distractors = True
     requires_gallery = True
+    evaluator = ""
     protocols: ClassVar[tuple[str, ...]] = ()
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {}
 
@@ -71,6 +74,15 @@ class ImageDataset(FastReIDDataset):
             root (str): data root.
         """
         return cls(root=root)  # type: ignore[call-arg]
+
+    def adapt_config(self, cfg: Any, training_set: Any) -> Any:
+        """Return the config of a training on this dataset, before the model and the test sets are built.
+
+        Args:
+            cfg (CfgNode): config.
+            training_set (ReidDataset): images of all training sets, with ``sources`` and the labels.
+        """
+        return cfg
 
     def test_items(self) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
         """Return the query and the gallery images of a test loader, with integer identities and cameras."""

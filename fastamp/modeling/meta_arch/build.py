@@ -23,7 +23,8 @@ META_ARCH_REGISTRY = Registry("MODEL.META_ARCHITECTURE")
 def adapt_to_training_set(cfg: Any, dataset: Any) -> tuple[Any, int]:
     """Adapt a config to the training set, before the model is built.
 
-    A meta-architecture whose classes are not identities, or whose config depends on columns, has a class method
+    The datasets adapt it first, see ``ImageDataset.adapt_config``. A meta-architecture whose classes are not
+    identities, or whose config depends on columns, has a class method
     ``adapt_to_training_set(cfg, dataset) -> (cfg, num_classes)``.
 
     Args:
@@ -34,6 +35,8 @@ def adapt_to_training_set(cfg: Any, dataset: Any) -> tuple[Any, int]:
         tuple[CfgNode, int]: the config, and the number of classes of the model. Without the method, the config itself
         and the number of identities.
     """
+    for source in getattr(dataset, "sources", ()):
+        cfg = source.adapt_config(cfg, dataset)
     adapt = getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "adapt_to_training_set", None)
     return adapt(cfg, dataset) if adapt else (cfg, dataset.num_classes)
 
