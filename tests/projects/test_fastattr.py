@@ -192,9 +192,18 @@ def test_column_that_does_not_exist_lists_the_columns(tmp_path):
         DefaultTrainer(config(tmp_path, columns="[colour]"))
 
 
-def test_no_column_lists_the_columns(tmp_path):
-    with pytest.raises(ConfigError, match="available columns of .*: color, hat"):
-        DefaultTrainer(config(tmp_path, columns="[]"))
+def test_all_columns_are_attributes_by_default_and_a_set_without_columns_is_an_error(tmp_path):
+    assert DefaultTrainer(config(tmp_path, columns="[]")).cfg.MODEL.ATTRIBUTES.NAMES == (
+        "color=none",
+        "color=red",
+        "hat",
+    )
+    data = write_table(tmp_path, lambda index: f"{index // 2}", header="")
+    table = Path(data.removeprefix("csv:"))
+    table.write_text("\n".join(line.rpartition(",")[0] for line in table.read_text().splitlines()) + "\n")
+    opts = options(tmp_path / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", data, columns="[]")
+    with pytest.raises(ConfigError, match="has no columns"):
+        DefaultTrainer(read_config("FastAttr/Base-attribute", opts))
 
 
 def test_values_other_than_0_and_1_are_an_error(tmp_path):
@@ -230,3 +239,92 @@ def test_number_of_classes_of_the_file_that_differs_is_a_warning(tmp_path, caplo
     cfg = config(tmp_path, "MODEL.HEADS.NUM_CLASSES", "26")
     assert DefaultTrainer(cfg).cfg.MODEL.HEADS.NUM_CLASSES == 3
     assert "MODEL.HEADS.NUM_CLASSES is 26, but the training set has 3 attributes" in caplog.text
+
+
+def make_image(path):
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (16, 32)).save(path)
+
+
+def make_market(root, age=(1, 4)):
+    """Write two training and two test identities of Market-1501 with three attributes."""
+    from scipy.io import savemat
+
+    folder = root / "Market-1501-v15.09.15"
+    for split, pids in (("bounding_box_train", (2, 7)), ("query", (1, 3)), ("bounding_box_test", (1, 3, 0, -1))):
+        for pid in pids:
+            make_image(
+                folder / split / f"{pid:04d}_c1s1_000001_00.jpg"
+                if pid >= 0
+                else folder / split / "-1_c1s1_000001_00.jpg"
+            )
+    tables = {
+        split: {"image_index": np.array(pids, dtype=object), "age": list(age), "backpack": [1, 2], "upred": [2, 1]}
+        for split, pids in (("train", ("0002", "0007")), ("test", ("0001", "0003")))
+    }
+    savemat(folder / "market_attribute.mat", {"market_attribute": tables})
+    return folder
+
+
+def test_market_attributes_belong_to_identities_and_the_age_is_a_text(tmp_path):
+    from fastattr.datasets import Market1501Attr
+
+    make_market(tmp_path)
+    dataset = Market1501Attr(tmp_path)
+    columns = {dataset.identity(item.pid): dict(item.columns) for item in dataset.train}
+    assert columns == {
+        "2": {"age": "young", "backpack": 0, "upred": 1},
+        "7": {"age": "old", "backpack": 1, "upred": 0},
+    }
+    gallery = {item.pid: item.columns for item in dataset.gallery}
+    assert gallery[1]["age"] == "young" and gallery[0] == {"age": None, "backpack": None, "upred": None}
+
+
+def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    make_market(tmp_path)
+    cfg = read_config("FastAttr/market1501", options(tmp_path / "run", "MODEL.HEADS.NUM_CLASSES", "27", columns="[]"))
+    cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-4})
+    results = DefaultTrainer(cfg).train()
+    assert 0 <= results["mA"] <= 100 and "27" in caplog.text
+
+
+def test_missing_and_invalid_attribute_files_are_data_errors(tmp_path):
+    from fastattr.datasets import Market1501Attr
+
+    folder = make_market(tmp_path, age=(1, 5))
+    with pytest.raises(DataError, match=r"'age' has the unexpected values \[5\]"):
+        list(Market1501Attr(tmp_path).train)
+    (folder / "market_attribute.mat").write_bytes(b"damaged")
+    with pytest.raises(DataError, match="cannot read"):
+        list(Market1501Attr(tmp_path).train)
+    (folder / "market_attribute.mat").unlink()
+    with pytest.raises(DataError, match="not found"):
+        list(Market1501Attr(tmp_path).train)
+
+
+def test_pa100k_reads_the_published_layout(tmp_path):
+    from fastattr.datasets import PA100K
+    from scipy.io import savemat
+
+    cells = lambda texts: np.array([[text] for text in texts], dtype=object)  # noqa: E731
+    content = {"attributes": cells(["Female", "Hat"])}
+    for split, count in (("train", 3), ("val", 2), ("test", 2)):
+        names = [f"{split}{index}.jpg" for index in range(count)]
+        for name in names:
+            make_image(tmp_path / "PA-100K/data" / name)
+        content |= {f"{split}_images_name": cells(names), f"{split}_label": np.eye(count, 2, dtype=np.uint8)}
+    savemat(tmp_path / "PA-100K/annotation.mat", content)
+    dataset = PA100K(tmp_path)
+    assert [dict(item.columns) for item in dataset.train] == [
+        {"Female": 1, "Hat": 0}, {"Female": 0, "Hat": 1}, {"Female": 0, "Hat": 0},
+    ]  # fmt: skip
+    assert len(dataset.query) == 2 and len(dataset.gallery) == 0 and Path(dataset.query[0].path).is_file()
+    savemat(tmp_path / "PA-100K/annotation.mat", content | {"train_label": np.eye(2)})
+    with pytest.raises(DataError, match="3 images and 2 attributes, got 2 x 2"):
+        list(PA100K(tmp_path).train)
+    savemat(tmp_path / "PA-100K/annotation.mat", {"attributes": content["attributes"]})
+    with pytest.raises(DataError, match="no variable 'train_images_name'"):
+        list(PA100K(tmp_path).train)

@@ -24,7 +24,7 @@ KEYS = (
     Key(
         "MODEL.ATTRIBUTES.COLUMNS",
         (),
-        "FastAttr: columns of the dataset that are attributes; (): those of the dataset class, e.g. PA100K.",
+        "FastAttr: columns of the dataset that are attributes; (): all columns, e.g. of PA100K.",
         of=str,
     ),
     Key("MODEL.ATTRIBUTES.NAMES", (), "FastAttr: names of the attributes. Set by the training.", of=str),
@@ -97,21 +97,21 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
 
     Args:
         cfg: config; ``MODEL.ATTRIBUTES.COLUMNS`` may be empty.
-        dataset: training set, with ``columns``, and optionally ``attribute_columns``.
+        dataset: training set, with ``columns``.
 
     Returns:
         Config with ``MODEL.ATTRIBUTES.COLUMNS``, ``MODEL.ATTRIBUTES.NAMES`` and ``DATASETS.CATEGORIES``.
 
     Raises:
-        ConfigError: if no column is selected, or a column does not exist.
+        ConfigError: if the training set has no columns, or a selected column does not exist.
         DataError: if a column is neither text nor integers 0 and 1.
     """
     title, columns = f"the training set ({', '.join(cfg.DATASETS.NAMES)})", getattr(dataset, "columns", {})
-    selected = cfg.MODEL.ATTRIBUTES.COLUMNS or tuple(getattr(dataset, "attribute_columns", ()))
+    selected = cfg.MODEL.ATTRIBUTES.COLUMNS or tuple(columns)
     if not selected:
         raise ConfigError(
-            f"MODEL.ATTRIBUTES.COLUMNS is empty; available columns of {title}: {', '.join(columns) or 'none'}.\n"
-            "  fix: set MODEL.ATTRIBUTES.COLUMNS to the columns that are attributes"
+            f"{title} has no columns, which are the attributes.\n"
+            "  fix: add a column for each attribute to the CSV file, or use a dataset with attributes, e.g. PA100K"
         )
     names: list[str] = []
     categories = dict(cfg.DATASETS.CATEGORIES)
@@ -137,5 +137,6 @@ def _check_binary(name: str, column: EncodedColumn, title: str) -> None:
         found = "lists" if others == [None] else ", ".join(map(str, others[:5]))
         raise DataError(
             f"{title}: the attribute {name!r} must have the values 0 and 1, or texts; found {found}.\n"
-            "  fix: write its values as texts, e.g. young and old, or remove it from MODEL.ATTRIBUTES.COLUMNS"
+            "  fix: write its values as texts, e.g. young and old, or list only the other columns in "
+            "MODEL.ATTRIBUTES.COLUMNS"
         )
