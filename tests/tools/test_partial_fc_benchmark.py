@@ -1,0 +1,17 @@
+"""tools/benchmark/partial_fc.py with toy sizes."""
+
+import importlib.util
+from argparse import Namespace
+from pathlib import Path
+
+FILE = Path(__file__).parents[2] / "tools/benchmark/partial_fc.py"
+
+
+def test_each_head_of_the_partial_fc_benchmark_takes_steps():
+    spec = importlib.util.spec_from_file_location("partial_fc_benchmark", FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    args = Namespace(device="cpu", width=4, batch=3, warmup=1, steps=2)
+    for rate in module.HEADS.values():
+        row = module.measure(args, 20, rate)
+        assert row["ms"] > 0 and row["MiB"] >= 0
