@@ -27,8 +27,11 @@ from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.losses import LOSS_REGISTRY
 from fastamp.utils.env import peak_memory_mb
 
-HEADS = {"ordinary head": None, "Partial FC, rate 1": 1.0, "Partial FC, rate 0.1": 0.1}
-"""Name of the row -> sampling rate."""
+
+def sampling_rates(identities: int, centers: int) -> dict[str, float | None]:
+    """Return the rows of the table for a number of identities: name -> sampling rate, None for the ordinary head."""
+    rates = {"ordinary head": None, "Partial FC, rate 1": 1.0, "Partial FC, rate 0.1": 0.1}
+    return rates | {f"Partial FC, {centers:,} centers": min(1.0, centers / identities)}
 
 
 def measure(args: argparse.Namespace, identities: int, rate: float | None) -> dict[str, float]:
@@ -73,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--identities", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--width", type=int, default=64, help="feature width (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=64, help="batch size (default: %(default)s)")
+    parser.add_argument("--centers", type=int, default=10_000, help="centers of the last row (default: %(default)s)")
     parser.add_argument("--warmup", type=int, default=4, help="number of warm-up steps (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=8, help="number of measured steps (default: %(default)s)")
     parser.add_argument("--output", type=Path, help="also write the rows to this JSON file")
@@ -82,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     print(inspect_environment(resolve_device(args.device)).table(), file=sys.stderr)
     rows = []
     for identities in args.identities:
-        for name, rate in HEADS.items():
+        for name, rate in sampling_rates(identities, args.centers).items():
             # A new process for each row: the peak of the resident set cannot be reset.
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 rows.append({"identities": identities, "head": name, **pool.apply(measure, (args, identities, rate))})
