@@ -189,6 +189,19 @@ def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, mon
     check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), monkeypatch, dtype)
 
 
+@pytest.mark.parametrize("memory", ["none", "mean", "last"])
+def test_training_with_a_clothes_classifier_reads_the_device_once_per_step(memory, monkeypatch):
+    cfg = tiny_config("MODEL.LOSSES.NAME", "ClothesAdversarialLoss", "MODEL.LOSSES.CAL.MEMORY", memory)
+    cfg.merge_from_list(["MODEL.LOSSES.CAL.START_EPOCH", "0"])
+    cfg.DATASETS.NUM_CATEGORIES = {"clothes": CLASSES}
+    model = build_model(cfg)
+    with fake_cuda(monkeypatch, lambda count: [1.0] * count) as reads:
+        trainer = make_trainer(cfg, to_fake_cuda(model))
+        trainer.data_loader.batch["clothes"] = trainer.data_loader.batch["targets"]
+        trainer.train(0, 1, STEPS)
+        assert (trainer.steps_taken, reads.count) == (STEPS, STEPS)
+
+
 @pytest.mark.parametrize(
     "option",
     [

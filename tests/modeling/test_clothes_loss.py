@@ -1,7 +1,10 @@
 """The clothes-based adversarial loss: reference values, gradients, own optimizer and errors."""
 
+import subprocess
+import sys
 from pathlib import Path
 
+import clothes_ranks
 import numpy as np
 import pytest
 import tiny
@@ -11,11 +14,13 @@ import torch.nn.functional as F
 from fastamp.amp import OptimizationStep
 from fastamp.config import get_cfg
 from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
+from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_heads
 from fastamp.modeling.losses import ClothesAdversarialLoss, CrossEntropyLoss, TripletLoss, clothes_adversarial_loss
 from fastamp.utils.errors import ConfigError, DataError
 
+RANKS = clothes_ranks.__file__
 REFERENCE = np.load(Path(__file__).parents[1] / "reference" / "methods" / "cc_losses1.npz")
 
 
@@ -297,3 +302,22 @@ def test_recipe_has_the_head_of_the_program():
     torch.testing.assert_close(outputs["features"], F.batch_norm(pooled, None, None, training=True))
     assert head.bottleneck[-1].bias.requires_grad and head.weight.shape == (3, 4096)
     assert ClothesAdversarialLoss.from_config(cfg).weight.shape == (5, 4096)
+
+
+def test_two_processes_train_the_same_classifier_as_one(tmp_path):
+    subprocess.run([sys.executable, RANKS, tmp_path], check=True, timeout=120)
+    ranks = [torch.load(tmp_path / f"{rank}.pth") for rank in range(2)]
+    for memory in clothes_ranks.MEMORIES:
+        one, (first, second) = clothes_ranks.three_passes(memory), (rank[memory] for rank in ranks)
+        for name, expected in one["buffers"].items():
+            assert torch.equal(first["buffers"][name], second["buffers"][name]), name
+            torch.testing.assert_close(first["buffers"][name], expected, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.mean([first["losses"], second["losses"]], axis=0), one["losses"], rtol=1e-5)
+        for step, expected in enumerate(one["gradients"]):  # each process averages over half of the images
+            found = torch.cat([first["gradients"][step], second["gradients"][step]]) / 2
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_doctor_analyzes_the_loss_with_the_outfits_of_the_training_set(tmp_path, clothes):
+    report = diagnose(cal_config(tmp_path / "run"), dtypes=[torch.bfloat16], batch_size=8, max_images=20)
+    assert not report.problem and report.low

@@ -261,18 +261,20 @@ class ClothesAdversarialLoss(nn.Module):
         adversarial = clothes_adversarial_loss(logits, clothes, own, epsilon=self.epsilon)
         return classification + self.scale * adversarial
 
+    @torch.no_grad()
     def _train_classifier(self, features: torch.Tensor, clothes: torch.Tensor, *, updates: bool) -> torch.Tensor:
         """Compute the cross entropy of the clothes classifier; if ``updates``, update the classifier with it."""
-        with torch.enable_grad():
-            weight = self.weight.clone().requires_grad_()
-            cosines = F.normalize(features, dim=1) @ F.normalize(weight, dim=1).T
-            loss = F.cross_entropy(self.logit_scale * cosines, clothes)
-            if updates:
-                (gradient,) = torch.autograd.grad(loss, weight)
-                gradient = comm.all_reduce_sum(gradient) / comm.get_world_size()
-                state = (self.exp_avg, self.exp_avg_sq, self.steps)
-                adam_step(self.weight, gradient, *state, lr=self.lr, weight_decay=self.weight_decay)
-        return loss.detach()
+        features, unit = F.normalize(features, dim=1), F.normalize(self.weight, dim=1)
+        logits = self.logit_scale * features @ unit.T
+        if updates:
+            error = logits.softmax(1) - F.one_hot(clothes, logits.shape[1])
+            slope = self.logit_scale / len(features) * error.T @ features  # derivative with respect to unit
+            slope = slope - (slope * unit).sum(1, keepdim=True) * unit
+            gradient = slope / self.weight.norm(dim=1, keepdim=True).clamp_min(1e-12)
+            gradient = comm.all_reduce_sum(gradient) / comm.get_world_size()
+            state = (self.exp_avg, self.exp_avg_sq, self.steps)
+            adam_step(self.weight, gradient, *state, lr=self.lr, weight_decay=self.weight_decay)
+        return F.cross_entropy(logits, clothes)
 
     @torch.no_grad()
     def _update_memory(self, features: torch.Tensor, clothes: torch.Tensor) -> None:
