@@ -18,6 +18,7 @@ from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_heads
 from fastamp.modeling.losses import ClothesAdversarialLoss, CrossEntropyLoss, TripletLoss, clothes_adversarial_loss
+from fastamp.modeling.losses.build import check_shareable
 from fastamp.utils.errors import ConfigError, DataError
 
 RANKS = clothes_ranks.__file__
@@ -321,3 +322,8 @@ def test_two_processes_train_the_same_classifier_as_one(tmp_path):
 def test_doctor_analyzes_the_loss_with_the_outfits_of_the_training_set(tmp_path, clothes):
     report = diagnose(cal_config(tmp_path / "run"), dtypes=[torch.bfloat16], batch_size=8, max_images=20)
     assert not report.problem and report.low
+
+
+def test_outputs_with_different_features_cannot_share_the_classifier():
+    with pytest.raises(ConfigError, match=r"ClothesAdversarialLoss.*cannot be shared across the branches"):
+        check_shareable(torch.nn.ModuleDict({"loss_cal": build()}), "the branches of MGN")
