@@ -3,6 +3,8 @@
 Images have no cameras: each one has a unique camera number. Without a published query set, the first image of each test
 class is a query and the others are the gallery; the protocol ``recall_at_k`` uses all of them as queries.
 
+A dataset is also read from FastReID's list files, whose lines are ``path,label``, if its own files are missing.
+
 Args (of each class):
     root (str or Path): data root, which contains the folder of the dataset. Default "datasets".
 
@@ -16,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
-from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number
 from fastamp.data.datasets.file_utils import check_first_image, check_tree, read_lines
 from fastamp.utils.errors import DataError
 
@@ -30,19 +32,24 @@ class ProductDataset(ImageDataset):
         folder (str): folder of the dataset in the data root.
         needed (Sequence[str]): files and folders that must exist.
         tree (str): expected files in ``folder``, for messages; may have several lines.
+        lists (Mapping[str, str]): split -> name of FastReID's list file.
     """
 
     folder: ClassVar[str] = ""
     needed: ClassVar[Sequence[str]] = ()
     tree: ClassVar[str] = ""
+    lists: ClassVar[Mapping[str, str]] = {"train": "train.txt", "test": "test.txt"}
     has_cameras = False
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
-        tree = "\n".join(f"{self.folder}/{line}" for line in self.tree.splitlines())
-        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in self.needed], tree, self.folder)
+        needed, lists = ([self.dataset_dir / name for name in names] for names in (self.needed, self.lists.values()))
+        self.uses_lists = all(file.is_file() for file in lists) and not all(file.exists() for file in needed)
+        if not self.uses_lists:
+            tree = "\n".join(f"{self.folder}/{line}" for line in self.tree.splitlines())
+            check_tree(type(self).__name__, root, needed, tree, self.folder)
         super().__init__(
-            lambda: self._add_name_prefix(self._number_cameras(self.read("train"))),
+            lambda: self._add_name_prefix(self._number_cameras(self.images("train"))),
             lambda: self._test[0],
             lambda: self._test[1],
         )
@@ -51,6 +58,20 @@ class ProductDataset(ImageDataset):
         """Return the images of a split; ``"test"`` for all test images. Cameras are numbered later."""
         raise NotImplementedError
 
+    def images(self, split: str) -> list[ImageItem]:
+        """Return the images of a split from the files of the dataset, or from FastReID's lists."""
+        return self.read_list(self.lists[split]) if self.uses_lists else self.read(split)
+
+    def read_list(self, name: str) -> list[ImageItem]:
+        """Return the images in one of FastReID's list files; a label is an integer or a text."""
+        items = []
+        for line in read_lines(type(self).__name__, self.dataset_dir / name):
+            path, comma, label = (part.strip() for part in line.rpartition(","))
+            if not (path and comma and label):
+                raise self._invalid_line(name, line, "images/0001.jpg,17")
+            items.append(ImageItem(str(self.dataset_dir / path), as_number(label), 0))
+        return check_first_image(type(self).__name__, self.dataset_dir / name, items)
+
     def camera(self, camid: int | str) -> str:
         """Return "": the images have no cameras."""
         return ""
@@ -58,11 +79,18 @@ class ProductDataset(ImageDataset):
     @cached_property
     def _test(self) -> tuple[list[ImageItem], list[ImageItem]]:
         """Query and gallery images."""
-        items = self._number_cameras(self.read("test"))
+        items = self._number_test_images(self.images("test"))
         first: dict[int | str, ImageItem] = {}
         for item in items:
             first.setdefault(item.pid, item)
         return [*first.values()], [item for item in items if first[item.pid] is not item]
+
+    def _number_test_images(self, items: Sequence[ImageItem]) -> list[ImageItem]:
+        """Number the cameras, and the classes if a label is a text."""
+        if any(isinstance(item.pid, str) for item in items):
+            number_of = {pid: number for number, pid in enumerate(sorted({str(item.pid) for item in items}), start=1)}
+            items = [item._replace(pid=number_of[str(item.pid)]) for item in items]
+        return self._number_cameras(items)
 
     @staticmethod
     def _number_cameras(items: Iterable[ImageItem]) -> list[ImageItem]:
@@ -128,6 +156,11 @@ class InShop(ProductDataset):
     folder = "InShop"
     needed = ("Eval/list_eval_partition.txt", "Img/img")
     tree = "Eval/list_eval_partition.txt\nImg/img/{MEN,WOMEN}/{category}/id_*/*.jpg"
+    lists: ClassVar[Mapping[str, str]] = {
+        "train": "train.txt",
+        "query": "test_query.txt",
+        "gallery": "test_gallery.txt",
+    }
     protocols = ("recall_at_k_gallery",)
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
         "train": (25882, 3997),
@@ -155,8 +188,8 @@ class InShop(ProductDataset):
 
     @cached_property
     def _test(self) -> tuple[list[ImageItem], list[ImageItem]]:
-        query = self.read("query")
-        items = self._number_cameras([*query, *self.read("gallery")])
+        query = self.images("query")
+        items = self._number_test_images([*query, *self.images("gallery")])
         return items[: len(query)], items[len(query) :]
 
 
