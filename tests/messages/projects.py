@@ -2,12 +2,19 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
+import torch
 from messages import Recorder
+from PIL import Image
 from tiny import tiny_options
+from torch import nn
 
 from fastamp.config import get_cfg, read_config
+from fastamp.data.build import build_dataset
+from fastamp.data.datasets.items import PackedItems
+from fastamp.modeling import build_model
 
 TOOLS = ("plain_train_net", "soak")
 SITES = ["projects", *(f"tools/{name}.py" for name in TOOLS)]
@@ -16,6 +23,9 @@ SITES = ["projects", *(f"tools/{name}.py" for name in TOOLS)]
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     search_spaces(record)
     searches(record)
+    distillation(record)
+    classification(record)
+    retrieval(record)
     open_loop(record)
     soak(record)
 
@@ -129,6 +139,71 @@ def searches(record):
         patch.setitem(sys.modules, "matplotlib.figure", None)
         with record("a search without matplotlib"):
             picture.draw_trials([], search.space, record.root / "trials.png")
+
+
+def distillation(record):
+    """Build overhaul distillation with teachers and options that it does not support."""
+    cfg = read_config("FastDistill/demo-student")
+    from fastdistill.distiller_overhaul import DistillerOverhaul
+    from fastdistill.stages import last_blocks
+
+    own = {"MODEL.META_ARCHITECTURE": "DistillerOverhaul", "KD.EMA.ENABLED": True, "MODEL.HEADS.NUM_CLASSES": 4}
+    cfg = cfg.with_values(own | {"MODEL.DEVICE": "cpu"})
+    with record("the stages of a linear layer"):
+        last_blocks(nn.Linear(2, 2))
+    with record("MODEL.COMPILE inductor with DistillerOverhaul"):
+        DistillerOverhaul.further_options(cfg.with_values({"MODEL.COMPILE": "inductor"}))
+    model = build_model(cfg)
+    with record("a teacher of one stage"):
+        model._build_connectors(nn.ModuleDict({"layer1": model.backbone.layer1}))
+    with record("a teacher with smaller maps"):
+        maps = torch.zeros(1, 64, 4, 2)
+        model._overhaul_loss([maps], [maps[..., :1]], model.backbone, model.connectors[0])
+
+
+def classification(record):
+    """Train on class folders with missing folders, other classes and settings that are not supported."""
+    cfg = read_config("FastClas/demo", ["DATASETS.NAMES", "ClassFolder", "DATASETS.TESTS", "ClassFolder"])
+    from fastclas.class_folder import ClassFolder
+    from fastclas.evaluator import ClasEvaluator
+
+    folder = record.root / "classes"
+    for name in ("train/ant", "train/bee", "val/ant", "val/wasp"):
+        (folder / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(folder / name / "0.png")
+    values = {"DATASETS.CLASS_FOLDER": str(folder)}
+    with record("ClassFolder without DATASETS.CLASS_FOLDER"):
+        build_dataset("ClassFolder", cfg)
+    with record("DATASETS.COMBINEALL with class folders"):
+        build_dataset("ClassFolder", cfg.with_values(values | {"DATASETS.COMBINEALL": True}))
+    dataset = build_dataset("ClassFolder", cfg.with_values(values))
+    with record("test images of another class"):
+        dataset.test_items()
+    items = PackedItems.of(dataset.train)
+    (folder / "train/none").mkdir()
+    with record("a class folder without images"):
+        ClassFolder(path=str(folder)).read("train")
+    (record.root / "empty/train").mkdir(parents=True)
+    (record.root / "empty/val").mkdir()
+    with record("a split without class folders"):
+        ClassFolder(path=str(record.root / "empty")).read("train")
+    with record("DATASETS.CLASSES of other names"):
+        other = cfg.with_values({"DATASETS.CLASSES": ["bee", "ant"]})
+        dataset.adapt_config(other, SimpleNamespace(sources=[dataset], items=items))
+    with record("class folders and persons"):
+        dataset.adapt_config(cfg, SimpleNamespace(sources=[dataset, None], items=items))
+    with record("features of an EmbeddingHead for ClasEvaluator"):
+        evaluator = ClasEvaluator(cfg.with_values({"DATASETS.CLASSES": ["ant", "bee"]}))
+        evaluator.process({"targets": torch.zeros(1, dtype=torch.int64)}, torch.zeros(1, 9))
+
+
+def retrieval(record):
+    """Evaluate test sets with different protocols."""
+    cfg = read_config("FastRetri/demo", ["DATASETS.TESTS", "[CUB, InShop]"])
+    from fastretri.retri_evaluator import retrieval_config
+
+    with record("test sets CUB and InShop"):
+        retrieval_config(cfg)
 
 
 def open_loop(record):

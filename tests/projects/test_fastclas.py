@@ -92,7 +92,7 @@ def test_test_set_may_lack_a_class_but_not_have_another(folder, tmp_path):
     loader, _ = build_reid_test_loader(cfg, "ClassFolder")
     assert sorted(set(loader.dataset.labels.tolist())) == [0, 1]
     (tmp_path / "aside").rename(folder / "val" / "teal")
-    with pytest.raises(DataError, match="1 classes without training images: 'teal'; the model has 3 classes"):
+    with pytest.raises(DataError, match="1 class without training images: 'teal'; the model has 3 classes"):
         DefaultTrainer(cfg)
 
 

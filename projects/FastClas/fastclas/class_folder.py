@@ -10,6 +10,7 @@ from fastamp.data.datasets.custom import IMAGE_SUFFIXES
 from fastamp.data.datasets.file_utils import check_tree, list_entries
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand
+from fastamp.utils.plural import plural
 
 KEYS = (
     Key(
@@ -112,7 +113,7 @@ class ClassDataset(ImageDataset):
         if wrong is not None:
             unknown = sorted({item.pid for item in self.query} - label_of.keys())
             raise DataError(
-                f"{self.title}: test images of {len(unknown)} classes without training images: "
+                f"{self.title}: test images of {plural(len(unknown), 'class', 'classes')} without training images: "
                 f"{', '.join(map(repr, unknown[:5]))}; the model has {len(names)} classes, e.g. "
                 f"{', '.join(map(repr, names[:5]))}.\n"
                 f"  found: {wrong.path}\n"
