@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -211,12 +211,63 @@ class Predictor:
             ConfigError: if required ``camids``, ``viewids`` or ``modality`` are missing or invalid, or ``color`` is
                 unknown.
         """
+        ids = {"camids": camids, "viewids": viewids, "modality": modality}
+        return self._compute(images, self.features_of_batch, boxes=boxes, color=color, ids=ids)
+
+    def attributes(
+        self,
+        images: Image | Sequence[Image],
+        *,
+        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        color: str = "rgb",
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
+    ) -> list[dict[str, float]]:
+        """Compute the probabilities of the attributes of images, or of boxes in one frame, of a model of FastAttr.
+
+        Args:
+            images, boxes, color, camids, viewids, modality: see ``features``.
+
+        Returns:
+            For each image or box: name of an attribute, e.g. ``"upper_color=red"`` -> probability in 0..1, NaN for an
+            image without pixels.
+
+        Raises:
+            ConfigError: if the model does not recognize attributes; see also ``features``.
+            DataError: see ``features``.
+        """
+        if not hasattr(self.model, "attribute_probabilities"):
+            raise ConfigError(
+                f"{self.checkpoint}: the model ({type(self.model).__name__}) does not recognize attributes.\n"
+                "  fix: use a model of FastAttr, or call features()"
+            )
+        ids = {"camids": camids, "viewids": viewids, "modality": modality}
+        names, flip = tuple(self.cfg.MODEL.ATTRIBUTES.NAMES), self.cfg.TEST.FLIP.ENABLED
+
+        def compute(batch: dict[str, Any]) -> Tensor:
+            return extract_features(self.model.attribute_probabilities, batch, self.policy, flip)
+
+        probabilities = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(names))
+        return [dict(zip(names, row, strict=True)) for row in probabilities.tolist()]
+
+    def _compute(
+        self,
+        images: Image | Sequence[Image],
+        compute: Callable[[dict[str, Any]], Tensor],
+        *,
+        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None,
+        color: str,
+        ids: dict[str, Any],
+        width: int | None = None,
+    ) -> Tensor:
+        """Apply ``compute`` to batches of images; return (N, width) float32, by default as wide as the features."""
         check_choice("color", color, COLORS)
         if boxes is not None:
             images, color = self._crop(images, boxes, color)
         else:
             images = as_list(images)
-        ids = self._inputs(len(images), camids=camids, viewids=viewids, modality=modality)
+        ids = self._inputs(len(images), **ids)
         size, features, kept = self.cfg.TEST.IMS_PER_BATCH, [], []
 
         def load(number: int) -> Tensor | None:
@@ -235,11 +286,12 @@ class Predictor:
                 if rows:
                     batch = {name: values[rows] for name, values in ids.items()}
                     batch["images"] = self._transforms.stack(list(found.values()))
-                    features.append(self.features_of_batch(batch).cpu())
+                    features.append(compute(batch).cpu())
                     kept += rows
         if features and len(kept) == len(images):
             return torch.cat(features)
-        result = torch.full((len(images), features[0].shape[1] if features else self.feature_dim), torch.nan)
+        width = features[0].shape[1] if features else width or self.feature_dim
+        result = torch.full((len(images), width), torch.nan)
         if features:
             result[kept] = torch.cat(features)
         empty = sorted(set(range(len(images))) - set(kept))

@@ -130,8 +130,11 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
     ]
     assert main(["eval", str(run)]) == 0
     assert f"{results['mA']:.2f}" in capsys.readouterr().out
-    features = Predictor(run / "model_final.pth").features([str(tmp_path / "0.png")])
-    assert features.shape == (1, 3)
+    predictor, images = Predictor(run / "model_final.pth"), [str(tmp_path / "0.png"), str(tmp_path / "5.png")]
+    features = predictor.features(images)
+    attributes = predictor.attributes(images)
+    assert features.shape == (2, 3) and list(attributes[0]) == ["color=none", "color=red", "hat"]
+    assert [list(each.values()) for each in attributes] == features.tolist()
 
 
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
@@ -167,7 +170,10 @@ def test_joint_model_reports_both_kinds_of_metrics_and_outputs_features(tmp_path
     assert losses.keys() == {"loss_cls", "loss_triplet", "loss_bce"}
     results = trainer.train()
     assert {"mAP", "Rank-1", "mA", "F1"} <= results.keys()
-    assert Predictor(tmp_path / "run" / "model_final.pth").features([str(tmp_path / "0.png")]).shape == (1, 512)
+    predictor = Predictor(tmp_path / "run" / "model_final.pth")
+    assert predictor.features([str(tmp_path / "0.png")]).shape == (1, 512)
+    empty, full = predictor.attributes(str(tmp_path / "0.png"), boxes=[(90, 90, 95, 95), (0, 0, 16, 32)])
+    assert np.isnan(list(empty.values())).all() and all(0 <= each <= 1 for each in full.values())
     assert main(["eval", str(tmp_path / "run")]) == 0
 
 
@@ -329,3 +335,35 @@ def test_pa100k_reads_the_published_layout(tmp_path):
     savemat(tmp_path / "PA-100K/annotation.mat", {"attributes": content["attributes"]})
     with pytest.raises(DataError, match="no variable 'train_images_name'"):
         list(PA100K(tmp_path).train)
+
+
+def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint, tmp_path):
+    make_image(tmp_path / "image.png")
+    with pytest.raises(ConfigError, match="does not recognize attributes"):
+        Predictor(checkpoint).attributes(str(tmp_path / "image.png"))
+
+
+def test_query_in_words_finds_attributes_and_scores_images():
+    from fastattr.search import parse_query, score
+
+    names = ["upper_color=red", "lower_color=red", "hat", "hat_kind=cap"]
+    assert parse_query("red", names) == [["upper_color=red", "lower_color=red"]]
+    assert parse_query("red upper_color, HAT", names) == [["upper_color=red"], ["hat"]]
+    assert parse_query("upper_color=red,cap", names) == [["upper_color=red"], ["hat_kind=cap"]]
+    probabilities = dict(zip(names, (0.5, 0.75, 0.25, 1.0), strict=True))
+    assert score(probabilities, parse_query("red, hat", names)) == 0.75 * 0.25
+    for text, match in (("blue", "available: upper_color=red"), (" , ", "no attributes")):
+        with pytest.raises(ConfigError, match=match):
+            parse_query(text, names)
+
+
+def test_find_prints_the_images_with_the_attributes(tmp_path):
+    import preloaded
+
+    cfg = config(tmp_path)
+    DefaultTrainer(cfg).train()
+    script = Path(__file__).parents[2] / "projects/FastAttr/find.py"
+    process = preloaded.run(script, tmp_path / "run", tmp_path, "red", "--top", "3")
+    assert process.returncode == 0 and process.stdout.count(".png") == 3, process.stderr
+    process = preloaded.run(script, tmp_path / "run", tmp_path, "blue")
+    assert process.returncode == 2 and "no attribute matches 'blue'" in process.stderr
