@@ -117,9 +117,8 @@ class PartialFC(nn.Module):
         if self.sample_rate < 1:
             classes = self.sample(local[local >= 0].unique())
             positions = torch.where(local >= 0, torch.searchsorted(classes, local), -1)
-            rows = classes
-            if self.centers > 1:
-                rows = (classes[:, None] * self.centers + torch.arange(self.centers, device=rows.device)).flatten()
+            of_class = torch.arange(self.centers, device=classes.device)
+            rows = (classes[:, None] * self.centers + of_class).flatten()
             weight = F.embedding(rows, weight, sparse=True)
         else:
             classes, positions = torch.arange(self.count, device=local.device), local
