@@ -281,11 +281,9 @@ class ClothesAdversarialLoss(nn.Module):
         """Store the features of the outfits in the batches of all ranks."""
         features, clothes = comm.all_gather(features), comm.all_gather(clothes)
         same = clothes[:, None] == clothes
-        if self.memory == "mean":
-            new = same.to(features.dtype) @ features / same.sum(1, keepdim=True)
-        else:
-            new = features[(same * torch.arange(len(clothes), device=clothes.device)).argmax(1)]
-        # Rows of one outfit are equal, so that their order does not matter.
+        new = same.to(features.dtype) @ features / same.sum(1, keepdim=True) if self.memory == "mean" else features
+        # Images of one outfit all write the value of the last one, so that their order does not matter.
+        new = new[(same * torch.arange(1, len(clothes) + 1, device=clothes.device)).argmax(1)]
         momentum = self.momentum * self.seen[clothes, None]
         self.weight[clothes] = momentum * self.weight[clothes] + (1 - momentum) * new
         self.seen[clothes] = True
