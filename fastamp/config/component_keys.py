@@ -6,6 +6,8 @@ from pathlib import Path
 from fastamp.config.key import Key
 
 _PACKAGE = Path(__file__).parents[1]
+# Without components; a wheel has the projects below the package, which declare their keys when they are loaded.
+_EXCLUDED = (Path(__file__).parent.name, "projects")
 
 
 def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
@@ -33,7 +35,7 @@ def component_keys(package: Path = _PACKAGE) -> dict[str, Key]:
     for file in sorted(package.glob("*/**/*.py")):
         names = file.relative_to(package).with_suffix("").parts
         # Skip hidden files and copies left by editors and operating systems.
-        if names[0] == Path(__file__).parent.name or not all(name.isidentifier() for name in names):
+        if names[0] in _EXCLUDED or not all(name.isidentifier() for name in names):
             continue
         for key in declared_keys(file):
             if key.path in keys:

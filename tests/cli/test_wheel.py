@@ -104,3 +104,10 @@ def test_installed_benchmark_tune_and_completion_find_their_files(installed):
     assert "Demo/quickstart" in installed.check("completion")
     done = installed.fastamp("tune", "VeRi/vit_base")
     assert done.returncode == 2 and "bagtricks.yml" in done.stderr, done.stderr  # the installed search spaces
+
+
+def test_recipes_of_projects_load_from_the_wheel(installed):
+    names = [name for name in installed.check("recipes").split() if name.startswith("Fast")]
+    assert {"FastAttr/demo", "FastClas/demo", "FastDistill/demo", "FastRetri/demo"} <= {*names}
+    for name in ("FastAttr/pa100", "FastDistill/sbs_r34"):
+        assert f"(set to: [{name.partition('/')[0]}])" in installed.check("config", "list", name), name
