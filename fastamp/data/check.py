@@ -643,7 +643,9 @@ class _CheckedDataset:
 
     def find_missing_splits(self) -> Iterable[Finding]:
         """Find splits without images, without which the dataset cannot be used for training or for testing."""
-        for names, key in ((("train",), "DATASETS.NAMES"), (("query", "gallery"), "DATASETS.TESTS")):
+        leaves_one_out = self.protocol is not None and self.protocol.ranking_rule.all_images
+        test = ("query",) if leaves_one_out else ("query", "gallery")
+        for names, key in ((("train",), "DATASETS.NAMES"), (test, "DATASETS.TESTS")):
             missing = [name for name in names if name not in self.splits]
             yield from _findings(
                 f"splits without images, which {key} needs",

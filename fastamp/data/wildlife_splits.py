@@ -65,7 +65,7 @@ def closed_split(identities: Sequence[str], train_fraction: float, *, seed: int 
     Raises:
         ConfigError: if ``train_fraction`` is not in 0..1.
     """
-    _check_fraction("the training fraction", train_fraction)
+    _check_fraction("train", train_fraction)
     return _split_each(rows_by_identity(identities), train_fraction, LinearCongruentialGenerator(seed))
 
 
@@ -91,7 +91,7 @@ def open_split(
     Raises:
         ConfigError: if a fraction is not in 0..1, or not one of ``test_fraction`` and ``num_test`` is given.
     """
-    _check_fraction("the training fraction", train_fraction)
+    _check_fraction("train", train_fraction)
     drawn = draw_identities(identities, fraction=test_fraction, count=num_test, seed=seed)
     groups = rows_by_identity(identities)
     alone = [row for name, rows in groups.items() if name in drawn for row in rows]
@@ -128,7 +128,7 @@ def time_proportion_split(
         train_fraction (float): fraction of each identity's different days for training, rounded to even, at most all
             but one. Identities with a single day are for training. Default 0.5.
     """
-    _check_fraction("the training fraction", train_fraction)
+    _check_fraction("train", train_fraction)
     split = Split([], [])
     for rows in rows_by_identity(identities).values():
         ordered = sorted((row for row in rows if dates[row] is not None), key=dates.__getitem__)
@@ -182,7 +182,7 @@ def encounter_split(
             at most all but one. Identities with a single encounter are for training. Default 0.5.
         seed (int): seed of the generator. Default 666.
     """
-    _check_fraction("the training fraction", train_fraction)
+    _check_fraction("train", train_fraction)
     generator, result = LinearCongruentialGenerator(seed), Split([], [])
     for rows in rows_by_identity(identities).values():
         groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -237,7 +237,7 @@ def draw_identities(
         if not 0 <= count <= len(ordered):
             raise ConfigError(f"cannot draw {count} of {len(ordered)} identities")
         return set(permuted[:count])
-    _check_fraction("the fraction of test identities", fraction)
+    _check_fraction("unknown", fraction)
     drawn: set[str] = set()
     images = 0
     for name in permuted:
@@ -297,6 +297,9 @@ def _deal(rows: list[int], count: int, generator: LinearCongruentialGenerator, r
     result.test.extend(permuted[count:])
 
 
-def _check_fraction(name: str, value: float) -> None:
+def _check_fraction(option: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise ConfigError(f"{name} is {value:g}; expected a number in 0..1")
+        kind = {"train": "for training", "unknown": "of unknown identities"}[option]
+        raise ConfigError(
+            f"the fraction {kind} is {value:g}; expected a number in 0..1.\n  fix: change --{option} of fastamp split"
+        )

@@ -288,6 +288,7 @@ def _rule(
         junk=junk,
         build=build,
         columns=tuple(filter(None, (database, validation))),
+        column_keys=("TEST.ANIMALS.DATABASE",) * bool(database) + ("TEST.ANIMALS.THRESHOLD",) * bool(validation),
         all_images=leave_one_out,
         open_set=open_set or leave_one_out,
         further_metrics=partial(identification_metrics, threshold=threshold, has_new=open_set),

@@ -602,9 +602,9 @@ class Predictor:
         given *= count if len(given) == 1 else 1
         if len(given) != count or not set(given) <= set(names):
             raise ConfigError(
-                f"the model requires the modality of each image, {' or '.join(names)}: expected one, or {count}; got "
-                f"{', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
-                "  fix: pass the modality of the images, or set MODEL.BACKBONE.MODALITY"
+                f"the model requires the modality of each image, {' or '.join(names)}: expected one value"
+                f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
+                "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
             )
         return batch | {self.modality_column: torch.tensor([names.index(each) for each in given], dtype=torch.int64)}
 

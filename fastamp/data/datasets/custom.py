@@ -736,6 +736,7 @@ def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> 
             f"{file}: invalid header {_truncate(','.join(names)) or '(the file is empty)'}: {_truncate(fault)}."
             f"{' ' + ' '.join(hints) if hints else ''}\n"
             f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
+            f"{'; or name the columns of the identity, e.g. DATASETS.CSV.IDENTITY [name]' * ('pid' in missing)}"
         )
     reserved = [name for name in unknown if name in RESERVED_NAMES]
     if reserved:

@@ -84,7 +84,8 @@ class TwoStemResNet(ResNet):
         if not set(found) <= {0, 1}:
             raise DataError(
                 f"the column {self.columns[0]!r} must be visible or infrared (0 or 1) for all images; found the "
-                f"numbers {', '.join(map(str, found))}.\n"
+                f"numbers {', '.join(map(str, found))} (-1: missing; from 2: values that DATASETS.CATEGORIES does not "
+                "list).\n"
                 f"  fix: set DATASETS.CATEGORIES to {{{self.columns[0]}: [visible, infrared]}}, and correct the column"
             )
         if len(found) == 1:
