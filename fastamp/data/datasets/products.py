@@ -47,6 +47,8 @@ class ProductDataset(ImageDataset):
         self.uses_lists = all(file.is_file() for file in lists) and not all(file.exists() for file in needed)
         if not self.uses_lists:
             tree = "\n".join(f"{self.folder}/{line}" for line in self.tree.splitlines())
+            if needed != lists:
+                tree += f"\nor {self.folder}/{{{','.join(self.lists.values())}}} with lines path,label"
             check_tree(type(self).__name__, root, needed, tree, self.folder)
         super().__init__(
             lambda: self._add_name_prefix(self._number_cameras(self.images("train"))),
