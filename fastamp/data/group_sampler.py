@@ -59,16 +59,7 @@ class GroupIdentitySampler(BalancedIdentitySampler):
             )
 
     @classmethod
-    def from_config(
-        cls,
-        cfg: Any,
-        *,
-        labels: Sequence[int],
-        camids: Sequence[int],
-        world_size: int,
-        columns: Mapping[str, Any],
-        **unused: Any,
-    ) -> "EpochSampler":
+    def from_config(cls, cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.GROUPS and the keys of ``IdentitySampler``.
 
         Raises:
@@ -80,12 +71,7 @@ class GroupIdentitySampler(BalancedIdentitySampler):
         return cls(
             groups=groups,
             single=cfg.DATALOADER.GROUPS.BATCH == "single",
-            labels=labels,
-            camids=camids,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
+            **cls.options_from_config(cfg, **images),
         )
 
     def epoch(self, epoch: int) -> Iterator[int]:

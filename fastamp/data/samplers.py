@@ -178,18 +178,23 @@ class IdentitySampler(EpochSampler):
         return self._order[self._starts[number] : self._ends[number]]
 
     @classmethod
-    def from_config(
-        cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
-    ) -> "EpochSampler":
-        """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
-        return cls(
-            labels=labels,
-            camids=camids,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
-        )
+    def from_config(cls, cfg: Any, **images: Any) -> "EpochSampler":
+        """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED; see ``EpochSampler``."""
+        return cls(**cls.options_from_config(cfg, **images))
+
+    @staticmethod
+    def options_from_config(
+        cfg: Any, *, labels: Sequence[int], camids: Sequence[int], world_size: int, **unused: Any
+    ) -> dict[str, Any]:
+        """Return the arguments of ``IdentitySampler`` for a config and the images of the training set."""
+        return {
+            "labels": labels,
+            "camids": camids,
+            "batch_size": cfg.SOLVER.IMS_PER_BATCH,
+            "num_instances": cfg.DATALOADER.NUM_INSTANCE,
+            "seed": cfg.SEED,
+            "world_size": world_size,
+        }
 
 
 @SAMPLER_REGISTRY.register()
@@ -284,16 +289,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
             self.images_per_epoch = int(counts.max()) * len(counts)
 
     @classmethod
-    def from_config(
-        cls,
-        cfg: Any,
-        *,
-        labels: Sequence[int],
-        camids: Sequence[int],
-        world_size: int,
-        columns: Mapping[str, Any],
-        **unused: Any,
-    ) -> "EpochSampler":
+    def from_config(cls, cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.BALANCE_COLUMN, BALANCED_EPOCH and the keys of ``IdentitySampler``.
 
         Raises:
@@ -305,12 +301,7 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
         return cls(
             values=values,
             balanced_epoch=cfg.DATALOADER.BALANCED_EPOCH,
-            labels=labels,
-            camids=camids,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
+            **cls.options_from_config(cfg, **images),
         )
 
     def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
@@ -376,19 +367,12 @@ class SetReWeightSampler(BalancedIdentitySampler):
                 )
 
     @classmethod
-    def from_config(
-        cls, cfg: Any, *, labels: Sequence[int], camids: Sequence[int], sets: Sequence[int], world_size: int
-    ) -> "EpochSampler":
+    def from_config(cls, cfg: Any, *, sets: Sequence[int], **images: Any) -> "EpochSampler":
         """Build the sampler from DATALOADER.SET_WEIGHT, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED."""
         return cls(
             sets=sets,
             weights=cfg.DATALOADER.SET_WEIGHT,
-            labels=labels,
-            camids=camids,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
+            **cls.options_from_config(cfg, **images),
         )
 
     def epoch(self, epoch: int) -> Iterator[int]:
