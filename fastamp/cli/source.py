@@ -195,6 +195,11 @@ def training_config(
     return cfg
 
 
+def _pairs_of(key: str, opts: Sequence[str]) -> list[str]:
+    """Return the ``KEY VALUE`` pairs of one key."""
+    return [text for pair in zip(opts[::2], opts[1::2], strict=True) if pair[0] == key for text in pair]
+
+
 @renamed_arguments(parts="plugin")
 def evaluation_config(
     config_file: str, opts: Sequence[str], *, plugin: str = "", source: str = ""
@@ -223,7 +228,9 @@ def evaluation_config(
         config_file = source
     elif found:
         opts = ["MODEL.WEIGHTS", found.checkpoint, *opts]
-    given = read_config(config_file, opts, plugin=plugin)
+    # The config in a checkpoint can name projects, which declare keys in ``opts``.
+    own = opts if config_file or len(opts) % 2 else _pairs_of("MODEL.WEIGHTS", opts)
+    given = read_config(config_file, own, plugin=plugin)
     weights = given.MODEL.WEIGHTS
     if not weights:
         raise ConfigError(
@@ -242,6 +249,7 @@ def evaluation_config(
                 "  fix: add --config-file X.yml with the config of the training, or convert the weights with "
                 "`fastamp import`, which infers the config of many models"
             )
+        given = read_config("", opts, plugin=plugin)
         return given, f"the defaults, because {weights} contains no config"
     model = {"MODEL.DEVICE": "auto", "MODEL.COMPILE": "off", "MODEL.HEADS.NUM_CLASSES": 0}
     cfg.merge_from_other_cfg(_machine_defaults() | model)

@@ -30,6 +30,7 @@ from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
+from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, TrainingError, writing
 from fastamp.utils.moved import renamed_arguments, renamed_attribute
@@ -305,7 +306,14 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         features, identities, columns = self.gather()
         n, protocol = len(identities.query_pids), self.protocol
         features = features.to(ranking_device(features, protocol, self._device))
-        result = compute_metrics(features[:n], features[n:], identities, protocol, self.report_options)
+        result = compute_metrics(
+            features[:n],
+            features[n:],
+            identities,
+            protocol,
+            self.report_options,
+            distances=self.distances(features[:n], features[n:], identities),
+        )
         plain = protocol.plain()
         baselines = {
             name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain) for name in self.baselines
@@ -333,6 +341,12 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         if baselines:
             metrics["baselines"] = {name: baseline.metrics() for name, baseline in baselines.items()}
         return metrics
+
+    def distances(
+        self, query_features: torch.Tensor, gallery_features: torch.Tensor, identities: Identities
+    ) -> DistanceBlocks | None:
+        """Return the distances by which ``evaluate`` ranks the gallery. Default: None, those between the features."""
+        return None
 
     def gather(self) -> tuple[torch.Tensor, Identities, dict[str, torch.Tensor]]:
         """Gather the batches of all ranks, pool the frames of tracklets, and free the batches.

@@ -17,7 +17,7 @@ from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.rerank import ReRankedDistances
 from fastamp.evaluation.retrieval_examples import ExampleCounter, ReportOptions, RetrievalExamples, rank_lists
 from fastamp.evaluation.roc import RocCounter, RocCurve, distance_limit
-from fastamp.layers.distance import FeatureDistances
+from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, NoMatchError
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
@@ -180,6 +180,8 @@ def compute_metrics(
     identities: Identities,
     protocol: Protocol | None = None,
     report_options: ReportOptions | None = None,
+    *,
+    distances: DistanceBlocks | None = None,
 ) -> EvaluationResult:
     """Compute CMC, mAP, mINP and verification metrics from query and gallery features.
 
@@ -191,6 +193,7 @@ def compute_metrics(
         identities: identities and cameras of the Q query and G gallery images.
         protocol: evaluation protocol. Default: Market-1501 with cosine distance.
         report_options: settings of the retrieval examples. Default: no examples.
+        distances: distances of the queries to the gallery images, instead of those between the features. Default: None.
 
     Returns:
         The result, identical on all ranks except for the rank lists, which only rank 0 computes.
@@ -218,8 +221,10 @@ def compute_metrics(
     search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
     if protocol.expansion:
         query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
-    blocks: FeatureDistances | ReRankedDistances
-    if protocol.re_ranking:
+    blocks: DistanceBlocks
+    if distances is not None:
+        blocks = distances
+    elif protocol.re_ranking:
         blocks = ReRankedDistances(
             query_features, gallery_features, metric=protocol.metric, options=protocol.re_ranking, **search
         )
