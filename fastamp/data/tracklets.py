@@ -190,15 +190,7 @@ class TrackletSampler(NaiveIdentitySampler):
 
     @classmethod
     def from_config(
-        cls,
-        cfg: Any,
-        *,
-        labels: Sequence[int],
-        camids: Sequence[int],
-        sets: Sequence[int],
-        world_size: int,
-        columns: Mapping[str, np.ndarray],
-        **unused: Any,
+        cls, cfg: Any, *, sets: Sequence[int], columns: Mapping[str, np.ndarray], **images: Any
     ) -> "TrackletSampler":
         """Build the sampler from DATALOADER.TRACKLET, SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE and SEED.
 
@@ -208,18 +200,13 @@ class TrackletSampler(NaiveIdentitySampler):
         title = f"the training set ({', '.join(cfg.DATASETS.NAMES)})"
         check_column(COLUMN, columns, "DATALOADER.SAMPLER_TRAIN=TrackletSampler", title)
         return cls(
-            labels=labels,
-            camids=camids,
             tracklets=columns[COLUMN],
             sets=sets,
             frames=cfg.DATALOADER.TRACKLET.FRAMES,
             sampling=cfg.DATALOADER.TRACKLET.SAMPLING,
             stride=cfg.DATALOADER.TRACKLET.STRIDE,
             clip=cfg.DATALOADER.TRACKLET.CLIP,
-            batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
-            seed=cfg.SEED,
-            world_size=world_size,
+            **cls.options_from_config(cfg, **images),
         )
 
     @property
