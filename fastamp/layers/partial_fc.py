@@ -1,5 +1,6 @@
 """Partial FC: softmax over class centers that are divided among the ranks and sampled in each step."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +31,7 @@ KEYS = (
     ),
 )
 
-_SMALLEST_PROBABILITY = 1e-30
+_SMALLEST_LOG = math.log(1e-30)
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class PartialLogits:
 
     def cross_entropy(self) -> torch.Tensor:
         """Compute the mean cross entropy over the images of all ranks; every rank returns the same scalar float32."""
-        return _PartialCrossEntropy.apply(self.logits, self.positions)
+        if comm.is_distributed():
+            return _PartialCrossEntropy.apply(self.logits, self.positions)
+        # PyTorch's kernel, so that rate 1 has the rounding errors of the ordinary head.
+        right = F.log_softmax(self.logits, dim=1).gather(1, self.positions[:, None])
+        return -(right + (right.clamp_min(_SMALLEST_LOG) - right).detach()).mean()
 
 
 class PartialFC(nn.Module):
@@ -157,23 +162,23 @@ class PartialFC(nn.Module):
 
 
 class _PartialCrossEntropy(torch.autograd.Function):
-    """-mean log max(p, 1e-30), with p from a softmax over the columns of all ranks. The bound has no gradient."""
+    """-mean max(log p, log 1e-30), with p from a softmax over the columns of all ranks. The bound has no gradient."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         ctx.uses_parameters = False  # for ``check_losses``
-        largest = comm.all_reduce_largest(logits.amax(1))
-        probabilities = (logits - largest[:, None]).exp_()
-        probabilities /= comm.all_reduce_sum(probabilities.sum(1))[:, None]
+        shifted = logits - comm.all_reduce_largest(logits.amax(1))[:, None]
+        log_probabilities = shifted - comm.all_reduce_sum(shifted.exp().sum(1)).log()[:, None]
         held = positions >= 0
         columns = positions.clamp_min(0)[:, None]
-        right = comm.all_reduce_sum(torch.where(held, probabilities.gather(1, columns)[:, 0], 0.0))
-        ctx.save_for_backward(probabilities, columns, held)
-        return -right.clamp_min(_SMALLEST_PROBABILITY).log().mean()
+        right = comm.all_reduce_sum(torch.where(held, log_probabilities.gather(1, columns)[:, 0], 0.0))
+        ctx.save_for_backward(log_probabilities, columns, held)
+        return -right.clamp_min(_SMALLEST_LOG).mean()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        probabilities, columns, held = ctx.saved_tensors
-        right = probabilities.gather(1, columns) - held[:, None].to(probabilities.dtype)
-        factor = gradient / len(probabilities)
-        return (probabilities * factor).scatter_(1, columns, right * factor), None
+        log_probabilities, columns, held = ctx.saved_tensors
+        share = gradient / len(log_probabilities)
+        wrong = log_probabilities.exp().mul_(share)
+        right = wrong.gather(1, columns) - torch.where(held, share, 0.0)[:, None]
+        return wrong.scatter_(1, columns, right), None
