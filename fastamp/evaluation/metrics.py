@@ -243,12 +243,12 @@ def compute_metrics(
     ranker = protocol.ranker(identities)
 
     start, stop = comm.shard_range(len(query_features), blocks.block_rows)
-    for first, distances in track(blocks.blocks(start, stop), -(-(stop - start) // blocks.block_rows), "ranking"):
+    for first, block in track(blocks.blocks(start, stop), -(-(stop - start) // blocks.block_rows), "ranking"):
         if roc is not None:
-            roc.add(first, distances)
+            roc.add(first, block)
         if example_counter is not None:
-            example_counter.add(first, distances)
-        ranker.add(first, distances)  # last, because it overwrites the distances of junk
+            example_counter.add(first, block)
+        ranker.add(first, block)  # last, because it overwrites the distances of junk
     local_ranking = ranker.result()
     columns = (local_ranking.ap, local_ranking.inp, local_ranking.first_match, local_ranking.extra)
     ranking = RankingResult(*(comm.gather_rows(column) for column in columns if column is not None))

@@ -129,7 +129,7 @@ class Predictor:
     @property
     def modality_column(self) -> str:
         """Name of the column that selects the stem of a two-stem model; "" for other models."""
-        backbone = getattr(self.model, "backbone", None)
+        backbone: Any = getattr(self.model, "backbone", None)
         return str(backbone.columns[0]) if hasattr(backbone, "default_modality") else ""
 
     @property
