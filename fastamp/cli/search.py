@@ -4,17 +4,21 @@ The gallery is a folder of images, an extraction (.npz), for which an index is b
 features of a folder are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
 calibrate`), the identity of a query is unknown if its best match is below the threshold.
 
+With a model of FastAttr, --attributes searches only the images with these attributes; without a query image, all images
+are ranked by the product of the probabilities. A term such as "red upper" has words of the name of an attribute.
+
 examples:
   fastamp search logs/run/model_best.pth query.jpg --gallery photos/
   fastamp search logs/run query.jpg --gallery gallery.npz
   fastamp search logs/run/model_best.pth queries/ --gallery gallery.index --top 20 --json
+  fastamp search logs/run --gallery photos/ --attributes "red upper, hat"
 """
 
 import argparse
 import itertools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +37,7 @@ PROBED, EF_SEARCH = 0.2, 128
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_model_arguments(parser)
-    parser.add_argument("queries", nargs="+", metavar="QUERY", help="images or folders of images, then KEY VALUE")
+    parser.add_argument("queries", nargs="*", metavar="QUERY", help="images or folders of images, then KEY VALUE")
     parser.add_argument(
         "--gallery",
         required=True,
@@ -63,6 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COLUMN",
         help="group the results by identity, camera or a further column of the gallery, the best group first",
     )
+    parser.add_argument(
+        "--attributes",
+        metavar="TEXT",
+        help='attributes of the images, separated by commas, e.g. "red upper, hat" (models of FastAttr)',
+    )
     parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -78,8 +87,9 @@ def run(args: argparse.Namespace) -> int:
     names = list(
         itertools.takewhile(lambda word: not (is_key(word) and re.split("[.=]", word)[0] in known), args.queries)
     )
-    if not names:
-        raise ConfigError(f"no query image, only {' '.join(args.queries)}.\n  fix: add an image or a folder")
+    if not names and not args.attributes:
+        found = f", only {' '.join(args.queries)}" if args.queries else ""
+        raise ConfigError(f"no query image{found}.\n  fix: add an image or a folder, or --attributes")
     queries = []
     for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
@@ -94,17 +104,23 @@ def run(args: argparse.Namespace) -> int:
     gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
     check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
     group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
-    result = predictor.search(
-        queries,
-        gallery,
-        args.top,
-        effort=args.effort,
-        exact=args.exact,
-        camids=args.camids,
-        viewids=args.viewids,
-        modality=args.modality,
-    )
-    found = [_grouped(_rows(result, number), group_by) for number in range(len(queries))]
+    if queries:
+        result = predictor.search(
+            queries,
+            gallery,
+            args.top,
+            effort=args.effort,
+            exact=args.exact,
+            attributes=args.attributes or "",
+            camids=args.camids,
+            viewids=args.viewids,
+            modality=args.modality,
+        )
+    else:
+        predictor.require_attributes()
+        queries, result = [args.attributes], gallery.search_attributes(args.attributes, args.top)
+    shown = _probability_columns(args.attributes, predictor.attribute_names) | {group_by}
+    found = [_grouped(_rows(result, number, shown), group_by) for number in range(len(queries))]
     if args.json:
         decisions = [_decision(result, number) for number in range(len(queries))]
         parts = zip(queries, decisions, found, strict=True)
@@ -114,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name, values in labels.items() if is_unknown(values)]
     note = f"; {' and '.join(unknown)} unknown" if unknown else ""
     for number, (query, rows) in enumerate(zip(queries, found, strict=True)):
-        print(f"{query} ({gallery.metric} {_score_name(gallery.metric)}{note})")
+        print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
         if result.known is not None:
             print(_describe_decision(result, number, len(gallery)))
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
@@ -125,7 +141,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _score_name(metric: str) -> str:
-    return "similarity" if metric == "cosine" else "distance"
+    return {"cosine": "similarity", "attributes": "probability"}.get(metric, "distance")
+
+
+def _probability_columns(attributes: str | None, names: Sequence[str]) -> set[str | None]:
+    """Return the columns with the probabilities of the attributes in ``--attributes``."""
+    from fastamp.inference.attribute_search import PROBABILITY_PREFIX, parse_query
+
+    terms = parse_query(attributes, names) if attributes else []
+    return {PROBABILITY_PREFIX + name for term in terms for name in term}
 
 
 def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
@@ -186,15 +210,22 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return format_table([[row[name] for name in headers] for row in rows], headers, floatfmt=".4f")
 
 
-def _rows(result: "SearchResult", query: int) -> list[dict[str, Any]]:
-    """Convert the search results of one query to dicts of plain values; unknown identities and cameras are None."""
+def _rows(result: "SearchResult", query: int, shown: Collection[str | None] = ()) -> list[dict[str, Any]]:
+    """Convert the search results of one query to dicts of plain values; unknown identities and cameras are None.
+
+    Probabilities of attributes are omitted, except those of the columns ``shown``.
+    """
+    from fastamp.inference.attribute_search import PROBABILITY_PREFIX
+
     columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.cameras is not None:
         columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
     columns |= {
-        name if name not in (*columns, "rank") else f"column.{name}": each for name, each in result.columns.items()
+        name if name not in (*columns, "rank") else f"column.{name}": each
+        for name, each in result.columns.items()
+        if name in shown or not name.startswith(PROBABILITY_PREFIX)
     }
     values = {name: column[query].tolist() for name, column in columns.items()}
     for name in ("pid", "camid"):

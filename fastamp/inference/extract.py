@@ -27,6 +27,7 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
+from fastamp.inference.attribute_search import PROBABILITY_PREFIX
 from fastamp.inference.features_file import (
     COLUMN_PREFIX,
     Extraction,
@@ -53,6 +54,10 @@ _PART = re.compile(r"[0-9]{12}\.npz")
 _UNFINISHED = re.compile(rf"\.({re.escape(_MARKER)}|{_PART.pattern})\..*\.tmp")
 # All features in one temporary file, from which a table is written.
 _TABLE_SOURCE = f".{_MARKER}.table.tmp"
+
+
+# Features (B, D), probabilities of attributes (B, A), indices (B,), and messages of unreadable images.
+_Batch = tuple[Tensor, Tensor, Tensor, dict[int, str]]
 
 
 @dataclass(frozen=True)
@@ -230,7 +235,10 @@ def extract(
                 "  fix: check that the files exist and are images"
             )
         width = parts.read(parts.paths[0], "features").shape[1]
-        columns = listing.columns(rows) | {
+        columns = listing.columns(rows)
+        for name, column in zip(predictor.attribute_names, parts.attributes().T, strict=True):
+            columns[COLUMN_PREFIX + PROBABILITY_PREFIX + name] = np.ascontiguousarray(column)
+        columns |= {
             "config_hash": np.array(predictor.config_hash),
             "checkpoint": np.array(str(predictor.checkpoint)),
             "metric": np.array(predictor.cfg.TEST.METRIC),
@@ -285,12 +293,13 @@ def _compute(
     sampler = InferenceSampler(size=len(images), batch_size=cfg.TEST.IMS_PER_BATCH)
     loader = TestLoader(images, sampler, num_workers=worker_count(key, requested), device=predictor.device)
     bar = ProgressBar(total, "extracting", done=parts.done)
-    buffer, last_write, done = [], time.monotonic(), parts.done
+    buffer: list[_Batch] = []
+    last_write, done = time.monotonic(), parts.done
     try:
         with torch.inference_mode():
             for batch in loader:
-                features = predictor.features_of_batch(batch).cpu()
-                buffer.append((features, batch["indices"], batch["unreadable"]))
+                features, attributes = (each.cpu() for each in predictor.features_and_attributes_of_batch(batch))
+                buffer.append((features, attributes, batch["indices"], batch["unreadable"]))
                 done += len(features)
                 bar.update(done)
                 size = sum(each.nbytes for each, *_ in buffer)
@@ -436,17 +445,20 @@ class _Parts:
             self.paths.append(path)
             self.done = stop
 
-    def write(self, stop: int, batches: Sequence[tuple[Tensor, Tensor, dict[int, str]]]) -> None:
+    def write(self, stop: int, batches: Sequence[_Batch]) -> None:
         """Write the features of the images ``done:stop`` as one part."""
-        messages = {row: text for _, _, unreadable in batches for row, text in unreadable.items()}
-        rows = torch.cat([each for _, each, _ in batches]).numpy()
+        messages = {row: text for *_, unreadable in batches for row, text in unreadable.items()}
+        rows = torch.cat([each for _, _, each, _ in batches]).numpy()
         kept = ~np.isin(rows, list(messages))
         arrays = {
             "span": np.array([self.done, stop]),
             "rows": rows[kept],
-            "features": torch.cat([features for features, _, _ in batches]).numpy()[kept],
+            "features": torch.cat([features for features, *_ in batches]).numpy()[kept],
             "unreadable": np.array([messages[row] for row in sorted(messages)], dtype=str),
         }
+        attributes = torch.cat([each for _, each, *_ in batches])
+        if attributes.shape[1]:
+            arrays["attributes"] = attributes.numpy()[kept]
         path = self.folder / f"{self.done:012d}.npz"
         write_atomically(path, lambda file: write_arrays(file, arrays))
         self.paths.append(path)
@@ -456,6 +468,13 @@ class _Parts:
         """Read an array from a part."""
         with open_arrays(path, "extraction", fix="delete it; its images will be extracted again") as archive:
             return read_array(archive, name)
+
+    def attributes(self) -> np.ndarray:
+        """Read the probabilities of attributes, (N, A) float32; A is 0 for models without attributes."""
+        with open_arrays(self.paths[0], "extraction", fix="delete it") as archive:
+            if "attributes.npy" not in archive.namelist():
+                return np.empty((0, 0), np.float32)
+        return np.concatenate([self.read(path, "attributes") for path in self.paths])
 
     def remove(self) -> None:
         """Delete the files of the extraction, and then the folder if it is empty."""
@@ -490,7 +509,8 @@ def _marker_of(predictor: Predictor, listing: Listing, skip_corrupt: bool) -> di
         if column:
             values += ((item.columns or {}).get(column, predictor.cfg.MODEL.BACKBONE.MODALITY),)
         digest.update(repr(values).encode())
-    return {
+    names = predictor.attribute_names
+    return ({"attributes": list(names)} if names else {}) | {
         "model": predictor.config_hash,
         "images": digest.hexdigest(),
         "precision": f"{predictor.policy.describe()} on {predictor.device.type}",

@@ -59,7 +59,7 @@ class Extraction:
         cameras: (N,) str, cameras as named in the dataset; None if they have no names besides ``camids``.
         fingerprint: checksum of features, paths and further columns.
         columns: further columns of the dataset: name -> (N,) int64, float64 or str, or (N, L) numbers. A missing value
-            is -1, NaN or "".
+            is -1, NaN or "". Models with attributes add their probabilities, ``probability.NAME`` -> (N,) float32.
     """
 
     path: Path

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
+from fastamp.inference.attribute_search import attribute_columns, has_attributes, parse_query, score
 from fastamp.inference.features_file import (
     COLUMN_PREFIX,
     Extraction,
@@ -81,13 +82,13 @@ class SearchResult:
     """The k nearest gallery images for each of Q queries, nearest first.
 
     Attributes:
-        scores: (Q, k) float32, cosine similarities in -1..1, or Euclidean distances.
+        scores: (Q, k) float32, cosine similarities in -1..1, Euclidean distances, or probabilities of attributes.
         rows: (Q, k) int64, indices in the gallery.
         paths: (Q, k) str, paths of the image files.
         pids: (Q, k) int64 or str, -1 for unknown identities.
         camids: (Q, k) int64, -1 for unknown cameras.
         boxes: (Q, k, 4) int64, box of each image in its file; None if each image is an entire file.
-        metric: ``"cosine"`` or ``"euclidean"``.
+        metric: ``"cosine"``, ``"euclidean"`` or ``"attributes"``.
         cameras: (Q, k) str, cameras as named in the dataset; None if they have no names besides ``camids``.
         columns: further columns of the gallery images, see ``Extraction``: name -> (Q, k) or (Q, k, L).
         known: (Q,) bool, True if the nearest gallery image is accepted, False if the identity of the query is unknown;
@@ -140,7 +141,13 @@ class GalleryIndex:
         return int(self._index.d)
 
     def search(
-        self, features: Tensor | np.ndarray, k: int = 10, *, effort: int | None = None, exact: bool = False
+        self,
+        features: Tensor | np.ndarray,
+        k: int = 10,
+        *,
+        effort: int | None = None,
+        exact: bool = False,
+        rows: np.ndarray | None = None,
     ) -> SearchResult:
         """Search for the nearest gallery images.
 
@@ -150,6 +157,7 @@ class GalleryIndex:
             effort: number of lists to search for ``ivf`` (nprobe), or number of candidates for ``hnsw`` (efSearch);
                 larger values increase recall and search time. Default: depends on the kind of index.
             exact: if True, compare with all features, regardless of the kind of index. Default: False.
+            rows: (M,) int64, indices of the gallery images to compare with, always exactly. Default: None, all.
 
         Returns:
             The k nearest gallery images for each query.
@@ -172,15 +180,54 @@ class GalleryIndex:
             )
         if self.metric == "cosine":
             features = _normalized(features)
-        k = min(k, len(self))
-        values, rows = self._search(features, k, effort, exact)
+        if rows is None:
+            values, rows = self._search(features, min(k, len(self)), effort, exact)
+        else:
+            values, rows = self._search_rows(features, min(k, len(rows)), rows)
         # Rounding may increase a similarity above 1 and decrease a squared distance below 0.
         scores = values.clip(-1, 1) if self.metric == "cosine" else np.sqrt(values.clip(min=0))
+        return self._result(scores, rows, self.metric)
+
+    def search_attributes(self, query: str, k: int = 10) -> SearchResult:
+        """Search for the gallery images with attributes, by the product of their probabilities.
+
+        Args:
+            query: attributes separated by commas, e.g. ``"red upper, hat"``, see ``parse_query``.
+            k: number of results; limited to the size of the gallery. Default: 10.
+
+        Returns:
+            Result of one query, with ``metric`` ``"attributes"``.
+
+        Raises:
+            ConfigError: if ``k`` is below 1, the gallery has no attributes, or none matches a term.
+        """
+        if k < 1:
+            raise ConfigError(f"k must be at least 1; got k={k}.\n  fix: increase k (--top)")
+        probabilities = attribute_columns(self.columns, self.path)
+        scores = score(probabilities, parse_query(query, tuple(probabilities)))
+        rows = np.argsort(-scores, kind="stable")[:k]
+        return self._result(scores[rows].astype(np.float32)[None], rows[None], "attributes")
+
+    def rows_with_attributes(self, query: str, threshold: float) -> np.ndarray:
+        """Return the indices (M,) int64 of the gallery images with attributes.
+
+        Args:
+            query: see ``search_attributes``.
+            threshold: probability in 0..1 from which an attribute is predicted.
+
+        Raises:
+            ConfigError: see ``search_attributes``.
+        """
+        probabilities = attribute_columns(self.columns, self.path)
+        return np.flatnonzero(has_attributes(probabilities, parse_query(query, tuple(probabilities)), threshold))
+
+    def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
+        """Build the result with the scores (Q, k) and the rows (Q, k)."""
         columns: dict[str, Any] = {
             name: None if column is None else column[rows] for name, column in self._columns.items()
         }
         columns["columns"] = {name: column[rows] for name, column in self.columns.items()}
-        return SearchResult(scores=scores, rows=rows, metric=self.metric, **columns)
+        return SearchResult(scores=scores, rows=rows, metric=metric, **columns)
 
     def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
         """Search with faiss, and return (Q, k) similarities or squared distances, and (Q, k) rows."""
@@ -198,6 +245,19 @@ class GalleryIndex:
         if incomplete.any():
             values[incomplete], rows[incomplete] = self._search_all(features[incomplete], k)
         return values, rows
+
+    def _search_rows(self, features: np.ndarray, k: int, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Compare the queries with the features of ``rows``; k is at most their number."""
+        import faiss
+
+        selected = faiss.IDSelectorBatch(np.ascontiguousarray(rows, dtype=np.int64))
+        if self.kind == "ivf":
+            index, parameters = self._index, faiss.SearchParametersIVF(sel=selected, nprobe=self._index.nlist)
+        else:
+            index = faiss.downcast_index(self._index.storage) if self.kind == "hnsw" else self._index
+            parameters = faiss.SearchParameters(sel=selected)
+        values, found = index.search(features, k, params=parameters)
+        return values, found
 
     def _search_all(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Compare the queries with all features: by matrix products of blocks, or for ``ivf`` by searching all lists.

@@ -15,6 +15,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from fastamp.amp import to_float32
 from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
@@ -138,6 +139,20 @@ class Predictor:
         return tuple(self.cfg.DATASETS.CATEGORIES[self.modality_column]) if self.modality_column else ()
 
     @property
+    def attribute_names(self) -> tuple[str, ...]:
+        """Names of the attributes that a model of FastAttr recognizes; () for other models."""
+        return tuple(self.cfg.MODEL.ATTRIBUTES.NAMES) if hasattr(self.model, "features_and_attributes") else ()
+
+    def require_attributes(self) -> tuple[str, ...]:
+        """Return ``attribute_names``; raise ConfigError if the model does not recognize attributes."""
+        if not self.attribute_names:
+            raise ConfigError(
+                f"{self.checkpoint}: the model ({type(self.model).__name__}) does not recognize attributes.\n"
+                "  fix: use a model of FastAttr, which has attributes"
+            )
+        return self.attribute_names
+
+    @property
     def config_hash(self) -> str:
         """Hash of the weights and of the config keys that affect the features, 16 hex digits.
 
@@ -237,16 +252,11 @@ class Predictor:
             ConfigError: if the model does not recognize attributes; see also ``features``.
             DataError: see ``features``.
         """
-        if not hasattr(self.model, "attribute_probabilities"):
-            raise ConfigError(
-                f"{self.checkpoint}: the model ({type(self.model).__name__}) does not recognize attributes.\n"
-                "  fix: use a model of FastAttr, or call features()"
-            )
+        names = self.require_attributes()
         ids = {"camids": camids, "viewids": viewids, "modality": modality}
-        names, flip = tuple(self.cfg.MODEL.ATTRIBUTES.NAMES), self.cfg.TEST.FLIP.ENABLED
 
         def compute(batch: dict[str, Any]) -> Tensor:
-            return extract_features(self.model.attribute_probabilities, batch, self.policy, flip)
+            return self.features_and_attributes_of_batch(batch)[1]
 
         probabilities = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(names))
         return [dict(zip(names, row, strict=True)) for row in probabilities.tolist()]
@@ -401,6 +411,7 @@ class Predictor:
         *,
         effort: int | None = None,
         exact: bool = False,
+        attributes: str = "",
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
@@ -413,6 +424,8 @@ class Predictor:
             index: gallery index, index file, or extraction file, whose index is built and written next to it if needed.
             k: number of results per query; limited to the size of the gallery. Default: 10.
             effort, exact: see ``GalleryIndex.search``.
+            attributes: attributes of the gallery images to compare with, e.g. ``"red upper, hat"``, predicted with a
+                probability of at least TEST.THRES, for a model of FastAttr. Default: "", all gallery images.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
 
@@ -421,8 +434,10 @@ class Predictor:
 
         Raises:
             TypeError: if ``index`` is neither a gallery index nor a path.
-            DataError: if an image or the index cannot be read, or the index was created with a different model.
-            ConfigError: if ``k`` or ``effort`` is below 1; see also ``features``.
+            DataError: if an image or the index cannot be read, the index was created with a different model, or no
+                gallery image has the attributes.
+            ConfigError: if ``k`` or ``effort`` is below 1, or the model does not recognize the attributes; see also
+                ``features``.
         """
         if not isinstance(index, (GalleryIndex, str, os.PathLike)):
             raise TypeError(
@@ -432,8 +447,21 @@ class Predictor:
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
         features = self._features_of_all(query, color=color, camids=camids, viewids=viewids, modality=modality)
-        result = gallery.search(features, k, effort=effort, exact=exact)
-        return self._with_decisions(result, len(gallery))
+        rows = self._rows_with_attributes(gallery, attributes) if attributes else None
+        result = gallery.search(features, k, effort=effort, exact=exact, rows=rows)
+        return self._with_decisions(result, len(gallery) if rows is None else len(rows))
+
+    def _rows_with_attributes(self, gallery: GalleryIndex, attributes: str) -> np.ndarray:
+        """Return the gallery images to compare with; see ``search``."""
+        self.require_attributes()
+        threshold = self.cfg.TEST.THRES
+        rows = gallery.rows_with_attributes(attributes, threshold)
+        if not len(rows):
+            raise DataError(
+                f"none of the {len(gallery)} gallery images has the attributes {attributes!r} with a probability of at "
+                f"least {threshold:g}.\n  fix: name fewer attributes, or decrease TEST.THRES"
+            )
+        return rows
 
     def _with_decisions(self, result: SearchResult, gallery_size: int) -> SearchResult:
         """Add the decisions of a calibrated model to a search result."""
@@ -535,13 +563,42 @@ class Predictor:
         Raises:
             DataError: if a feature is not finite.
         """
-        features = extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED)
+        return self._check_finite(extract_features(self.model, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
+
+    def _check_finite(self, features: Tensor) -> Tensor:
+        """Return the features; raise DataError if one is not finite."""
         if not torch.isfinite(features).all():
             raise DataError(
                 f"features are not finite with {self.policy.describe()}.\n"
                 "  fix: set SOLVER.AMP.EVAL_DTYPE to float32; if that fails too, use another checkpoint"
             )
         return features
+
+    def features_and_attributes_of_batch(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Extract the features of a preprocessed batch, and the probabilities of its attributes.
+
+        Args:
+            batch: see ``features_of_batch``.
+
+        Returns:
+            (B, D) and (B, A) float32 on the model's device; A is the number of ``attribute_names``.
+
+        Raises:
+            DataError: if a feature or a probability is not finite.
+        """
+        if not self.attribute_names:
+            features = self.features_of_batch(batch)
+            return features, features.new_empty(len(features), 0)
+
+        model: Any = self.model
+
+        def compute_both(batch: dict[str, Any]) -> Tensor:
+            return torch.cat([to_float32(each) for each in model.features_and_attributes(batch)], dim=1)
+
+        both: Any = compute_both  # extract_features calls a model or a function
+        values = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
+        count = len(self.attribute_names)
+        return values[:, :-count], values[:, -count:]
 
     places = renamed_attribute("places", "camera_view_ids")
     place_counts = renamed_attribute("place_counts", "camera_view_counts")

@@ -18,6 +18,7 @@ from torch import nn
 
 import fastamp
 from fastamp.inference import extract as extract_module
+from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
@@ -314,6 +315,14 @@ def indices(record, predictor, checkpoint, gallery):
     other = ("--device", "cpu", "--opts", "INPUT.SIZE_TEST", "(32, 32)")
     record.fastamp("search", checkpoint, image, "--gallery", gallery, *other)
     record.fastamp("search", checkpoint, record.root / "no_images", "--gallery", gallery, "--device", "cpu")
+    record.fastamp("search", checkpoint, "--gallery", gallery, "--device", "cpu", "--attributes", "hat")
+    values = np.array([0.25, 0.75], dtype=np.float32)
+    for columns in ({}, {"probability.hat": values[:, None]}):
+        with record(f"attribute_columns of {len(columns)}"):
+            attribute_columns(columns, "gallery.index")
+    for query in ("", "blue"):
+        with record(f"parse_query of {query!r}"):
+            parse_query(query, ("upper_color=red", "hat"))
 
 
 def comparisons(record, predictor, checkpoint, folder):

@@ -344,26 +344,113 @@ def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint,
 
 
 def test_query_in_words_finds_attributes_and_scores_images():
-    from fastattr.search import parse_query, score
+    from fastamp.inference.attribute_search import has_attributes, parse_query, score
 
     names = ["upper_color=red", "lower_color=red", "hat", "hat_kind=cap"]
     assert parse_query("red", names) == [["upper_color=red", "lower_color=red"]]
     assert parse_query("red upper_color, HAT", names) == [["upper_color=red"], ["hat"]]
     assert parse_query("upper_color=red,cap", names) == [["upper_color=red"], ["hat_kind=cap"]]
-    probabilities = dict(zip(names, (0.5, 0.75, 0.25, 1.0), strict=True))
-    assert score(probabilities, parse_query("red, hat", names)) == 0.75 * 0.25
+    assert parse_query("upper red", names) == [["upper_color=red"]]
+    rows = np.array([(0.5, 0.75, 0.25, 1.0), (0.25, 0.125, 1.0, 0.0)], dtype=np.float32)
+    probabilities = dict(zip(names, rows.T, strict=True))
+    assert score(probabilities, parse_query("red, hat", names)).tolist() == [0.75 * 0.25, 0.25]
+    assert has_attributes(probabilities, parse_query("red", names), 0.75).tolist() == [True, False]
     for text, match in (("blue", "available: upper_color=red"), (" , ", "no attributes")):
         with pytest.raises(ConfigError, match=match):
             parse_query(text, names)
 
 
-def test_find_prints_the_images_with_the_attributes(tmp_path):
-    import preloaded
+@pytest.fixture(scope="module")
+def joint(tmp_path_factory):
+    """Predictor of a trained joint model, the extraction of its dataset, and its folder."""
+    from fastamp.inference.extract import extract
 
-    cfg = config(tmp_path)
-    DefaultTrainer(cfg).train()
-    script = Path(__file__).parents[2] / "projects/FastAttr/find.py"
-    process = preloaded.run(script, tmp_path / "run", tmp_path, "red", "--top", "3")
-    assert process.returncode == 0 and process.stdout.count(".png") == 3, process.stderr
-    process = preloaded.run(script, tmp_path / "run", tmp_path, "blue")
-    assert process.returncode == 2 and "no attribute matches 'blue'" in process.stderr
+    folder = tmp_path_factory.mktemp("joint")
+    DefaultTrainer(config(folder, *JOINT, "SOLVER.BASE_LR", "1e-5")).train()
+    predictor = Predictor(folder / "run", device="cpu")
+    extraction, _ = extract(predictor, f"csv:{folder / 'table.csv'}", folder / "all.npz", num_workers=0)
+    return predictor, extraction, folder
+
+
+def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(joint):
+    predictor, extraction, folder = joint
+    paths = extraction.paths.tolist()
+    np.testing.assert_allclose(extraction.features, predictor.features(paths).numpy(), rtol=1e-5, atol=1e-6)
+    for name in predictor.attribute_names:
+        expected = [each[name] for each in predictor.attributes(paths)]
+        np.testing.assert_allclose(extraction.columns[f"probability.{name}"], expected, rtol=1e-5, atol=1e-6)
+    assert extraction.columns["hat"].dtype.kind == "i"  # the label of the dataset
+    assert main(["extract", str(folder / "run"), str(folder / "table.csv"), "-o", str(folder / "all.csv")]) == 0
+    header = (folder / "all.csv").read_text().partition("\n")[0].split(",")
+    assert {"color", "hat", "probability.color=red", "probability.hat", "f511"} <= {*header}
+
+
+def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
+    from fastamp.inference.extract import SPLITS, _marker_of, list_images
+
+    predictor, _, folder = joint
+    marker = _marker_of(predictor, list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, SPLITS), False)
+    assert marker["attributes"] == ["color=none", "color=red", "hat"]
+
+
+@pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
+def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
+    from fastamp.inference.index import build_index
+
+    _, extraction, folder = joint
+    index = build_index(extraction, folder / f"{kind}.index", kind=kind)
+    probabilities = extraction.columns["probability.color=red"]
+    threshold = float(np.sort(probabilities)[-4])
+    rows = index.rows_with_attributes("red", threshold)
+    assert sorted(rows) == np.flatnonzero(probabilities >= threshold).tolist()
+    found = index.search(extraction.features[:2], 10, rows=rows)
+    everything = index.search(extraction.features[:2], len(extraction.paths), exact=True)
+    expected = [[row for row in each if row in rows] for each in everything.rows.tolist()]
+    assert found.rows.tolist() == expected
+    ranked = index.search_attributes("red, hat", 3)
+    product = probabilities.astype(float) * extraction.columns["probability.hat"]
+    assert ranked.rows[0].tolist() == np.argsort(-product, kind="stable")[:3].tolist()
+    with pytest.raises(ConfigError, match="k=0"):
+        index.search_attributes("red", 0)
+
+
+def test_search_by_attributes_from_the_command_line(joint, capsys):
+    _, _, folder = joint
+    command = ["search", str(folder / "run"), "--gallery", str(folder / "all.npz"), "--device", "cpu", "--top", "3"]
+    assert main([*command, "--attributes", "red, hat", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["query"] == "red, hat" and [row["rank"] for row in found["found"]] == [1, 2, 3]
+    first = found["found"][0]
+    assert first["score"] == pytest.approx(first["probability.color=red"] * first["probability.hat"], rel=1e-5)
+    assert "probability.color=none" not in first
+    query = [command[0], command[1], str(folder / "0.png"), *command[2:]]
+    assert main(query) == 0 and "probability" not in capsys.readouterr().out
+    assert main([*query, "--attributes", "red", "TEST.THRES", "0"]) == 0
+    assert "probability.color=red" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words, match",
+    [
+        (["--attributes", "blue"], "available: color=none, color=red, hat"),
+        ([], "no query image"),
+        (["0.png", "--attributes", "red, none", "TEST.THRES", "1"], "none of the 12 gallery images"),
+    ],
+)
+def test_invalid_attribute_search_exits_with_2(joint, capsys, caplog, words, match):
+    _, _, folder = joint
+    words = [str(folder / word) if word.endswith(".png") else word for word in words]
+    options = ["--gallery", str(folder / "all.npz"), "--device", "cpu"]
+    assert main(["search", str(folder / "run"), *words[:-2], *options, *words[-2:]]) == 2
+    output = capsys.readouterr()
+    assert match in output.err + output.out + caplog.text
+
+
+def test_search_by_attributes_requires_a_model_with_attributes(checkpoint, joint, capsys):
+    _, _, folder = joint
+    extracted = folder / "plain.npz"
+    options = ["--device", "cpu"]
+    assert main(["extract", str(checkpoint), str(folder / "table.csv"), "-o", str(extracted), *options]) == 0
+    assert "probability" not in str(np.load(extracted).files)
+    command = ["search", str(checkpoint), "--gallery", str(extracted), "--attributes", "hat", *options]
+    assert main(command) == 2 and "does not recognize attributes" in capsys.readouterr().err

@@ -98,9 +98,10 @@ class AttrBaseline(_AttributeModel):
         cfg = cfg.with_values({"MODEL.LOSSES.NAME": (), "MODEL.HEADS.NUM_CLASSES": number})
         return super().from_config(cfg)
 
-    def attribute_probabilities(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Compute the probabilities (B, A) in evaluation mode."""
-        return self(batch)
+    def features_and_attributes(self, batch: dict[str, Any] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the probabilities (B, A), which are also the features, in evaluation mode."""
+        probabilities = self(batch)
+        return probabilities, probabilities
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the identities of a batch, which are not used."""
@@ -168,10 +169,6 @@ class JointAttrBaseline(_AttributeModel):
         logits = self.attribute_head(maps)["cls_outputs"]
         terms = self.loss_terms(self.heads(maps, targets), targets, batch)
         return terms | {"loss_bce": self._attribute_loss(logits, batch)}
-
-    def attribute_probabilities(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Compute the probabilities (B, A) in evaluation mode."""
-        return self.features_and_attributes(batch)[1]
 
     def features_and_attributes(self, batch: dict[str, Any] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute features (B, D) and probabilities (B, A), in evaluation mode."""

@@ -1,0 +1,106 @@
+"""Search of images by attributes, e.g. ``red`` or ``upper_color=red, hat=cap``."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fastamp.utils.errors import ConfigError, DataError, did_you_mean
+
+PROBABILITY_PREFIX = "probability."
+"""Prefix of the columns of an extraction with the probabilities of attributes, e.g. ``probability.hat``."""
+
+
+def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict[str, np.ndarray]:
+    """Return the probabilities of attributes in an extraction or index.
+
+    Args:
+        columns: further columns of the images, see ``Extraction``.
+        source: path of the file, for the error message.
+
+    Returns:
+        Name of an attribute -> (N,) float32 in 0..1.
+
+    Raises:
+        ConfigError: if there are no attributes.
+        DataError: if a column is not (N,) float.
+    """
+    prefix = PROBABILITY_PREFIX
+    found = {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
+    if not found:
+        raise ConfigError(
+            f"{source} has no attributes.\n  fix: extract the features again with a model of FastAttr, or search "
+            "without --attributes"
+        )
+    for name, values in found.items():
+        if values.ndim != 1 or values.dtype.kind != "f":
+            raise DataError(
+                f"{source}: expected the probabilities of {name!r} to be numbers (N,), got {values.dtype} "
+                f"{values.shape}.\n  fix: extract the features again"
+            )
+    return found
+
+
+def parse_query(text: str, names: Sequence[str]) -> list[list[str]]:
+    """Find the attributes that a query means.
+
+    Args:
+        text: terms separated by commas. A term is the name of an attribute, or words of a name in any order, as in
+            ``red upper``, ``red upper_color`` or ``red``, which may belong to several attributes.
+        names: names of the attributes of the model.
+
+    Returns:
+        For each term the attributes that it may mean.
+
+    Raises:
+        ConfigError: if a term matches no attribute, or there are no terms.
+    """
+    terms = [term.strip() for term in text.split(",") if term.strip()]
+    if not terms:
+        raise ConfigError(
+            f"the query has no attributes.\n  available: {', '.join(names)}\n  fix: name at least one attribute"
+        )
+    return [_matching(term, names) for term in terms]
+
+
+def _matching(term: str, names: Sequence[str]) -> list[str]:
+    exact = [name for name in names if name.lower() == term.lower()]
+    words = _words(term)
+    found = exact or [name for name in names if words <= _words(name)]
+    if not found:
+        raise ConfigError(
+            f"no attribute matches {term!r}.{did_you_mean(term, names)}\n  available: {', '.join(names)}\n"
+            "  fix: use words of these names, and a comma between attributes"
+        )
+    return found
+
+
+def _words(text: str) -> set[str]:
+    return set(re.split(r"[\s=_]+", text.lower())) - {""}
+
+
+def score(probabilities: Mapping[str, np.ndarray], query: Sequence[Sequence[str]]) -> np.ndarray:
+    """Compute the scores of images: the product over the terms of the largest probability of their attributes.
+
+    Args:
+        probabilities: name of an attribute -> (N,) float in 0..1.
+        query: see ``parse_query``.
+
+    Returns:
+        (N,) float64.
+    """
+    terms = [np.max([np.asarray(probabilities[name], np.float64) for name in names], axis=0) for names in query]
+    return np.asarray(np.prod(terms, axis=0))
+
+
+def has_attributes(
+    probabilities: Mapping[str, np.ndarray], query: Sequence[Sequence[str]], threshold: float
+) -> np.ndarray:
+    """Return (N,) bool, True if for each term the probability of one of its attributes is at least ``threshold``.
+
+    Args:
+        probabilities, query: see ``score``.
+        threshold: probability in 0..1 from which an attribute is predicted.
+    """
+    terms = [np.max([np.asarray(probabilities[name]) for name in names], axis=0) >= threshold for names in query]
+    return np.all(terms, axis=0)
