@@ -103,4 +103,4 @@ def has_attributes(
         threshold: probability in 0..1 from which an attribute is predicted.
     """
     terms = [np.max([np.asarray(probabilities[name]) for name in names], axis=0) >= threshold for names in query]
-    return np.all(terms, axis=0)
+    return np.asarray(np.all(terms, axis=0))
