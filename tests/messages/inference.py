@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import zipfile
+from unittest import mock
 
 import numpy as np
 import PIL.Image
@@ -270,6 +271,7 @@ def indices(record, predictor, checkpoint, gallery):
         "build_index of kind tree": lambda: build_index(extraction, path, kind="tree"),
         "build_index into a missing folder": lambda: build_index(extraction, record.root / "missing/a.index"),
         "search of k 0": lambda: index.search(np.zeros((1, 16)), 0),
+        "search_attributes of k 0": lambda: index.search_attributes("hat", 0),
         "search of another width": lambda: index.search(np.zeros((1, 15))),
         "search of NaN": lambda: index.search(np.full((1, 16), np.nan)),
         "load_index of a missing file": lambda: load_index(record.root / "nowhere.index"),
@@ -320,6 +322,10 @@ def indices(record, predictor, checkpoint, gallery):
     for columns in ({}, {"probability.hat": values[:, None]}):
         with record(f"attribute_columns of {len(columns)}"):
             attribute_columns(columns, "gallery.index")
+    stub = mock.MagicMock(**{"cfg.TEST.THRES": 0.5})
+    empty = mock.MagicMock(**{"rows_with_attributes.return_value": np.empty(0, np.int64), "__len__.return_value": 12})
+    with record("search for attributes that no image has"):
+        fastamp.Predictor._rows_with_attributes(stub, empty, "hat")
     for query in ("", "blue"):
         with record(f"parse_query of {query!r}"):
             parse_query(query, ("upper_color=red", "hat"))
