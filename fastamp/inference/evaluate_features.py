@@ -11,7 +11,7 @@ import torch
 
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
-from fastamp.evaluation import Identities, Protocol, compute_metrics, print_results
+from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_metrics, print_results
 from fastamp.evaluation.evaluator import ranking_device, write_per_query
 from fastamp.evaluation.identities import CAMERA
 from fastamp.evaluation.roc import write_roc
@@ -178,6 +178,32 @@ def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: 
     Raises:
         UserError: if the file or a value is invalid, or a file cannot be written.
     """
+    # With --json, only JSON may be printed on stdout.
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        result, description = compute(path, cfg)
+    protocol = Protocol.from_config(cfg)
+    metrics = result.metrics()
+    name, written = Path(path).stem, []
+    if per_query is not None:
+        written.append(Path(per_query))
+        write_per_query(result, written[0])
+    if result.roc is not None:
+        written += write_roc(result.roc, protocol.false_accept_rates or (), Path(cfg.OUTPUT_DIR) / "evaluation" / name)
+    if as_json:
+        counted = {"num_valid_queries": result.ranking.num_valid}
+        print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
+        return
+    print_results({name: metrics}, protocol=description)
+    for file in written:
+        print(f"wrote {file}")
+
+
+def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
+    """Compute the metrics of a file; see ``evaluate``.
+
+    Returns:
+        ``(result, description)``: the result, and a one-line description of the evaluation.
+    """
     protocol = Protocol.from_config(cfg)
     arrays = read_arrays(path, cameras=protocol.cross_camera or protocol.group_by == CAMERA, protocol=protocol)
     (query_pids, gallery_pids), (query_camids, gallery_camids) = (
@@ -196,24 +222,9 @@ def evaluate(path: str, cfg: CfgNode, *, per_query: str | None = None, as_json: 
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))
     arrays.clear()
     device = ranking_device(features[1], protocol, resolve_device(cfg.MODEL.DEVICE))
-    # With --json, only JSON may be printed on stdout.
-    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        result = compute_metrics(features[0].to(device), features[1].to(device), ids, protocol)
-    metrics = result.metrics()
-    name, written = Path(path).stem, []
-    if per_query is not None:
-        written.append(Path(per_query))
-        write_per_query(result, written[0])
-    if result.roc is not None:
-        written += write_roc(result.roc, protocol.false_accept_rates or (), Path(cfg.OUTPUT_DIR) / "evaluation" / name)
-    if as_json:
-        counted = {"num_valid_queries": result.ranking.num_valid}
-        print(json.dumps({name: metrics[name] for name in ("mAP", "mINP", "Rank-1")} | counted))
-        return
+    result = compute_metrics(features[0].to(device), features[1].to(device), ids, protocol)
     widest = torch.promote_types(*(side.dtype for side in features))
-    print_results({name: metrics}, protocol=f"{protocol.describe(widest)}; features saved as {saved}")
-    for file in written:
-        print(f"wrote {file}")
+    return result, f"{protocol.describe(widest)}; features saved as {saved}"
 
 
 def no_cameras(arrays: dict[str, np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

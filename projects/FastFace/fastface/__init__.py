@@ -1,0 +1,1 @@
+"""Face recognition: backbone, model, datasets and verification."""

@@ -1,0 +1,109 @@
+"""Datasets of faces: a folder for each identity, and pairs in the format of LFW."""
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastamp.config import Key
+from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.datasets.custom import image_files
+from fastamp.data.datasets.file_utils import check_tree, read_lines
+from fastamp.utils.errors import DataError
+
+KEYS = (
+    Key("DATASETS.FACE_FOLDER", "MS_Celeb_1M", "FaceFolder: folder in the data root with a folder for each identity."),
+)
+
+
+@DATASET_REGISTRY.register()
+class FaceFolder(ImageDataset):
+    """Training images of faces in ``<folder>/<identity>/*``; all images are used.
+
+    Args:
+        root (str or Path): data root. Default "datasets".
+        folder (str): folder in the data root. Default "MS_Celeb_1M".
+
+    Raises:
+        DataError: if the folder is missing (raised at construction), or contains no images (raised at first use).
+    """
+
+    dataset_name = "faces"
+    requires_gallery = False
+    has_distractors = False
+
+    def __init__(self, root: str | Path = "datasets", *, folder: str = "MS_Celeb_1M") -> None:
+        self.dataset_dir = Path(root) / folder
+        check_tree(type(self).__name__, root, [self.dataset_dir], f"{folder}/<identity>/*.jpg", folder)
+        super().__init__(self._read, list, list)
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "FaceFolder":
+        """Build the dataset from ``DATASETS.FACE_FOLDER``."""
+        return cls(root, folder=cfg.DATASETS.FACE_FOLDER)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "": the images have no cameras."""
+        return ""
+
+    def _read(self) -> list[ImageItem]:
+        items = [
+            ImageItem(str(path), f"{self.name}_{folder.name}", 0)
+            for folder in sorted(each for each in self.dataset_dir.iterdir() if each.is_dir())
+            for path in image_files(folder)
+        ]
+        if not items:
+            raise DataError(
+                f"{type(self).__name__}: no images in the folders of {self.dataset_dir.absolute()}.\n"
+                "  fix: move the images to a folder for each identity"
+            )
+        return items
+
+
+@DATASET_REGISTRY.register()
+class LFW(ImageDataset):
+    """Pairs of faces of Labeled Faces in the Wild (Huang et al. 2007): 6,000 pairs in ten folds.
+
+    The column ``same`` is 1 for both images of a pair of one identity. Images ``2 i`` and ``2 i + 1`` are pair i.
+
+    Args:
+        root (str or Path): data root, with ``lfw/pairs.txt`` and ``lfw/<name>/<name>_0001.jpg``. Default "datasets".
+
+    Raises:
+        DataError: if the file is missing (raised at construction), or invalid (raised at first use).
+    """
+
+    dataset_name = "lfw"
+    folder: ClassVar[str] = "lfw"
+    requires_gallery = False
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        self.dataset_dir = Path(root) / self.folder
+        tree = f"{self.folder}/pairs.txt\n{self.folder}/<name>/<name>_0001.jpg"
+        check_tree(type(self).__name__, root, [self.dataset_dir / "pairs.txt"], tree, self.folder)
+        super().__init__(list, self._read, list)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "": the images have no cameras."""
+        return ""
+
+    def _read(self) -> list[ImageItem]:
+        path = self.dataset_dir / "pairs.txt"
+        lines = [line.split() for line in read_lines(type(self).__name__, path)]
+        if lines and len(lines[0]) <= 2:  # number of folds and of pairs in each
+            lines = lines[1:]
+        items, numbers = [], {}
+        for fields in lines:
+            if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
+                images = [(fields[0], fields[1]), (fields[0], fields[2])]
+            elif len(fields) == 4 and fields[1].isdigit() and fields[3].isdigit():
+                images = [(fields[0], fields[1]), (fields[2], fields[3])]
+            else:
+                raise DataError(
+                    f"{path.absolute()}: expected 'name number number' or 'name number name number', got "
+                    f"{' '.join(fields)!r}.\n  fix: restore this file of the dataset"
+                )
+            for name, number in images:
+                file = self.dataset_dir / name / f"{name}_{int(number):04d}.jpg"
+                pid = numbers.setdefault(name, len(numbers))
+                items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
+        return items

@@ -1,0 +1,30 @@
+"""Model of face recognition that loads insightface's files."""
+
+import torch
+
+from fastamp.modeling import META_ARCH_REGISTRY
+from fastamp.modeling.meta_arch import Baseline
+
+
+@META_ARCH_REGISTRY.register()
+class FaceBaseline(Baseline):
+    """Baseline whose features are evaluated by pairs of faces."""
+
+    evaluator = "FaceEvaluator"
+    supports_partial_fc = True
+
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Convert insightface's names, a linear layer ``fc`` and a batch norm ``features``, to those of the head.
+
+        The bias of the linear layer becomes a part of the batch norm's mean.
+        """
+        if "fc.weight" in state and "features.running_mean" in state:
+            state = dict(state)
+            weight, bias = state.pop("fc.weight"), state.pop("fc.bias")
+            of_head = {name: state.pop(name) for name in list(state) if name.startswith("features.")}
+            state = {f"backbone.{name}": value for name, value in state.items()}
+            state["heads.bottleneck.0.weight"] = weight[:, :, None, None]
+            for name, value in of_head.items():
+                part = name.removeprefix("features.")
+                state[f"heads.bottleneck.1.{part}"] = value - bias if part == "running_mean" else value
+        return super().convert_state_dict(state, notes)

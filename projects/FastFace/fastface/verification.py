@@ -1,0 +1,64 @@
+"""Verification of face pairs by ten folds, as in the evaluation of LFW, CFP-FP and AgeDB."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+THRESHOLDS = np.arange(0, 4, 0.01)
+"""Thresholds of the squared Euclidean distance of normalized features."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Result of ``verify_pairs``.
+
+    Attributes:
+        accuracies: (F,) accuracy of each fold, in 0..1.
+        thresholds: (F,) threshold of each fold, chosen on the other folds.
+        true_accepts, false_accepts: (T,) rates at each of ``THRESHOLDS``, the mean over the folds, in 0..1.
+    """
+
+    accuracies: np.ndarray
+    thresholds: np.ndarray
+    true_accepts: np.ndarray
+    false_accepts: np.ndarray
+
+
+def verify_pairs(embeddings: np.ndarray, same: np.ndarray, *, folds: int = 10) -> Verification:
+    """Verify pairs of faces: a pair is accepted if its distance is below a threshold chosen on the other folds.
+
+    Huang et al. 2007, "Labeled Faces in the Wild"; the thresholds and the contiguous folds are those of insightface. Of
+    thresholds with the same accuracy, the lowest is chosen.
+
+    Args:
+        embeddings: (2 N, D) float; pair i is rows 2 i and 2 i + 1.
+        same: (N,) bool, True for pairs of one identity.
+        folds: number of folds F, at most N. Default 10.
+
+    Raises:
+        ValueError: if the numbers of rows and pairs differ, or there are fewer pairs than folds.
+    """
+    if len(embeddings) != 2 * len(same) or len(same) < folds:
+        raise ValueError(f"expected 2 rows for each of at least {folds} pairs, got {len(embeddings)} and {len(same)}")
+    unit = embeddings / np.maximum(np.linalg.norm(embeddings, axis=1, keepdims=True), 1e-12)
+    distances = np.square(unit[0::2] - unit[1::2]).sum(axis=1)
+    accepted = distances[:, None] < THRESHOLDS  # (N, T)
+    same = np.asarray(same, dtype=bool)
+    correct = accepted == same[:, None]
+    accuracies, chosen, true_accepts, false_accepts = [], [], [], []
+    for fold in np.array_split(np.arange(len(same)), folds):
+        others = np.ones(len(same), dtype=bool)
+        others[fold] = False
+        best = int(correct[others].mean(axis=0).argmax())  # the first of equal ones
+        accuracies.append(correct[fold, best].mean())
+        chosen.append(THRESHOLDS[best])
+        true_accepts.append(_rate(accepted[fold], same[fold]))
+        false_accepts.append(_rate(accepted[fold], ~same[fold]))
+    return Verification(
+        np.array(accuracies), np.array(chosen), np.mean(true_accepts, axis=0), np.mean(false_accepts, axis=0)
+    )
+
+
+def _rate(accepted: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """Return the fraction of accepted pairs among the chosen ones at each threshold; 0 if there are none."""
+    return accepted[chosen].sum(axis=0) / max(int(chosen.sum()), 1)

@@ -1,0 +1,249 @@
+"""FastFace: networks of insightface and FastReID, verification, datasets of faces, and a run."""
+
+import gzip
+import importlib.util
+import io
+import json
+import pickle
+import struct
+from pathlib import Path
+
+import numpy as np
+import preloaded
+import pytest
+import tiny
+import torch
+from PIL import Image
+
+from fastamp.checkpoint.load_state import load_model_state
+from fastamp.cli import main
+from fastamp.config import get_cfg, read_config
+from fastamp.config.projects import import_project
+from fastamp.data.build import build_dataset
+from fastamp.engine import DefaultTrainer
+from fastamp.modeling import build_model
+from fastamp.modeling.infer_config import infer_config
+from fastamp.utils.errors import DataError
+
+REFERENCE = Path(__file__).parents[1] / "reference"
+
+spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
+reference_weights = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reference_weights)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def project(unregistered):
+    import_project("FastFace")
+
+
+def shapes(name):
+    return json.loads(gzip.decompress((REFERENCE / f"methods/{name}_keys.json.gz").read_bytes()))["shapes"]
+
+
+@pytest.mark.parametrize("name, depth", [("iresnet_if18", "18x"), ("iresnet_fastface50", "50x")])
+def test_features_equal_the_original_programs(name, depth):
+    options = [
+        "MODEL.DEVICE",
+        "cpu",
+        "SOLVER.AMP",
+        "off",
+        "MODEL.HEADS.NUM_CLASSES",
+        "0",
+        "MODEL.BACKBONE.DEPTH",
+        depth,
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.init, "normal_", lambda tensor, *options, **named: tensor)
+        model = build_model(read_config("FastFace/face_base", options)).eval()
+    report = load_model_state(model, reference_weights.state_dict(shapes(name)), source="reference")
+    assert report.missing == report.dropped == report.other_shape == []
+    with torch.no_grad():
+        features = model({"images": reference_weights.images((112, 112))}).numpy()
+    expected = np.load(REFERENCE / f"methods/{name}.npz")["features"]
+    assert np.abs(features - expected).max() / np.abs(expected).max() < 1e-4
+
+
+def test_network_of_a_file_is_recognized():
+    state = reference_weights.state_dict(shapes("iresnet_if18"))
+    cfg = get_cfg().with_values({"PROJECTS": ["FastFace"]})
+    keys = infer_config({f"backbone.{name}": value for name, value in state.items()}, "file", cfg)
+    assert (keys["MODEL.BACKBONE.NAME"], keys["MODEL.BACKBONE.DEPTH"]) == ("build_iresnet_backbone", "18x")
+
+
+def test_ten_folds_equal_insightface():
+    from fastface.verification import verify_pairs
+
+    arrays = np.load(REFERENCE / "methods/face1.npz")
+    result = verify_pairs(arrays["embeddings"], arrays["same"])
+    np.testing.assert_allclose(result.accuracies, arrays["accuracy_folds"], atol=1e-12)
+    np.testing.assert_allclose(result.thresholds, arrays["threshold_folds"], atol=1e-12)
+    np.testing.assert_allclose(result.true_accepts, arrays["tpr"], atol=1e-12)
+    np.testing.assert_allclose(result.false_accepts, arrays["fpr"], atol=1e-12)
+    with pytest.raises(ValueError, match="2 rows"):
+        verify_pairs(arrays["embeddings"][:-1], arrays["same"])
+
+
+def make_faces(root, people=4, images=3):
+    """Write a folder of training images for each person, and a test set of pairs."""
+    generator = np.random.default_rng(0)
+    for name in ("MS_Celeb_1M", "lfw"):
+        for person in range(people):
+            folder = root / name / f"p{person}"
+            folder.mkdir(parents=True)
+            for number in range(1, images + 1):
+                pixels = generator.integers(256, size=(16, 16, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"p{person}_{number:04d}.jpg")
+    lines = ["1 4", *(f"p{person} 1 2" for person in range(people))]
+    lines += [f"p{person} 1 p{(person + 1) % people} 3" for person in range(people)]
+    (root / "lfw/pairs.txt").write_text("\n".join(lines) + "\n")
+
+
+def tiny_recipe(output, *opts):
+    return read_config("FastFace/face_base", [
+        "MODEL.DEVICE", "cpu", "SOLVER.AMP", "off", "MODEL.BACKBONE.DEPTH", "18x", "INPUT.SIZE_TRAIN", "(16, 16)",
+        "INPUT.SIZE_TEST", "(16, 16)", "MODEL.BACKBONE.FEAT_DIM", "512", "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR",
+        "1e-4", "SOLVER.IMS_PER_BATCH", "6", "DATALOADER.NUM_WORKERS", "0", "TEST.NUM_WORKERS", "0",
+        "SOLVER.WARMUP_ITERS", "0", "MODEL.HEADS.EMBEDDING_DIM", "8", "OUTPUT_DIR", str(output), *opts,
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [None, 0.5])
+def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_path, monkeypatch, capsys, rate):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    make_faces(tmp_path)
+    partial = ("MODEL.HEADS.PFC.ENABLED", "True", "MODEL.HEADS.PFC.SAMPLE_RATE", str(rate)) if rate else ()
+    results = DefaultTrainer(tiny_recipe(tmp_path / "run", *partial)).train()
+    assert 0 <= results["Accuracy"] <= 100 and results["metric"] == results["Accuracy"]
+    assert tiny.weights(tmp_path / "run/model_final.pth")["heads.weight"].shape == (4, 8)
+    assert main(["eval", str(tmp_path / "run")]) == 0
+    assert f"{results['Accuracy']:.2f}" in capsys.readouterr().out
+    assert main(["eval", str(tmp_path / "run"), "TEST.ADD_MIRRORED", "True"]) == 0
+
+
+def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    cfg = get_cfg().with_values({"PROJECTS": ["FastFace"]})
+    for name, match in (("FaceFolder", "MS_Celeb_1M"), ("LFW", "pairs.txt")):
+        with pytest.raises(DataError, match=match):
+            build_dataset(name, cfg)
+    make_faces(tmp_path)
+    assert len(build_dataset("FaceFolder", cfg).train) == 12
+    pairs = build_dataset("LFW", cfg).query
+    assert [item.columns["same"] for item in pairs] == [1] * 8 + [0] * 8
+    assert [Path(item.path).name for item in pairs[8:10]] == ["p0_0001.jpg", "p1_0003.jpg"]
+    (tmp_path / "lfw/pairs.txt").write_text("p0 1\np0 one two\n")
+    with pytest.raises(DataError, match="'p0 one two'"):
+        list(build_dataset("LFW", cfg).query)
+
+
+def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    make_faces(tmp_path)
+    (tmp_path / "table.csv").write_text("path,pid,camid,split\nlfw/p0/p0_0001.jpg,1,1,query\n")
+    cfg = tiny_recipe(tmp_path / "run", "DATASETS.TESTS", f"csv:{tmp_path / 'table.csv'}")
+    with pytest.raises(DataError, match="no column 'same'"):
+        DefaultTrainer(cfg).train()
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("r50_ir", ("build_iresnet_backbone", False)), ("r101_ir", ("build_resnetIR_backbone", True))]
+)
+def test_recipes_have_the_values_of_fastreid(name, expected):
+    cfg = read_config(f"FastFace/{name}")
+    assert expected == (cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WITH_SE)
+    heads = cfg.MODEL.HEADS
+    assert (heads.CLS_LAYER, heads.SCALE, heads.MARGIN, heads.PFC.ENABLED, heads.PFC.SAMPLE_RATE) == (
+        "CosSoftmax", 64, 0.4, True, 0.1,
+    )  # fmt: skip
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.STEPS, cfg.SOLVER.MAX_EPOCH) == (0.05, (8, 12, 15, 18), 20)
+
+
+def test_squeeze_excitation_scales_channels():
+    from fastface.iresnet import SqueezeExcitation
+
+    torch.manual_seed(0)
+    module, x = SqueezeExcitation(32), torch.randn(2, 32, 3, 3)
+    y = module(x)
+    ratio = (y / x).flatten(2)
+    torch.testing.assert_close(ratio, ratio[..., :1].expand_as(ratio))
+    assert ((ratio > 0) & (ratio < 1)).all()
+
+
+def record(labels, image):
+    """Return a record as MXNet writes it."""
+    if isinstance(labels, float):
+        content = struct.pack("<IfQQ", 0, labels, 0, 0) + image
+    else:
+        content = struct.pack(f"<IfQQ{len(labels)}f", len(labels), 0, 0, 0, *labels) + image
+    return struct.pack("<II", 0xCED7230A, len(content)) + content + b"\0" * (-len(content) % 4)
+
+
+def write_records(path, records):
+    offsets, content = [], b""
+    for each in records:
+        offsets.append(len(content))
+        content += each
+    path.write_bytes(content)
+    path.with_suffix(".idx").write_text("".join(f"{number}\t{offset}\n" for number, offset in enumerate(offsets)))
+
+
+def encoded(shade):
+    stream = io.BytesIO()
+    Image.new("RGB", (8, 8), (shade, 0, 0)).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+def unpack(*words):
+    return preloaded.run(Path(__file__).parents[2] / "projects/FastFace/unpack.py", *words)
+
+
+def test_record_files_are_unpacked_without_the_records_of_identities(tmp_path):
+    images = [encoded(shade) for shade in (10, 90, 200)]
+    # Record 0: records 1 to 3 are images; the others describe identities.
+    rows = [record((4.0, 6.0), b""), record(5.0, images[0]), record((7.0, 1.0), images[1]), record(5.0, images[2])]
+    write_records(tmp_path / "train.rec", [*rows, record((1.0, 3.0), b""), record((3.0, 4.0), b"")])
+    process = unpack(tmp_path / "train.rec", tmp_path / "faces")
+    assert process.returncode == 0 and "wrote 3 images" in process.stdout, process.stderr
+    folder = tmp_path / "faces"
+    files = {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.jpg")}
+    assert files == {"5/1.jpg": images[0], "7/2.jpg": images[1], "5/3.jpg": images[2]}
+    content = (tmp_path / "train.rec").read_bytes()
+    (tmp_path / "train.rec").write_bytes(content[: len(rows[0]) + 20])
+    process = unpack(tmp_path / "train.rec", tmp_path / "other")
+    assert process.returncode == 2 and "record 1 is damaged or truncated" in process.stderr
+    (tmp_path / "train.idx").unlink()
+    assert "train.idx" in unpack(tmp_path / "train.rec", tmp_path / "third").stderr
+
+
+def test_pairs_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch):
+    images = [encoded(shade) for shade in (10, 20, 30, 40)]
+    for protocol in (2, 4):
+        source = tmp_path / f"{protocol}.bin"
+        source.write_bytes(pickle.dumps((images, [True, False]), protocol=protocol))
+        root = tmp_path / str(protocol)
+        assert unpack(source, root / "lfw").returncode == 0
+        monkeypatch.setenv("FASTAMP_DATASETS", str(root))
+        items = build_dataset("LFW", get_cfg().with_values({"PROJECTS": ["FastFace"]})).query
+        assert [Path(item.path).read_bytes() for item in items] == images
+        assert [item.columns["same"] for item in items] == [1, 1, 0, 0]
+
+
+class Harmful:
+    """Object whose unpickling would write a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_pairs_with_other_objects_are_refused_and_nothing_is_executed(tmp_path):
+    source = tmp_path / "evil.bin"
+    source.write_bytes(pickle.dumps(([Harmful(tmp_path / "touched")], [True])))
+    process = unpack(source, tmp_path / "lfw")
+    assert process.returncode == 2 and "is not executed" in process.stderr
+    assert not (tmp_path / "touched").exists()
+    source.write_bytes(pickle.dumps(([b"a"], [True])))
+    assert "two images for each of 1 pairs" in unpack(source, tmp_path / "lfw").stderr

@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""Evaluate an ensemble of models by the weighted mean of their distances, from files of `fastamp extract`.
+
+The mean of cosine distances is the cosine distance of the normalized features side by side, each scaled by the root of
+its weight; the same holds for squared Euclidean distances without the normalization. The output is such a file of
+features, so that re-ranking and all other keys below TEST apply to the ensemble.
+
+examples:
+  fastamp extract logs/a Market1501 -o a.npz && fastamp extract logs/b Market1501 -o b.npz
+  python tools/ensemble.py -o both.npz a.npz b.npz
+  python tools/ensemble.py -o both.npz --weights 2,1 a.npz b.npz TEST.RERANK on
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from fastamp.config import CfgNode, read_config
+from fastamp.engine import run_command_line
+from fastamp.evaluation import print_results
+from fastamp.inference.evaluate_features import check, compute
+from fastamp.inference.features_file import Extraction, read_extraction, write_arrays
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.files import write_atomically
+from fastamp.utils.logger import setup_logger
+
+_BLOCK = 4096
+
+
+def rows_of(first: Extraction, other: Extraction) -> np.ndarray:
+    """Return the row in ``other`` of each image of ``first``, (N,) int64.
+
+    Raises:
+        DataError: if the files are not of the same images, or differ in identities or cameras.
+    """
+    rows = np.arange(len(first.paths))
+    if not np.array_equal(first.paths, other.paths):
+        order = np.argsort(other.paths, kind="stable")
+        places = np.searchsorted(other.paths, first.paths, sorter=order).clip(max=len(order) - 1)
+        rows = order[places]
+        missing = np.flatnonzero(other.paths[rows] != first.paths)
+        if len(missing) or len(first.paths) != len(other.paths) or len({*rows.tolist()}) != len(rows):
+            example = f", e.g. {first.paths[missing[0]]}" if len(missing) else ""
+            raise DataError(
+                f"{other.path} is not of the images of {first.path}: {len(other.paths)} and {len(first.paths)} images, "
+                f"{len(missing)} of them missing{example}.\n  fix: extract the features of the same dataset"
+            )
+    for name in ("pids", "camids", "split"):
+        own, theirs = getattr(first, name), getattr(other, name)
+        if (own is None) != (theirs is None) or (own is not None and not np.array_equal(own, theirs[rows])):
+            raise DataError(
+                f"{name} in {other.path} differ from those in {first.path}.\n"
+                "  fix: extract the features of the same dataset"
+            )
+    return rows
+
+
+def scaled_blocks(
+    members: Sequence[Extraction], rows: Sequence[np.ndarray], weights: Sequence[float], *, normalize: bool
+) -> Iterator[np.ndarray]:
+    """Yield blocks of the features of all members side by side, each scaled by the root of its weight."""
+    for start in range(0, len(members[0].paths), _BLOCK):
+        parts = []
+        for member, order, weight in zip(members, rows, weights, strict=True):
+            part = np.asarray(member.features[order[start : start + _BLOCK]], dtype=np.float32)
+            if normalize:
+                part = part / np.maximum(np.linalg.norm(part, axis=1, keepdims=True), 1e-12)
+            parts.append(part * np.float32(weight**0.5))
+        yield np.concatenate(parts, axis=1)
+
+
+def write_ensemble(members: Sequence[Extraction], weights: Sequence[float], out: Path, *, metric: str) -> None:
+    """Write the features of an ensemble, with the identities, cameras and splits of the first member.
+
+    Args:
+        members: files of the same images.
+        weights: weight of the distances of each member.
+        out: npz file to write.
+        metric: ``"cosine"`` or ``"euclidean"``.
+
+    Raises:
+        DataError: see ``rows_of``.
+    """
+    first = members[0]
+    rows = [rows_of(first, member) for member in members]
+    arrays = {"paths": first.paths, "pids": first.pids, "camids": first.camids}
+    if first.split is not None:
+        arrays["split"] = first.split
+    shape = len(first.paths), sum(member.features.shape[1] for member in members)
+    blocks = scaled_blocks(members, rows, weights, normalize=metric == "cosine")
+    write_atomically(out, lambda file: write_arrays(file, arrays, blocks, shape))
+
+
+def read_weights(text: str, count: int) -> list[float]:
+    """Parse the weights of ``count`` files, separated by commas; "" gives equal weights.
+
+    Raises:
+        ConfigError: if there are not ``count`` positive numbers.
+    """
+    try:
+        weights = [float(word) for word in text.split(",")] if text else [1.0] * count
+    except ValueError:
+        weights = []
+    if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(
+            f"--weights: expected {count} positive numbers separated by commas, got {text!r}.\n"
+            "  fix: give one weight for each file"
+        )
+    return weights
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the ensemble, and print the metrics of each member and of the ensemble."""
+    weights = read_weights(args.weights, len(args.features))
+    if args.output.suffix != ".npz" or not args.output.parent.is_dir():
+        raise ConfigError(f"-o {args.output}: expected a file .npz in an existing folder.\n  fix: choose another file")
+    setup_logger()
+    members = [read_extraction(path) for path in args.features]
+    cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", members[0].metric, *args.opts])
+    check(cfg, args.opts)
+    write_ensemble(members, weights, args.output, metric=cfg.TEST.METRIC)
+    results, description = {}, ""
+    for path in (*args.features, str(args.output)):
+        result, description = compute(path, cfg)
+        results[f"ensemble {Path(path).stem}" if path == str(args.output) else Path(path).stem] = result.metrics()
+    print_results(results, protocol=description)
+    print(f"wrote {args.output}")
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "features", nargs="+", metavar="FEATURES.npz", help="files of `fastamp extract`, then KEY VALUE"
+    )
+    parser.add_argument("-o", "--output", type=Path, required=True, metavar="OUT.npz", help="file to write")
+    parser.add_argument("--weights", default="", metavar="W,W", help="weight of each file (default: equal weights)")
+    args = parser.parse_args(argv)
+    files = [word for word in args.features if word.endswith(".npz")]
+    opts = [word for word in args.features if not word.endswith(".npz")]
+    if len(files) < 2 or len(opts) % 2:
+        parser.error("expected at least two files .npz, and KEY VALUE pairs")
+    return argparse.Namespace(output=args.output, weights=args.weights, features=files, opts=opts)
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    sys.exit(run_command_line(lambda: main(arguments)))
