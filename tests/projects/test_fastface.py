@@ -132,6 +132,9 @@ def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, monkeypatch):
     pairs = build_dataset("LFW", cfg).query
     assert [item.columns["same"] for item in pairs] == [1] * 8 + [0] * 8
     assert [Path(item.path).name for item in pairs[8:10]] == ["p0_0001.jpg", "p1_0003.jpg"]
+    (tmp_path / "lfw").rename(tmp_path / "cfp_fp")
+    assert len(build_dataset("CFP_FP", cfg).query) == 16 and len(build_dataset("MS1MV2", cfg).train) == 12
+    (tmp_path / "cfp_fp").rename(tmp_path / "lfw")
     (tmp_path / "lfw/pairs.txt").write_text("p0 1\np0 one two\n")
     with pytest.raises(DataError, match="'p0 one two'"):
         list(build_dataset("LFW", cfg).query)

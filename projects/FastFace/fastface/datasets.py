@@ -107,3 +107,19 @@ class LFW(ImageDataset):
                 pid = numbers.setdefault(name, len(numbers))
                 items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
         return items
+
+
+@DATASET_REGISTRY.register()
+class MS1MV2(FaceFolder):
+    """FastReID's name of ``FaceFolder``."""
+
+
+def _register_pairs(name: str) -> None:
+    """Register a dataset of pairs in the format of ``LFW``, in the folder of its name in lower case."""
+    text = f"Pairs of faces of {name.replace('_', '-')}, in the format of ``LFW``."
+    values = {"dataset_name": name.lower(), "folder": name.lower(), "__doc__": text, "__module__": __name__}
+    DATASET_REGISTRY.register()(type(name, (LFW,), values))
+
+
+for _name in ("CALFW", "CPLFW", "CFP_FF", "CFP_FP", "AgeDB_30", "VGG2_FP"):
+    _register_pairs(_name)

@@ -3,7 +3,13 @@
 import torch
 
 from fastamp.modeling import META_ARCH_REGISTRY
+from fastamp.modeling.heads import HEADS_REGISTRY, EmbeddingHead
 from fastamp.modeling.meta_arch import Baseline
+
+
+@HEADS_REGISTRY.register()
+class FaceHead(EmbeddingHead):
+    """FastReID's name of ``EmbeddingHead`` in its configs of faces."""
 
 
 @META_ARCH_REGISTRY.register()
