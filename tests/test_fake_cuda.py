@@ -287,8 +287,9 @@ def test_fake_cuda_detects_a_host_tensor_in_a_pml_loss(loss, miner, monkeypatch)
 
 @pytest.mark.parametrize("name", list(HEADS_REGISTRY))
 def test_training_with_each_head_reads_the_device_once_per_step(name, monkeypatch):
-    if name == "JPMHead":
-        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name)
+    if name in ("JPMHead", "PartTokenHead"):
+        parts = "3" if name == "PartTokenHead" else "0"
+        cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name, "MODEL.BACKBONE.PART_TOKENS", parts)
     else:
         cfg = tiny_config("MODEL.HEADS.NAME", name, "MODEL.HEADS.EMBEDDING_DIM", "32")
     check_reads(cfg, monkeypatch)

@@ -82,6 +82,8 @@ def load_pretrained_backbone(
         )
     else:
         content, source = _download(online), str(online)
+    if isinstance(content, dict) and isinstance(content.get("teacher"), dict):  # a checkpoint of DINO
+        content = content["teacher"]
     state = state_dict_in(content, source)
     # From a complete ReID model only the backbone is used; TransReID names it "base".
     for prefix in ("backbone.", "base."):

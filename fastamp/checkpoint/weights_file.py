@@ -272,8 +272,8 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
     """Extract the state dict from the content of a checkpoint, and strip all ``module.`` prefixes from its keys.
 
     Args:
-        content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"``,
-            ``"model_state"`` (pycls) or, below ``backbone.``, ``"teacher"`` (DINO).
+        content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"`` or (pycls)
+            ``"model_state"``.
         path (str | os.PathLike): origin of the content, for the error message.
 
     Returns:
@@ -283,10 +283,8 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         WeightsError: if there is no state dict.
     """
     state = content
-    for key in ("model", "state_dict", "model_state", "teacher"):
+    for key in ("model", "state_dict", "model_state"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
-            if key == "teacher" and not any(re.match(r"(module\.)*backbone\.", str(name)) for name in content[key]):
-                continue
             state = content[key]
             break
     tensors = {}
