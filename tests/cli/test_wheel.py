@@ -83,7 +83,9 @@ def test_demo_of_the_wheel_trains_above_its_baselines(installed):
 def test_installed_recipes_are_listed_printed_and_read(installed):
     recipes = installed.check("recipes").split()
     assert {"Market1501/sbs_R50-ibn", "Demo/quickstart", "VeRi/vit_base"} <= set(recipes)
-    assert len(recipes) == len(list(ROOT.glob("configs/*/*.yml")))
+    projects = [plugin.parent for plugin in ROOT.glob("projects/*/plugin.py")]
+    of_projects = sum(len(list(folder.glob("configs/*.y*ml"))) for folder in projects)
+    assert len(recipes) == len(list(ROOT.glob("configs/*/*.yml"))) + of_projects
     assert "_BASE_: configs/Base-SBS.yml" in installed.check("recipes", "Market1501/sbs_R50-ibn")
     for name in ("Market1501/sbs_R50-ibn", "Market1501/sbs_R50-ibn.yml"):
         assert "OUTPUT_DIR: logs/market1501/sbs_R50-ibn" in installed.check("config", "show", name)
@@ -108,6 +110,6 @@ def test_installed_benchmark_tune_and_completion_find_their_files(installed):
 
 def test_recipes_of_projects_load_from_the_wheel(installed):
     names = [name for name in installed.check("recipes").split() if name.startswith("Fast")]
-    assert {"FastAttr/demo", "FastClas/demo", "FastDistill/demo", "FastRetri/demo"} <= {*names}
+    assert {"FastAttr/demo", "FastClas/demo", "FastDistill/demo", "FastFace/r50_ir", "FastRetri/demo"} <= {*names}
     for name in ("FastAttr/pa100", "FastDistill/sbs_r34"):
         assert f"(set to: [{name.partition('/')[0]}])" in installed.check("config", "list", name), name
