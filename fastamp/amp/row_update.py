@@ -63,7 +63,9 @@ def step_rows(optimizer: Optimizer) -> None:
             parameter.index_copy_(0, rows, part)
             for key, value in optimizer.state.pop(part, {}).items():
                 if _is_like(value, part):
-                    state.setdefault(key, torch.zeros_like(parameter, dtype=value.dtype)).index_copy_(0, rows, value)
+                    if key not in state:  # the only operation on all rows, in the first step
+                        state[key] = torch.zeros_like(parameter, dtype=value.dtype)
+                    state[key].index_copy_(0, rows, value)
                 else:
                     state[key] = value
             if state:

@@ -143,9 +143,27 @@ class PartialFC(nn.Module):
         self.draws += 1
         if len(positive) >= size:
             return positive.sort().values
-        priority = torch.rand(self.count, generator=self.generator(positive.device), device=positive.device)
-        priority[positive] = 2.0
-        return priority.topk(size).indices.sort().values
+        # The smaller part of the classes is drawn, so that a small sample costs the same time for any number of
+        # classes, and a large one needs few further draws.
+        if size <= self.count // 2:
+            return torch.cat([positive, self._draw_others(positive, size - len(positive))]).sort().values
+        sampled = torch.ones(self.count, dtype=torch.bool, device=positive.device)
+        sampled[self._draw_others(positive, self.count - size)] = False
+        return sampled.nonzero()[:, 0]
+
+    def _draw_others(self, positive: torch.Tensor, number: int) -> torch.Tensor:
+        """Draw a number of different classes that are not in ``positive``, by rejection, in O(number log number)."""
+        generator, device = self.generator(positive.device), positive.device
+        others = positive[:0]
+        while (missing := number - len(others)) > 0:
+            used = torch.cat([positive, others])
+            # A drawn class is new with probability 1 - len(used) / count.
+            count = math.ceil(1.1 * missing * self.count / (self.count - len(used)))
+            drawn = torch.randint(self.count, (count,), generator=generator, device=device).unique()
+            drawn = drawn[~torch.isin(drawn, used, assume_unique=True)]
+            order = torch.randperm(len(drawn), generator=generator, device=device)
+            others = torch.cat([others, drawn[order[:missing]]])
+        return others
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Create a generator seeded by the seed, the rank and the number of draws."""

@@ -6,11 +6,15 @@ import preloaded
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from fastamp.amp import OptimizationStep
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import Predictor
 from fastamp.modeling import build_model
+from fastamp.modeling.heads import EmbeddingHead
 from fastamp.utils.errors import ConfigError
 
 HELPERS = Path(__file__).parents[1] / "helpers"
@@ -144,3 +148,51 @@ def test_crash_dump_of_one_of_two_processes_can_be_replayed(demo_root, demo, tmp
     assert (model.heads.partial_fc.start, model.heads.partial_fc.count) == (8, 8)
     batch = {"images": torch.rand(4, 3, 64, 32), "targets": torch.arange(7, 11)}
     assert all(loss.isfinite() for loss in model(batch).values())
+
+
+class LargeTensors(TorchDispatchMode):
+    """Record the operations whose result has at least ``rows`` rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows, self.found = rows, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            dense = isinstance(each, torch.Tensor) and each.layout == torch.strided and each.dim()
+            if dense and len(each) >= self.rows:
+                self.found.append(func.overloadpacket.__name__)
+        return result
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("rate", [0.005, 1.0])
+def test_step_of_sampled_centers_has_no_operation_on_all_centers(optimizer, rate):
+    options = {"lr": 0.1, "weight_decay": 5e-4} | ({"momentum": 0.9} if optimizer == "SGD" else {})
+    head = EmbeddingHead(
+        feat_dim=4,
+        num_classes=2000,
+        cls_layer="ArcSoftmax",
+        scale=64,
+        margin=0.5,
+        pool_layer="Identity",
+        sample_rate=rate,
+    )
+    backbone = torch.nn.Linear(4, 4)
+    model = torch.nn.ModuleList([backbone, head])
+    step = OptimizationStep(model, [getattr(torch.optim, optimizer)(model.parameters(), **options)])
+
+    def train() -> None:
+        step.zero_grad()
+        targets = torch.tensor([3, 3, 1999, 70])
+        outputs = head(backbone(torch.randn(4, 4))[:, :, None, None], targets)
+        step.scale({"loss_cls": outputs["cls_outputs"].cross_entropy()}).backward()
+        step.finish()
+
+    train()  # the first step creates the momentum or the moments
+    with LargeTensors(1000) as large:
+        train()
+    found = {name for name in large.found if name not in ("index_copy_", "detach", "alias")}
+    # index_copy_ returns the parameter or its state, of which it writes the sampled rows only.
+    assert bool(found) == (rate == 1), found

@@ -145,6 +145,18 @@ def test_sample_has_all_positives_and_the_right_size():
     assert len(PartialFC(num_classes=5, sample_rate=0.01).sample(torch.tensor([], dtype=torch.int64))) == 1
 
 
+@pytest.mark.parametrize(("rate", "positive"), [(0.5, 10), (0.51, 50), (0.95, 3), (0.99, 97), (0.99, 0), (0.02, 1)])
+def test_large_and_small_samples_are_uniform(rate, positive):
+    partial_fc, counts = PartialFC(num_classes=100, sample_rate=rate), torch.zeros(100)
+    for _ in range(300):
+        classes = partial_fc.sample(torch.arange(positive))
+        assert len(classes) == int(100 * rate) and torch.equal(classes, classes.unique())
+        counts[classes] += 1
+    expected = 300 * (int(100 * rate) - positive) / (100 - positive)
+    assert (counts[:positive] == 300).all()
+    assert (counts[positive:] - expected).abs().max() < 5 * (expected * (1 - expected / 300)) ** 0.5
+
+
 def test_samples_depend_on_seed_and_number_of_draws_only():
     first, second = (PartialFC(num_classes=1000, sample_rate=0.1, seed=4) for _ in range(2))
     positive = torch.tensor([1])

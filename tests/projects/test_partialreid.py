@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 
+from fastamp.checkpoint.load_state import load_model_state
 from fastamp.cli import main
 from fastamp.config import get_cfg, read_config
 from fastamp.config.projects import import_project
@@ -18,6 +19,7 @@ from fastamp.data.build import build_dataset
 from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.inference import Predictor
 from fastamp.layers.distance import FeatureDistances
+from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError, DataError
 
 ROOT = Path(__file__).parents[2]
@@ -177,6 +179,52 @@ def test_images_of_different_sizes_are_a_config_error(dsr):
     file.append(torch.tensor([0]), torch.rand(1, 4, 11))
     with pytest.raises(ConfigError, match="INPUT.SIZE_TEST"):
         file.append(torch.tensor([1]), torch.rand(1, 4, 9))
+
+
+# ---- weights
+
+
+BATCH_NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+FASTREID_NAMES = {
+    "current": (
+        "heads.weight", *(f"heads.bottleneck.0.{name}" for name in BATCH_NORM),
+        "heads.weight_occ", *(f"heads.bnneck_occ.0.{name}" for name in BATCH_NORM),
+        "heads.occ_unit.mask_layer.weight", "heads.occ_unit.mask_layer.bias",
+    ),
+    "first": (
+        "heads.classifier.weight", *(f"heads.bnneck.{name}" for name in BATCH_NORM),
+        "heads.classifier_occ.weight", *(f"heads.bnneck_occ.{name}" for name in BATCH_NORM),
+        "heads.occ_unit.mask_layer.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", FASTREID_NAMES)
+def test_checkpoint_of_fastreid_matches_all_tensors(release, dsr):
+    model = build_model(
+        get_cfg().with_values(
+            {
+                "PROJECTS": ["PartialReID"], "MODEL.META_ARCHITECTURE": "PartialBaseline", "MODEL.DEVICE": "cpu",
+                "MODEL.HEADS.NAME": "DSRHead", "MODEL.HEADS.NUM_CLASSES": 5, "MODEL.BACKBONE.DEPTH": "18x",
+                "MODEL.BACKBONE.FEAT_DIM": 512, "MODEL.HEADS.WITH_BNNECK": True,
+            }
+        )
+    )  # fmt: skip
+    own = model.state_dict()
+    state = {name: torch.rand_like(value.float()) for name, value in own.items() if name.startswith("backbone.")}
+    for name in FASTREID_NAMES[release]:
+        shape = () if "num_batches" in name else (5, 512) if "classifier" in name or "heads.weight" in name else 512
+        state[name] = torch.rand((1, 512) if "mask_layer.weight" in name else 1 if "mask_layer" in name else shape)
+    report = load_model_state(model, state, source="FastReID")
+    assert report.missing == report.dropped == report.other_shape == []
+    loaded = model.state_dict()
+    for stem in ("weight", "bias", "running_mean", "running_var"):
+        assert torch.equal(
+            loaded[f"heads.bnneck_occ.0.{stem}"], state[f"heads.bnneck_occ.{'0.' * (release == 'current')}{stem}"]
+        )
+    of_foreground = state["heads.weight_occ" if release == "current" else "heads.classifier_occ.weight"]
+    assert torch.equal(loaded["heads.weight_occ"], of_foreground)
+    assert release == "current" or loaded["heads.occ_unit.mask_layer.bias"] == 0
 
 
 # ---- recipes, training and evaluation

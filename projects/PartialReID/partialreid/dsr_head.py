@@ -60,7 +60,7 @@ class DSRHead(EmbeddingHead):
         ConfigError: if ``embedding_dim`` is not 0, frames are pooled, or another argument is invalid.
     """
 
-    classifiers = ("weight", "occ_weight")
+    classifiers = ("weight", "weight_occ")
     several_outputs = True
 
     def __init__(
@@ -77,9 +77,9 @@ class DSRHead(EmbeddingHead):
                 "MODEL.HEADS.TEMPORAL_POOL is not supported by DSRHead.\n  fix: set MODEL.HEADS.TEMPORAL_POOL to none"
             )
         self.occ_unit = OcclusionUnit(feat_dim)
-        self.occ_bottleneck = nn.Sequential(*[build_norm(norm, feat_dim, freeze_bias=True)][: int(with_bnneck)])
-        self.occ_weight = nn.Parameter(torch.empty_like(self.weight))
-        nn.init.normal_(self.occ_weight, std=0.01)
+        self.bnneck_occ = nn.Sequential(*[build_norm(norm, feat_dim, freeze_bias=True)][: int(with_bnneck)])
+        self.weight_occ = nn.Parameter(torch.empty_like(self.weight))
+        nn.init.normal_(self.weight_occ, std=0.01)
 
     @force_fp32
     def forward(
@@ -104,7 +104,7 @@ class DSRHead(EmbeddingHead):
         foreground = self.occ_unit(features)[0]
         neck = self._occ_neck(foreground)
         whole = super().forward(features, targets)
-        cls_outputs, logits = self.cls_layer(neck, self.occ_weight, targets)
+        cls_outputs, logits = self.cls_layer(neck, self.weight_occ, targets)
         part = {
             "cls_outputs": cls_outputs,
             "pred_class_logits": logits,
@@ -126,5 +126,22 @@ class DSRHead(EmbeddingHead):
         foreground, places, _, scores = self.occ_unit(features)
         return foreground if self.eval_feat == "before" else self._occ_neck(foreground), places, scores
 
+    def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
+        """Convert the names of FastReID's first releases, whose mask layer has no bias.
+
+        Those of its current ``DSRHead`` are the names of this head.
+        """
+        renamed = {}
+        for name, value in super().convert_state_dict(state, notes).items():
+            if name == "classifier_occ.weight":
+                name = "weight_occ"
+            elif name.startswith("bnneck_occ.") and not name.split(".")[1].isdigit():
+                name = f"bnneck_occ.0.{name.removeprefix('bnneck_occ.')}"
+            renamed[name] = value
+        mask = renamed.get("occ_unit.mask_layer.weight")
+        if mask is not None and "occ_unit.mask_layer.bias" not in renamed:
+            renamed["occ_unit.mask_layer.bias"] = mask.new_zeros(1)
+        return renamed
+
     def _occ_neck(self, foreground: torch.Tensor) -> torch.Tensor:
-        return self.occ_bottleneck(foreground[:, :, None, None]).flatten(1)
+        return self.bnneck_occ(foreground[:, :, None, None]).flatten(1)
