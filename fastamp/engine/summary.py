@@ -48,18 +48,18 @@ def summarize_run(cfg: CfgNode, results: Mapping[str, Mapping[str, Any]], *, sec
 def warn_below_baselines(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Log a warning for each test set on which the mAP is below that of a baseline; requires ``TEST.BASELINES``."""
     for name, metrics in results.items():
-        baselines = metrics.get("baselines", {})
+        baselines = {title: each["mAP"] for title, each in metrics.get("baselines", {}).items() if "mAP" in each}
         if not baselines or "mAP" not in metrics:
             continue
-        best = max(baselines, key=lambda each: baselines[each]["mAP"])
-        if metrics["mAP"] < baselines[best]["mAP"]:
+        best = max(baselines, key=lambda each: baselines[each])
+        if metrics["mAP"] < baselines[best]:
             logger.warning(
                 "%s: mAP %.2f is below the baseline %s (%.2f), which is not trained.\n"
                 "  fix: train longer or with another SOLVER.BASE_LR, and check the data with fastamp check-data",
                 name,
                 metrics["mAP"],
                 best,
-                baselines[best]["mAP"],
+                baselines[best],
             )
 
 

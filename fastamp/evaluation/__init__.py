@@ -19,6 +19,7 @@ from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_d
 from fastamp.evaluation.precise_bn import update_bn_statistics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
 from fastamp.utils.moved import moved_names
@@ -26,16 +27,20 @@ from fastamp.utils.moved import moved_names
 __all__ = [
     "EVALUATOR_REGISTRY",
     "PROTOCOL_REGISTRY",
+    "CountMatrix",
     "DatasetEvaluator",
     "EvaluationResult",
     "Identities",
+    "ImageExample",
     "Protocol",
     "RankList",
     "RankingResult",
     "RankingRule",
     "ReidEvaluator",
     "ReportOptions",
+    "ReportSection",
     "RetrievalExamples",
+    "Table",
     "compute_metrics",
     "inference_on_dataset",
     "print_results",

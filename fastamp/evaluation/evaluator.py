@@ -26,6 +26,7 @@ from fastamp.evaluation.metrics import EvaluationResult, compute_metrics
 from fastamp.evaluation.pairs import PairScores, sample_pairs
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.report_section import ReportSection
 from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
@@ -83,6 +84,10 @@ class DatasetEvaluator:
     def evaluate(self) -> dict[str, Any] | None:
         """Compute and return the metrics; return None on ranks other than 0."""
         raise NotImplementedError
+
+    def report_sections(self) -> Sequence[ReportSection]:
+        """Return sections for the report of the last evaluation, on rank 0. Default: none."""
+        return ()
 
 
 def inference_on_dataset(

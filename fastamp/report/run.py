@@ -13,7 +13,7 @@ from fastamp.config.describe import show_value
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.items import PackedItems
 from fastamp.diagnostics import environment_queries
-from fastamp.evaluation import DatasetEvaluator, EvaluationResult
+from fastamp.evaluation import DatasetEvaluator, EvaluationResult, ReportSection
 from fastamp.evaluation.calibration_check import CalibrationCheck
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
@@ -35,6 +35,7 @@ class EvaluatedSet:
         query, gallery (Sequence[ImageItem]): images; empty if unknown.
         source (ImageDataset | None): dataset that names identities and cameras; None to show their numbers.
         calibration_check (CalibrationCheck | None): error rates of the decisions of a calibrated model.
+        sections (Sequence[ReportSection]): further sections of the evaluator.
     """
 
     name: str
@@ -44,6 +45,7 @@ class EvaluatedSet:
     gallery: Sequence[ImageItem]
     source: ImageDataset | None = None
     calibration_check: CalibrationCheck | None = None
+    sections: Sequence[ReportSection] = ()
     judgement = renamed_attribute("judgement", "result")
 
     def identity(self, pid: int | str) -> str:
@@ -107,7 +109,9 @@ def evaluated_set(
     result = getattr(evaluator, "result", None)
     result = result if isinstance(result, EvaluationResult) else None
     check = getattr(evaluator, "calibration_check", None)
-    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader), check)
+    # Custom evaluators need not be subclasses of DatasetEvaluator.
+    sections = evaluator.report_sections() if hasattr(evaluator, "report_sections") else ()
+    return EvaluatedSet(name, metrics, result, items[:num_query], items[num_query:], source_of(loader), check, sections)
 
 
 def items_of(loader: Any) -> list[ImageItem]:

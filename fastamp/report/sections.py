@@ -8,6 +8,7 @@ from typing import Any
 from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
 from fastamp.evaluation.protocol import Protocol
+from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection
 from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
 from fastamp.report.curves import cmc_panel, roc_panel, score_name, score_panel, scores
 from fastamp.report.history import History
@@ -21,6 +22,8 @@ from fastamp.utils.plural import plural
 # Over all test sets. An image takes about 2.5 KB.
 _MAX_LISTS = 48
 _SHADES = 10
+_SCALE = [f"{100 * shade // _SHADES}" for shade in range(_SHADES)]
+_MAX_TILES = 6
 Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 """Title, headers and rows."""
 
@@ -38,6 +41,7 @@ def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
         "cameras": None,
         "lists": {},
         "open_set": open_set_section(each.calibration_check),
+        "further": [_further_section(section, each) for section in each.sections],
     }
     if result is not None and result.examples is not None:
         examples, protocol = result.examples, result.protocol
@@ -51,11 +55,12 @@ def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
 
 def _tiles(metrics: dict[str, Any]) -> list[dict[str, str]]:
     tiles = []
-    for name in ("mAP", "Rank-1", "Rank-5", "Rank-10", "mINP"):
-        if name in metrics:
-            interval = metrics.get("intervals", {}).get(name)
-            text = f"{interval[0]:.1f} to {interval[1]:.1f}" if interval else ""
-            tiles.append({"name": name, "value": f"{metrics[name]:.1f}", "interval": text})
+    shown = [name for name in ("mAP", "Rank-1", "Rank-5", "Rank-10", "mINP") if name in metrics]
+    shown = shown or [name for name, value in metrics.items() if isinstance(value, float) and name != "metric"]
+    for name in shown[:_MAX_TILES]:
+        interval = metrics.get("intervals", {}).get(name)
+        text = f"{interval[0]:.1f} to {interval[1]:.1f}" if interval else ""
+        tiles.append({"name": name, "value": f"{metrics[name]:.1f}", "interval": text})
     return tiles
 
 
@@ -78,10 +83,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
     if rates:
         rows = [(f"false accept rate {name[8:]}", f"{value:.2f} %") for name, value in rates.items()]
         tables.append(("True accept rates", ("at", "true accept rate"), rows))
-    if metrics.get("baselines"):
-        rows = [("this model", *_scores_of(metrics))]
-        rows += [(f"baseline: {name}", *_scores_of(baseline)) for name, baseline in metrics["baselines"].items()]
-        tables.append(("Comparison with the baselines", ("ranked by", "mAP %", "Rank-1 %"), rows))
+    tables += _baseline_tables(metrics)
     if metrics.get("groups"):
         rows = [
             (name, f"{each['num_query']:,}", *(_scores_of(each) if "mAP" in each else ("", "")))
@@ -90,6 +92,23 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
         rows.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
         tables.append(("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
     return tables
+
+
+def _baseline_tables(metrics: dict[str, Any]) -> list[Table]:
+    """Prepare one table for the baselines of each kind: those that rank the gallery, and others, e.g. of attributes."""
+    kinds: dict[tuple[str, ...], dict[str, Any]] = {}
+    for title, baseline in metrics.get("baselines", {}).items():
+        names = [name for name in baseline if name in metrics and name != "metric"]
+        names = ["mAP", "Rank-1"] if "mAP" in names else names[:_MAX_TILES]
+        kinds.setdefault(tuple(names), {"this model": metrics})[f"baseline: {title}"] = baseline
+    return [
+        (
+            "Comparison with the baselines",
+            ("ranked by" if "mAP" in names else "predicted by", *(f"{name} %" for name in names)),
+            [(title, *(f"{each[name]:.1f}" for name in names)) for title, each in rows.items()],
+        )
+        for names, rows in kinds.items()
+    ]
 
 
 def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
@@ -108,10 +127,7 @@ def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str,
     for row, camera in enumerate(queries):
         cells = []
         for value, count in zip(matrix.mean_ap[row], matrix.queries[row], strict=True):
-            cell = {"queries": int(count)}
-            if count:
-                cell |= {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES))}
-            cells.append(cell)
+            cells.append(_cell(value, f"{count} queries") if count else _cell(None, "no query has a match"))
         rows.append((camera, cells))
     note = "mAP in percent if the gallery contains only the images of one camera."
     if examples.sampled < examples.queries:
@@ -122,9 +138,54 @@ def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str,
     return {
         "title": title,
         "note": note,
-        "gallery": gallery,
+        "unit": "mAP",
+        "corner": "query camera",
+        "columns": gallery,
         "rows": rows,
-        "scale": [f"{100 * shade // _SHADES}" for shade in range(_SHADES)],
+        "scale": _SCALE,
+    }
+
+
+def _cell(value: float | None, tip: str) -> dict[str, Any]:
+    """Prepare the cell of a matrix with a value in 0..1, or None for an empty cell."""
+    if value is None:
+        return {"percent": "", "tip": tip}
+    return {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES)), "tip": tip}
+
+
+def _further_section(section: ReportSection, each: EvaluatedSet) -> dict[str, Any]:
+    """Prepare a section of the evaluator; images are shown if the images of the test set are known."""
+    images = each.images if section.examples else []
+    pictures = [_image(images[example.index], example, each) for example in section.examples[:_MAX_LISTS] if images]
+    return {
+        "title": section.title,
+        "note": section.note,
+        "tables": [(table.title, table.headers, table.rows) for table in section.tables],
+        "matrix": None if section.matrix is None else _count_matrix(section.matrix),
+        "pictures": pictures,
+        "pictures_title": section.examples_title,
+    }
+
+
+def _image(item: ImageItem, example: ImageExample, each: EvaluatedSet) -> dict[str, Any]:
+    kind = "correct" if example.correct else "wrong"
+    return _picture(item, f"{kind}: {', '.join(example.lines)}", kind, each) | {"lines": example.lines}
+
+
+def _count_matrix(matrix: CountMatrix) -> dict[str, Any]:
+    """Prepare a matrix of counts as percentages of its rows."""
+    rows = []
+    for name, counts in zip(matrix.rows, matrix.counts.tolist(), strict=True):
+        total = sum(counts)
+        rows.append((name, [_cell(count / total if count else None, f"{count:,} of {total:,}") for count in counts]))
+    return {
+        "title": matrix.title,
+        "note": matrix.note,
+        "unit": "images of the row",
+        "corner": matrix.corner,
+        "columns": matrix.columns,
+        "rows": rows,
+        "scale": _SCALE,
     }
 
 

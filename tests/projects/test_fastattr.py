@@ -79,6 +79,74 @@ def test_missing_labels_do_not_count_in_the_metrics():
     assert counts.metrics()["Accu"] == 100
 
 
+def naive_attribute_metrics(labels, predicted):
+    """Compute the metrics of one attribute in percent from lists of known labels and predictions."""
+    pairs = list(zip(labels, predicted, strict=True))
+    hits, rejected = pairs.count((1, 1)), pairs.count((0, 0))
+    positives, images = sum(labels), len(labels)
+    precision, recall = hits / max(1, sum(predicted)), hits / max(1, positives)
+    return {
+        "images": images,
+        "positives": positives,
+        "share": 100 * positives / images,
+        "mA": 50 * (hits / positives + rejected / (images - positives)),
+        "accuracy": 100 * (hits + rejected) / images,
+        "majority": 100 * max(positives, images - positives) / images,
+        "precision": 100 * precision,
+        "recall": 100 * recall,
+        "f1": 200 * precision * recall / max(1e-20, precision + recall),
+    }
+
+
+def test_metrics_of_each_attribute_equal_a_naive_count():
+    from fastattr.metrics import AttributeCounts
+
+    labels = torch.randint(2, (60, 3)).float()
+    labels[5, 1] = torch.nan
+    probabilities = torch.rand(60, 3)
+    counts = AttributeCounts(3, 0.4)
+    for rows in torch.arange(60).split(25):
+        counts.add(probabilities[rows], labels[rows])
+    found = counts.of_attributes()
+    for row in range(3):
+        known = ~labels[:, row].isnan()
+        predicted = (probabilities[known, row] >= 0.4).int().tolist()
+        expected = naive_attribute_metrics(labels[known, row].int().tolist(), predicted)
+        assert {name: each[row].item() for name, each in found.items()} == pytest.approx(expected)
+    counts = AttributeCounts(1)
+    counts.add(torch.zeros(2, 1), torch.zeros(2, 1))
+    assert counts.of_attributes()["precision"].isnan().all() and counts.of_attributes()["majority"].item() == 100
+
+
+def test_baseline_predicts_the_most_frequent_value_of_each_column(tmp_path):
+    from fastattr.evaluator import AttrEvaluator
+
+    names = ["color=red", "color=blue", "color=green", "hat"]
+    cfg = config(tmp_path, "MODEL.ATTRIBUTES.NAMES", json.dumps(names)).with_values(
+        {"DATASETS.CATEGORIES": {"color": ["red", "blue", "green"]}}
+    )
+    colors, hats = torch.tensor([0, 1, 1, 2, 1, 0]), torch.tensor([0, 0, 1, -1, 0, 1])
+    evaluator = AttrEvaluator(cfg, output_dir=str(tmp_path / "out"))
+    probabilities = torch.rand(6, 4)
+    for rows in (slice(0, 4), slice(4, 6)):
+        evaluator.process({"color": colors[rows], "hat": hats[rows]}, probabilities[rows])
+    metrics = evaluator.evaluate()
+    # Blue without a hat: right for three of six colors; the hat is never predicted.
+    baseline = metrics["baselines"]["most frequent values"]
+    assert baseline["Prec"] == pytest.approx(50) and baseline["mA"] == 50
+    assert baseline["Recall"] == pytest.approx(100 * (0 + 1 + 0.5 + 0 + 1 + 0) / 6)
+    (section,) = evaluator.report_sections()
+    assert [row[0] for row in section.tables[0].rows] == names and section.tables[0].rows[3][1] == "5"
+    positive = torch.stack([colors == 0, colors == 1, colors == 2, hats == 1], 1)
+    wrong = ((probabilities >= 0.5) != positive) & torch.stack([hats >= -1] * 3 + [hats >= 0], 1)
+    counts = [int(example.lines[0].split()[0]) for example in section.examples]
+    assert counts == sorted(wrong.sum(1)[wrong.any(1)].tolist(), reverse=True)
+    for example in section.examples:
+        assert example.lines[0] == f"{wrong[example.index].sum()} of {3 + (hats[example.index] >= 0)} wrong"
+    header, *rows = (tmp_path / "out/attributes.csv").read_text().splitlines()
+    assert header.startswith("attribute,images,positives,mA,share") and rows[3].startswith("hat,5,2,")
+
+
 def write_table(folder, columns, header="color,hat", rows=12):
     """Write tiny images and a table with two attributes; ``columns`` gives the cells of row i."""
     from PIL import Image
@@ -128,8 +196,13 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
         0.5,
         0.375,
     ]
-    assert main(["eval", str(run)]) == 0
-    assert f"{results['mA']:.2f}" in capsys.readouterr().out
+    assert main(["eval", str(run), "TEST.REPORT", "True"]) == 0
+    output = capsys.readouterr().out
+    assert f"{results['mA']:.2f}" in output and "baseline: most frequent values" in output
+    report = (run / "report_eval.html").read_text()
+    assert "Attributes" in report and "color=none" in report and "wrong" in report
+    history = [json.loads(line) for line in (run / "metrics.json").read_text().splitlines()]
+    assert any(key.endswith("/baseline most frequent values/mA") for line in history for key in line)
     predictor, images = Predictor(run / "model_final.pth"), [str(tmp_path / "0.png"), str(tmp_path / "5.png")]
     features = predictor.features(images)
     attributes = predictor.attributes(images)
@@ -296,6 +369,30 @@ def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch
     cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-5})
     results = DefaultTrainer(cfg).train()
     assert 0 <= results["mA"] <= 100 and "27" in caplog.text
+
+
+def test_age_as_fastreid_reads_it_is_one_number(tmp_path, monkeypatch):
+    from fastattr.attributes import with_attributes
+    from fastattr.datasets import Market1501AttrFastReID
+
+    from fastamp.data import build_reid_train_loader
+
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    folder = make_market(tmp_path)
+    assert {item.columns["age"] for item in Market1501AttrFastReID(tmp_path).train} == {0, 3}
+    name = ("DATASETS.NAMES", "Market1501AttrFastReID", "DATASETS.TESTS", "Market1501AttrFastReID")
+    cfg = read_config("FastAttr/market1501", options(tmp_path / "run", *name, columns="[]"))
+    cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": 2, "SOLVER.BASE_LR": 1e-5})
+    loader = build_reid_train_loader(cfg)
+    assert with_attributes(cfg, loader.dataset).MODEL.ATTRIBUTES.NAMES == ("age", "backpack", "upred")
+    trainer = DefaultTrainer(cfg)
+    # FastReID's weights are the means of the labels: (0 + 3) / 2 for the age.
+    assert trainer.model.attribute_loss.positive_rates.tolist() == [1.5, 0.5, 0.5]
+    assert 0 <= trainer.train()["mA"] <= 100
+    make_market(tmp_path, age=(1, 5))
+    with pytest.raises(DataError, match=r"'age' has the unexpected values \[5\]"):
+        list(Market1501AttrFastReID(tmp_path).train)
+    assert folder.is_dir()
 
 
 def test_missing_and_invalid_attribute_files_are_data_errors(tmp_path):

@@ -7,9 +7,11 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import torch
 from hostile import SCRIPT, hostile_run
 from jinja2 import UndefinedError
 
+from fastamp.evaluation import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.report import write_report
 from fastamp.report.curves import cmc_panel, health_panels, training_panels
@@ -115,6 +117,39 @@ def test_report_renders_without_history_details_and_images(run):
     bare = dataclasses.replace(run.sets[0], result=None, query=[], gallery=[], metrics={"mAP": 1.0, "metric": 2.0})
     text = Elements(page(dataclasses.replace(run, sets=[bare], history=None, train=[]))).text
     assert "1.0 %" in text and "Training" not in text
+
+
+def test_sections_of_an_evaluator_are_shown_with_tables_matrix_and_images(run):
+    section = ReportSection(
+        f"Colors {SCRIPT}",
+        "note of the section",
+        [Table("shares", ("color", "share"), [("red", "25 %"), (SCRIPT, "–")])],
+        CountMatrix(
+            "Confusion", "rows: labels", "label", ("red", "blue"), ("red", "blue"), torch.tensor([[3, 1], [0, 0]])
+        ),
+        [ImageExample(0, ("missed red", SCRIPT)), ImageExample(30, ("right",), correct=True)],
+        "Errors",
+    )
+    each = dataclasses.replace(run.sets[0], sections=[section])
+    bare = dataclasses.replace(each, query=[], gallery=[], result=None, metrics={"Acc@1": 12.5, "metric": 12.5})
+    elements = Elements(page(dataclasses.replace(run, sets=[each, bare])))
+    for words in ("note of the section", "shares", "25 %", "Errors (2)", "missed red", "cannot be read", "12.5"):
+        assert words in elements.text, words
+    assert "Errors (0)" not in elements.text and "script" not in {name for name, _ in elements.found}
+    cells = [(each["title"], each.get("class")) for name, each in elements.found if name == "td" and "title" in each]
+    assert cells.count(("3 of 4", "h7")) == 2 and cells.count(("1 of 4", "h2")) == 2
+    assert cells.count(("0 of 0", None)) == 4
+    frames = [each["class"] for name, each in elements.found if name == "div" and "frame" in each.get("class", "")]
+    assert {"frame wrong", "frame correct"} <= set(frames)
+
+
+def test_baselines_of_other_metrics_have_a_table_of_their_own(run):
+    metrics = {"mAP": 50.0, "Rank-1": 60.0, "mA": 70.0, "metric": 55.0}
+    baselines = {"raw pixels": {"mAP": 5.0, "Rank-1": 6.5}, "most frequent values": {"mA": 51.5, "metric": 51.5}}
+    each = dataclasses.replace(run.sets[0], metrics=metrics | {"baselines": baselines})
+    text = Elements(page(dataclasses.replace(run, sets=[each]))).text
+    for words in ("baseline: raw pixels", "6.5", "baseline: most frequent values", "51.5", "predicted by"):
+        assert words in text, words
 
 
 def test_failed_write_of_the_report_leaves_no_partial_file(run, tmp_path):

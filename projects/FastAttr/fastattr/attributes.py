@@ -79,7 +79,8 @@ def labels_of(columns: Mapping[str, Any], attributes: Sequence[Attribute], devic
         device: device of the result.
 
     Returns:
-        (B, A) float32: 1 for positive, 0 for negative, NaN for missing.
+        (B, A) float32: 1 for positive, 0 for negative, NaN for missing; larger numbers only for the columns
+        ``number_attributes`` of a dataset.
 
     Raises:
         ConfigError: if the batch does not contain a column.
@@ -90,6 +91,22 @@ def labels_of(columns: Mapping[str, Any], attributes: Sequence[Attribute], devic
         label = (numbers if attribute.value is None else numbers == attribute.value).float()
         labels.append(torch.where(numbers < 0, torch.nan, label))
     return torch.stack(labels, dim=1)
+
+
+def most_frequent_values(attributes: Sequence[Attribute], positives: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
+    """Return the labels of an image with the most frequent value of each column, (A,) float32.
+
+    Args:
+        attributes: A attributes.
+        positives: (A,) number of positive labels of each attribute.
+        known: (A,) number of labels of each attribute that are not missing.
+    """
+    constant = (2 * positives >= known).float()
+    for column in {attribute.column for attribute in attributes if attribute.value is not None}:
+        rows = [row for row, attribute in enumerate(attributes) if attribute.column == column]
+        constant[rows] = 0.0
+        constant[rows[int(positives[rows].argmax())]] = 1.0
+    return constant
 
 
 def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
@@ -113,6 +130,8 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
             f"{title} has no columns, which are the attributes.\n"
             "  fix: add a column for each attribute to the CSV file, or use a dataset with attributes, e.g. PA100K"
         )
+    # Datasets that define labels as FastReID does, e.g. Market1501AttrFastReID.
+    numbers = {name for source in getattr(dataset, "sources", ()) for name in getattr(source, "number_attributes", ())}
     names: list[str] = []
     categories = dict(cfg.DATASETS.CATEGORIES)
     for column in selected:
@@ -122,7 +141,8 @@ def with_attributes(cfg: CfgNode, dataset: Any) -> CfgNode:
             categories[column] = list(encoded.names)
             names += [f"{column}={text}" for text in encoded.names]
         else:
-            _check_binary(column, encoded, title)
+            if column not in numbers:
+                _check_binary(column, encoded, title)
             names.append(column)
     return cfg.with_values(
         {"MODEL.ATTRIBUTES.COLUMNS": selected, "MODEL.ATTRIBUTES.NAMES": names, "DATASETS.CATEGORIES": categories}

@@ -95,10 +95,13 @@ class _IdentityAttributes(ImageDataset):
     Attributes:
         mat (str): name of the file without suffix, and of its variable.
         texts (Mapping): attribute -> texts of its values 1, 2, ..., for attributes of more than two values.
+        number_attributes (Mapping): attribute -> largest label, for attributes of more than two values whose label is
+            the value minus 1.
     """
 
     mat: ClassVar[str] = ""
     texts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    number_attributes: ClassVar[Mapping[str, int]] = {}
     dataset_dir: Path
 
     def _load(self, split: str) -> list[ImageItem]:
@@ -129,7 +132,8 @@ class _IdentityAttributes(ImageDataset):
 
     def _values(self, name: str, numbers: list[int], path: Path) -> list[Any]:
         texts = self.texts.get(name)
-        others = sorted(set(numbers) - set(range(1, 1 + len(texts or (0, 1)))))
+        largest = len(texts) if texts else 1 + self.number_attributes.get(name, 1)
+        others = sorted(set(numbers) - set(range(1, 1 + largest)))
         if others:
             raise DataError(
                 f"{path.absolute()}: the attribute {name!r} has the unexpected values {others[:5]}.\n"
@@ -142,8 +146,7 @@ class _IdentityAttributes(ImageDataset):
 class Market1501Attr(_IdentityAttributes, Market1501):
     """Market-1501 with 27 attributes of each identity.
 
-    The age is a text: young, teenager, adult or old, and so four attributes. FastReID uses the number of the age, 0 to
-    3, as the label of one attribute, for which binary cross entropy and mA are not defined.
+    The age is a text: young, teenager, adult or old, and so four attributes; see also ``Market1501AttrFastReID``.
 
     Args:
         root (str or Path): data root, with the images of ``Market1501`` and ``market_attribute.mat`` next to them.
@@ -157,6 +160,24 @@ class Market1501Attr(_IdentityAttributes, Market1501):
     identities_of = "market1501"
     mat = "market_attribute"
     texts: ClassVar[Mapping[str, tuple[str, ...]]] = {"age": ("young", "teenager", "adult", "old")}
+
+
+@DATASET_REGISTRY.register()
+class Market1501AttrFastReID(Market1501Attr):
+    """``Market1501Attr`` with the age as FastReID reads it: one attribute whose label is 0, 1, 2 or 3.
+
+    Labels above 1 are not defined for the binary cross entropy, which has no minimum then: the logit of the age grows
+    during the whole training. The metrics count the labels 1 to 3 as positive.
+
+    Args:
+        root (str or Path): see ``Market1501Attr``.
+
+    Raises:
+        DataError: see ``Market1501Attr``.
+    """
+
+    texts: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    number_attributes: ClassVar[Mapping[str, int]] = {"age": 3}
 
 
 @DATASET_REGISTRY.register()

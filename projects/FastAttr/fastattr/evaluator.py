@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,17 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, to_float32
 from fastamp.config import Key
-from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator, ReidEvaluator
+from fastamp.evaluation import (
+    EVALUATOR_REGISTRY,
+    DatasetEvaluator,
+    ImageExample,
+    ReidEvaluator,
+    ReportSection,
+    Table,
+)
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
-from fastattr.attributes import labels_of, parse_names
+from fastattr.attributes import labels_of, most_frequent_values, parse_names
 from fastattr.metrics import AttributeCounts
 
 logger = logging.getLogger(__name__)
@@ -29,10 +37,12 @@ KEYS = (
 )
 
 METRICS = ("mA", "Accu", "Prec", "Recall", "F1")
+_ROWS = 4096
+_MOST_IMAGES, _SHOWN_ERRORS = 24, 4
 
 
 class AttributeTotals:
-    """Counts of a test set over all ranks, with a table of the attributes.
+    """Counts of a test set over all ranks, with a table of the attributes and the images with the most errors.
 
     Args:
         cfg (CfgNode): config; ``MODEL.ATTRIBUTES.NAMES``, ``DATASETS.CATEGORIES`` and ``TEST.THRES`` are used.
@@ -48,40 +58,113 @@ class AttributeTotals:
     def reset(self) -> None:
         """Discard all counts."""
         self.counts = AttributeCounts(len(self.names), self.threshold)
+        self._labels = [torch.empty(0, len(self.names), dtype=torch.int8)]
+        self._worst = torch.empty(0, 2 + 2 * len(self.names), dtype=torch.float64)
+        self._num_images = 0
 
     def add(self, batch: dict[str, Any], probabilities: torch.Tensor) -> None:
         """Add a batch with the columns of the attributes and its probabilities (B, A)."""
-        self.counts.add(probabilities, labels_of(batch, self.attributes, probabilities.device))
+        labels = labels_of(batch, self.attributes, probabilities.device)
+        self.counts.add(probabilities, labels)
+        # One byte per label; -1 is a missing one.
+        self._labels.append(labels.nan_to_num(-1).to(torch.int8).cpu())
+        in_order = torch.arange(self._num_images, self._num_images + len(labels))
+        self._num_images += len(labels)
+        rows = _error_rows(batch.get("indices", in_order), probabilities, labels, self.threshold)
+        self._worst = _most_errors(torch.cat((self._worst, rows.cpu())))
 
     def metrics(self) -> dict[str, Any]:
-        """Compute the metrics over all ranks in percent, and write the table of the attributes on rank 0."""
-        total = self.counts.merged(comm.gather_rows(self.counts.state()[None]))
+        """Compute the metrics over all ranks in percent, and write the table of the attributes on rank 0.
+
+        ``baselines`` has the metrics of the prediction of the most frequent value of each column for all images.
+        """
+        self.total = self.counts.merged(comm.gather_rows(self.counts.state()[None]))
+        labels = comm.gather_rows(torch.cat(self._labels)).float()
+        self._worst = _most_errors(comm.gather_rows(self._worst))
         if comm.is_main_process():
-            unusual = [self.names[index] for index in total.one_sided()]
+            unusual = [self.names[index] for index in self.total.one_sided()]
             if unusual:
                 logger.warning(
                     "attributes without positive or without negative test images count as 0 in one half of mA: %s",
                     ", ".join(unusual),
                 )
-            self._write(total)
-        return total.metrics()
+            self._write(self.total.of_attributes())
+        constant = most_frequent_values(self.attributes, self.total.sums[1], self.total.sums[1] + self.total.sums[3])
+        baseline = AttributeCounts(len(self.names), self.threshold)
+        for rows in labels.split(_ROWS):
+            baseline.add(constant.expand_as(rows), rows.where(rows >= 0, torch.nan))
+        return self.total.metrics() | {"baselines": {"most frequent values": baseline.metrics()}}
 
-    def _write(self, total: AttributeCounts) -> None:
-        means, (hits, positives, _, negatives) = 100 * total.mean_accuracies(), total.sums
+    def report_section(self) -> ReportSection:
+        """Return the section of the report, after ``metrics``."""
+        found = self.total.of_attributes()
+        columns = ("share", "mA", "accuracy", "majority", "precision", "recall", "f1")
         rows = [
-            (name, f"{mean:.2f}", int(positive), int(positive + negative), int(hit))
-            for name, mean, positive, negative, hit in zip(self.names, means, positives, negatives, hits, strict=True)
+            (name, f"{int(found['images'][row]):,}", *(_percent(found[column][row].item()) for column in columns))
+            for row, name in enumerate(self.names)
         ]
+        titles = ("attribute", "images", "positive %", "mA %", "accuracy %", "majority %", "precision %", "recall %")
+        return ReportSection(
+            "Attributes",
+            f"An attribute is predicted from a probability of {self.threshold:g}. mA: mean of the accuracies on "
+            "positive and on negative images. Majority: accuracy of always giving the more frequent answer. "
+            "–: not defined.",
+            [Table("", (*titles, "F1 %"), rows)],
+            examples=[self._example(row) for row in self._worst],
+            examples_title="Images with the most errors",
+        )
+
+    def _example(self, row: torch.Tensor) -> ImageExample:
+        """Return an image with its largest errors."""
+        probabilities, labels = row[2:].view(2, -1)
+        errors = _errors(probabilities, labels, self.threshold)
+        wrong = [number for number in errors.argsort(descending=True).tolist() if errors[number] > 0]
+        lines = [f"{len(wrong)} of {int(labels.isfinite().sum())} wrong"]
+        for number in wrong[:_SHOWN_ERRORS]:
+            kind = "missed" if labels[number] > 0.5 else "not"
+            lines.append(f"{kind} {self.names[number]}, {100 * probabilities[number]:.0f} %")
+        return ImageExample(int(row[0]), lines)
+
+    def _write(self, found: dict[str, torch.Tensor]) -> None:
         if self.output_dir is None:
             return
         path = Path(self.output_dir) / "attributes.csv"
+        columns = ("mA", "share", "accuracy", "majority", "precision", "recall", "f1")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
-                writer.writerow(("attribute", "mean_accuracy", "positives", "images", "true_positives"))
-                writer.writerows(rows)
+                writer.writerow(("attribute", "images", "positives", *columns))
+                for row, name in enumerate(self.names):
+                    values = (_percent(found[column][row].item(), 2, "") for column in columns)
+                    writer.writerow((name, int(found["images"][row]), int(found["positives"][row]), *values))
         logger.info("wrote %s", path)
+
+
+def _percent(value: float, digits: int = 1, undefined: str = "–") -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else undefined
+
+
+def _errors(probabilities: torch.Tensor, labels: torch.Tensor, threshold: float) -> torch.Tensor:
+    """Return 1 + the absolute error of wrong predictions, and 0 of others and of missing labels; of the same shape."""
+    positive = labels > 0.5
+    wrong = (probabilities >= threshold) != positive
+    return torch.where(wrong & ~labels.isnan(), 1 + (probabilities - positive.float()).abs(), 0.0)
+
+
+def _error_rows(
+    indices: torch.Tensor, probabilities: torch.Tensor, labels: torch.Tensor, threshold: float
+) -> torch.Tensor:
+    """Return index, sum of errors, probabilities and labels of each image: (B, 2 + 2 A) float64."""
+    total = _errors(probabilities, labels, threshold).sum(1)
+    indices = indices.to(labels.device, torch.float64)
+    return torch.cat((indices[:, None], total[:, None].double(), probabilities.double(), labels.double()), dim=1)
+
+
+def _most_errors(rows: torch.Tensor) -> torch.Tensor:
+    """Return the rows with the most errors, at most ``_MOST_IMAGES``, without images that have none."""
+    rows = rows[rows[:, 1] > 0]
+    return rows[rows[:, 1].argsort(descending=True, stable=True)[:_MOST_IMAGES]]
 
 
 @EVALUATOR_REGISTRY.register()
@@ -123,6 +206,10 @@ class AttrEvaluator(DatasetEvaluator):
         """Compute the metrics; None on ranks other than 0."""
         metrics = self.totals.metrics()
         return metrics if comm.is_main_process() else None
+
+    def report_sections(self) -> list[ReportSection]:
+        """Return the section of the attributes."""
+        return [self.totals.report_section()]
 
 
 @EVALUATOR_REGISTRY.register()
@@ -169,4 +256,9 @@ class JointAttrEvaluator(ReidEvaluator):
         metrics = super().evaluate()
         if metrics is None:
             return None
-        return metrics | {name: attributes[name] for name in METRICS}
+        baselines = metrics.get("baselines", {}) | attributes["baselines"]
+        return metrics | {name: attributes[name] for name in METRICS} | {"baselines": baselines}
+
+    def report_sections(self) -> list[ReportSection]:
+        """Return the section of the attributes."""
+        return [self.totals.report_section()]

@@ -59,6 +59,27 @@ class AttributeCounts:
         hits, positives, rejected, negatives = self.sums
         return (hits / (positives + _EPS) + rejected / (negatives + _EPS)) / 2
 
+    def of_attributes(self) -> dict[str, torch.Tensor]:
+        """Compute the metrics of each attribute, a binary classification; each is (A,) float64, NaN if not defined.
+
+        Returns:
+            ``images`` and ``positives``, numbers of known and of positive labels; and in percent ``share`` (of
+            positives), ``mA``, ``accuracy``, ``majority`` (accuracy of always giving the more frequent
+            answer), ``precision``, ``recall`` and ``f1``.
+        """
+        hits, positives, rejected, negatives = self.sums
+        images, predicted = positives + negatives, hits + negatives - rejected
+        fractions = {
+            "share": positives / images,
+            "mA": self.mean_accuracies(),
+            "accuracy": (hits + rejected) / images,
+            "majority": torch.maximum(positives, negatives) / images,
+            "precision": hits / predicted,
+            "recall": hits / positives,
+            "f1": 2 * hits / (predicted + positives),
+        }
+        return {"images": images, "positives": positives} | {name: 100 * each for name, each in fractions.items()}
+
     def one_sided(self) -> list[int]:
         """Return the attributes without positives or without negatives, which lower the mean accuracy."""
         return torch.where((self.sums[1] == 0) | (self.sums[3] == 0))[0].tolist()
