@@ -88,7 +88,7 @@ def naive_attribute_metrics(labels, predicted):
     return {
         "images": images,
         "positives": positives,
-        "share": 100 * positives / images,
+        "fraction": 100 * positives / images,
         "mA": 50 * (hits / positives + rejected / (images - positives)),
         "accuracy": 100 * (hits + rejected) / images,
         "majority": 100 * max(positives, images - positives) / images,
@@ -144,7 +144,7 @@ def test_baseline_predicts_the_most_frequent_value_of_each_column(tmp_path):
     for example in section.examples:
         assert example.lines[0] == f"{wrong[example.index].sum()} of {3 + (hats[example.index] >= 0)} wrong"
     header, *rows = (tmp_path / "out/attributes.csv").read_text().splitlines()
-    assert header.startswith("attribute,images,positives,mA,share") and rows[3].startswith("hat,5,2,")
+    assert header.startswith("attribute,images,positives,mA,fraction") and rows[3].startswith("hat,5,2,")
 
 
 def write_table(folder, columns, header="color,hat", rows=12):
@@ -196,10 +196,10 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
         0.5,
         0.375,
     ]
-    assert main(["eval", str(run), "TEST.REPORT", "True"]) == 0
+    assert main(["eval", str(run), "TEST.REPORT", "True", "OUTPUT_DIR", str(tmp_path / "eval")]) == 0
     output = capsys.readouterr().out
     assert f"{results['mA']:.2f}" in output and "baseline: most frequent values" in output
-    report = (run / "report_eval.html").read_text()
+    report = (tmp_path / "eval/report.html").read_text()
     assert "Attributes" in report and "color=none" in report and "wrong" in report
     history = [json.loads(line) for line in (run / "metrics.json").read_text().splitlines()]
     assert any(key.endswith("/baseline most frequent values/mA") for line in history for key in line)

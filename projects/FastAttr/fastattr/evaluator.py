@@ -98,7 +98,7 @@ class AttributeTotals:
     def report_section(self) -> ReportSection:
         """Return the section of the report, after ``metrics``."""
         found = self.total.of_attributes()
-        columns = ("share", "mA", "accuracy", "majority", "precision", "recall", "f1")
+        columns = ("fraction", "mA", "accuracy", "majority", "precision", "recall", "f1")
         rows = [
             (name, f"{int(found['images'][row]):,}", *(_percent(found[column][row].item()) for column in columns))
             for row, name in enumerate(self.names)
@@ -129,7 +129,7 @@ class AttributeTotals:
         if self.output_dir is None:
             return
         path = Path(self.output_dir) / "attributes.csv"
-        columns = ("mA", "share", "accuracy", "majority", "precision", "recall", "f1")
+        columns = ("mA", "fraction", "accuracy", "majority", "precision", "recall", "f1")
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("w", newline="", encoding="utf-8") as file:

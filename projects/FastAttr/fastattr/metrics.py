@@ -63,14 +63,14 @@ class AttributeCounts:
         """Compute the metrics of each attribute, a binary classification; each is (A,) float64, NaN if not defined.
 
         Returns:
-            ``images`` and ``positives``, numbers of known and of positive labels; and in percent ``share`` (of
+            ``images`` and ``positives``, numbers of known and of positive labels; and in percent ``fraction`` (of
             positives), ``mA``, ``accuracy``, ``majority`` (accuracy of always giving the more frequent
             answer), ``precision``, ``recall`` and ``f1``.
         """
         hits, positives, rejected, negatives = self.sums
         images, predicted = positives + negatives, hits + negatives - rejected
         fractions = {
-            "share": positives / images,
+            "fraction": positives / images,
             "mA": self.mean_accuracies(),
             "accuracy": (hits + rejected) / images,
             "majority": torch.maximum(positives, negatives) / images,
