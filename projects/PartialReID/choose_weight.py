@@ -58,16 +58,17 @@ def choose(run: str, name: str = "", opts: list[str] | None = None) -> tuple[Pat
         ConfigError: if the model is not evaluated by reconstruction.
         DataError: if the dataset has no queries, or its images were used for training.
     """
-    from partialreid.dsr_evaluation import best_weight
-
     checkpoint = checkpoint_of(run)
     loaded = load_model(checkpoint, opts=opts or ())
     cfg = loaded.cfg
-    if not cfg.TEST.DSR.ENABLED or not hasattr(loaded.model, "places"):
+    enabled = "DSR" in cfg.TEST and cfg.TEST.DSR.ENABLED
+    if not enabled or not hasattr(loaded.model, "places"):
         raise ConfigError(
             f"{run} is not evaluated by reconstruction: MODEL.META_ARCHITECTURE is {cfg.MODEL.META_ARCHITECTURE}, "
-            f"TEST.DSR.ENABLED is {cfg.TEST.DSR.ENABLED}.\n  fix: choose a run of PartialBaseline with TEST.DSR.ENABLED"
+            f"TEST.DSR.ENABLED is {enabled}.\n  fix: choose a run of PartialBaseline with TEST.DSR.ENABLED"
         )
+    from partialreid.dsr_evaluation import best_weight
+
     name = name or cfg.DATASETS.NAMES[0]
     check_held_out(cfg, name)
     loader, num_query = build_reid_test_loader(cfg, name)

@@ -1,12 +1,13 @@
 """Messages of projects/ and tools/: FastTune, the open loop and the soak test."""
 
+import runpy
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from messages import Recorder
+from messages import REPOSITORY, Recorder
 from PIL import Image
 from tiny import tiny_options
 from torch import nn
@@ -26,6 +27,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     distillation(record)
     classification(record)
     retrieval(record)
+    partial_queries(record, request.getfixturevalue("run_folder"))
     open_loop(record)
     soak(record)
 
@@ -204,6 +206,56 @@ def retrieval(record):
 
     with record("test sets CUB and InShop"):
         retrieval_config(cfg)
+
+
+def partial_queries(record, run_folder):
+    """Evaluate PartialReID with settings, models and images that it does not support."""
+    cfg = read_config("PartialReID/demo", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
+    from partialreid.demo_occluded import OccludedDemo
+    from partialreid.dsr_distance import pool_places
+    from partialreid.dsr_evaluation import DsrEvaluator, PlaceFile
+
+    for values in (
+        {"MODEL.HEADS.EMBEDDING_DIM": 8},
+        {"MODEL.HEADS.TEMPORAL_POOL": "avg"},
+        {"MODEL.HEADS.NAME": "EmbeddingHead"},
+    ):
+        with record(f"PartialBaseline with {values}"):
+            build_model(cfg.with_values(values))
+    with record("a feature map of 4 x 1"):
+        pool_places(torch.zeros(1, 8, 4, 1))
+    with record("images with 11 and 9 places"):
+        file = PlaceFile()
+        for count in (11, 9):
+            file.append(torch.tensor([0]), torch.zeros(1, 4, count))
+    for values in ({"TEST.METRIC": "euclidean"}, {"TEST.RERANK.ENABLED": True}, {"TEST.PROTOCOL": "vehicleid"}):
+        with record(f"DsrEvaluator with {values}"):
+            DsrEvaluator(cfg.with_values(values), num_query=2)
+    evaluator = DsrEvaluator(cfg, num_query=2)
+    with record("DsrEvaluator with a linear layer"):
+        evaluator.extract(nn.Linear(2, 2), {}, None)
+    with record("DsrEvaluator.evaluate"):
+        draw = torch.Generator().manual_seed(0)
+        batch = {"targets": torch.arange(6) % 2, "camids": torch.arange(6), "images": torch.zeros(6, 3, 8, 8)}
+        features, places = torch.rand(6, 4, generator=draw), torch.rand(6, 4, 5, generator=draw)
+        evaluator.process(batch, (features, places, torch.full((6, 5), 0.2)))
+        evaluator.evaluate()
+    choose_weight = runpy.run_path(str(REPOSITORY / "projects/PartialReID/choose_weight.py"))
+    with record("choose_weight.py: a dataset whose images were used for training"):
+        choose_weight["check_held_out"](
+            cfg.with_values({"DATASETS.NAMES": "Demo", "DATASETS.PARTIAL.SEED": 77}), "DemoHeldOut"
+        )
+    with record("choose_weight.py: a run without reconstruction"):
+        choose_weight["choose"](str(run_folder))
+    demo = record.root / "demo"
+    demo.mkdir()
+    with record("occluded images of a folder without distractors"):
+        OccludedDemo(demo, 0)
+    with pytest.MonkeyPatch.context() as patch, record("occluded images in a folder that is not writable"):
+        patch.setattr(
+            OccludedDemo, "_write", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
+        )
+        OccludedDemo(demo, 0)
 
 
 def open_loop(record):

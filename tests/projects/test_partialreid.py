@@ -5,6 +5,7 @@ import runpy
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import tiny
 import torch
@@ -181,6 +182,16 @@ def test_images_of_different_sizes_are_a_config_error(dsr):
         file.append(torch.tensor([1]), torch.rand(1, 4, 9))
 
 
+def test_two_processes_give_the_scores_of_one(tmp_path):
+    process = preloaded.run(Path(__file__).parents[1] / "helpers/dsr_ranks.py", tmp_path)
+    assert process.returncode == 0, process.stderr
+    one, two = (torch.load(tmp_path / f"{number}.pth", weights_only=True) for number in (1, 2))
+    torch.testing.assert_close(two["distances"], one["distances"], rtol=0, atol=1e-6)
+    assert two["metrics"] == one["metrics"] and two["rates"] == one["rates"]
+    assert (one["distances"] < 2).sum(1).tolist() == [31] * 23
+    assert one["metrics"]["dsr"]["oracle"]["Rank-1"] > one["metrics"]["dsr"]["global features"]["Rank-1"]
+
+
 # ---- weights
 
 
@@ -346,6 +357,11 @@ def test_weight_is_chosen_on_held_out_identities_and_stored(run, demo, tmp_path)
         choose_weight["choose"](str(run), opts=["TEST.DSR.ENABLED", "False"])
 
 
+def test_weight_of_a_run_without_the_project_is_a_config_error(run_folder):
+    with pytest.raises(ConfigError, match="reconstruction"):
+        runpy.run_path(str(FOLDER / "choose_weight.py"))["choose"](str(run_folder))
+
+
 # ---- datasets
 
 
@@ -387,13 +403,50 @@ def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch
 def test_held_out_identities_are_not_trained_and_their_queries_are_parts(demo):
     cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"]})
     dataset, whole = build_dataset("DemoHeldOut", cfg), build_dataset("Demo", cfg)
-    trained, tested = ({item.path for item in items} for items in (dataset.train, [*dataset.query, *dataset.gallery]))
-    assert not trained & tested and trained | tested == {item.path for item in whole.train}
-    assert all(item.box for item in dataset.query) and not any(item.box for item in dataset.gallery)
+    trained, tested = (
+        {Path(item.path).name for item in items} for items in (dataset.train, [*dataset.query, *dataset.gallery])
+    )
+    assert not trained & tested and trained | tested == {Path(item.path).name for item in whole.train}
+    assert all(item.box for item in dataset.query[::2]) and not any(item.box for item in dataset.gallery)
+    assert all("occluded" in item.path for item in dataset.query[1::2])
     again = build_dataset("DemoHeldOut", cfg)
     assert [*again.query] == [*dataset.query]
     other = build_dataset("DemoHeldOut", cfg.with_values({"DATASETS.PARTIAL.SEED": 1}))
     assert [*other.query] != [*dataset.query]
+
+
+def test_queries_of_the_demo_are_occluded(demo):
+    cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"]})
+    whole, occluded = (build_dataset(name, cfg).query for name in ("Demo", "DemoOccluded"))
+    assert [(item.pid, item.camid) for item in occluded] == [(item.pid, item.camid) for item in whole]
+    for before, after in zip(whole, occluded, strict=True):
+        with Image.open(before.path) as one, Image.open(after.path) as other:
+            assert one.size == other.size
+            changed = np.abs(np.asarray(one, np.int64) - np.asarray(other, np.int64)).max(2) > 40
+        # JPEG changes few pixels by so much. The occlusion has 30 to 50 % of the area, with some similar pixels.
+        assert 0.1 < changed.mean() < 0.55
+    folder = Path(occluded[0].path).parents[1]
+    first = Path(occluded[0].path).read_bytes()
+    (folder / "demo.json").write_text("{}")  # as after an interrupted run
+    assert Path(build_dataset("DemoOccluded", cfg).query[0].path).read_bytes() == first
+    assert json.loads((folder / "demo.json").read_text())["seed"] == 0
+    other = build_dataset("DemoOccluded", cfg.with_values({"DATASETS.PARTIAL.SEED": 1})).query[0]
+    assert Path(other.path).read_bytes() != first
+
+
+@pytest.mark.parametrize("side", ["lower", "left", "right", "upper"])
+def test_one_side_is_occluded(side, monkeypatch, dsr):
+    from partialreid import demo_occluded
+
+    monkeypatch.setattr(demo_occluded, "SIDES", (side,) * 4)
+    image, other = Image.new("RGB", (40, 80)), Image.new("RGB", (20, 30), "white")
+    for seed in range(20):
+        covered = np.asarray(demo_occluded.occlude(image, other, np.random.default_rng(seed)))[:, :, 0] > 0
+        assert 0.28 < covered.mean() < 0.52
+        rows, columns = covered.all(1), covered.all(0)
+        expected = {"lower": rows[-1], "upper": rows[0], "left": columns[0], "right": columns[-1]}
+        assert expected[side] and (rows if side in ("lower", "upper") else columns).mean() == covered.mean()
+    assert not np.asarray(image).any()
 
 
 def test_parts_are_inside_of_the_image(demo):

@@ -14,6 +14,7 @@ from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.datasets.market1501 import Market1501
 from fastamp.data.split import hold_out
+from partialreid.demo_occluded import OccludedDemo
 
 HELD_OUT = "DATASETS.PARTIAL.HELD_OUT"
 KEYS = (
@@ -30,7 +31,12 @@ KEYS = (
         "Fraction of the training identities, in (0, 1), that Market1501HeldOut and the like exclude from training.",
         above=0,
     ),
-    Key("DATASETS.PARTIAL.SEED", 0, "Seed of the identities that are held out, and of the parts of images.", low=0),
+    Key(
+        "DATASETS.PARTIAL.SEED",
+        0,
+        "Seed of the identities that are held out, and of the parts and occlusions of images.",
+        low=0,
+    ),
 )
 
 
@@ -125,13 +131,12 @@ def cut_parts(items: Iterable[ImageItem], seed: int) -> list[ImageItem]:
     return parts
 
 
-@DATASET_REGISTRY.register()
-class DemoPartial(Demo):
-    """``Demo`` with parts of the query images as queries; see ``cut_parts``.
+class _ChangedQueries(Demo):
+    """Base class of variants of ``Demo`` with other queries.
 
     Args:
         root (str or Path): data root. Default "datasets".
-        seed (int): seed of the parts. Default 0.
+        seed (int): seed of the queries. Default 0.
     """
 
     def __init__(self, root: str | Path = "datasets", *, seed: int = 0) -> None:
@@ -139,20 +144,45 @@ class DemoPartial(Demo):
         self._seed = seed
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "DemoPartial":
+    def from_config(cls, cfg: Any, root: str) -> "_ChangedQueries":
         """Build the dataset with the seed ``DATASETS.PARTIAL.SEED``."""
         return cls(root=root, seed=cfg.DATASETS.PARTIAL.SEED)
 
     def _load(self, split: str) -> list[ImageItem]:
         items = super()._load(split)
-        return cut_parts(items, self._seed) if split == "query" else items
+        return self._change(items) if split == "query" else items
+
+    def _change(self, items: list[ImageItem]) -> list[ImageItem]:
+        raise NotImplementedError
+
+
+@DATASET_REGISTRY.register()
+class DemoPartial(_ChangedQueries):
+    """``Demo`` with parts of the query images as queries; see ``cut_parts``."""
+
+    def _change(self, items: list[ImageItem]) -> list[ImageItem]:
+        return cut_parts(items, self._seed)
+
+
+@DATASET_REGISTRY.register()
+class DemoOccluded(_ChangedQueries):
+    """``Demo`` with occluded query images as queries; see ``OccludedDemo``."""
+
+    def _change(self, items: list[ImageItem]) -> list[ImageItem]:
+        return _occluded(items, self.dataset_dir, self._seed)
+
+
+def _occluded(items: Iterable[ImageItem], demo: Path, seed: int) -> list[ImageItem]:
+    """Replace images of ``Demo`` by their occluded versions."""
+    images = OccludedDemo(demo, seed)
+    return [item._replace(path=images.path(item.path)) for item in items]
 
 
 class _HeldOut(ImageDataset):
     """Base class of datasets that hold out training identities of another dataset.
 
     The training images are those of the other identities. Queries and gallery are images of the held-out identities,
-    see ``hold_out``; the queries are parts of images, see ``cut_parts``.
+    see ``hold_out``; the queries are parts of images, see ``cut_parts``, of ``DemoHeldOut`` also occluded images.
 
     Args:
         whole (ImageDataset): dataset with training images.
@@ -168,9 +198,12 @@ class _HeldOut(ImageDataset):
 
     def __init__(self, whole: ImageDataset, *, fraction: float, seed: int) -> None:
         train, query, gallery = hold_out(whole.train, fraction, seed, key=HELD_OUT)
-        self._whole = whole
+        self._whole, self._seed = whole, seed
         self.dataset_name, self.identities_of = f"{whole.name}heldout", whole.name
-        super().__init__(train, lambda: cut_parts(query, seed), gallery)
+        super().__init__(train, lambda: self._queries(query), gallery)
+
+    def _queries(self, items: list[ImageItem]) -> list[ImageItem]:
+        return cut_parts(items, self._seed)
 
     @classmethod
     def from_config(cls, cfg: Any, root: str) -> "_HeldOut":
@@ -195,6 +228,13 @@ class DukeMTMCHeldOut(_HeldOut):
 
 @DATASET_REGISTRY.register()
 class DemoHeldOut(_HeldOut):
-    """Training identities of ``Demo``, a fraction of which is held out to choose the weight of reconstruction."""
+    """Training identities of ``Demo``, a fraction of which is held out to choose the weight of reconstruction.
+
+    Every second query is an occluded image, see ``OccludedDemo``.
+    """
 
     whole = Demo
+
+    def _queries(self, items: list[ImageItem]) -> list[ImageItem]:
+        parts, occluded = cut_parts(items, self._seed), _occluded(items, self._whole.dataset_dir, self._seed)
+        return [occluded[number] if number % 2 else part for number, part in enumerate(parts)]
