@@ -17,6 +17,7 @@ ALLOWED = {
     # Standard library: namedtuple._replace and os._exit.
     "_replace", "_exit",
     "_actions",  # argparse.ArgumentParser
+    "_pos_embed",  # timm
     "_bit_generator",  # NumPy's RandomState
 }  # fmt: skip
 

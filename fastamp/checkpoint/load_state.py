@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer_size
 from fastamp.checkpoint.shards import full_state_form, load_full_state
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
@@ -209,16 +210,37 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         )
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in "
-            f"{plural(len(wrong), 'tensor')}\n{shapes}\n"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, "
+            f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(own, converted)}"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME and DEPTH, MODEL.HEADS.*, "
             "INPUT.CHANNELS)"
+        )
+    blocks, expected = sum(block_counts(converted)), sum(block_counts(own))
+    expected += any(key.startswith("heads.b1.") for key in own)  # the last block is in JPMHead
+    if 0 < expected < min_match * blocks:
+        raise WeightsError(
+            f"weights from {report.source} do not match the model: the file has {blocks} transformer blocks, the model "
+            f"{expected}\n{_sizes(own, converted)}"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME and DEPTH), or lower "
+            "MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
     if report.backbone_fraction < min_match:
         raise WeightsError(
-            f"weights from {report.source} do not match the model's backbone\n{report}\n"
+            f"weights from {report.source} do not match the model's backbone\n{report}\n{_layout(converted)}"
             "  fix: use the config that the weights were trained with, or lower MODEL.WEIGHTS_MIN_MATCH "
             "to load them partially"
         )
+
+
+def _sizes(own: State, converted: State) -> str:
+    """Describe the transformers of a file and of the model, one line each; empty for other networks."""
+    sizes = {"file": transformer_size(converted), "model": transformer_size(own)}
+    return "".join(f"  {name}: {size}\n" for name, size in sizes.items()) if all(sizes.values()) else ""
+
+
+def _layout(converted: State) -> str:
+    """Describe the known layout nearest to a file, as a line of a message; empty if none is near."""
+    nearest = nearest_layout(converted)
+    return f"  nearest known layout of the file: {nearest}\n" if nearest else ""
 
 
 def _log_mismatches(own: State, converted: State, report: ImportReport, backbone_prefix: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from fastamp.checkpoint.layouts import nearest_layout
 from fastamp.checkpoint.load_state import State, convert_state_dict
 from fastamp.checkpoint.state_dict_conversion import agw_names, is_agw
 from fastamp.config import CfgNode, get_cfg
@@ -149,8 +150,10 @@ def _find_backbone(trunk: State, source: str, defaults: CfgNode) -> tuple[dict[s
     fraction, keys, width = best
     if fraction < 0.9:
         nearest = f"; the closest is {' '.join(keys.values())}: {fraction:.0%} of the tensors match" if keys else ""
+        layout = nearest_layout(trunk)
+        known = f"  nearest known layout: {layout}\n" if layout else ""
         raise WeightsError(
-            f"{source} matches no supported model{nearest}.\n"
+            f"{source} matches no supported model{nearest}.\n{known}"
             "  fix: pass the training config with --config-file or as KEY VALUE pairs"
         )
     return keys, width

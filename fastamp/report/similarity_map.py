@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fastamp.modeling.backbones.vit import VisionTransformer
+from fastamp.modeling.backbones.transformer import TokenBackbone
 from fastamp.utils.errors import ConfigError
 
 
@@ -90,8 +90,8 @@ def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
         recorded.append(maps.detach().requires_grad_())
         return recorded[-1]
 
-    if isinstance(backbone, VisionTransformer) and backbone.norm is not None:
-        handle = backbone.blocks[-1].register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), *inputs[1:]))
+    if isinstance(backbone, TokenBackbone) and backbone.last_block is not None:
+        handle = backbone.last_block.register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), *inputs[1:]))
     else:  # if the head contains the last block, the backbone returns all tokens
         handle = backbone.register_forward_hook(lambda _, __, output: keep(output))
     try:
@@ -101,19 +101,18 @@ def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> Tensor:
-    """Convert backbone outputs to (2, C, h, w); tokens of a Vision Transformer are reshaped without the class token.
+    """Convert backbone outputs to (2, C, h, w); tokens of a Vision Transformer are reshaped without its learned tokens.
 
     Raises:
         ConfigError: if the outputs have no spatial dimensions.
     """
-    if values.dim() == 3 and isinstance(backbone, VisionTransformer):
-        patch, stride = backbone.patch_embed.proj.kernel_size, backbone.patch_embed.proj.stride
-        height, width = ((side - kernel) // step + 1 for side, kernel, step in zip(size, patch, stride, strict=True))
-        return values[:, 1:].transpose(1, 2).reshape(2, -1, height, width)
+    if values.dim() == 3 and isinstance(backbone, TokenBackbone):
+        patches = values[:, backbone.prefix :, : backbone.feature_dim]
+        return patches.transpose(1, 2).unflatten(2, backbone.patch_grid((size[0], size[1])))
     if values.dim() != 4 or values.shape[2] * values.shape[3] == 1:
         raise ConfigError(
             f"grad-cam requires spatial feature maps: the backbone {type(backbone).__name__} returns "
             f"{tuple(values.shape[1:])} per image.\n"
-            "  fix: remove grad-cam from --kind, or use a ConvNet, a Swin, or a ViT built by build_vit_backbone"
+            "  fix: remove grad-cam from --kind, or use a ConvNet, a Swin, or a ViT"
         )
     return values

@@ -32,7 +32,8 @@ def build(name, *opts, size=(64, 32)):
         ("mobilenetv4_conv_small_050", (1280, 8, 4)),  # 480 channels before the convolution of the head
         ("test_vit", (64, 1, 1)),
         ("deit_tiny_distilled_patch16_224", (192, 1, 1)),
-        ("mixer_s32_224", (512, 1, 1)),
+        ("mixer_s32_224", (512, 8, 4)),
+        ("beit_base_patch16_224", (768, 1, 1)),
         ("swin_tiny_patch4_window7_224", (768, 8, 4)),
     ],
 )
@@ -68,13 +69,32 @@ def test_timm_backbone_returns_class_token_if_model_has_one():
         torch.testing.assert_close(backbone(x).flatten(1), backbone.model.forward_features(x)[:, 0])
 
 
-def test_timm_backbone_without_class_token_returns_mean_of_patch_tokens():
+def test_timm_backbone_without_class_token_returns_map_of_patch_tokens():
     backbone = build("test_vit2").eval()
-    assert (backbone.has_class_token, backbone.prefix_tokens) == (False, 1)
+    assert (backbone.feature, backbone.prefix) == ("patches", 1)
     x = torch.randn(2, 3, 64, 32)
     with torch.no_grad():
-        expected = backbone.model.forward_features(x)[:, 1:].mean(dim=1)
-        torch.testing.assert_close(backbone(x).flatten(1), expected)
+        expected = backbone.model.fc_norm(backbone.model.forward_features(x))[:, 1:]
+        torch.testing.assert_close(backbone(x), expected.transpose(1, 2).unflatten(2, (4, 2)))
+
+
+def test_timm_backbone_returns_map_before_a_head_that_pools():
+    backbone = build("inception_next_atto", size=(128, 64)).eval()
+    x = torch.randn(2, 3, 128, 64)
+    with torch.no_grad():
+        assert backbone(x).shape == (2, 320, 8, 4) and backbone.feature_dim == 320
+        torch.testing.assert_close(backbone(x), backbone.model.forward_features(x))
+
+
+@pytest.mark.parametrize("name, size", [("twins_svt_small", (256, 128)), ("test_vit_relpos", (64, 32))])
+def test_patches_of_other_transformers_are_a_map(name, size):
+    backbone = build(name, "MODEL.BACKBONE.FEATURE", "patches", size=size).eval()
+    x = torch.randn(1, 3, *size)
+    with torch.no_grad():
+        tokens = backbone.model(x)
+        rows = round((2 * tokens.shape[1]) ** 0.5)
+        assert backbone(x).shape[2:] == (rows, rows // 2)
+        torch.testing.assert_close(backbone(x).flatten(2), tokens.transpose(1, 2))
 
 
 @pytest.mark.parametrize("stride, size", [(1, (4, 2)), (2, (2, 1))])
@@ -180,11 +200,20 @@ def test_failed_download_of_timm_weights_raises(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, suggestion",
-    [("resnt18", "'resnet18'"), ("resnet18.a1_in", "'resnet18.a1_in1k'"), ("hf-hub:some/one", "")],
+    [("resnt18", "'resnet18'"), ("resnet18.a1_in", "'resnet18.a1_in1k'")],
 )
 def test_error_for_unknown_timm_model_suggests_nearest_name(name, suggestion):
     with pytest.raises(ConfigError, match=f"'{name}'.*{suggestion}"):
         build(name)
+
+
+def test_error_for_a_hub_name_without_access_names_a_local_folder(monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no connection")
+
+    monkeypatch.setattr("timm.models._hub.download_from_hf", offline)
+    with pytest.raises(ConfigError, match=r"hf-hub:some/one.*no connection[\s\S]*local-dir:FOLDER"):
+        build("hf-hub:some/one")
 
 
 def test_timm_backbone_raises_for_unsupported_image_sizes():

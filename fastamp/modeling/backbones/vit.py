@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
@@ -17,6 +16,7 @@ from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.layers import IBN, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.transformer import TokenBackbone, infer_grid, run_block
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names, renamed_attribute
 
@@ -32,24 +32,11 @@ KEYS = (
     Key(
         "MODEL.BACKBONE.STRIDE_SIZE",
         (16, 16),
-        "ViT: vertical and horizontal stride of the patches, in pixels; strides below 16 make the patches overlap.",
+        "ViT: vertical and horizontal stride of the patches, in pixels; strides below the patch size, 16, make the "
+        "patches overlap. For timm models with another patch size, (16, 16) means no overlap.",
         low=1,
         length=2,
     ),
-    Key(
-        "MODEL.BACKBONE.SIE_CAMERAS",
-        0,
-        "ViT: number of cameras with a learned embedding (TransReID's SIE); camera IDs start at 0. 0 disables it.",
-        low=0,
-    ),
-    Key(
-        "MODEL.BACKBONE.SIE_VIEWS",
-        0,
-        "ViT: number of views with a learned embedding (TransReID's SIE); view IDs start at 0. If SIE_CAMERAS is also "
-        "positive, each camera-view pair has an embedding. 0 disables it.",
-        low=0,
-    ),
-    Key("MODEL.BACKBONE.SIE_COE", 3.0, "ViT: weight of the camera and view embedding that is added to the tokens."),
     Key(
         "MODEL.BACKBONE.PART_TOKENS",
         0,
@@ -61,27 +48,6 @@ KEYS = (
         False,
         "ViT: embed patches by a convolutional stem with instance norms (ICS, Luo et al. 2021, arXiv:2111.12084).",
     ),
-    Key(
-        "MODEL.BACKBONE.CHECKPOINTING",
-        False,
-        "ViT: recompute the activations of each block in the backward pass; training needs less memory, but is about a "
-        "third slower.",
-    ),
-    Key(
-        "MODEL.BACKBONE.DROP_PATH_RATIO",
-        0.1,
-        "ViT: stochastic depth probability of the last block; it grows linearly from 0 in the first block.",
-        low=0,
-        high=0.99,
-    ),
-    Key(
-        "MODEL.BACKBONE.DROP_RATIO",
-        0.0,
-        "ViT: dropout probability of the tokens, and of the attention and MLP outputs.",
-        low=0,
-        high=0.99,
-    ),
-    Key("MODEL.BACKBONE.ATT_DROP_RATE", 0.0, "ViT: dropout probability of the attention weights.", low=0, high=0.99),
 )
 
 PATCH = 16
@@ -253,7 +219,7 @@ class Block(nn.Module):
         return x + self.drop_path(self.mlp(self.norm2(x)))
 
 
-class VisionTransformer(nn.Module):
+class VisionTransformer(TokenBackbone):
     """Vision Transformer with the class token as feature.
 
     Args:
@@ -273,9 +239,6 @@ class VisionTransformer(nn.Module):
             arXiv:2203.03931). Default 0.
         stem_norm (str): batch norm of a convolutional stem, see ``ConvPatchEmbedding``. Default "": no stem.
         checkpointing (bool): recompute the activations of each block in the backward pass.
-
-    Attributes:
-        takes_cameras (bool): True if ``forward`` requires camera or view IDs.
     """
 
     def __init__(
@@ -297,17 +260,15 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.feature_dim = depth.width
-        self.grid = tuple((size - PATCH) // step + 1 for size, step in zip(image_size, stride, strict=True))
-        self.cameras, self.views, self.side_weight = cameras, views, side_weight
+        self.stride = stride
+        self.grid = self.patch_grid(image_size)
         self.checkpointing = checkpointing
         self.cls_token = nn.Parameter(torch.zeros(1, 1, depth.width))
         self.prefix = 1 + part_tokens
         self.pos_embed = nn.Parameter(torch.zeros(1, self.prefix + math.prod(self.grid), depth.width))
         if part_tokens:
             self.part_token = nn.Parameter(torch.zeros(1, part_tokens, depth.width))
-        self.takes_cameras = cameras > 0 or views > 0
-        if self.takes_cameras:
-            self.sie_embed = nn.Parameter(torch.zeros(max(cameras, 1) * max(views, 1), 1, depth.width))
+        self.create_side_embedding(depth.width, cameras=cameras, views=views, side_weight=side_weight)
         self.patch_embed: nn.Module = PatchEmbedding(in_channels, depth.width, stride)
         if stem_norm:
             self.patch_embed = ConvPatchEmbedding(in_channels, depth.width, stem_norm)
@@ -356,14 +317,9 @@ class VisionTransformer(nn.Module):
         learned = (self.cls_token, self.part_token) if self.prefix > 1 else (self.cls_token,)
         learned = tuple(token.expand(x.shape[0], -1, -1) for token in learned)
         tokens = torch.cat((*learned, patches), dim=1) + self._positions(grid)
-        if self.takes_cameras:
-            tokens = tokens + self.side_weight * self.sie_embed[self._side_index(camids, viewids)]
-        tokens = self.pos_drop(tokens)
+        tokens = self.pos_drop(self.add_side_information(tokens, camids, viewids))
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
-                tokens = checkpoint(block, tokens, use_reentrant=False)
-            else:
-                tokens = block(tokens)
+            tokens = run_block(block, tokens, checkpointing=self.checkpointing)
         if self.norm is None:
             return tokens
         return self.norm(tokens)[:, : self.prefix].transpose(1, 2)[..., None]
@@ -374,20 +330,15 @@ class VisionTransformer(nn.Module):
             return self.pos_embed
         return resize_positions(self.pos_embed, self.grid, grid, prefix=self.prefix)
 
-    def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
-        """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
-        for key, number, name, ids in (
-            ("SIE_CAMERAS", self.cameras, "camids", camids),
-            ("SIE_VIEWS", self.views, "viewids", viewids),
-        ):
-            if number and ids is None:
-                raise ValueError(
-                    f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it.\n"
-                    f"  fix: add {name!r}, (B,) int64 IDs from 0 to {number - 1}, to the batch"
-                )
-        if self.cameras and self.views:
-            return camids * self.views + viewids
-        return camids if self.cameras else viewids
+    @property
+    def last_block(self) -> nn.Module | None:
+        """The last block; None after ``hand_over_last_block``."""
+        return None if self.norm is None else self.blocks[-1]
+
+    def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
+        rows, columns = ((side - PATCH) // step + 1 for side, step in zip(size, self.stride, strict=True))
+        return rows, columns
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
@@ -432,11 +383,7 @@ class VisionTransformer(nn.Module):
                 )
                 positions = resize_positions(positions, found, self.grid, prefix=prefix)
             state["pos_embed"] = positions
-        if "sie_embed" in state and not self.takes_cameras:
-            notes.append(
-                f"the file has {len(state['sie_embed'])} camera or view embeddings, which the model does not use: to "
-                "reproduce its features, set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
-            )
+        self.note_unused_side_embedding(state, notes)
         return state
 
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
@@ -472,26 +419,6 @@ def resize_positions(
     maps = positions[:, prefix:].reshape(1, *old, width).permute(0, 3, 1, 2)
     maps = F.interpolate(maps.float(), size=new, mode="bilinear", align_corners=False).to(positions.dtype)
     return torch.cat((positions[:, :prefix], maps.flatten(2).transpose(1, 2)), dim=1)
-
-
-def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
-    """Infer the patch grid from the number of patches, since weights files do not store the grid.
-
-    Args:
-        patches (int): number of patches.
-        like (tuple[int, int]): (rows, columns) of a grid with the expected aspect ratio.
-
-    Returns:
-        tuple[int, int]: ``(rows, columns)``. The grid is square if possible, as for ImageNet; otherwise it has the
-        aspect ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
-    """
-    side = math.isqrt(patches)
-    if side * side == patches:
-        return side, side
-    target = math.log(like[0] / like[1])
-    rows = (number for number in range(1, patches + 1) if patches % number == 0)
-    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - target))
-    return height, patches // height
 
 
 def infer_embedding_keys(state: State) -> dict[str, str]:

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
+from fastamp.modeling.backbones.transformer import run_block
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
@@ -55,11 +55,13 @@ class JPMHead(nn.Module):
     their outputs would not be used.
 
     Args:
-        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D), copied with its weights.
+        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D), copied with its weights; the first token of
+            the output is the feature.
         branches (list[EmbeddingHead]): heads of the features, the global one first, then one per group.
         shift, groups (int): see ``shuffle_patches``. Default 5 and 2.
         rearrange (bool): shift and shuffle the patches. Default True.
         checkpointing (bool): recompute the activations of the blocks in the backward pass. Default False.
+        prefix (int): number of learned tokens before the patches, which are added to each group. Default 1.
     """
 
     # Built as from_config(cfg, backbone=...).
@@ -76,6 +78,7 @@ class JPMHead(nn.Module):
         groups: int = 2,
         rearrange: bool = True,
         checkpointing: bool = False,
+        prefix: int = 1,
     ) -> None:
         super().__init__()
         self.b1 = copy.deepcopy(last_block)
@@ -83,7 +86,7 @@ class JPMHead(nn.Module):
         self.branches = nn.ModuleList(branches)
         self.parts = len(branches) - 1
         self.shift, self.groups, self.rearrange = shift, groups, rearrange
-        self.checkpointing = checkpointing
+        self.checkpointing, self.prefix = checkpointing, prefix
         self.feature_dim = sum(branch.feature_dim for branch in branches)
 
     @classmethod
@@ -107,6 +110,7 @@ class JPMHead(nn.Module):
             groups=jpm.GROUPS,
             rearrange=jpm.REARRANGE,
             checkpointing=cfg.MODEL.BACKBONE.CHECKPOINTING,
+            prefix=backbone.prefix,
         )
 
     def forward(
@@ -115,7 +119,7 @@ class JPMHead(nn.Module):
         """Compute embeddings, and in training mode logits.
 
         Args:
-            tokens (torch.Tensor): (B, 1 + patches, D) float of any precision, the class token first.
+            tokens (torch.Tensor): (B, prefix + patches, D) float of any precision, the class token first.
             targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
 
         Returns:
@@ -138,7 +142,7 @@ class JPMHead(nn.Module):
 
     def _local_features(self, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute the local features, (B, D) for each group."""
-        class_token, patches = tokens[:, :1], tokens[:, 1:]
+        learned, patches = tokens[:, : self.prefix], tokens[:, self.prefix :]
         length = patches.shape[1] // self.parts
         if length == 0:
             raise ConfigError(
@@ -149,15 +153,13 @@ class JPMHead(nn.Module):
             patches = shuffle_patches(patches, shift=self.shift, groups=self.groups)
         # All groups are computed as one batch. The remaining patches are dropped, as in TransReID.
         parts = [
-            torch.cat((class_token, patches[:, start : start + length]), dim=1)
+            torch.cat((learned, patches[:, start : start + length]), dim=1)
             for start in range(0, length * self.parts, length)
         ]
         return self._run_block(self.b2, torch.cat(parts))[:, 0].unflatten(0, (self.parts, -1)).unbind()
 
     def _run_block(self, block: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        if self.checkpointing and torch.is_grad_enabled():
-            return checkpoint(block, tokens, use_reentrant=False)
-        return block(tokens)
+        return run_block(block, tokens, checkpointing=self.checkpointing)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Rename TransReID's parameters, e.g. ``bottleneck_2.*`` and ``classifier_2.*`` to ``branches.2.*``."""

@@ -1,0 +1,176 @@
+"""Known layouts of pretrained backbones, for messages about files that do not match a model."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+# Names of transformer blocks in timm's, Microsoft's, mmsegmentation's and torchvision's state dicts.
+_BLOCK = re.compile(
+    r"(?:^|\.)(?:(?:(?:layers|stages)\.(\d+)\.)?blocks\.(\d+)|features\.(\d+)\.(\d+))\.(?:norm1|attn)\b"
+)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Layout of the weights files of a program.
+
+    Attributes:
+        title (str): program and architecture.
+        names (tuple[str, ...]): tensor names that identify the layout, without prefix.
+        backbone (str): value of ``MODEL.BACKBONE.NAME`` that loads these files.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    backbone: str
+
+
+LAYOUTS = (
+    Layout(
+        "DINOv3 (original program)",
+        ("storage_tokens", "rope_embed.periods", "cls_token", "blocks.0.ls1.gamma", "blocks.0.attn.qkv.weight"),
+        "timm/vit_SIZE_patch16_dinov3",
+    ),
+    Layout(
+        "DINOv2 with registers (original program)",
+        ("register_tokens", "mask_token", "pos_embed", "blocks.0.ls1.gamma", "blocks.0.attn.qkv.weight"),
+        "timm/vit_SIZE_patch14_reg4_dinov2",
+    ),
+    Layout(
+        "DINOv2",
+        ("mask_token", "cls_token", "pos_embed", "blocks.0.ls1.gamma", "blocks.0.attn.qkv.weight"),
+        "timm/vit_SIZE_patch14_dinov2",
+    ),
+    Layout(
+        "ViT of timm, DeiT, DINO or TransReID",
+        ("cls_token", "pos_embed", "patch_embed.proj.weight", "blocks.0.attn.qkv.weight", "blocks.0.mlp.fc1.weight"),
+        "build_vit_backbone or timm/vit_SIZE_patch16_224",
+    ),
+    Layout(
+        "PASS",
+        ("part_token1", "cls_pos", "part1_pos", "pos_embed", "blocks.0.attn.qkv.weight"),
+        "build_vit_backbone with MODEL.BACKBONE.PART_TOKENS 3",
+    ),
+    Layout(
+        "TransReID-SSL with convolutional stem",
+        ("patch_embed.conv.0.weight", "patch_embed.conv.1.IN.weight", "patch_embed.proj.weight", "cls_token"),
+        "build_vit_backbone with MODEL.BACKBONE.STEM_CONV True",
+    ),
+    Layout(
+        "SigLIP of timm",
+        ("attn_pool.latent", "attn_pool.kv.weight", "pos_embed", "blocks.0.attn.qkv.weight"),
+        "timm/vit_SIZE_patch16_siglip_256",
+    ),
+    Layout(
+        "EVA-02 of timm",
+        ("blocks.0.attn.q_proj.weight", "blocks.0.mlp.fc1_g.weight", "cls_token", "pos_embed"),
+        "timm/eva02_SIZE_patch14_224",
+    ),
+    Layout(
+        "SOLIDER",
+        ("stages.0.blocks.0.attn.w_msa.qkv.weight", "semantic_embed_w.0.weight", "patch_embed.projection.weight"),
+        "build_solider_backbone",
+    ),
+    Layout(
+        "Swin of Microsoft or timm",
+        (
+            "layers.0.blocks.0.attn.relative_position_bias_table",
+            "patch_embed.proj.weight",
+            "layers.0.blocks.0.norm1.weight",
+        ),
+        "build_swin_backbone or timm/swin_SIZE_patch4_window7_224",
+    ),
+    Layout(
+        "Swin of torchvision",
+        ("features.1.0.attn.relative_position_bias_table", "features.0.0.weight", "features.1.0.norm1.weight"),
+        "build_swin_backbone",
+    ),
+    Layout(
+        "ResNet of torchvision, FastReID or LUPerson",
+        ("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer4.0.downsample.0.weight"),
+        "build_resnet_backbone",
+    ),
+    Layout(
+        "OSNet of torchreid",
+        ("conv1.conv.weight", "conv2.0.conv1.conv.weight", "conv5.conv.weight"),
+        "build_osnet_backbone",
+    ),
+    Layout(
+        "ConvNeXt of timm",
+        ("stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "stages.1.downsample.1.weight"),
+        "timm/convnext_SIZE",
+    ),
+    Layout(
+        "CLIP's image encoder",
+        ("visual.conv1.weight", "visual.class_embedding", "visual.transformer.resblocks.0.attn.in_proj_weight"),
+        "timm/vit_SIZE_patch16_clip_224",
+    ),
+    Layout(
+        "ViT of Hugging Face transformers",
+        ("embeddings.cls_token", "encoder.layer.0.attention.attention.query.weight", "encoder.layer.0.norm1.weight"),
+        "timm/hf-hub:timm/NAME, whose file has timm's names",
+    ),
+)
+
+
+def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
+    """Describe the known layout that shares most names with a state dict, and the backbone that loads it.
+
+    Args:
+        state (Mapping[str, torch.Tensor]): tensor name, with any prefix -> tensor.
+
+    Returns:
+        str: description; empty if no layout shares a name.
+    """
+    endings = set()
+    for name in state:
+        parts = name.split(".")
+        endings |= {".".join(parts[start:]) for start in range(len(parts))}
+    shares = [sum(name in endings for name in layout.names) / len(layout.names) for layout in LAYOUTS]
+    best = max(range(len(LAYOUTS)), key=shares.__getitem__)
+    if not shares[best]:
+        return ""
+    layout = LAYOUTS[best]
+    found = sum(name in endings for name in layout.names)
+    size = transformer_size(state)
+    return (
+        f"{layout.title} ({found} of {len(layout.names)} characteristic names found{f'; {size}' if size else ''}); its "
+        f"backbone is {layout.backbone}"
+    )
+
+
+def transformer_size(state: Mapping[str, torch.Tensor]) -> str:
+    """Describe a transformer by the shapes in its state dict, e.g. ``width 384, 12 blocks, patches of 14 x 14``.
+
+    Args:
+        state (Mapping[str, torch.Tensor]): tensor name, with any prefix -> tensor.
+
+    Returns:
+        str: description; empty if ``state`` contains no blocks of a transformer.
+    """
+    counts = block_counts(state)
+    first = next((value for name, value in state.items() if _BLOCK.search(name) and "norm1" in name), None)
+    if not counts or first is None or first.dim() != 1:
+        return ""
+    blocks = "/".join(str(number) for number in counts)
+    found = [f"width {len(first)}", f"{blocks} block{'' if counts == [1] else 's'}"]
+    embeddings = ("patch_embed.proj.weight", "patch_embed.projection.weight", "features.0.0.weight")
+    patches = [value for name, value in state.items() if name.endswith(embeddings) and value.dim() == 4]
+    if patches:
+        found.append(f"patches of {patches[0].shape[2]} x {patches[0].shape[3]}")
+    registers = [value for name, value in state.items() if name.endswith(("reg_token", "register_tokens"))]
+    if registers and registers[0].dim() == 3:
+        found.append(f"{registers[0].shape[1]} registers")
+    return ", ".join(found)
+
+
+def block_counts(state: Mapping[str, torch.Tensor]) -> list[int]:
+    """Count the blocks of a transformer in each of its stages; [] if ``state`` contains none."""
+    numbers: dict[int, int] = {}
+    for name in state:
+        if found := _BLOCK.search(name):
+            stage, block = (found[1] or 0, found[2]) if found[2] is not None else (found[3], found[4])
+            numbers[int(stage)] = max(numbers.get(int(stage), 0), int(block) + 1)
+    return [numbers[stage] for stage in sorted(numbers)]

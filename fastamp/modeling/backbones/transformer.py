@@ -1,0 +1,186 @@
+"""Base classes of transformer backbones: camera and view embeddings, activation checkpointing, and the last block."""
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from fastamp.config import Key
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.SIE_CAMERAS",
+        0,
+        "Transformers: number of cameras with a learned embedding (TransReID's SIE); camera IDs start at 0. 0 disables "
+        "it.",
+        low=0,
+    ),
+    Key(
+        "MODEL.BACKBONE.SIE_VIEWS",
+        0,
+        "Transformers: number of views with a learned embedding (TransReID's SIE); view IDs start at 0. If SIE_CAMERAS "
+        "is also positive, each camera-view pair has an embedding. 0 disables it.",
+        low=0,
+    ),
+    Key(
+        "MODEL.BACKBONE.SIE_COE", 3.0, "Transformers: weight of the camera and view embedding that is added to tokens."
+    ),
+    Key(
+        "MODEL.BACKBONE.CHECKPOINTING",
+        False,
+        "Transformers: recompute the activations of each block in the backward pass; training needs less memory, but "
+        "is about a third slower.",
+    ),
+    Key(
+        "MODEL.BACKBONE.DROP_PATH_RATIO",
+        0.1,
+        "Transformers: stochastic depth probability of the last block; it grows linearly from 0 in the first block.",
+        low=0,
+        high=0.99,
+    ),
+    Key(
+        "MODEL.BACKBONE.DROP_RATIO",
+        0.0,
+        "Transformers: dropout probability of the tokens, and of the attention and MLP outputs.",
+        low=0,
+        high=0.99,
+    ),
+    Key(
+        "MODEL.BACKBONE.ATT_DROP_RATE",
+        0.0,
+        "Transformers: dropout probability of the attention weights.",
+        low=0,
+        high=0.99,
+    ),
+)
+
+
+def run_block(block: nn.Module, x: torch.Tensor, *, checkpointing: bool, **options: Any) -> torch.Tensor:
+    """Run a block of a transformer; with ``checkpointing``, recompute its activations in the backward pass.
+
+    Args:
+        block (nn.Module): module, called as ``block(x, **options)``.
+        x (torch.Tensor): input of the block.
+        checkpointing (bool): do not store the activations of the block. Has no effect if gradients are disabled.
+        options: further arguments of the block.
+    """
+    if checkpointing and torch.is_grad_enabled():
+        return checkpoint(block, x, use_reentrant=False, **options)
+    return block(x, **options)
+
+
+def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
+    """Infer the patch grid from the number of patches, since weights files do not store the grid.
+
+    Args:
+        patches (int): number of patches.
+        like (tuple[int, int]): (rows, columns) of a grid with the expected aspect ratio.
+
+    Returns:
+        tuple[int, int]: ``(rows, columns)``. The grid is square if possible, as for ImageNet; otherwise it has the
+        aspect ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
+    """
+    side = math.isqrt(patches)
+    if side * side == patches:
+        return side, side
+    target = math.log(like[0] / like[1])
+    rows = (number for number in range(1, patches + 1) if patches % number == 0)
+    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - target))
+    return height, patches // height
+
+
+class SideInformation(nn.Module):
+    """Base class of backbones with camera and view embeddings (SIE, He et al. 2021, arXiv:2102.04378).
+
+    A subclass calls ``create_side_embedding`` in its constructor and ``add_side_information`` in ``forward``.
+
+    Attributes:
+        takes_cameras (bool): True if ``forward`` requires camera or view IDs.
+    """
+
+    takes_cameras = False
+
+    def create_side_embedding(self, width: int, *, cameras: int, views: int, side_weight: float) -> None:
+        """Create the parameter ``sie_embed``, (rows, 1, width) of zeros, if there are cameras or views.
+
+        Args:
+            width (int): width of the tokens.
+            cameras, views (int): number of cameras and of views with a learned embedding. If both are positive, each
+                camera-view pair has an embedding. 0 disables the embedding.
+            side_weight (float): weight of the embedding.
+        """
+        self.cameras, self.views, self.side_weight = cameras, views, side_weight
+        self.takes_cameras = cameras > 0 or views > 0
+        if self.takes_cameras:
+            self.sie_embed = nn.Parameter(torch.zeros(max(cameras, 1) * max(views, 1), 1, width))
+
+    def add_side_information(
+        self, tokens: torch.Tensor, camids: torch.Tensor | None, viewids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Add the weighted embedding of each image's camera and view to all its tokens.
+
+        Args:
+            tokens (torch.Tensor): (B, ..., width) float.
+            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if the model has embeddings for
+                cameras or views, respectively.
+
+        Raises:
+            ValueError: if required camera or view IDs are missing.
+        """
+        if not self.takes_cameras:
+            return tokens
+        rows = self.sie_embed[self._side_index(camids, viewids)]
+        return tokens + self.side_weight * rows.view(len(rows), *(1,) * (tokens.dim() - 2), -1)
+
+    def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
+        """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
+        for key, number, name, ids in (
+            ("SIE_CAMERAS", self.cameras, "camids", camids),
+            ("SIE_VIEWS", self.views, "viewids", viewids),
+        ):
+            if number and ids is None:
+                raise ValueError(
+                    f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it.\n"
+                    f"  fix: add {name!r}, (B,) int64 IDs from 0 to {number - 1}, to the batch"
+                )
+        if self.cameras and self.views:
+            return camids * self.views + viewids
+        return camids if self.cameras else viewids
+
+    def note_unused_side_embedding(self, state: dict[str, torch.Tensor], notes: list[str]) -> None:
+        """Add a remark to ``notes`` if ``state`` has camera or view embeddings that the model does not use."""
+        if "sie_embed" in state and not self.takes_cameras:
+            notes.append(
+                f"the file has {len(state['sie_embed'])} camera or view embeddings, which the model does not use: to "
+                "reproduce its features, set MODEL.BACKBONE.SIE_CAMERAS or SIE_VIEWS"
+            )
+
+
+class TokenBackbone(SideInformation):
+    """Base class of Vision Transformers: blocks that map a sequence of tokens (B, prefix + patches, D) to another.
+
+    Attributes:
+        feature_dim (int): width D of the tokens.
+        prefix (int): number of learned tokens before the patches: class, part and register tokens.
+    """
+
+    feature_dim: int
+    prefix: int
+
+    @property
+    def last_block(self) -> nn.Module | None:
+        """The last block, whose input is the last use of the patch tokens; None after ``hand_over_last_block``."""
+        raise NotImplementedError
+
+    def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
+        raise NotImplementedError
+
+    def hand_over_last_block(self) -> nn.Module:
+        """Remove and return the last block and the norm; ``forward`` then returns all tokens, for ``JPMHead``.
+
+        The returned module maps tokens (B, prefix + patches, D or more) to tokens whose first one is the feature.
+        """
+        raise NotImplementedError
