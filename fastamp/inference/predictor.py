@@ -30,6 +30,7 @@ from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
 from fastamp.modeling import load_model
+from fastamp.modeling.heads import ClasHead
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.files import expand
@@ -260,6 +261,50 @@ class Predictor:
 
         probabilities = self._compute(images, compute, boxes=boxes, color=color, ids=ids, width=len(names))
         return [dict(zip(names, row, strict=True)) for row in probabilities.tolist()]
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the classes that a classifier of FastClas distinguishes; () for other models."""
+        classifies = isinstance(getattr(self.model, "heads", None), ClasHead)
+        return tuple(getattr(self.cfg.DATASETS, "CLASSES", ())) if classifies else ()
+
+    def classify(
+        self,
+        images: Image | Sequence[Image],
+        *,
+        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        color: str = "rgb",
+    ) -> list[dict[str, float]]:
+        """Compute the probabilities of the classes of images, or of boxes in one frame, of a classifier of FastClas.
+
+        Args:
+            images, boxes, color: see ``features``.
+
+        Returns:
+            For each image or box: class name -> probability in 0..1, the most probable first; NaN for an image without
+            pixels.
+
+        Raises:
+            ConfigError: if the model is not a classifier with class names, or has another number of classes; see also
+                ``features``.
+            DataError: see ``features``.
+        """
+        names = self.class_names
+        if not names:
+            raise ConfigError(
+                f"{self.checkpoint}: the model ({self.cfg.MODEL.HEADS.NAME}) is not a classifier with class names.\n"
+                "  fix: use a model of FastClas; for weights without class names, set DATASETS.CLASSES to the names in "
+                "the order of the labels"
+            )
+        logits = self.features(images, boxes=boxes, color=color)
+        if logits.shape[1] != len(names):
+            raise ConfigError(
+                f"DATASETS.CLASSES has {len(names)} names, but the model has {logits.shape[1]} classes.\n"
+                "  fix: set DATASETS.CLASSES to the names of all classes in the order of the labels"
+            )
+        return [
+            dict(sorted(zip(names, row, strict=True), key=lambda each: -each[1])) for row in logits.softmax(1).tolist()
+        ]
 
     def _compute(
         self,

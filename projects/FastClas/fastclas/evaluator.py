@@ -4,15 +4,21 @@ from typing import Any
 
 import torch
 
-from fastamp.compat.evaluation import ClasEvaluator as TopOneEvaluator
-from fastamp.evaluation import EVALUATOR_REGISTRY
+from fastamp.evaluation import EVALUATOR_REGISTRY, CountMatrix, DatasetEvaluator, ImageExample, ReportSection, Table
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
+# Numbers k of the accuracies Acc@k; those that are less than the number of classes are reported.
+_TOP = (1, 5)
+# Classes in the confusion matrix of the report; of more classes, the pairs that are confused most often are shown.
+_MATRIX_CLASSES, _CONFUSED_PAIRS, _MOST_IMAGES = 30, 20, 24
+
 
 @EVALUATOR_REGISTRY.register()
-class ClasEvaluator(TopOneEvaluator):
-    """Top-1 accuracy, ``Acc@1`` in percent; with ``TEST.BASELINES`` also that of always the most frequent class.
+class ClasEvaluator(DatasetEvaluator):
+    """Accuracy in percent: ``Acc@1``, and ``Acc@5`` of more than 5 classes.
+
+    ``baselines`` has the accuracy of always answering with the most frequent classes of the test set.
 
     Args:
         cfg: config.
@@ -21,22 +27,23 @@ class ClasEvaluator(TopOneEvaluator):
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
-        self.head, self.num_classes, self.baselines = (
-            cfg.MODEL.HEADS.NAME,
-            len(cfg.DATASETS.CLASSES),
-            cfg.TEST.BASELINES,
-        )
-        super().__init__(cfg, output_dir)
+        self.head, self.names = cfg.MODEL.HEADS.NAME, tuple(cfg.DATASETS.CLASSES)
+        self.reset()
 
     @classmethod
     def describe_protocol(cls, cfg: Any) -> str:
         """Describe the evaluation in one line."""
-        return "top-1 accuracy of the classifier"
+        return "accuracy of the classifier"
+
+    def metric_names(self) -> list[str]:
+        """List the names of the metrics."""
+        return [f"Acc@{k}" for k in _top(len(self.names))] + ["metric"]
 
     def reset(self) -> None:
         """Discard all accumulated batches."""
-        super().reset()
-        self._images_of_class = torch.zeros(self.num_classes, dtype=torch.int64)
+        self._rows: list[torch.Tensor] = []
+        self._num_classes, self._num_images = len(self.names), 0
+        self.table = torch.empty(0, 5, dtype=torch.float64)
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Accumulate one batch of logits, (B, K), and of ``targets``, (B,) int64.
@@ -44,19 +51,93 @@ class ClasEvaluator(TopOneEvaluator):
         Raises:
             ConfigError: if the model returns no logits of the classes.
         """
-        if self.num_classes:
-            if outputs.shape[1] != self.num_classes:
-                raise ConfigError(
-                    f"ClasEvaluator: expected logits of {self.num_classes} classes, got {outputs.shape[1]} values from "
-                    f"MODEL.HEADS.NAME={self.head}.\n  fix: set MODEL.HEADS.NAME to ClasHead"
-                )
-            self._images_of_class += inputs["targets"].cpu().bincount(minlength=self.num_classes)
-        super().process(inputs, outputs)
+        if self.names and outputs.shape[1] != len(self.names):
+            raise ConfigError(
+                f"ClasEvaluator: expected logits of {len(self.names)} classes, got {outputs.shape[1]} values from "
+                f"MODEL.HEADS.NAME={self.head}.\n  fix: set MODEL.HEADS.NAME to ClasHead"
+            )
+        self._num_classes = outputs.shape[1]
+        logits, labels = outputs.double(), inputs["targets"].to(outputs.device)
+        own = logits.gather(1, labels[:, None])
+        # Equal logits are ranked in the order of the classes, as by argmax.
+        first = torch.arange(self._num_classes, device=labels.device) < labels[:, None]
+        ranks = ((logits > own) | ((logits == own) & first)).sum(1)
+        predicted = logits.argmax(1)
+        confidence = logits.softmax(1).gather(1, predicted[:, None])[:, 0]
+        indices = inputs.get("indices", torch.arange(self._num_images, self._num_images + len(labels)))
+        self._num_images += len(labels)
+        columns = (indices.to(labels.device), labels, predicted, ranks, confidence)
+        self._rows.append(torch.stack([column.double() for column in columns], dim=1).cpu())
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the accuracy in percent over all ranks; return None on ranks other than 0."""
-        metrics = super().evaluate()
-        counts = comm.sum_over_ranks(self._images_of_class.tolist())
-        if metrics is not None and self.baselines and sum(counts):
-            metrics["baselines"] = {"most frequent class": {"Acc@1": 100.0 * max(counts) / sum(counts)}}
-        return metrics
+        """Compute the accuracies in percent over all ranks; return None on ranks other than 0."""
+        self.table = comm.gather_rows(torch.cat([self.table, *self._rows]))
+        self._rows.clear()
+        if not comm.is_main_process():
+            return None
+        images = max(1, len(self.table))
+        counts = self.table[:, 1].long().bincount(minlength=self._num_classes).sort(descending=True).values
+        top = _top(self._num_classes)
+        accuracies = {f"Acc@{k}": 100.0 * int((self.table[:, 3] < k).sum()) / images for k in top}
+        baseline = {f"Acc@{k}": 100.0 * int(counts[:k].sum()) / images for k in top}
+        return accuracies | {"metric": accuracies["Acc@1"], "baselines": {"most frequent class": baseline}}
+
+    def report_sections(self) -> list[ReportSection]:
+        """Return the section of the classes, with their confusion matrix and the most confident errors."""
+        labels, predicted = self.table[:, 1].long(), self.table[:, 2].long()
+        number = self._num_classes
+        names = self.names or tuple(map(str, range(number)))
+        counts = (labels * number + predicted).bincount(minlength=number * number).view(number, number)
+        tables, matrix = [_class_table(names, counts)], None
+        if number <= _MATRIX_CLASSES:
+            note = "Percentage of the images of a class (row) that are predicted as each class (column)."
+            matrix = CountMatrix("Confusion matrix", note, "class", names, names, counts)
+        else:
+            tables.append(_confused_pairs(names, counts))
+        errors = self.table[labels != predicted]
+        errors = errors[errors[:, 4].argsort(descending=True, stable=True)[:_MOST_IMAGES]]
+        examples = [
+            ImageExample(int(index), (f"{names[int(answer)]}, {100 * confidence:.0f} %", f"is {names[int(label)]}"))
+            for index, label, answer, _, confidence in errors.tolist()
+        ]
+        return [
+            ReportSection(
+                "Classes", tables=tables, matrix=matrix, examples=examples, examples_title="Most confident errors"
+            )
+        ]
+
+
+def _top(number: int) -> list[int]:
+    """Return the numbers k of the accuracies of ``number`` classes."""
+    return [k for k in _TOP if k == 1 or k < number]
+
+
+def _class_table(names: tuple[str, ...], counts: torch.Tensor) -> Table:
+    """Return the images, recall and precision of each class."""
+    rows = []
+    for index, name in enumerate(names):
+        hits, images, predicted = (
+            int(each) for each in (counts[index, index], counts[index].sum(), counts[:, index].sum())
+        )
+        rows.append(
+            (name, f"{images:,}", *(f"{100 * hits / each:.1f}" if each else "–" for each in (images, predicted)))
+        )
+    return Table("", ("class", "images", "recall %", "precision %"), rows)
+
+
+def _confused_pairs(names: tuple[str, ...], counts: torch.Tensor) -> Table:
+    """Return the pairs of different classes with the most errors."""
+    number = len(names)
+    errors = counts.clone().fill_diagonal_(0).flatten()
+    order = errors.argsort(descending=True, stable=True)[:_CONFUSED_PAIRS].tolist()
+    rows = [
+        (
+            names[pair // number],
+            names[pair % number],
+            f"{int(errors[pair]):,}",
+            f"{int(counts[pair // number].sum()):,}",
+        )
+        for pair in order
+        if errors[pair]
+    ]
+    return Table("Most frequent confusions", ("class", "predicted as", "images", "images of the class"), rows)

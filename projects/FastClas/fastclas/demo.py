@@ -1,8 +1,9 @@
-"""Demo of classification: the color of the upper garment of the generated pedestrians."""
+"""Demo of classification: the scenes and the clothes of the generated pedestrians."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.demo import Demo
@@ -11,17 +12,21 @@ from fastclas.class_folder import ClassDataset
 
 
 @DATASET_REGISTRY.register()
-class DemoColor(ClassDataset):
-    """Images of the dataset ``Demo`` of pedestrians, whose class is the color of the upper garment.
+class DemoScene(ClassDataset):
+    """Images of the dataset ``Demo`` of pedestrians, whose class is the scene, e.g. a park: one for each camera.
 
-    The people of the test images are others than those of the training images.
+    The people of the test images are others than those of the training images; the scenes are the same.
 
     Args:
         root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
         classes: see ``ClassDataset``.
+
+    Attributes:
+        column (str): column of the table of attributes with the class.
     """
 
-    dataset_name = "democolor"
+    dataset_name = "demoscene"
+    column: ClassVar[str] = "scene"
 
     def __init__(self, root: str | Path = "datasets", classes: Sequence[str] = ()) -> None:
         self.dataset_dir = Path(root) / Demo(root).folder
@@ -32,7 +37,19 @@ class DemoColor(ClassDataset):
         with (self.dataset_dir / ATTRIBUTES).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         return [
-            (str(self.dataset_dir / row["path"]), row["upper_color"])
+            (str(self.dataset_dir / row["path"]), row[self.column])
             for row in rows
             if row["upper_color"] and (row["split"] == "train") is (split == "train")
         ]
+
+
+@DATASET_REGISTRY.register()
+class DemoColor(DemoScene):
+    """``DemoScene`` with the color of the upper garment as the class, of which an image may show two.
+
+    Args:
+        root, classes: see ``DemoScene``.
+    """
+
+    dataset_name = "democolor"
+    column: ClassVar[str] = "upper_color"
