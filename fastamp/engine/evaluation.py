@@ -2,7 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,10 @@ def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None)
     """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
     Args:
-        cfg (CfgNode): config. For ``auto``, the attribute ``evaluator`` of the classes of all test sets, else of the
-            class of ``MODEL.META_ARCHITECTURE``, is the name of the evaluator; without it, ``ReidEvaluator`` is built.
+        cfg (CfgNode): config. For ``auto``, the evaluator of all test sets is built if they have the same: that
+            named by the attribute ``evaluator`` of their class, or the evaluator whose attribute ``test_sets`` has
+            their name. Otherwise that named by the attribute ``evaluator`` of the class of
+            ``MODEL.META_ARCHITECTURE``; without it, ``ReidEvaluator``.
         num_query (int): number of query images.
         output_dir (str, optional): folder for the files of the evaluator.
 
@@ -123,10 +125,21 @@ def _evaluator_name(cfg: CfgNode) -> str:
     name: str = cfg.TEST.EVALUATOR
     if name != "auto":
         return name
-    of_tests = {getattr(DATASET_REGISTRY.get(each), "evaluator", "") for each in cfg.DATASETS.TESTS if ":" not in each}
+    of_tests = {_evaluator_of(each) for each in cfg.DATASETS.TESTS if ":" not in each}
     if len(of_tests) == 1 and "" not in of_tests:
         return of_tests.pop()
     return getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
+
+
+def _evaluator_of(test_set: str) -> str:
+    """Return the name of the evaluator of a registered test set; "" if it has none of its own."""
+    named: str = getattr(DATASET_REGISTRY.get(test_set), "evaluator", "")
+    of_evaluators = (name for name in EVALUATOR_REGISTRY if test_set in _test_sets(name))
+    return named or next(of_evaluators, "")
+
+
+def _test_sets(evaluator: str) -> Sequence[str]:
+    return getattr(EVALUATOR_REGISTRY.get(evaluator), "test_sets", ())
 
 
 def loader_and_evaluator(

@@ -74,11 +74,16 @@ def test_training_evaluation_resume_and_prediction(folder, tmp_path):
     trainer = DefaultTrainer(config(folder, run))
     trainer.resume_or_load(resume=True)
     results = trainer.train()
-    assert set(results) == {"Acc@1", "metric"} and results["Acc@1"] == 100.0
+    assert set(results) == {"Acc@1", "metric", "baselines"} and results["Acc@1"] == 100.0
     predictor = Predictor(run)
-    assert predictor.cfg.DATASETS.CLASSES == ORDER
+    assert predictor.class_names == ORDER
     image = Image.new("RGB", (50, 80), COLORS["9 red"])
-    assert ORDER[predictor.features([image]).argmax()] == "9 red"
+    (found,) = predictor.classify(image)
+    assert next(iter(found)) == "9 red" and set(found) == set(ORDER)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert sum(found.values()) == pytest.approx(1)
+    logits = predictor.features([image])
+    assert found == dict(zip(ORDER, logits.softmax(1)[0].tolist(), strict=True))
     for path in (folder / "val").glob("9 red/**/*.*g"):
         path.rename(folder / "val/blue" / path.name)  # now 6 of 9 are right
     weights = ("MODEL.WEIGHTS", str(run / "model_final.pth"))
@@ -113,17 +118,72 @@ def test_classes_of_several_training_sets_are_merged_by_name(folder, tmp_path, m
     assert set(trainer.train()) == {"ClassFolder", "Hymenoptera"}
 
 
-def test_accuracy_equals_naive_count(folder, tmp_path):
+@pytest.mark.parametrize("number", [3, 7, 31])
+def test_accuracy_equals_naive_count(folder, tmp_path, number):
     from fastclas.evaluator import ClasEvaluator
 
-    cfg = config(folder, tmp_path, "DATASETS.CLASSES", '["a", "b", "c"]', "TEST.BASELINES", "True")
+    cfg = config(folder, tmp_path, "DATASETS.CLASSES", json.dumps([f"class {number}" for number in range(number)]))
     evaluator = ClasEvaluator(cfg)
-    logits, labels = torch.randn(50, 3), torch.arange(50) % 3
+    logits, labels = torch.randn(50, number).mul(2).round(), torch.arange(50) % number  # with equal logits
     for rows in (slice(0, 30), slice(30, 50)):
         evaluator.process({"targets": labels[rows]}, logits[rows])
-    right = sum(max(range(3), key=row.__getitem__) == label for row, label in zip(logits.tolist(), labels, strict=True))
-    expected = {"Acc@1": pytest.approx(2.0 * right), "metric": pytest.approx(2.0 * right)}
-    assert evaluator.evaluate() == expected | {"baselines": {"most frequent class": {"Acc@1": 34.0}}}
+    order = [sorted(range(number), key=lambda each, row=row: (-row[each], each)) for row in logits.tolist()]
+    expected = {}
+    for k in (1, 5) if number > 5 else (1,):
+        expected[f"Acc@{k}"] = 2.0 * sum(label in each[:k] for each, label in zip(order, labels.tolist(), strict=True))
+    metrics = evaluator.evaluate()
+    baseline = metrics.pop("baselines")["most frequent class"]
+    assert metrics == expected | {"metric": expected["Acc@1"]} and set(metrics) == set(evaluator.metric_names())
+    assert baseline["Acc@1"] == 2.0 * -(-50 // number) and baseline.keys() == expected.keys()
+    (section,) = evaluator.report_sections()
+    predicted = torch.tensor([each[0] for each in order])
+    if number > 30:
+        assert section.matrix is None and section.tables[1].rows
+    else:
+        counts = [[int(((labels == a) & (predicted == b)).sum()) for b in range(number)] for a in range(number)]
+        assert section.matrix.counts.tolist() == counts
+    wrong = {index for index in range(50) if labels[index] != predicted[index]}
+    assert {example.index for example in section.examples} <= wrong
+    assert len(section.examples) == min(24, len(wrong))
+
+
+def test_equal_logits_of_all_classes_are_not_accurate(folder, tmp_path):
+    from fastclas.evaluator import ClasEvaluator
+
+    evaluator = ClasEvaluator(config(folder, tmp_path, "DATASETS.CLASSES", '["a", "b"]'))
+    evaluator.process({"targets": torch.tensor([0, 1, 1, 1])}, torch.zeros(4, 2))
+    assert evaluator.evaluate()["Acc@1"] == 25.0
+
+
+def test_report_of_a_run_has_the_confusion_matrix_and_errors(folder, tmp_path):
+    opts = ("SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", "TEST.REPORT", "True", "SOLVER.BASE_LR", "1e-6")
+    DefaultTrainer(config(folder, tmp_path / "run", *opts)).train()
+    report = (tmp_path / "run/report.html").read_text()
+    for text in ("Confusion matrix", "baseline: most frequent class", "Most confident errors", "9 red"):
+        assert text in report, text
+
+
+def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, tmp_path):
+    run = tmp_path / "run"
+    trainer = DefaultTrainer(config(folder, run, "SOLVER.MAX_EPOCH", "1"))
+    trainer.train()
+    state = tiny.weights(run / "model_final.pth")
+    mean = torch.tensor(trainer.cfg.MODEL.PIXEL_MEAN).view(1, 3, 1, 1)
+    weights = tmp_path / "fastreid.pth"
+    kept = {name: value for name, value in state.items() if not name.startswith("pixel_")}
+    torch.save({"model": kept | {"pixel_mean": mean, "pixel_std": mean.clone()}, "epoch": 3}, weights)
+    cfg = config(folder, tmp_path / "eval", "MODEL.WEIGHTS", str(weights))
+    expected = DefaultTrainer.test_weights(
+        config(folder, tmp_path / "eval", "MODEL.WEIGHTS", str(run / "model_final.pth"))
+    )
+    assert DefaultTrainer.test_weights(cfg) == expected
+    image = Image.new("RGB", (50, 80), COLORS["blue"])
+    with pytest.raises(ConfigError, match="not a classifier with class names"):
+        Predictor(cfg).classify(image)
+    with pytest.raises(ConfigError, match="DATASETS.CLASSES has 2 names, but the model has 3 classes"):
+        Predictor(cfg.with_values({"DATASETS.CLASSES": ("a", "b")})).classify(image)
+    named = Predictor(cfg.with_values({"DATASETS.CLASSES": ORDER})).classify([image, image])
+    assert named == Predictor(run / "model_final.pth").classify([image, image])
 
 
 @pytest.mark.parametrize(
@@ -161,12 +221,13 @@ def test_head_without_logits_is_an_error(folder, tmp_path):
         ).train()
 
 
-def test_demo_classes_are_the_colors_of_the_upper_garment(demo, tmp_path):
+@pytest.mark.parametrize("name, column", [("DemoScene", "scene"), ("DemoColor", "upper_color")])
+def test_demo_classes_are_values_of_the_generated_attributes(demo, name, column):
     from fastamp.demo.attributes import VALUES
 
-    cfg = read_config("FastClas/demo")
-    train = build_reid_train_loader(cfg.with_values({"SOLVER.IMS_PER_BATCH": 8})).dataset
-    assert {pid.removeprefix("class_") for pid in train.items.pids.unique()[0]} <= set(VALUES["upper_color"])
+    cfg = read_config("FastClas/demo", ["DATASETS.NAMES", name, "DATASETS.TESTS", name, "SOLVER.IMS_PER_BATCH", "8"])
+    train = build_reid_train_loader(cfg).dataset
+    assert {pid.removeprefix("class_") for pid in train.items.pids.unique()[0]} <= set(VALUES[column])
 
 
 @pytest.mark.parametrize("path", files_of("FastClas"))

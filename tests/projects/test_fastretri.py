@@ -1,6 +1,7 @@
 """FastRetri: list files, Recall@k against FastReID's numbers, recipes, training, evaluation and bad input."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,8 @@ import tiny
 import torch
 from PIL import Image
 from project_recipes import check_equal_to_fastreid, files_of
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
@@ -124,13 +127,65 @@ def test_training_resume_and_evaluation(root, tmp_path):
     trainer.resume_or_load(resume=True)
     results = trainer.train()
     assert results["num_query"] == 16 and results["num_gallery"] == 15 and "Recall@32" in results
-    assert read_config(str(run / "config.yaml")).TEST.EVALUATOR == "RetriEvaluator"
     weights = ("MODEL.WEIGHTS", str(run / "model_final.pth"))
     assert DefaultTrainer.test_weights(config("CUB", tmp_path / "eval", *weights)) == results
     found = DefaultTrainer.test_weights(config("InShop", tmp_path / "eval", *weights))
     assert (found["num_query"], found["num_gallery"]) == (8, 8)
     with pytest.raises(ConfigError, match="CUB recall_at_k, InShop recall_at_k_gallery"):
         DefaultTrainer.test_weights(config("[CUB, InShop]", tmp_path / "eval", *weights))
+
+
+def test_evaluator_is_that_of_the_test_sets(root, tmp_path):
+    from fastretri.retri_evaluator import RetriEvaluator
+
+    from fastamp.engine.evaluation import build_evaluator
+    from fastamp.evaluation import ReidEvaluator
+
+    for name in RetriEvaluator.test_sets:
+        cfg = config(name, tmp_path / "run")
+        assert cfg.TEST.EVALUATOR == "auto" and type(build_evaluator(cfg, 4)) is RetriEvaluator, name
+    for name in ("Market1501", "[CUB, Market1501]", f"csv:{tmp_path}/table.csv"):
+        assert type(build_evaluator(config(name, tmp_path / "run"), 4)) is ReidEvaluator, name
+    import_project("FastAttr")
+    opts = ("PROJECTS", "[FastRetri, FastAttr]", "MODEL.META_ARCHITECTURE", "AttrBaseline", "DATASETS.TESTS", "PA100K")
+    assert type(build_evaluator(config("PA100K", tmp_path / "run", *opts), 4)).__name__ == "AttrEvaluator"
+    cfg = config("Market1501", tmp_path / "run", "TEST.EVALUATOR", "RetriEvaluator")
+    assert type(build_evaluator(cfg, 4)) is RetriEvaluator
+
+
+def largest_allocation(evaluate):
+    """Return the bytes of the largest tensor, and the peak of the memory of NumPy and Python, in a call."""
+
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), options=None):
+            output = function(*arguments, **(options or {}))
+            tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
+            self.size = max([self.size, *(each.untyped_storage().nbytes() for each in tensors)])
+            return output
+
+    tracemalloc.start()
+    try:
+        with Largest() as largest:
+            evaluate()
+        return largest.size, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("protocol", ["market1501", "recall_at_k_first_hit"])
+def test_memory_of_recalls_is_less_than_a_byte_per_pair(root, tmp_path, protocol):
+    from fastretri.retri_evaluator import RetriEvaluator
+
+    count = 6000
+    labels = torch.arange(count) // 4
+    features = torch.nn.functional.one_hot(labels % 37, 37) + torch.rand(count, 37)
+    cfg = config("CUB", tmp_path / "run", "TEST.PROTOCOL", protocol)
+    evaluator = RetriEvaluator(cfg, num_query=count // 4)
+    evaluator.process({"targets": labels, "camids": torch.zeros_like(labels)}, features)
+    assert max(largest_allocation(evaluator.evaluate)) < count * count
+    assert largest_allocation(lambda: features @ features.T)[0] == 4 * count * count  # the check can fail
 
 
 def test_frozen_batch_norm_of_the_recipe_is_constant(root, tmp_path):

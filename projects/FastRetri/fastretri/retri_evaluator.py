@@ -1,6 +1,6 @@
 """Evaluation by Recall@k, without cameras."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY
@@ -18,7 +18,7 @@ class RetriEvaluator(ReidEvaluator):
     Each test image is a query against all others (``recall_at_k``), or the queries have a gallery
     (``recall_at_k_gallery``: InShop, and datasets that are not from this field). ``TEST.PROTOCOL`` other than
     market1501, its default, overrides the protocol, e.g. ``recall_at_k_first_hit``. ``metric`` is the first of the
-    recalls.
+    recalls. It is the evaluator of the datasets ``test_sets``; ``TEST.EVALUATOR`` selects it for others.
 
     Args:
         cfg: config.
@@ -27,6 +27,8 @@ class RetriEvaluator(ReidEvaluator):
     Raises:
         ConfigError: if the test sets have different protocols.
     """
+
+    test_sets: ClassVar[tuple[str, ...]] = ("CUB", "CUB200", "Cars196", "SOP", "InShop", "DemoRetri")
 
     def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         super().__init__(retrieval_config(cfg), num_query, output_dir, **options)
