@@ -326,6 +326,11 @@ def indices(record, predictor, checkpoint, gallery):
     empty = mock.MagicMock(**{"rows_with_attributes.return_value": np.empty(0, np.int64), "__len__.return_value": 12})
     with record("search for attributes that no image has"):
         fastamp.Predictor._rows_with_attributes(stub, empty, "hat")
+    with record("classify by a model without classes"):
+        fastamp.Predictor(checkpoint, device="cpu").classify(image)
+    stub = mock.MagicMock(**{"class_names": ("red", "blue"), "features.return_value": torch.zeros(1, 3)})
+    with record("classify with the names of two of three classes"):
+        fastamp.Predictor.classify(stub, image)
     for query in ("", "blue"):
         with record(f"parse_query of {query!r}"):
             parse_query(query, ("upper_color=red", "hat"))

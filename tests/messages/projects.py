@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from messages import REPOSITORY, Recorder
@@ -14,6 +15,7 @@ from torch import nn
 
 from fastamp.config import get_cfg, read_config
 from fastamp.data.build import build_dataset
+from fastamp.data.columns import EncodedColumn
 from fastamp.data.datasets.items import PackedItems
 from fastamp.modeling import build_model
 
@@ -28,6 +30,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     classification(record)
     retrieval(record)
     partial_queries(record, request.getfixturevalue("run_folder"))
+    attributes(record)
     open_loop(record)
     soak(record)
 
@@ -256,6 +259,63 @@ def partial_queries(record, run_folder):
             OccludedDemo, "_write", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
         )
         OccludedDemo(demo, 0)
+
+
+def attributes(record):
+    """Train on attributes and files of attributes that are not supported, and evaluate one-sided attributes."""
+    cfg = read_config("FastAttr/demo", ["MODEL.ATTRIBUTES.NAMES", "[hat=cap]"])
+    from fastattr.attributes import parse_names, with_attributes
+    from fastattr.datasets import PA100K, Market1501Attr, read_mat
+    from fastattr.evaluator import AttrEvaluator
+    from fastattr.model import AttrBaseline
+    from scipy.io import savemat
+
+    with record("an attribute that is not in DATASETS.CATEGORIES"):
+        parse_names(["hat=cap"], {"hat": ["none"]})
+    columns = {
+        "hat": EncodedColumn(np.array([0, 1, 2])),
+        "color": EncodedColumn(np.array([0, 1]), ("red", "blue")),
+    }
+    with record("a training set without columns"):
+        with_attributes(cfg, SimpleNamespace())
+    with record("attributes with the values 0, 1 and 2"):
+        with_attributes(cfg.with_values({"MODEL.ATTRIBUTES.COLUMNS": ["hat"]}), SimpleNamespace(columns=columns))
+    with record("MODEL.HEADS.NUM_CLASSES 26 of one text column with two values"):
+        dataset = SimpleNamespace(columns=columns)
+        values = {"MODEL.ATTRIBUTES.COLUMNS": ["color"], "MODEL.HEADS.NUM_CLASSES": 26}
+        AttrBaseline.adapt_to_training_set(cfg.with_values(values), dataset)
+    with record("AttrBaseline with an EmbeddingHead"):
+        AttrBaseline.from_config(cfg.with_values({"MODEL.HEADS.NAME": "EmbeddingHead"}))
+    with record("AttrBaseline without BinaryCrossEntropyLoss"):
+        AttrBaseline.from_config(cfg.with_values({"MODEL.LOSSES.NAME": ["CrossEntropyLoss"]}))
+    names = {"MODEL.ATTRIBUTES.NAMES": ["hat"]}
+    with record("an attribute that no test image has"):
+        evaluator = AttrEvaluator(cfg.with_values(names), output_dir=str(record.root / "attributes"))
+        evaluator.process({"hat": torch.zeros(2, dtype=torch.int64)}, torch.zeros(2, 1))
+        evaluator.evaluate()
+
+    folder = record.root / "PA-100K"
+    (folder / "data").mkdir(parents=True)
+    savemat(folder / "annotation.mat", {"train_images_name": ["a.jpg"], "train_label": [[0, 1]], "attributes": ["hat"]})
+    with record("labels of PA-100K of another number of attributes"):
+        list(PA100K(record.root).train)
+    with record("a MATLAB file without a variable"):
+        read_mat(folder / "annotation.mat", ["train_label", "test_label"])
+    (folder / "damaged.mat").write_bytes(b"damaged")
+    with record("a damaged MATLAB file"):
+        read_mat(folder / "damaged.mat", ["train_label"])
+    market = record.root / "Market-1501-v15.09.15"
+    for split in ("bounding_box_train", "query", "bounding_box_test"):
+        (market / split).mkdir(parents=True)
+        Image.new("RGB", (8, 16)).save(market / split / "0002_c1s1_000001_00.jpg")
+    with record("Market-1501 without market_attribute.mat"):
+        list(Market1501Attr(record.root).train)
+    savemat(market / "market_attribute.mat", {"market_attribute": {"train": {"age": [1]}}})
+    with record("market_attribute.mat without image_index"):
+        list(Market1501Attr(record.root).train)
+    savemat(market / "market_attribute.mat", {"market_attribute": {"train": {"age": [5], "image_index": ["0002"]}}})
+    with record("market_attribute.mat with the age 5"):
+        list(Market1501Attr(record.root).train)
 
 
 def open_loop(record):
