@@ -277,7 +277,7 @@ def attributes(record):
         "color": EncodedColumn(np.array([0, 1]), ("red", "blue")),
     }
     with record("a training set without columns"):
-        with_attributes(cfg, SimpleNamespace())
+        with_attributes(cfg.with_values({"MODEL.ATTRIBUTES.COLUMNS": []}), SimpleNamespace())
     with record("attributes with the values 0, 1 and 2"):
         with_attributes(cfg.with_values({"MODEL.ATTRIBUTES.COLUMNS": ["hat"]}), SimpleNamespace(columns=columns))
     with record("MODEL.HEADS.NUM_CLASSES 26 of one text column with two values"):

@@ -182,5 +182,5 @@ def _check_losses(cfg: Any, expected: tuple[str, ...] | None) -> None:
         raise ConfigError(
             f"MODEL.META_ARCHITECTURE={cfg.MODEL.META_ARCHITECTURE} requires MODEL.LOSSES.NAME "
             f"{list(expected) if expected else f'with {BCE}'}, found {list(names)}.\n"
-            f"  fix: add {BCE} to MODEL.LOSSES.NAME"
+            f"  fix: {f'set MODEL.LOSSES.NAME to {list(expected)}' if expected else f'add {BCE} to MODEL.LOSSES.NAME'}"
         )

@@ -1,9 +1,8 @@
-"""Demo of classification: the scenes and the clothes of the generated pedestrians."""
+"""Demo of classification: the scenes of the generated pedestrians."""
 
 import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.demo import Demo
@@ -20,36 +19,20 @@ class DemoScene(ClassDataset):
     Args:
         root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
         classes: see ``ClassDataset``.
-
-    Attributes:
-        column (str): column of the table of attributes with the class.
     """
 
     dataset_name = "demoscene"
-    column: ClassVar[str] = "scene"
 
     def __init__(self, root: str | Path = "datasets", classes: Sequence[str] = ()) -> None:
         self.dataset_dir = Path(root) / Demo(root).folder
         super().__init__(classes)
 
     def read(self, split: str) -> list[tuple[str, str]]:
-        """Return the images of pedestrians of a split; ``"val"`` has those of query and gallery."""
+        """Return the images of a split without distractors; ``"val"`` has those of query and gallery."""
         with (self.dataset_dir / ATTRIBUTES).open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         return [
-            (str(self.dataset_dir / row["path"]), row[self.column])
+            (str(self.dataset_dir / row["path"]), row["scene"])
             for row in rows
-            if row["upper_color"] and (row["split"] == "train") is (split == "train")
+            if row["person"] == "identity" and (row["split"] == "train") is (split == "train")
         ]
-
-
-@DATASET_REGISTRY.register()
-class DemoColor(DemoScene):
-    """``DemoScene`` with the color of the upper garment as the class, of which an image may show two.
-
-    Args:
-        root, classes: see ``DemoScene``.
-    """
-
-    dataset_name = "democolor"
-    column: ClassVar[str] = "upper_color"
