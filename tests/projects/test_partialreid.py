@@ -396,8 +396,37 @@ def test_partial_datasets(name, folder, splits, tmp_path, elsewhere, monkeypatch
     dataset = build_dataset(name, cfg.with_values({"DATASETS.PARTIAL.CAMERA": "number"}))
     assert [item.camid for item in dataset.query] == [item.camid for item in dataset.gallery] == [0, 1, 0, 1]
     assert dataset.camera(1) == "2"
-    main(["check-data", name, "--plugin", "PartialReID"])
+    assert main(["check-data", name, "--plugin", "PartialReID"]) == 0
     assert "ERROR" not in capsys.readouterr().out
+    for image in (tmp_path / folder / splits[0]).iterdir():
+        image.rename(image.with_name(f"photo {image.name}"))
+    assert main(["check-data", name, "--plugin", "PartialReID"]) == 2
+    assert "001_002.jpg (identity 1, image 2)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [
+        ("Market1501HeldOut", "Market-1501-v15.09.15"),
+        ("DukeMTMCHeldOut", "DukeMTMC-reID"),
+        ("OccludedDukeHeldOut", "Occluded_Duke"),
+    ],
+)
+def test_held_out_identities_of_other_datasets(name, folder, tmp_path, elsewhere, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    cfg = get_cfg().with_values({"PROJECTS": ["PartialReID"], "DATASETS.PARTIAL.HELD_OUT": 0.5})
+    for split in ("bounding_box_train", "query", "bounding_box_test"):
+        (tmp_path / folder / split).mkdir(parents=True)
+        for pid in range(1, 9):
+            for camera in (1, 1, 2):
+                number = len(list((tmp_path / folder / split).iterdir()))
+                image = tmp_path / folder / split / f"{pid:04d}_c{camera}s1_{number:06d}_01.jpg"
+                Image.effect_noise((32, 64), 90).convert("RGB").save(image)
+    dataset = build_dataset(name, cfg)
+    trained, tested = ({Path(item.path).stem[:4] for item in items} for items in (dataset.train, dataset.gallery))
+    assert len(trained) == len(tested) == 4 and not trained & tested
+    assert {Path(item.path).stem[:4] for item in dataset.query} == tested and all(item.box for item in dataset.query)
+    assert all("bounding_box_train" in item.path for item in (*dataset.train, *dataset.query, *dataset.gallery))
 
 
 def test_held_out_identities_are_not_trained_and_their_queries_are_parts(demo):

@@ -9,7 +9,7 @@ from PIL import Image
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
-from fastamp.data.datasets.catalog import DukeMTMC
+from fastamp.data.datasets.catalog import DukeMTMC, OccludedDuke
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.datasets.market1501 import Market1501
@@ -224,6 +224,13 @@ class DukeMTMCHeldOut(_HeldOut):
     """Training identities of DukeMTMC-reID, a fraction of which is held out to choose the weight of reconstruction."""
 
     whole = DukeMTMC
+
+
+@DATASET_REGISTRY.register()
+class OccludedDukeHeldOut(_HeldOut):
+    """Training identities of Occluded-Duke, a fraction of which is held out to choose the weight of reconstruction."""
+
+    whole = OccludedDuke
 
 
 @DATASET_REGISTRY.register()
