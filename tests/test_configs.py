@@ -52,7 +52,7 @@ def load(path):
 
 
 def test_recipes_for_different_datasets_differ_only_in_dataset_and_output_keys(subtests):
-    assert len(COPIES) == 26
+    assert len(COPIES) == 30
     for path in COPIES:
         with subtests.test(str(path.relative_to(ROOT))):
             found, expected = values(load(path)), values(load(ROOT / "configs/Market1501" / path.name))

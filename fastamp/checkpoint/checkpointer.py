@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
 from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, write_checkpoint
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in, write_checkpoint
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import write_atomically
@@ -190,7 +190,7 @@ class Checkpointer:
         """Load only the model weights from a file.
 
         Args:
-            path (str | os.PathLike): checkpoint or weights file.
+            path (str | os.PathLike): checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded.
             checkpointables (Sequence[str]): as in FastReID, names of objects whose state is also loaded. Default ().
 
         Returns:
@@ -200,7 +200,8 @@ class Checkpointer:
             WeightsError: see ``read_checkpoint``, ``state_dict_in`` and ``load_model_state``.
         """
         content = read_checkpoint(path)
-        load_model_state(self.model, state_dict_in(content, path), source=str(path), min_match=self.min_match)
+        state = state_dict_in(teacher_in(content), path)
+        load_model_state(self.model, state, source=str(path), min_match=self.min_match)
         for key in checkpointables or ():
             self.checkpointables[key].load_state_dict(content.pop(key))
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}

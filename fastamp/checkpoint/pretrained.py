@@ -13,7 +13,8 @@ from torch import nn
 from torchvision.models import get_model_weights
 
 from fastamp.checkpoint.load_state import load_model_state
-from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+from fastamp.checkpoint.state_dict_conversion import backbone_names
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
 from fastamp.utils.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -82,13 +83,11 @@ def load_pretrained_backbone(
         )
     else:
         content, source = _download(online), str(online)
-    if isinstance(content, dict) and isinstance(content.get("teacher"), dict):  # a checkpoint of DINO
-        content = content["teacher"]
-    state = state_dict_in(content, source)
-    # From a complete ReID model only the backbone is used; TransReID names it "base".
-    for prefix in ("backbone.", "base."):
-        if any(key.startswith(prefix) for key in state):
-            state = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+    # From a complete ReID model only the backbone is used; the other tensors are reported.
+    state = backbone_names(state_dict_in(teacher_in(content), source))
+    trunk = {key.removeprefix("backbone."): value for key, value in state.items() if key.startswith("backbone.")}
+    if trunk:
+        state = {key: value for key, value in state.items() if not key.startswith("backbone.")} | trunk
     load_model_state(
         backbone,
         state,

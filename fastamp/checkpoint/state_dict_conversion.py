@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from fastamp.checkpoint.load_state import convert_state_dict
+
 _STEM_NOTE = (
     "{who} use a padded stem pooling: set MODEL.BACKBONE.STEM_POOL to padded for the same features (the default, ceil, "
     "is FastReID's since 2020-08-14)"
@@ -45,6 +47,42 @@ def agw_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return converted
 
 
+_MOCO = "encoder_q."
+_MOCO_HEADS = tuple(f"{_MOCO}{name}." for name in ("fc", "fc1", "fc2", "classifier", "embed_fc"))
+
+
+def is_moco(state: Mapping[str, torch.Tensor]) -> bool:
+    """Return True for a state dict of MoCo, e.g. of LUPerson and LUPerson-NL."""
+    return any(name.startswith(_MOCO) for name in state)
+
+
+def backbone_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Convert the prefix of the backbone's tensors to ``backbone.``; the names of other tensors do not change.
+
+    The prefix is ``base.`` in TransReID's files and ``encoder_q.`` in MoCo's, whose projection heads below the same
+    prefix do not belong to the backbone. Without one of these prefixes, no name changes.
+    """
+    renamed = {}
+    for name, value in state.items():
+        prefix = next((each for each in ("base.", _MOCO) if name.startswith(each)), "")
+        if prefix and not name.startswith(_MOCO_HEADS):
+            name = f"backbone.{name.removeprefix(prefix)}"
+        renamed[name] = value
+    return renamed
+
+
+def _add_backbone_prefix(state: dict[str, torch.Tensor], backbone: nn.Module) -> dict[str, torch.Tensor]:
+    """Add ``backbone.`` to all names if ``backbone`` can convert them to more than half of its own names."""
+    try:
+        converted = convert_state_dict(backbone, state)[0]
+    except (RuntimeError, LookupError):  # names of a different architecture
+        return state
+    own = backbone.state_dict().keys()
+    if 2 * len(own & converted.keys()) <= len(own):
+        return state
+    return {f"backbone.{name}": value for name, value in state.items()}
+
+
 def rename_modules(state: Mapping[str, torch.Tensor], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Rename modules in a state dict.
 
@@ -63,16 +101,18 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
     """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the tensor names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
-    the classifier belong to the backbone. The head converts the names of its own tensors.
+    the classifier belong to the backbone. Files of a pretrained backbone, without a head, have the names of their
+    program. The head converts the names of its own tensors.
 
     Args:
         state (dict[str, torch.Tensor]): state dict of a complete model.
         backbone (nn.Module): backbone of the model to load into.
         notes (list[str]): remarks for the import report are appended here.
     """
-    names = list(state)
     if is_agw(state):
         return agw_names(state)
+    state = backbone_names(state) if is_moco(state) else state
+    names = list(state)
     pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
         return {
@@ -84,7 +124,7 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
             notes.append(_STEM_NOTE.format(who="models of FastReID up to v0.1.1, such as this file,"))
         return state
     if not backbone.state_dict().keys() & state.keys():
-        return state
+        return _add_backbone_prefix(state, backbone)
     if pools_without_padding:
         notes.append(
             _STEM_NOTE.format(who="ResNets of torchreid")

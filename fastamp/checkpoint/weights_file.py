@@ -22,6 +22,8 @@ from fastamp.utils.files import check_not_device, expand, write_atomically
 _ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
 # Pickles in a file before torch 1.6: magic number, version, machine, content, list of storages.
 _LEGACY_PICKLES = 5
+# Entries of a checkpoint that may hold the state dict; "model_state" is pycls's.
+_STATE_DICTS = ("model", "state_dict", "model_state")
 _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
@@ -283,7 +285,7 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         WeightsError: if there is no state dict.
     """
     state = content
-    for key in ("model", "state_dict", "model_state"):
+    for key in _STATE_DICTS:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             state = content[key]
             break
@@ -301,6 +303,17 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
         )
     # Nested wrappers, e.g. an average of a distributed model, add one prefix each.
     return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
+
+
+def teacher_in(content: Any) -> Any:
+    """Return the teacher in the content of a checkpoint of DINO (also DINOv2, DINOv3, SOLIDER and PASS).
+
+    These checkpoints hold a student and a teacher, an average of the student, which is the pretrained model. Content
+    without a teacher, or with a ``"model"``, a ``"state_dict"`` or a ``"model_state"``, is returned unchanged.
+    """
+    if not isinstance(content, dict) or any(isinstance(content.get(key), dict) for key in _STATE_DICTS):
+        return content
+    return content["teacher"] if isinstance(content.get("teacher"), dict) else content
 
 
 def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:

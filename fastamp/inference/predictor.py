@@ -713,6 +713,7 @@ class Predictor:
 
 # Keys of later versions, with the values that do not change the features: hashes of earlier versions remain valid.
 _LATER_KEYS = {
+    "MODEL.BACKBONE.EXTRA_BN": False,
     "MODEL.BACKBONE.FEATURE": "auto",
     "MODEL.BACKBONE.MODALITY_COLUMN": "modality",
     "MODEL.BACKBONE.PART_TOKENS": 0,

@@ -64,6 +64,8 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     defaults = get_cfg() if defaults is None else defaults
     keys, width = _find_backbone(trunk, source, defaults)
     keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if is_mgn else "Baseline"}
+    if any(name.startswith("heads_extra_bn_") for name in state):
+        keys["MODEL.BACKBONE.EXTRA_BN"] = "True"
     return (
         keys
         | _keys_from_tensors(keys, trunk)

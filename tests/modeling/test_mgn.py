@@ -7,6 +7,7 @@ import torch
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
+from fastamp.modeling.infer_config import infer_config
 from fastamp.modeling.losses import cross_entropy_loss, triplet_loss
 from fastamp.modeling.meta_arch.mgn import HEADS
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -93,3 +94,23 @@ def test_mgn_raises_for_unsupported_backbone_loss_or_image_size():
         build_model(config("MODEL.LOSSES.NAME", "CenterLoss"))
     with pytest.raises(ConfigError, match="3 horizontal parts.*2"):
         build_model(config()).eval()({"images": torch.zeros(1, 3, 32, 32)})
+
+
+def test_extra_bn_normalizes_the_map_of_each_branch():
+    torch.manual_seed(0)
+    plain, normed = build_model(config()), build_model(config("MODEL.BACKBONE.EXTRA_BN", "True"))
+    names = {name.split(".")[0] for name in normed.state_dict().keys() - plain.state_dict().keys()}
+    assert names == {"heads_extra_bn_b1", "heads_extra_bn_b2", "heads_extra_bn_b3"}
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    for branch, scale in (("b1", 2.0), ("b2", 3.0), ("b3", 4.0)):
+        norm = normed.get_submodule(f"heads_extra_bn_{branch}")
+        torch.nn.init.constant_(norm.weight, scale)
+        plain.get_submodule(branch).register_forward_hook(
+            lambda _, __, maps, norm=norm: torch.nn.functional.batch_norm(
+                maps, norm.running_mean, norm.running_var, norm.weight, norm.bias
+            )
+        )
+    images = torch.rand(2, 3, 96, 48) * 255
+    with torch.no_grad():
+        torch.testing.assert_close(normed.eval()(images), plain.eval()(images))
+    assert infer_config(normed.state_dict(), "file")["MODEL.BACKBONE.EXTRA_BN"] == "True"

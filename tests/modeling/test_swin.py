@@ -1,5 +1,7 @@
 """Swin: comparison with torchvision, and weights files of torchvision, the authors and timm."""
 
+import dataclasses
+
 import pytest
 import torch
 import torchvision
@@ -9,6 +11,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
+from fastamp.modeling.backbones import vit
 from fastamp.modeling.backbones.swin import DEPTHS, Swin
 from fastamp.utils.errors import ConfigError
 
@@ -118,3 +121,39 @@ def test_loading_rgb_weights_into_swin_sets_fourth_channel_to_zero(tmp_path):
 def test_error_for_unknown_swin_depth_suggests_nearest_depth():
     with pytest.raises(ConfigError, match=r"DEPTH: .*'bse'; choices: tiny, small, base.*'base'"):
         build("bse")
+
+
+@pytest.mark.parametrize("amp", [False, True], ids=["float32", "bf16"])
+@pytest.mark.parametrize("name", ["build_swin_backbone", "build_solider_backbone", "build_vit_backbone"])
+def test_checkpointing_changes_neither_features_nor_gradients(name, amp, monkeypatch):
+    for depths, blocks in ((DEPTHS, (1, 2, 1, 1)), (vit.DEPTHS, 2)):
+        for depth, values in depths.items():
+            monkeypatch.setitem(depths, depth, dataclasses.replace(values, blocks=blocks))
+    depth, width = ("deit_small", "384") if "vit" in name else ("tiny", "768")
+    images, results = torch.randn(2, 3, 64, 32), []
+    for checkpointing in ("False", "True"):
+        torch.manual_seed(0)
+        cfg = get_cfg()
+        cfg.merge_from_list([
+            "MODEL.BACKBONE.NAME", name, "MODEL.BACKBONE.DEPTH", depth, "MODEL.BACKBONE.FEAT_DIM", width,
+            "MODEL.BACKBONE.DROP_PATH_RATIO", "0.5", "MODEL.BACKBONE.CHECKPOINTING", checkpointing,
+            "INPUT.SIZE_TRAIN", "(64, 32)",
+        ])  # fmt: skip
+        backbone = build_backbone(cfg).train()
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            features = backbone(images)
+        features.float().square().sum().backward()
+        results.append([features.detach(), *(p.grad for p in backbone.parameters() if p.grad is not None)])
+    assert len(results[0]) == len(results[1])
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("key, value", [("CHECKPOINTING", "True"), ("SIE_CAMERAS", "3")])
+def test_transformer_options_of_a_convnet_are_reported_as_ignored(key, value, caplog):
+    cfg = get_cfg()
+    cfg.merge_from_list(
+        ["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", f"MODEL.BACKBONE.{key}", value]
+    )
+    build_backbone(cfg)
+    assert f"MODEL.BACKBONE.{key} is ignored" in caplog.text

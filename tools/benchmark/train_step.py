@@ -37,7 +37,9 @@ OSNET = (
     "MODEL.BACKBONE.FEAT_DIM",
     "128",
 )
-NETWORKS = {"resnet50": (), "osnet_x0_25": OSNET}
+VIT = ("MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "base", "MODEL.BACKBONE.FEAT_DIM", "768")
+SWIN = ("MODEL.BACKBONE.NAME", "build_swin_backbone", "MODEL.BACKBONE.DEPTH", "base", "MODEL.BACKBONE.FEAT_DIM", "1024")
+NETWORKS = {"resnet50": (), "osnet_x0_25": OSNET, "vit_base": VIT, "swin_base": SWIN}
 
 
 def config(args: argparse.Namespace, *options: str, amp: bool) -> Any:
@@ -99,11 +101,11 @@ def plain_backbone(args: argparse.Namespace) -> tuple[nn.Module, int]:
         resnet = torchvision.models.resnet50()
         resnet.layer4[0].conv2.stride = resnet.layer4[0].downsample[0].stride = (1, 1)
         return nn.Sequential(*list(resnet.children())[:-2]), 2048
-    osnet = build_backbone(config(args, *NETWORKS[args.network], amp=False))
-    for block in osnet.modules():
+    network = build_backbone(config(args, *NETWORKS[args.network], amp=False))
+    for block in network.modules():
         if hasattr(block, "gate"):
             block.gate = PlainGate(block.gate)
-    return osnet, osnet.feature_dim
+    return network, network.feature_dim
 
 
 class PlainModel(nn.Module):
@@ -189,15 +191,20 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument(
+        "--variants", choices=VARIANTS, nargs="+", default=VARIANTS, help="float32 is the baseline and must be included"
+    )
     parser.add_argument("--variant", choices=VARIANTS, help="run only this variant in this process and print JSON")
     args = parser.parse_args()
     if args.variant:
         print(json.dumps(measure(args)))
         return
+    if "float32" not in args.variants:
+        parser.error("--variants must include float32")
     print(inspect_environment(resolve_device(args.device), asked=args.device).table(), file=sys.stderr)
-    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in VARIANTS}
+    results: dict[str, list[dict[str, float]]] = {variant: [] for variant in args.variants}
     for round_number in range(args.rounds):
-        for variant in VARIANTS:
+        for variant in args.variants:
             print(f"round {round_number + 1} of {args.rounds}: {variant}", file=sys.stderr)
             output = subprocess.run(
                 [sys.executable, __file__, *sys.argv[1:], "--variant", variant],
@@ -207,13 +214,13 @@ def main() -> None:
             ).stdout
             results[variant].append(json.loads(output.splitlines()[-1]))
     speed, cpu, memory = (
-        {v: statistics.median(r[key] for r in results[v]) for v in VARIANTS}
+        {v: statistics.median(r[key] for r in results[v]) for v in args.variants}
         for key in ("images_per_second", "cpu_ms", "memory")
     )
     rows = [
         (v, f"{speed[v]:.1f}", f"{speed[v] / speed['float32']:.2f}", f"{cpu[v]:.0f}",
          f"{memory[v]:.0f}", f"{memory[v] / memory['float32']:.2f}")
-        for v in VARIANTS
+        for v in args.variants
     ]  # fmt: skip
     headers = ["variant", "images/s", "x float32", "CPU ms/step", "peak MiB", "x float32"]
     print(f"{args.network}, {args.size[0]}x{args.size[1]}, batch {args.batch}")

@@ -9,6 +9,7 @@ from torch import nn
 
 from fastamp.checkpoint.load_state import State
 from fastamp.config import fixed_input_size, size_key
+from fastamp.modeling.backbones.build_utils import warn_ignored_options
 from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -73,6 +74,10 @@ def build_backbone(cfg: Any) -> nn.Module:
     if name.startswith(_TIMM):
         return build_timm_backbone(cfg, name.removeprefix(_TIMM))
     backbone = BACKBONE_REGISTRY.build(name, cfg)
+    if not getattr(backbone, "takes_cameras", False):
+        warn_ignored_options(cfg, "SIE_CAMERAS", "SIE_VIEWS", disabled=0)
+    if not hasattr(backbone, "checkpointing"):
+        warn_ignored_options(cfg, "CHECKPOINTING")
     width = getattr(backbone, "feature_dim", cfg.MODEL.BACKBONE.FEAT_DIM)
     # With POOL_LAYER Flatten it may also be channels x height x width, which `with_feature_dim` checks.
     if cfg.MODEL.BACKBONE.FEAT_DIM % width if _flattens(cfg) else width != cfg.MODEL.BACKBONE.FEAT_DIM:

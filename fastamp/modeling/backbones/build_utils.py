@@ -30,14 +30,21 @@ def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
     return depths[cfg.MODEL.BACKBONE.DEPTH]
 
 
-def warn_ignored_options(cfg: Any, *names: str) -> None:
-    """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables."""
+def warn_ignored_options(cfg: Any, *names: str, disabled: Any = False) -> None:
+    """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables.
+
+    Args:
+        cfg (CfgNode): the config.
+        names (str): keys below ``MODEL.BACKBONE``.
+        disabled: value that disables the options. Default False.
+    """
     for name in names:
         if cfg.MODEL.BACKBONE[name]:
             logger.warning(
-                "MODEL.BACKBONE.%s is ignored: %s does not support it.\n  fix: set it to False",
+                "MODEL.BACKBONE.%s is ignored: %s does not support it.\n  fix: set it to %s",
                 name,
                 cfg.MODEL.BACKBONE.NAME,
+                disabled,
             )
 
 

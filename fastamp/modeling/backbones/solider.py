@@ -121,8 +121,8 @@ class SoliderSwin(Swin):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map normalized images (B, in_channels, H, W) to the last norm's output (B, feature_dim, ~H/32, ~W/32)."""
-        for index, layer in enumerate(self.features):
-            x = layer(x)
+        for index in range(len(self.features)):
+            x = self.run_layer(index, x)
             if self.semantic and index in (2, 4, 6):
                 x = self.semantic[index // 2 - 1](x)
         return self.permute(self.norm(x))
@@ -213,5 +213,6 @@ def build_solider_backbone(cfg: Any) -> SoliderSwin:
         drop_path=backbone.DROP_PATH_RATIO,
         dropout=backbone.DROP_RATIO,
         attention_dropout=backbone.ATT_DROP_RATE,
+        checkpointing=backbone.CHECKPOINTING,
     )
     return with_pretrained_weights(model, cfg, None)

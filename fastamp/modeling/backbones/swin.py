@@ -12,6 +12,7 @@ from fastamp.checkpoint.pretrained import TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.transformer import run_block
 from fastamp.utils.moved import renamed_attribute
 
 PATCH = 4
@@ -58,6 +59,7 @@ class Swin(SwinTransformer):
         dropout (float): dropout probability of the attention and MLP outputs.
         attention_dropout (float): dropout probability of the attention weights.
         attention (type[ShiftedWindowAttention]): class of the attention. Default: torchvision's.
+        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class Swin(SwinTransformer):
         dropout: float = 0.0,
         attention_dropout: float = 0.0,
         attention: type[ShiftedWindowAttention] = ShiftedWindowAttention,
+        checkpointing: bool = False,
     ) -> None:
         super().__init__(
             patch_size=[PATCH, PATCH],
@@ -92,10 +95,21 @@ class Swin(SwinTransformer):
                 del module.relative_position_index
                 module.register_buffer("relative_position_index", index, persistent=False)
         self.feature_dim = self.norm.normalized_shape[0]
+        self.checkpointing = checkpointing
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map normalized images (B, in_channels, H, W) to the last norm's output (B, feature_dim, ~H/32, ~W/32)."""
-        return self.permute(self.norm(self.features(x)))
+        for index in range(len(self.features)):
+            x = self.run_layer(index, x)
+        return self.permute(self.norm(x))
+
+    def run_layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        """Apply ``features[index]``: the patch embedding, the blocks of a stage (odd indices), or a patch merging."""
+        if index % 2 == 0:
+            return self.features[index](x)
+        for block in self.features[index]:
+            x = run_block(block, x, checkpointing=self.checkpointing)
+        return x
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
         """Return the names of the buffers that are equal on all ranks: constants."""
@@ -141,5 +155,6 @@ def build_swin_backbone(cfg: Any) -> Swin:
         drop_path=backbone.DROP_PATH_RATIO,
         dropout=backbone.DROP_RATIO,
         attention_dropout=backbone.ATT_DROP_RATE,
+        checkpointing=backbone.CHECKPOINTING,
     )
     return with_pretrained_weights(model, cfg, TorchvisionWeights(depth.weights))

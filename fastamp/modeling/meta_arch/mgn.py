@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
+from fastamp.config import Key
+from fastamp.layers import build_norm
 from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -22,8 +24,18 @@ __getattr__ = moved_names(__name__, {"backbone_of": "fastamp.modeling.meta_arch.
 
 logger = logging.getLogger(__name__)
 
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.EXTRA_BN",
+        False,
+        "MGN: batch norm after each of the three branches, before the heads (LUPerson, Fu et al. 2021, "
+        "arXiv:2012.03753).",
+    ),
+)
+
 # In the order of their features in the output.
 HEADS = ("b1", "b2", "b3", "b21", "b22", "b31", "b32", "b33")
+BRANCHES = ("b1", "b2", "b3")
 # Pair losses use the concatenated features of the parts of a branch.
 _PAIR_LOSS_PARTS = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", "b22"), "b33": ("b31", "b32", "b33")}
 
@@ -45,6 +57,7 @@ class MGN(ImageModel):
         heads (dict[str, nn.Module]): name in ``HEADS`` -> head.
         losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
         gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        branch_norm (str): normalization layer after each branch, a name in ``NORM_REGISTRY``. Default "": none.
         pixels: ``pixel_mean`` and ``pixel_std``; see ``ImageModel``.
     """
 
@@ -57,6 +70,7 @@ class MGN(ImageModel):
         heads: dict[str, nn.Module],
         losses: nn.ModuleDict,
         gather: bool = False,
+        branch_norm: str = "",
         **pixels: Any,
     ) -> None:
         trunk = nn.Sequential(
@@ -79,6 +93,10 @@ class MGN(ImageModel):
             for name in HEADS:
                 if name.startswith(branch):
                     self.add_module(f"{name}_head", heads[name])
+        self.has_branch_norms = bool(branch_norm)
+        if branch_norm:
+            for branch in BRANCHES:
+                self.add_module(f"heads_extra_bn_{branch}", build_norm(branch_norm, backbone.feature_dim))
         self.losses = losses
         self.gather = gather
 
@@ -112,6 +130,7 @@ class MGN(ImageModel):
             heads={name: build_heads(cfg) for name in HEADS},
             losses=losses,
             gather=cfg.MODEL.LOSSES.GATHER,
+            branch_norm=cfg.MODEL.BACKBONE.NORM if cfg.MODEL.BACKBONE.EXTRA_BN else "",
             **normalization(cfg),
         )
 
@@ -152,7 +171,9 @@ class MGN(ImageModel):
     def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the feature map of each head: head name -> (B, D, h, w)."""
         trunk = self.feature_maps(batch)
-        maps = {branch: self.get_submodule(branch)(trunk) for branch in ("b1", "b2", "b3")}
+        maps = {branch: self.get_submodule(branch)(trunk) for branch in BRANCHES}
+        if self.has_branch_norms:
+            maps = {branch: self.get_submodule(f"heads_extra_bn_{branch}")(each) for branch, each in maps.items()}
         return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
 
     @staticmethod
