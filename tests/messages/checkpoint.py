@@ -116,6 +116,12 @@ def weights_files(record):
         write_checkpoint(record.root / "nowhere/a.pth", {"a": 1})
 
 
+def transformer(depth):
+    """Build a module with the names of a transformer's blocks."""
+    blocks = [nn.ModuleDict({"norm1": nn.LayerNorm(4)}) for _ in range(depth)]
+    return nn.ModuleDict({"backbone": nn.ModuleDict({"blocks": nn.ModuleList(blocks)})})
+
+
 def weights(record):
     """Load weights of other models."""
     (record.root / "folder").mkdir()
@@ -135,6 +141,9 @@ def weights(record):
     for title, given in cases.items():
         with record(f"weights of {title}"):
             load_model_state(Model(), given, source="x.pth")
+
+    with record("weights of a deeper transformer"):
+        load_model_state(transformer(1), transformer(3).state_dict(), source="x.pth")
 
     class Old(Model):
         def adopt_state(self, state, prefix):

@@ -1,5 +1,6 @@
 """Messages of fastamp/modeling, fastamp/layers and fastamp/solver: models, losses, teachers and optimizers."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -56,6 +57,15 @@ def build(record, *opts, **classes):
     return build_model(tiny_config(record.root / "run", "MODEL.HEADS.NUM_CLASSES", classes.get("classes", "4"), *opts))
 
 
+def timm_folder(record, **arguments):
+    """Write the config of a timm model with the given arguments, and return its folder."""
+    folder = record.root / "timm-model"
+    folder.mkdir(exist_ok=True)
+    content = {"architecture": "test_vit", "num_classes": 0, "model_args": arguments}
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
 def models(record):
     """Build models with incompatible backbone, head and meta-architecture options."""
     with record("EmbeddingHead(neck_feat='behind')"):
@@ -98,13 +108,29 @@ def models(record):
         ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.FEAT_DIM", "64", "INPUT.SIZE_TRAIN", "(65, 33)"),
         ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.FEAT_DIM", "64", "INPUT.CHANNELS", "1",
          "INPUT.SIZE_TRAIN", "(8, 4)"),
+        ("MODEL.BACKBONE.NAME", "timm/nest_tiny"),
+        ("MODEL.BACKBONE.NAME", "timm/mixer_s32_224", "INPUT.SIZE_TEST", "(128, 64)"),
+        ("MODEL.BACKBONE.NAME", "timm/test_maxvit", "MODEL.BACKBONE.DROP_RATIO", "0.1"),
+        ("MODEL.BACKBONE.NAME", "timm/test_resnet", "MODEL.BACKBONE.SIE_CAMERAS", "2"),
+        ("MODEL.BACKBONE.NAME", "timm/vgg11", "MODEL.BACKBONE.CHECKPOINTING", "True"),
+        ("MODEL.BACKBONE.NAME", "timm/efficientvim_m1"),
+        ("MODEL.BACKBONE.NAME", "timm/test_vit", "MODEL.BACKBONE.STRIDE_SIZE", "(20, 20)"),
+        ("MODEL.BACKBONE.NAME", "timm/test_vit2", "MODEL.BACKBONE.FEATURE", "class"),
+        ("MODEL.BACKBONE.NAME", "timm/vit_tiny_r_s16_p8_224", "MODEL.BACKBONE.STRIDE_SIZE", "(8, 8)"),
+        ("MODEL.BACKBONE.NAME", "timm/vit_small_patch16_rope_mixed_224", "MODEL.HEADS.NAME", "JPMHead",
+         "MODEL.BACKBONE.FEAT_DIM", "384"),
+        ("MODEL.BACKBONE.NAME", "timm/hf-hub:some/one"),
+        ("MODEL.BACKBONE.NAME", f"timm/local-dir:{record.root}"),
+        ("MODEL.BACKBONE.NAME", f"timm/local-dir:{timm_folder(record, num_heads=5)}"),
+        (*RESNET, "MODEL.BACKBONE.CHECKPOINTING", "True"),
         ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "4"),
         ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "64", "MODEL.HEADS.TEMPORAL_POOL", "avg"),
         ("KD.EMA.ENABLED", "True"),
         ("MODEL.PIXEL_STD", "(1, 2)"),
         ("MODEL.COMPILE", "inductor"),
     ):  # fmt: skip
-        with record(f"build_model {' '.join(opts)}"):
+        with record(f"build_model {' '.join(opts)}"), pytest.MonkeyPatch.context() as patch:
+            patch.setattr("timm.models._hub.download_from_hf", fail)
             model = build(record, *opts)
             if {"MGN", "JPMHead", "MoCo", "Identity"} & set(opts):
                 size = (16, 8) if "MGN" in opts else (64, 32)

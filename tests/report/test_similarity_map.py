@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from fastamp.modeling.backbones.swin import Swin
+from fastamp.modeling.backbones.timm_vit import TimmVisionTransformer
 from fastamp.modeling.backbones.vit import DEPTHS, VisionTransformer
 from fastamp.report.similarity_map import similarity_map
 from fastamp.utils.errors import ConfigError
@@ -65,3 +66,18 @@ def test_similarity_map_raises_without_spatial_features():
     model = Model(nn.Sequential(nn.Conv2d(3, 8, 8), nn.AdaptiveAvgPool2d(1)))
     with pytest.raises(ConfigError, match=r"(?s)Sequential returns \(8, 1, 1\).*fix: .*--kind"):
         similarity_map(model.eval(), pair())
+
+
+@pytest.mark.parametrize("name", ["test_vit", "vit_small_patch16_dinov3"])
+def test_similarity_map_of_a_timm_vit_has_its_grid_also_with_jpm(name):
+    timm = pytest.importorskip("timm")
+    sizes = {"embed_dim": 32, "depth": 2, "num_heads": 2}
+    for jpm in (False, True):
+        model = timm.create_model(name, num_classes=0, img_size=(64, 32), dynamic_img_size=True, **sizes)
+        backbone = TimmVisionTransformer(model, stride=(16, 16))
+        for parameter in backbone.parameters():
+            nn.init.normal_(parameter, std=0.2)
+        last = backbone.hand_over_last_block() if jpm else nn.Identity()
+        head = (lambda tokens, last=last: last(tokens)[:, 0]) if jpm else (lambda maps: maps.flatten(1))
+        found = similarity_map(Model(backbone, head).eval(), pair())
+        assert all(heat.shape == (4, 2) for heat in found.maps) and max(heat.max() for heat in found.maps) == 1

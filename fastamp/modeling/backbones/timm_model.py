@@ -43,6 +43,12 @@ KEYS = (
 _TIMM_ERRORS = (AssertionError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
 # Sources of a model's config and weights: a repository of the Hugging Face Hub, a local copy of one.
 _HUB, _FOLDER = "hf-hub:", "local-dir:"
+# Arguments of timm's transformers and the config keys of their values.
+_RATES = {
+    "drop_path_rate": "MODEL.BACKBONE.DROP_PATH_RATIO",
+    "proj_drop_rate": "MODEL.BACKBONE.DROP_RATIO",
+    "attn_drop_rate": "MODEL.BACKBONE.ATT_DROP_RATE",
+}
 _DEFAULT_STRIDE = (16, 16)
 _MAX_DISTORTION = 1.25  # of the aspect ratio of a grid of patches, relative to the image
 
@@ -126,7 +132,7 @@ class TimmBackbone(SideInformation):
             x (torch.Tensor): images.
             camids, viewids (torch.Tensor | None): see ``SideInformation.add_side_information``.
         """
-        size = (x.shape[2], x.shape[3])
+        size = (int(x.shape[2]), int(x.shape[3]))  # tensors while torch.jit.trace runs
         if self.takes_cameras:
             tokens = self.add_side_information(self.model.patch_embed(x), camids, viewids)
             x = self.model.norm(self.model.layers(tokens))
@@ -185,7 +191,8 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
     """
     backbone = cfg.MODEL.BACKBONE
     timm = _import_timm(name)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
+    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL", "STEM_CONV")
+    warn_ignored_options(cfg, "PART_TOKENS", disabled=0)
     if backbone.NORM != "BN":
         logger.warning("MODEL.BACKBONE.NORM is ignored: the normalization layers of %s are defined by timm", name)
     size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={backbone.NAME}")
@@ -206,7 +213,8 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
             return TimmVisionTransformer(model, stride=stride, **options)
 
     else:
-        model, arguments = _create(timm, cfg, name, size, _transformer_arguments(cfg, probe))
+        is_transformer = any(hasattr(module, "num_heads") for module in probe.modules())
+        model, arguments = _create(timm, cfg, name, size, _transformer_rates(cfg) if is_transformer else {})
         map_width = _map_width_before_head(model, cfg.INPUT.CHANNELS, size)
 
         def wrap(model: nn.Module) -> TimmBackbone:
@@ -331,17 +339,10 @@ def _patch_stride_and_size(
     return stride, image_size
 
 
-def _transformer_arguments(cfg: Any, probe: nn.Module) -> dict[str, float]:
-    """Return timm's arguments for stochastic depth and dropout; empty for ConvNets."""
-    if not any(hasattr(module, "num_heads") for module in probe.modules()):
-        return {}
-    backbone = cfg.MODEL.BACKBONE
-    arguments = {
-        "drop_path_rate": backbone.DROP_PATH_RATIO,
-        "proj_drop_rate": backbone.DROP_RATIO,
-        "attn_drop_rate": backbone.ATT_DROP_RATE,
-    }
-    return {key: value for key, value in arguments.items() if value > 0}
+def _transformer_rates(cfg: Any) -> dict[str, float]:
+    """Return timm's arguments of transformers for stochastic depth and dropout with positive values."""
+    arguments = {argument: cfg.MODEL.BACKBONE[key.rpartition(".")[2]] for argument, key in _RATES.items()}
+    return {argument: value for argument, value in arguments.items() if value > 0}
 
 
 def _create_vit(timm: ModuleType, cfg: Any, name: str, image_size: tuple[int, int]) -> tuple[nn.Module, dict[str, Any]]:
@@ -354,11 +355,8 @@ def _create_vit(timm: ModuleType, cfg: Any, name: str, image_size: tuple[int, in
         "in_chans": cfg.INPUT.CHANNELS,
         "img_size": image_size,
         "dynamic_img_size": True,
-        "drop_path_rate": backbone.DROP_PATH_RATIO,
         "pos_drop_rate": backbone.DROP_RATIO,
-        "proj_drop_rate": backbone.DROP_RATIO,
-        "attn_drop_rate": backbone.ATT_DROP_RATE,
-    }
+    } | _transformer_rates(cfg)
     try:
         return timm.create_model(name, pretrained=False, **arguments), arguments
     except _TIMM_ERRORS as error:
@@ -381,7 +379,8 @@ def _create(
     options += [image | {"dynamic_img_size": True}, image | {"strict_img_size": False}, image, {}]
     # A few models, e.g. the distilled DeiT, do not support global_pool="".
     pooling = ({"global_pool": ""}, {})
-    for given in (extra, {}) if extra else ({},):
+    depth_only = {key: value for key, value in extra.items() if key == "drop_path_rate"}
+    for given in (extra, depth_only, {}):
         for option in (pool | option for pool in pooling for option in options):
             arguments = {"num_classes": 0, "in_chans": cfg.INPUT.CHANNELS} | given | option
             try:
@@ -391,12 +390,10 @@ def _create(
                 continue
             if last_stride == 1 and "output_stride" not in option:
                 logger.info("MODEL.BACKBONE.LAST_STRIDE=1 is ignored: timm's %s does not support output_stride", name)
-            if extra and not given:
+            for argument in extra.keys() - given.keys():
+                key = _RATES[argument]
                 logger.warning(
-                    "stochastic depth and dropout (MODEL.BACKBONE.DROP_PATH_RATIO, DROP_RATIO, ATT_DROP_RATE) are "
-                    "ignored: timm's %s does not support %s",
-                    name,
-                    ", ".join(extra),
+                    "%s is ignored: timm's %s does not support %s.\n  fix: set %s to 0", key, name, argument, key
                 )
             return model, arguments
     raise _unsupported_size(cfg, name, failure) from failure

@@ -126,7 +126,7 @@ class TimmVisionTransformer(TokenBackbone):
             block was removed: (B, prefix + h * w, D), all tokens, without the last norm; D is ``feature_dim``, plus the
             width of the rotary position embedding if the model has one.
         """
-        grid = self.patch_grid((x.shape[2], x.shape[3]))
+        grid = self.patch_grid((int(x.shape[2]), int(x.shape[3])))  # tensors while torch.jit.trace runs
         tokens, rotation = self._embed(x, grid)
         tokens = self.pos_drop(self.add_side_information(tokens, camids, viewids))
         tokens = self.model.norm_pre(tokens)

@@ -99,7 +99,8 @@ class JPMHead(nn.Module):
         if not hasattr(backbone, "hand_over_last_block"):
             raise ConfigError(
                 f"MODEL.HEADS.NAME=JPMHead requires a Vision Transformer, but MODEL.BACKBONE.NAME is "
-                f"{cfg.MODEL.BACKBONE.NAME}.\n  fix: set MODEL.BACKBONE.NAME to build_vit_backbone"
+                f"{cfg.MODEL.BACKBONE.NAME}.\n"
+                "  fix: set MODEL.BACKBONE.NAME to build_vit_backbone or to a plain ViT of timm"
             )
         jpm = cfg.MODEL.HEADS.JPM
         cfg = cfg.with_values({"MODEL.HEADS.POOL_LAYER": "Identity"})  # a token has no spatial dimensions
