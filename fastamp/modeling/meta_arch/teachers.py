@@ -11,6 +11,7 @@ from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY, build_model
 from fastamp.utils.errors import ConfigError, UserError, WeightsError
+from fastamp.utils.files import expand
 
 
 def build_teachers(cfg: Any) -> list[nn.Module]:
@@ -38,6 +39,11 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
     try:
         teacher = build_model(_teacher_config(cfg, config_file))
     except UserError as error:
+        if not expand(config_file).exists():
+            raise ConfigError(
+                f"KD.MODEL_CONFIG: the teacher's config {config_file!r} does not exist.\n"
+                "  fix: train the teacher first, or set KD.MODEL_CONFIG to the config.yaml in the folder of its run"
+            ) from error
         raise ConfigError(f"KD.MODEL_CONFIG {config_file!r}: {error}") from error
     if not hasattr(teacher, "class_logits"):
         raise ConfigError(
