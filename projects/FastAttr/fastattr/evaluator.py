@@ -180,11 +180,6 @@ class AttrEvaluator(DatasetEvaluator):
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
         self.totals = AttributeTotals(cfg, output_dir)
 
-    @classmethod
-    def from_config(cls, cfg: Any, *, num_query: int = 0, output_dir: str | None = None) -> "AttrEvaluator":
-        """Build the evaluator of a test set."""
-        return cls(cfg, num_query, output_dir)
-
     @staticmethod
     def describe_protocol(cfg: Any) -> str:
         """Describe the evaluation for the log."""
@@ -219,11 +214,6 @@ class JointAttrEvaluator(ReidEvaluator):
     def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
         self.totals = AttributeTotals(cfg, output_dir)
         super().__init__(cfg, num_query, output_dir, **options)
-
-    @classmethod
-    def from_config(cls, cfg: Any, *, num_query: int, output_dir: str | None = None) -> "JointAttrEvaluator":
-        """Build the evaluator of a test set."""
-        return cls(cfg, num_query, output_dir)
 
     def metric_names(self) -> list[str]:
         """List the metrics in percent."""
