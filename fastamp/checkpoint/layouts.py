@@ -105,7 +105,22 @@ LAYOUTS = (
     Layout(
         "CLIP's image encoder",
         ("visual.conv1.weight", "visual.class_embedding", "visual.transformer.resblocks.0.attn.in_proj_weight"),
-        "timm/vit_SIZE_patch16_clip_224",
+        "build_clip_vit_backbone",
+    ),
+    Layout(
+        "CLIP-ReID",
+        (
+            "image_encoder.conv1.weight",
+            "prompt_learner.cls_ctx",
+            "text_encoder.text_projection",
+            "classifier_proj.weight",
+        ),
+        "build_clip_vit_backbone or build_clip_resnet_backbone",
+    ),
+    Layout(
+        "CLIP's ResNet",
+        ("visual.conv3.weight", "visual.attnpool.positional_embedding", "visual.layer4.0.conv3.weight"),
+        "build_clip_resnet_backbone",
     ),
     Layout(
         "ViT of Hugging Face transformers",

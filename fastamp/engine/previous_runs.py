@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 _MARKS = ("last_checkpoint", "metrics.json")
 _NAMES = re.compile(
     r"last_checkpoint|metrics_eval\.json|config\.yaml|report(_eval)?\.html|evaluation|pictures|amp_crash|tracking"
-    r"|events\.out\.tfevents\..*|model_(best|final|interrupted|unevaluated|\d+|iter_\d+)(_stripped)?\.pth"
+    r"|events\.out\.tfevents\..*|model_(best|final|interrupted|unevaluated|\d+|iter_\d+|stage\d+)(_stripped)?\.pth"
 )
 
 

@@ -26,6 +26,10 @@ BACKBONES = {
     "vit deit_small": 384,
     "swin tiny": 768,
     "solider tiny": 768,
+    "clip_vit tiny": 128,
+    "clip_vit tiny PROJECTION": 192,
+    "clip_resnet tiny": 512,
+    "clip_resnet tiny PROJECTION": 576,
     "timm/mobilenetv3_small_050": 0,
     "timm/vit_tiny_patch16_224": 0,
 }

@@ -20,6 +20,7 @@ from fastamp.checkpoint.entries import checkpoint_of, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.safetensors_file import write_packaged_model
+from fastamp.checkpoint.torchscript_file import read_torchscript
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
@@ -85,6 +86,11 @@ def weights_files(record):
     (record.root / "link.pth").symlink_to("nowhere.pth")
     with tarfile.open(record.root / "archive.pth", "w") as archive:
         archive.add(record.root / "html.pth", "good.pth")
+    module = torch.jit.trace(nn.Identity(), torch.zeros(1))
+    torch.jit.save(module, record.root / "no_tensors.pt")
+    for name in ("good.pth", "no_tensors.pt"):
+        with record(f"read_torchscript {name}"):
+            read_torchscript(record.root / name)
     zeros = saved(record, "zeros.pth", {"weight": torch.zeros(100_000)})
     compressed = record.root / "compressed.pth"
     with zipfile.ZipFile(zeros) as source, zipfile.ZipFile(compressed, "w", zipfile.ZIP_DEFLATED) as target:

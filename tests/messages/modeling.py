@@ -37,6 +37,7 @@ VIT = (
     "MODEL.BACKBONE.FEAT_DIM",
     "384",
 )
+CLIP = ("MODEL.BACKBONE.NAME", "build_clip_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
 PML = ("MODEL.LOSSES.NAME", "pml/TripletMarginLoss")
 
 
@@ -87,6 +88,8 @@ def models(record):
         (*RESNET, "MODEL.HEADS.NAME", "JPMHead"),
         (*VIT, "MODEL.HEADS.NAME", "JPMHead", "MODEL.HEADS.JPM.PARTS", "64"),
         (*VIT, "INPUT.SIZE_TRAIN", "(8, 8)"),
+        (*CLIP, "MODEL.BACKBONE.FEAT_DIM", "128", "INPUT.SIZE_TRAIN", "(8, 8)"),
+        (*CLIP, "MODEL.BACKBONE.FEAT_DIM", "192", "MODEL.BACKBONE.PROJECTION", "True", "MODEL.HEADS.NAME", "JPMHead"),
         (*VIT, "MODEL.BACKBONE.DEPTH", "tiny"),
         ("MODEL.BACKBONE.NAME", "build_plain_backbone", "MODEL.HEADS.POOL_LAYER", "Flatten", "MODEL.BACKBONE.FEAT_DIM",
          "17"),

@@ -1,6 +1,8 @@
 """Backbones, which map normalized images (B, C, H, W) to feature maps (B, D, h, w)."""
 
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, Variants, build_backbone, variants, with_feature_dim
+from fastamp.modeling.backbones.clip import ClipVisionTransformer
+from fastamp.modeling.backbones.clip_resnet import ClipResNet
 from fastamp.modeling.backbones.efficientnet import EfficientNet
 from fastamp.modeling.backbones.mobilenet import MobileNetV2, MobileNetV3
 from fastamp.modeling.backbones.osnet import OSNet
@@ -18,6 +20,8 @@ from fastamp.modeling.backbones.vit import VisionTransformer
 
 __all__ = [
     "BACKBONE_REGISTRY",
+    "ClipResNet",
+    "ClipVisionTransformer",
     "EfficientNet",
     "MobileNetV2",
     "MobileNetV3",
