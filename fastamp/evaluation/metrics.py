@@ -218,20 +218,7 @@ def compute_metrics(
     if protocol.all_images:
         query_features = gallery_features = torch.cat((query_features, gallery_features))
         identities = protocol.arrange(identities)
-    search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
-    if protocol.expansion:
-        query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
-    blocks: DistanceBlocks
-    if distances is not None:
-        blocks = distances
-    elif protocol.re_ranking:
-        blocks = ReRankedDistances(
-            query_features, gallery_features, metric=protocol.metric, options=protocol.re_ranking, **search
-        )
-    else:
-        blocks = FeatureDistances(
-            query_features, gallery_features, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb
-        )
+    blocks = distances or distances_of(query_features, gallery_features, protocol)
 
     roc = example_counter = limit = None
     if protocol.false_accept_rates is not None or (report_options and not protocol.random_query_gallery_split):
@@ -261,6 +248,28 @@ def compute_metrics(
         examples = example_counter.result(lists, curve)
     groups = identities.query_texts(protocol.group_by) if protocol.group_by else None
     return EvaluationResult(protocol, ranking, curve, ranker.num_gallery, examples, num_indistinct, groups)
+
+
+def distances_of(query_features: torch.Tensor, gallery_features: torch.Tensor, protocol: Protocol) -> DistanceBlocks:
+    """Return the distances by which a protocol ranks the gallery, including query expansion and re-ranking.
+
+    Args:
+        query_features: (Q, D) float, any precision.
+        gallery_features: (G, D) float, on the same device.
+        protocol: evaluation protocol.
+
+    Raises:
+        ConfigError: if the weights of query expansion overflow.
+    """
+    search: dict[str, Any] = {"backend": protocol.backend, "memory_budget_mb": protocol.memory_budget_mb}
+    if protocol.expansion:
+        query_features, gallery_features = expand(query_features, gallery_features, protocol.expansion, **search)
+    if protocol.re_ranking:
+        options = protocol.re_ranking
+        return ReRankedDistances(query_features, gallery_features, metric=protocol.metric, options=options, **search)
+    return FeatureDistances(
+        query_features, gallery_features, metric=protocol.metric, memory_budget_mb=protocol.memory_budget_mb
+    )
 
 
 @renamed_arguments(ids="identities")

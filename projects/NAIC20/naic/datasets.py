@@ -1,0 +1,224 @@
+"""Datasets of the person re-identification track of the NAIC challenges 2019 and 2020.
+
+Many of the identities have few images. The images of a year and round are in one folder, with a list file of names and
+identities. Queries have camera 0, the gallery camera 1, because the cameras are unknown.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fastamp.config import Key
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem, as_number
+from fastamp.data.datasets.demo import Demo
+from fastamp.data.datasets.file_utils import check_first_image, check_tree, list_files, read_lines
+from fastamp.utils.errors import DataError
+
+KEYS = (
+    Key(
+        "DATASETS.RM_LT",
+        True,
+        "Datasets of NAIC20: exclude identities with a single training image, the end of the long tail. They form no "
+        "positive pair.",
+    ),
+)
+
+
+def remove_long_tail(items: Iterable[ImageItem], name: str) -> list[ImageItem]:
+    """Return the images without those whose identity has a single image.
+
+    Args:
+        items (Iterable[ImageItem]): training images.
+        name (str): name of the dataset, for the message.
+
+    Raises:
+        DataError: if no image is left.
+    """
+    items = list(items)
+    counts = Counter(item.pid for item in items)
+    kept = [item for item in items if counts[item.pid] > 1]
+    if not kept:
+        raise DataError(
+            f"{name}: each of the {len(counts)} training identities has a single image, and DATASETS.RM_LT excludes "
+            "them.\n  fix: set DATASETS.RM_LT False"
+        )
+    return kept
+
+
+class NaicDataset(ImageDataset):
+    """Base class of the datasets of the challenge.
+
+    Args:
+        root (str or Path): data root. Default "datasets".
+        remove_tail (bool): if True, exclude training identities with a single image. Default True.
+
+    Attributes:
+        folder (str): folder of the lists in the data root.
+        images (str): folder of the images in ``folder``; "" if the lists contain the path.
+        lists (dict[str, str]): split -> list file in ``folder``. Without test lists, the dataset is for training only.
+        separator (str): string between name and identity on a line, or a space.
+
+    Raises:
+        DataError: if a list or the folder of the images is missing (raised at construction); if a line is invalid, or
+            the first image of a list is missing (raised at first use).
+    """
+
+    folder: ClassVar[str] = ""
+    images: ClassVar[str] = "images"
+    lists: ClassVar[dict[str, str]] = {"train": "label.txt", "query": "val_query.txt", "gallery": "val_gallery.txt"}
+    separator: ClassVar[str] = ":"
+
+    def __init__(self, root: str | Path = "datasets", *, remove_tail: bool = True) -> None:
+        self.dataset_dir = Path(root) / self.folder
+        names = [*self.lists.values(), *([self.images] if self.images else [])]
+        image = f"{self.images}/{{name}}.png" if self.images else "{path}.png"
+        lines = f"{{name}}.png{self.separator}{{identity}}"
+        tree = f"{self.folder}/{{{','.join(self.lists.values())}}} with lines {lines}\n{self.folder}/{image}"
+        check_tree(type(self).__name__, root, [self.dataset_dir / name for name in names], tree, self.folder)
+        self.remove_tail = remove_tail
+        super().__init__(self._train, lambda: self._read("query", 0), lambda: self._read("gallery", 1))
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "NaicDataset":
+        """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
+        return cls(root=root, remove_tail=cfg.DATASETS.RM_LT)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "query" or "gallery": the cameras are unknown."""
+        return ("query", "gallery")[int(camid)]
+
+    def _train(self) -> list[ImageItem]:
+        items = self._read("train", 0)
+        if self.remove_tail:
+            items = remove_long_tail(items, type(self).__name__)
+        return self._add_name_prefix(items)
+
+    def _read(self, split: str, camera: int) -> list[ImageItem]:
+        """Return the images in the list of a split; [] without a list."""
+        if split not in self.lists:
+            return []
+        file = self.dataset_dir / self.lists[split]
+        items = []
+        for line in read_lines(type(self).__name__, file):
+            name, found, identity = (part.strip() for part in line.rpartition(self.separator))
+            if not (found or self.separator == " ") or not name or not identity:
+                raise DataError(
+                    f"{type(self).__name__}: expected lines like 0001.png{self.separator}17 in {file.absolute()}, got "
+                    f"{line!r}.\n  fix: restore this file of the dataset"
+                )
+            items.append(ImageItem(str(self.dataset_dir / self.images / name), as_number(identity), camera))
+        return check_first_image(type(self).__name__, file, items)
+
+
+@DATASET_REGISTRY.register()
+class NAIC20_R2(NaicDataset):
+    """Second round of 2020, with a validation set."""
+
+    dataset_name = "naic20_r2"
+    folder = "naic/2020_NAIC/fusai/train"
+
+
+@DATASET_REGISTRY.register()
+class NAIC20_R1(NaicDataset):
+    """First round of 2020, for training."""
+
+    dataset_name = "naic20_r1"
+    folder = "naic/2020_NAIC/chusai/train"
+    lists: ClassVar[dict[str, str]] = {"train": "label.txt"}
+
+
+@DATASET_REGISTRY.register()
+class NAIC20_R2CNV(NaicDataset):
+    """Images of ``NAIC20_R2`` with exchanged color channels as further identities, see ``shuffle_channels.py``."""
+
+    dataset_name = "naic20_r2cnv"
+    folder = NAIC20_R2.folder
+    images = "images_cnv"
+    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
+
+
+@DATASET_REGISTRY.register()
+class NAIC20_R1CNV(NaicDataset):
+    """Images of ``NAIC20_R1`` with exchanged color channels as further identities, see ``shuffle_channels.py``."""
+
+    dataset_name = "naic20_r1cnv"
+    folder = NAIC20_R1.folder
+    images = "images_cnv"
+    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
+
+
+@DATASET_REGISTRY.register()
+class NAIC19(NaicDataset):
+    """Second round of 2019, for training; the list contains the paths."""
+
+    dataset_name = "naic19"
+    folder = "naic/2019_NAIC/fusai"
+    images = ""
+    lists: ClassVar[dict[str, str]] = {"train": "train_list.txt"}
+    separator = " "
+
+
+@DATASET_REGISTRY.register()
+class NAIC20_R2A(ImageDataset):
+    """Test set A of the second round of 2020: the folders ``query`` and ``gallery``, whose identities are unknown (0).
+
+    For `fastamp extract` and ``submit.py``; it cannot be evaluated.
+
+    Args:
+        root (str or Path): data root. Default "datasets".
+
+    Raises:
+        DataError: if a folder is missing (raised at construction), or contains no image (raised at first use).
+    """
+
+    dataset_name = "naic20_r2a"
+    folder = "naic/2020_NAIC/fusai/A_data"
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        self.dataset_dir = Path(root) / self.folder
+        needed = [self.dataset_dir / split for split in ("query", "gallery")]
+        check_tree(type(self).__name__, root, needed, f"{self.folder}/{{query,gallery}}/{{name}}.png", self.folder)
+        super().__init__([], lambda: self._read("query", 0), lambda: self._read("gallery", 1))
+
+    def _read(self, split: str, camera: int) -> list[ImageItem]:
+        files = list_files(type(self).__name__, self.dataset_dir / split, ".png")
+        return [ImageItem(str(file), 0, camera) for file in files]
+
+
+@DATASET_REGISTRY.register()
+class DemoNAIC(ImageDataset):
+    """Images of ``Demo`` with a long tail: every third training identity has one image, the next one two images.
+
+    Args:
+        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+        remove_tail (bool): if True, exclude training identities with a single image. Default True.
+    """
+
+    dataset_name = "demonaic"
+
+    def __init__(self, root: str | Path = "datasets", *, remove_tail: bool = True) -> None:
+        self._demo = Demo(root)
+        self.remove_tail = remove_tail
+        super().__init__(
+            self._train,
+            lambda: [item._replace(camid=0) for item in self._demo.query],
+            lambda: [item._replace(camid=1) for item in self._demo.gallery],
+        )
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "DemoNAIC":
+        """Build the dataset; ``DATASETS.RM_LT`` excludes the long tail."""
+        return cls(root, remove_tail=cfg.DATASETS.RM_LT)
+
+    def _train(self) -> list[ImageItem]:
+        items = [item._replace(pid=self._demo.identity(item.pid), camid=0) for item in self._demo.train]
+        numbers = {pid: number for number, pid in enumerate(sorted({item.pid for item in items}))}
+        kept: list[ImageItem] = []
+        seen: Counter = Counter()
+        for item in items:
+            limit = (1, 2, len(items))[numbers[item.pid] % 3]
+            if seen[item.pid] < limit:
+                kept.append(item)
+            seen[item.pid] += 1
+        return self._add_name_prefix(remove_long_tail(kept, "DemoNAIC") if self.remove_tail else kept)

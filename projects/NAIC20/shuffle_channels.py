@@ -1,0 +1,87 @@
+#!/usr/bin/env python
+"""Write copies of the training images with exchanged color channels, for the datasets NAIC20_R1CNV and NAIC20_R2CNV.
+
+The copies of all images of an identity have the same random order of the channels, which is not the original one. They
+are a new identity, because the colors of the clothes differ.
+
+example:
+  python projects/NAIC20/shuffle_channels.py datasets/naic/2020_NAIC/fusai/train
+"""
+
+import argparse
+import itertools
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from fastamp.data.datasets.file_utils import read_lines
+from fastamp.engine import run_command_line
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.files import write_atomically
+from fastamp.utils.progress import track
+
+ORDERS = tuple(itertools.permutations(range(3)))[1:]
+"""Orders of the three channels without the original one."""
+IMAGES, LIST = "images_cnv", "label_cnv.txt"
+
+
+def shuffle_channels(folder: Path, seed: int = 0) -> int:
+    """Write ``images_cnv`` and ``label_cnv.txt`` next to ``images`` and ``label.txt``; return the number of images.
+
+    Args:
+        folder: folder with ``images`` and ``label.txt``.
+        seed: random seed of the orders, at least 0. Default 0.
+
+    Raises:
+        ConfigError: if the copies exist.
+        DataError: if the list or an image is missing or damaged.
+    """
+    if (folder / IMAGES).exists() or (folder / LIST).exists():
+        raise ConfigError(f"{folder / IMAGES} or {folder / LIST} exists.\n  fix: remove both")
+    pairs = []
+    for line in read_lines("shuffle_channels", folder / "label.txt"):
+        name, found, identity = (part.strip() for part in line.rpartition(":"))
+        if not (found and name and identity) or Path(name).name != name:
+            raise DataError(
+                f"{folder / 'label.txt'}: expected lines like 0001.png:17, got {line!r}.\n  fix: correct the line"
+            )
+        pairs.append((name, identity))
+    identities = sorted({identity for _, identity in pairs})
+    rng = np.random.default_rng(seed)
+    orders = dict(zip(identities, rng.integers(len(ORDERS), size=len(identities)).tolist(), strict=True))
+    remove_abandoned(folder / IMAGES)
+    build = temporary_path(folder / IMAGES)
+    build.mkdir()
+    try:
+        for name, identity in track(pairs, len(pairs), "images"):
+            try:
+                with Image.open(folder / "images" / name) as image:
+                    pixels = np.asarray(image.convert("RGB"))
+            except OSError as error:
+                raise DataError(
+                    f"cannot read {folder / 'images' / name}: {error}.\n  fix: restore the image"
+                ) from error
+            Image.fromarray(np.ascontiguousarray(pixels[:, :, ORDERS[orders[identity]]])).save(build / name)
+        text = "".join(f"{name}:{identity}\n" for name, identity in pairs)
+        write_atomically(folder / LIST, lambda file: file.write(text.encode()))
+        build.rename(folder / IMAGES)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+    return len(pairs)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the copies."""
+    print(f"wrote {shuffle_channels(args.folder, args.seed)} images to {args.folder / IMAGES}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder with images and label.txt")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    arguments = parser.parse_args()
+    sys.exit(run_command_line(lambda: main(arguments)))
