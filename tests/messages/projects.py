@@ -14,8 +14,10 @@ from tiny import tiny_options
 from torch import nn
 
 from fastamp.config import get_cfg, read_config
+from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset
 from fastamp.data.columns import EncodedColumn
+from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
 from fastamp.modeling import build_model
 
@@ -29,6 +31,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     distillation(record)
     classification(record)
     retrieval(record)
+    challenge(record)
     partial_queries(record, request.getfixturevalue("run_folder"))
     attributes(record)
     open_loop(record)
@@ -200,6 +203,42 @@ def classification(record):
     with record("features of an EmbeddingHead for ClasEvaluator"):
         evaluator = ClasEvaluator(cfg.with_values({"DATASETS.CLASSES": ["ant", "bee"]}))
         evaluator.process({"targets": torch.zeros(1, dtype=torch.int64)}, torch.zeros(1, 9))
+
+
+def challenge(record):
+    """Read damaged lists of NAIC20, exchange channels and write submissions of unsuitable files."""
+    project = REPOSITORY / "projects/NAIC20"
+    import_project("NAIC20")
+    dataset = DATASET_REGISTRY.get("NAIC20_R1")
+    root = record.root / "challenge"
+    folder = root / dataset.folder
+    (folder / "images").mkdir(parents=True)
+    Image.new("RGB", (8, 16)).save(folder / "images/1.png")
+    for label, text in (("invalid line", "1.png 3\n"), ("long tail only", "1.png:3\n")):
+        (folder / "label.txt").write_text(text)
+        with record(f"NAIC20_R1: {label}"):
+            dataset(root).train  # noqa: B018
+    shuffle = runpy.run_path(str(project / "shuffle_channels.py"))["shuffle_channels"]
+    for label, text in (
+        ("invalid line", "1.png 3\n"),
+        ("missing image", "2.png:3\n"),
+        ("first", "1.png:3\n"),
+        ("again", ""),
+    ):
+        (folder / "label.txt").write_text(text)
+        with record(f"shuffle_channels: {label}"):
+            shuffle(folder)
+    submit = runpy.run_path(str(project / "submit.py"))
+    rows = {"features": np.eye(2, 4, dtype=np.float32), "pids": np.zeros(2, int), "camids": np.zeros(2, int)}
+    rows |= {"paths": np.array(["a/1.png", "b/1.png"]), "config_hash": "0", "checkpoint": "x", "metric": "cosine"}
+    for label, split in (("without queries", ["gallery", "gallery"]), ("repeated names", ["query", "query"])):
+        np.savez(root / "features.npz", **rows, split=np.array(split))
+        with record(f"submit: {label}"):
+            submit["main"](
+                SimpleNamespace(output=root / "s.json", features=str(root / "features.npz"), opts=[], count=3)
+            )
+    with record("submit: missing folder"):
+        submit["main"](SimpleNamespace(output=root / "missing/s.json", features="", opts=[], count=3))
 
 
 def retrieval(record):
