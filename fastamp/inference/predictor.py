@@ -735,7 +735,7 @@ def feature_values(cfg: CfgNode) -> dict[str, Any]:
     excluded |= {"MODEL.BACKBONE.MODALITY"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
-    excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE"}
+    excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE", "MODEL.HEADS.FILTER_ABOVE"}
     values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
     return {path: value for path, value in values.items() if path not in excluded and _LATER_KEYS.get(path) != value}
 

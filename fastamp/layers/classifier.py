@@ -32,6 +32,14 @@ KEYS = (
         "MODEL.HEADS.MARGIN; equal values give all classes the same margin.",
         low=0,
     ),
+    Key(
+        "MODEL.HEADS.FILTER_ABOVE",
+        1.0,
+        "Margin softmax: replace the cosines of wrong classes above this value with 0, as insightface's inter-class "
+        "filtering does: with wrong labels, several classes are one identity. 1 filters nothing.",
+        low=0,
+        high=1,
+    ),
 )
 
 CLS_LAYER_REGISTRY = Registry("MODEL.HEADS.CLS_LAYER")
@@ -101,9 +109,20 @@ class MarginSoftmax(Linear):
     Args:
         scale (float): factor of the cosines, about 30 to 128.
         margin (float): margin of the target class.
+        filter_above (float): cosines of wrong classes above this value become 0 in the loss, without gradient. Default
+            1: none.
     """
 
     indexes_classes = True
+
+    def __init__(self, *, scale: float, margin: float, filter_above: float = 1.0) -> None:
+        super().__init__(scale=scale, margin=margin)
+        self.filter_above = filter_above
+
+    @classmethod
+    def further_options(cls, cfg: Any) -> dict[str, Any]:
+        """Return ``filter_above``, from ``MODEL.HEADS.FILTER_ABOVE``."""
+        return {"filter_above": cfg.MODEL.HEADS.FILTER_ABOVE}
 
     @force_fp32
     def forward(
@@ -111,9 +130,8 @@ class MarginSoftmax(Linear):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the logits for the loss and for the accuracy; see ``Linear.forward``."""
         cosines = self._cosines(features, weight)
-        return self.scale * _replace_target(self.wrong(cosines), targets, self.right(_at(cosines, targets))), (
-            self.scale * cosines
-        )
+        wrong, right = self.wrong(self._filter(cosines)), self.right(_at(cosines, targets))
+        return self.scale * _replace_target(wrong, targets, right), self.scale * cosines
 
     @force_fp32
     def logits(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -124,6 +142,10 @@ class MarginSoftmax(Linear):
         cosines = F.linear(F.normalize(features, dim=1), F.normalize(weight, dim=1))
         return cosines.clamp(-_COSINE_LIMIT, _COSINE_LIMIT)
 
+    def _filter(self, cosines: torch.Tensor) -> torch.Tensor:
+        """Replace the cosines above ``filter_above`` with 0; the target classes are replaced later."""
+        return cosines.masked_fill(cosines > self.filter_above, 0) if self.filter_above < 1 else cosines
+
     def right(self, cosines: torch.Tensor) -> torch.Tensor:
         """Apply the margin to the (B, 1) float32 cosines of the target classes."""
         raise NotImplementedError
@@ -131,6 +153,10 @@ class MarginSoftmax(Linear):
     def wrong(self, cosines: torch.Tensor) -> torch.Tensor:
         """Adjust the (B, num_classes) float32 cosines of the non-target classes. By default, return them unchanged."""
         return cosines
+
+    def extra_repr(self) -> str:
+        filtered = f", filter_above={self.filter_above}" if self.filter_above < 1 else ""
+        return super().extra_repr() + filtered
 
 
 @CLS_LAYER_REGISTRY.register()
@@ -197,6 +223,7 @@ class SubCenterArcSoftmax(MarginSoftmax):
         min_margin (float): smallest margin, in radians. Default 0.2.
         centers (int): centers of each class. Default 2.
         num_classes (int): number of classes; 0 (default) for evaluation only.
+        filter_above (float): see ``MarginSoftmax``. Default 1.
 
     Raises:
         ConfigError: if ``min_margin`` is larger than ``margin``.
@@ -206,9 +233,16 @@ class SubCenterArcSoftmax(MarginSoftmax):
     margin_per_class = True
 
     def __init__(
-        self, *, scale: float, margin: float, min_margin: float = 0.2, centers: int = 2, num_classes: int = 0
+        self,
+        *,
+        scale: float,
+        margin: float,
+        min_margin: float = 0.2,
+        centers: int = 2,
+        num_classes: int = 0,
+        filter_above: float = 1.0,
     ) -> None:
-        super().__init__(scale=scale, margin=margin)
+        super().__init__(scale=scale, margin=margin, filter_above=filter_above)
         if min_margin > margin:
             raise ConfigError(
                 f"MODEL.HEADS.SUBCENTERS.MIN_MARGIN is {min_margin:g}, but MODEL.HEADS.MARGIN is {margin:g}; expected "
@@ -219,9 +253,9 @@ class SubCenterArcSoftmax(MarginSoftmax):
 
     @classmethod
     def further_options(cls, cfg: Any) -> dict[str, Any]:
-        """Return the options in ``MODEL.HEADS.SUBCENTERS``, and the number of classes."""
+        """Return the options in ``MODEL.HEADS``."""
         heads = cfg.MODEL.HEADS
-        return {
+        return super().further_options(cfg) | {
             "min_margin": heads.SUBCENTERS.MIN_MARGIN,
             "centers": heads.SUBCENTERS.NUMBER,
             "num_classes": heads.NUM_CLASSES,
@@ -252,7 +286,7 @@ class SubCenterArcSoftmax(MarginSoftmax):
         cosines = self._cosines(features, weight)
         margins = (self.margins if classes is None else self.margins[classes])[targets.clamp_min(0)]
         right = _add_angle(_at(cosines, targets), margins[:, None])
-        return self.scale * _replace_target(cosines, targets, right), self.scale * cosines
+        return self.scale * _replace_target(self._filter(cosines), targets, right), self.scale * cosines
 
     def _cosines(self, features: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         cosines = super()._cosines(features, weight)

@@ -7,10 +7,13 @@ examples:
 """
 
 import argparse
+import shutil
 import sys
 from pathlib import Path
 
 from fastamp.engine import run_command_line
+from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.utils.errors import DataError, writing
 
 sys.path.append(str(Path(__file__).parent))
 
@@ -55,12 +58,19 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="folder to write, which must not exist")
     args = parser.parse_args()
 
-    from fastamp.utils.errors import DataError
-
     if args.folder.exists():
         raise DataError(f"{args.folder} exists.\n  fix: choose another folder")
     unpack = unpack_pairs if args.source.suffix == ".bin" else unpack_records
-    print(f"wrote {unpack(args.source, args.folder)} images to {args.folder}")
+    remove_abandoned(args.folder)
+    build = temporary_path(args.folder)
+    try:
+        with writing(str(args.folder)):
+            build.mkdir(parents=True)
+            count = unpack(args.source, build)
+            build.rename(args.folder)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
+    print(f"wrote {count} images to {args.folder}")
     return 0
 
 

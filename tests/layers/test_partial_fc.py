@@ -73,6 +73,16 @@ def test_loss_and_gradients_equal_insightface(name, stem, rate):
     assert_near(weight.grad.to_dense(), REFERENCE[f"{stem}_grad_weight"], 2e-6)
 
 
+def test_wrong_classes_above_the_filter_count_as_orthogonal_as_in_insightface():
+    layer = CLS_LAYER_REGISTRY.get("CosSoftmax")(scale=64, margin=0.4, filter_above=0.3)
+    loss, gradient, weight = run(with_sample(1, None), layer)
+    assert_near(loss, REFERENCE["cos_0.4_filter0.3_loss"])
+    assert_near(gradient, REFERENCE["cos_0.4_filter0.3_grad_embeddings"], 2e-6)
+    assert_near(weight.grad, REFERENCE["cos_0.4_filter0.3_grad_weight"], 2e-6)
+    unfiltered = CLS_LAYER_REGISTRY.get("CosSoftmax")(scale=64, margin=0.4)
+    assert not torch.isclose(run(with_sample(1, None), unfiltered)[0], loss)
+
+
 def test_arcface_has_the_exact_gradient_unless_detached():
     _, exact, weight = run(with_sample(1, None), CLS_LAYER_REGISTRY.get("ArcSoftmax")(scale=64, margin=0.5))
     assert_near(exact, REFERENCE["exact_arc_0.5_grad_embeddings"], 2e-6)

@@ -118,7 +118,7 @@ def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_pat
     assert tiny.weights(tmp_path / "run/model_final.pth")["heads.weight"].shape == (4, 8)
     assert main(["eval", str(tmp_path / "run")]) == 0
     assert f"{results['Accuracy']:.2f}" in capsys.readouterr().out
-    assert main(["eval", str(tmp_path / "run"), "TEST.ADD_MIRRORED", "True"]) == 0
+    assert main(["eval", str(tmp_path / "run"), "TEST.FLIP.ENABLED", "True"]) == 0
 
 
 def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, monkeypatch):
@@ -215,8 +215,71 @@ def test_record_files_are_unpacked_without_the_records_of_identities(tmp_path):
     (tmp_path / "train.rec").write_bytes(content[: len(rows[0]) + 20])
     process = unpack(tmp_path / "train.rec", tmp_path / "other")
     assert process.returncode == 2 and "record 1 is damaged or truncated" in process.stderr
+    assert not (tmp_path / "other").exists() and not [*tmp_path.glob(".*")]
     (tmp_path / "train.idx").unlink()
     assert "train.idx" in unpack(tmp_path / "train.rec", tmp_path / "third").stderr
+
+
+def divided(content):
+    """Return a record in parts, as MXNet writes content that contains the magic number at a multiple of four bytes."""
+    magic = struct.pack("<I", 0xCED7230A)
+    parts = content.split(magic)
+    kinds = [1, *[2] * (len(parts) - 2), 3]
+    return b"".join(
+        struct.pack("<II", 0xCED7230A, kind << 29 | len(part)) + part + b"\0" * (-len(part) % 4)
+        for kind, part in zip(kinds, parts, strict=True)
+    )
+
+
+def test_divided_records_are_joined(tmp_path):
+    from fastface.packed_files import read_records
+
+    magic = struct.pack("<I", 0xCED7230A)
+    images = [b"abcd" + magic + b"efgh" + magic + b"ij", b"whole"]
+    header = struct.pack("<IfQQ", 0, 5.0, 0, 0)
+    write_records(tmp_path / "a.rec", [divided(header + images[0]), record(6.0, images[1])])
+    assert list(read_records(tmp_path / "a.rec")) == [(5, images[0]), (6, images[1])]
+
+
+@pytest.mark.parametrize(
+    "rows, index, message",
+    [
+        ([record((float("nan"), 2.0), b""), record(5.0, b"x")], None, "record 0 has the label nan"),
+        ([record(5.0, b"x"), record(float("nan"), b"y")], None, "record 1 has the label nan"),
+        ([struct.pack("<IIIfQQ", 0xCED7230A, 24, 2**30, 0, 0, 0)], None, "record 0 is damaged or truncated"),
+        ([struct.pack("<II", 0xCED7230A, 3 << 29 | 24) + bytes(24)], None, "record 0 is damaged or truncated"),
+        ([record(5.0, b"x"), record(6.0, b"")], None, "record 1 has no image"),
+        ([record(5.0, b"x")], "", "it is empty"),
+        ([record(5.0, b"x")], "0 -8\n", "at least 0"),
+        ([record(5.0, b"x")], "0 1 2\n", "too many values"),
+    ],
+)
+def test_damaged_records_and_indices_are_data_errors(tmp_path, rows, index, message):
+    from fastface.packed_files import read_records
+
+    write_records(tmp_path / "a.rec", rows)
+    if index is not None:
+        (tmp_path / "a.idx").write_text(index)
+    with pytest.raises(DataError, match=message):
+        list(read_records(tmp_path / "a.rec"))
+
+
+def test_evaluator_requires_pairs_of_equal_labels(caplog):
+    from fastface.face_evaluator import FaceEvaluator
+
+    def evaluate(*same):
+        evaluator = FaceEvaluator(get_cfg())
+        indices = torch.arange(len(same))
+        features = torch.rand(len(same), 4, generator=torch.Generator().manual_seed(0))
+        if same:
+            evaluator.process({"indices": indices, "same": torch.tensor(same)}, features)
+        return evaluator.evaluate()
+
+    for same in ((), (1, 1), (1, 0, 0, 1), (1, 1, 0, 0, 1)):
+        with pytest.raises(DataError, match=rf"two pairs[\s\S]*got {len(same)} images"):
+            evaluate(*same)
+    assert "Accuracy" in evaluate(1, 1, 0, 0)
+    assert "2 pairs are verified in 2 folds instead of 10" in caplog.text
 
 
 def test_pairs_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch):
@@ -250,3 +313,7 @@ def test_pairs_with_other_objects_are_refused_and_nothing_is_executed(tmp_path):
     assert not (tmp_path / "touched").exists()
     source.write_bytes(pickle.dumps(([b"a"], [True])))
     assert "two images for each of 1 pairs" in unpack(source, tmp_path / "lfw").stderr
+    for content in (([3, 4], [True]), ([b"a", b"b"], ["no"]), ([], [])):
+        source.write_bytes(pickle.dumps(content))
+        process = unpack(source, tmp_path / "lfw")
+        assert process.returncode == 2 and "Traceback" not in process.stderr and not (tmp_path / "lfw").exists()

@@ -106,6 +106,8 @@ class LFW(ImageDataset):
                 file = self.dataset_dir / name / f"{name}_{int(number):04d}.jpg"
                 pid = numbers.setdefault(name, len(numbers))
                 items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
+        if not items:
+            raise DataError(f"{path.absolute()} has no pairs.\n  fix: restore this file of the dataset")
         return items
 
 

@@ -1,30 +1,25 @@
 """Evaluator of face verification."""
 
+import logging
 from typing import Any
 
 import torch
-from torch import nn
 
-from fastamp.amp import PrecisionPolicy
-from fastamp.config import Key
 from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
-from fastamp.evaluation.evaluator import extract_features
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastface.verification import verify_pairs
 
-KEYS = (
-    Key(
-        "TEST.ADD_MIRRORED",
-        False,
-        "FastFace: add the feature of the mirrored image before the normalization, as insightface does.",
-    ),
-)
+logger = logging.getLogger(__name__)
+
+_FOLDS = 10
 
 
 @EVALUATOR_REGISTRY.register()
 class FaceEvaluator(DatasetEvaluator):
     """Compute the accuracy of ten-fold verification of a test set of pairs, in percent; see ``verify_pairs``.
+
+    With ``TEST.FLIP.ENABLED``, the feature of the mirrored image is added before the normalization, as in insightface.
 
     Args:
         cfg (CfgNode): config.
@@ -33,13 +28,12 @@ class FaceEvaluator(DatasetEvaluator):
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
-        self.add_mirrored = cfg.TEST.ADD_MIRRORED
         self.reset()
 
     @staticmethod
     def describe_protocol(cfg: Any) -> str:
         """Describe the evaluation for the log."""
-        mirrored = "feature of the mirrored image added" if cfg.TEST.ADD_MIRRORED else "no mirrored images"
+        mirrored = "feature of the mirrored image added" if cfg.TEST.FLIP.ENABLED else "no mirrored images"
         return f"ten-fold verification; squared Euclidean distance of normalized features; {mirrored}"
 
     def metric_names(self) -> list[str]:
@@ -49,12 +43,6 @@ class FaceEvaluator(DatasetEvaluator):
     def reset(self) -> None:
         """Discard all accumulated batches."""
         self._rows: list[torch.Tensor] = []
-
-    def extract(
-        self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False
-    ) -> torch.Tensor:
-        """Compute the features of a batch; the mean with those of the mirrored images is their sum, up to a factor."""
-        return extract_features(model, batch, policy, flip_test or self.add_mirrored)
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Accumulate a batch with the column ``same``, 1 for both images of a pair of one identity, and its features.
@@ -71,13 +59,24 @@ class FaceEvaluator(DatasetEvaluator):
         self._rows.append(torch.cat([part.double() for part in parts], dim=1))
 
     def evaluate(self) -> dict[str, Any] | None:
-        """Compute the metrics; None on ranks other than 0."""
-        rows = comm.gather_rows(torch.cat(self._rows))
+        """Compute the metrics; None on ranks other than 0.
+
+        Raises:
+            DataError: if there are fewer than two pairs, or the images of a pair differ in the column ``same``.
+        """
+        rows = comm.gather_rows(torch.cat(self._rows)) if self._rows else torch.empty(0, 2)
         if not comm.is_main_process():
             return None
         rows = rows[rows[:, 0].argsort()]
         same = rows[::2, 1].numpy() == 1
-        result = verify_pairs(rows[:, 2:].numpy(), same, folds=min(10, len(same)))
+        if len(rows) < 4 or len(rows) % 2 or (same != (rows[1::2, 1].numpy() == 1)).any():
+            raise DataError(
+                f"FaceEvaluator: expected at least two pairs of images that have the same value in the column 'same', "
+                f"got {len(rows)} images.\n  fix: use a dataset of pairs, e.g. DATASETS.TESTS LFW"
+            )
+        if len(same) < _FOLDS:
+            logger.warning("%d pairs are verified in %d folds instead of %d", len(same), len(same), _FOLDS)
+        result = verify_pairs(rows[:, 2:].numpy(), same, folds=min(_FOLDS, len(same)))
         accuracy = 100 * float(result.accuracies.mean())
         return {
             "Accuracy": accuracy,
