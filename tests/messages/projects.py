@@ -1,5 +1,6 @@
 """Messages of projects/ and tools/: FastTune, the open loop and the soak test."""
 
+import pickle
 import runpy
 import sys
 from dataclasses import replace
@@ -32,6 +33,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     classification(record)
     retrieval(record)
     challenge(record)
+    faces(record)
     partial_queries(record, request.getfixturevalue("run_folder"))
     attributes(record)
     open_loop(record)
@@ -203,6 +205,49 @@ def classification(record):
     with record("features of an EmbeddingHead for ClasEvaluator"):
         evaluator = ClasEvaluator(cfg.with_values({"DATASETS.CLASSES": ["ant", "bee"]}))
         evaluator.process({"targets": torch.zeros(1, dtype=torch.int64)}, torch.zeros(1, 9))
+
+
+def faces(record):
+    """Read damaged files of faces, and verify images that are not pairs."""
+    import_project("FastFace")
+    from fastface.face_evaluator import FaceEvaluator
+    from fastface.packed_files import read_pairs, read_records
+
+    root = record.root / "faces"
+    (root / "lfw").mkdir(parents=True)
+    (root / "MS_Celeb_1M").mkdir()
+    for label, text in (("empty list", "10 300\n"), ("invalid line", "anna 1\nanna one two\n")):
+        (root / "lfw/pairs.txt").write_text(text)
+        with record(f"LFW: {label}"):
+            DATASET_REGISTRY.get("LFW")(root).query  # noqa: B018
+    with record("FaceFolder without images"):
+        DATASET_REGISTRY.get("FaceFolder")(root).train  # noqa: B018
+    with record("a missing .rec file"):
+        (root / "a.idx").write_text("0 0\n")
+        list(read_records(root / "a.rec"))
+    (root / "a.rec").write_bytes(b"damaged")
+    with record("a damaged .rec file"):
+        list(read_records(root / "a.rec"))
+    (root / "a.idx").write_text("0 -1\n")
+    with record("a damaged .idx file"):
+        list(read_records(root / "a.rec"))
+    for label, content in (("integers", ([1, 2], [True])), ("missing images", ([b"a"], [True])), ("functions", print)):
+        (root / "a.bin").write_bytes(pickle.dumps(content))
+        with record(f"a .bin file: {label}"):
+            read_pairs(root / "a.bin")
+    (root / "a.rec").write_bytes(b"")
+    unpack = runpy.run_path(str(REPOSITORY / "projects/FastFace/unpack.py"))
+    with pytest.MonkeyPatch.context() as patch, record("unpack.py: existing folder"):
+        patch.setattr(sys, "argv", ["unpack.py", str(root / "a.rec"), str(root)])
+        unpack["main"]()
+    evaluator = FaceEvaluator(get_cfg())
+    with record("FaceEvaluator without the column"):
+        evaluator.process({}, torch.zeros(2, 4))
+    with record("FaceEvaluator without images"):
+        evaluator.evaluate()
+    evaluator.process({"indices": torch.arange(4), "same": torch.tensor([1, 1, 0, 0])}, torch.eye(4))
+    with record("FaceEvaluator with two pairs"):
+        evaluator.evaluate()
 
 
 def challenge(record):
