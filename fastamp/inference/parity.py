@@ -90,6 +90,7 @@ class RankedImages:
 
     Attributes:
         title: description of the images.
+        has_gallery: False if all images are queries, e.g. those of a classifier or of attributes.
 
     Raises:
         DataError: if the dataset is missing or empty.
@@ -101,15 +102,22 @@ class RankedImages:
         self.batches, self.num_query, (count, total) = subsample_identities(
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
+        self.has_gallery = self.num_query < count
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features) -> list[Tensor]:
         """Compute the features of each batch."""
         return [model(batch) for batch in track(self.batches, len(self.batches), "comparing")]
 
-    def mean_average_precision(self, features: Iterable[Tensor]) -> float:
-        """Compute mAP in percent from the features of each batch, under the protocol of the config."""
+    def mean_average_precision(self, features: Iterable[Tensor]) -> float | None:
+        """Compute mAP in percent from the features of each batch, under the protocol of the config.
+
+        Returns:
+            mAP, or None if there are no gallery images, unless the protocol ranks all images for each image.
+        """
         evaluator = ReidEvaluator(self.cfg, self.num_query)
+        if not (self.has_gallery or evaluator.protocol.all_images):
+            return None
         for batch, rows in zip(self.batches, features, strict=True):
             evaluator.process(batch, rows)
         metrics = evaluator.evaluate()

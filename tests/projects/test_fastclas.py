@@ -13,6 +13,7 @@ from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import DefaultTrainer
+from fastamp.inference.parity import RankedImages
 from fastamp.utils.errors import ConfigError, DataError
 
 COLORS = {"blue": (0, 0, 250), "10": (0, 250, 0), "9 red": (250, 0, 0)}
@@ -77,6 +78,9 @@ def test_training_evaluation_resume_and_prediction(folder, tmp_path):
     assert set(results) == {"Acc@1", "metric", "baselines"} and results["Acc@1"] == 100.0
     predictor = Predictor(run)
     assert predictor.class_names == ORDER
+    images = RankedImages(predictor, "ClassFolder", limit=0)
+    rows = images.features(lambda batch: predictor.features_of_batch(batch))
+    assert sum(map(len, rows)) == 9 and images.mean_average_precision(rows) is None
     image = Image.new("RGB", (50, 80), COLORS["9 red"])
     (found,) = predictor.classify(image)
     assert next(iter(found)) == "9 red" and set(found) == set(ORDER)
