@@ -36,6 +36,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     faces(record)
     partial_queries(record, request.getfixturevalue("run_folder"))
     attributes(record)
+    clip_reid(record)
     open_loop(record)
     soak(record)
 
@@ -400,6 +401,62 @@ def attributes(record):
     savemat(market / "market_attribute.mat", {"market_attribute": {"train": {"age": [5], "image_index": ["0002"]}}})
     with record("market_attribute.mat with the age 5"):
         list(Market1501Attr(record.root).train)
+
+
+def clip_reid(record):
+    """Build CLIP-ReID with prompts, vocabularies, weights and models that do not fit, and use prompts of others."""
+    options = ("MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "2", "CLIPREID.TEXT_WIDTH", "16")
+    cfg = read_config("CLIPReID/demo", [*options, "CLIPREID.TEXT_BLOCKS", "1"])
+    from clipreid.text import PromptLearner
+    from clipreid.trainer import CLIPReIDTrainer, check_identities
+
+    files = {
+        "missing.gz": None,
+        "damaged.gz": "damaged",
+        "other.txt": "first\none two three\n",
+        "merges.txt": "first\no f</w>\n",
+        "image.pth": {"visual.proj": torch.zeros(2, 2)},
+        "wide.pth": {"token_embedding.weight": torch.zeros(2, 32), "text_projection": torch.zeros(32, 8)},
+    }
+    for name, content in files.items():
+        if isinstance(content, dict):
+            torch.save(content, record.root / name)
+        elif content:
+            record.file(name, content)
+    cases = {
+        f"CLIPREID.VOCABULARY {name}": {"CLIPREID.VOCABULARY": str(record.root / name)} for name in list(files)[:3]
+    }
+    cases |= {
+        "a long prompt": {
+            "CLIPREID.VOCABULARY": str(record.root / "merges.txt"),
+            "CLIPREID.PROMPT": "X X X X" + " of" * 80,
+        },
+        "a prompt without vocabulary": {"CLIPREID.PROMPT": "A photo of a X X X X zebra."},
+        "a prompt without place": {"CLIPREID.PROMPT": "A photo."},
+        "CLIPReIDHead without projection": {"MODEL.BACKBONE.PROJECTION": False, "MODEL.BACKBONE.FEAT_DIM": 512},
+        "CLIPReID with EmbeddingHead": {"MODEL.HEADS.NAME": "EmbeddingHead"},
+        "CLIPReID with MODEL.COMPILE": {"MODEL.COMPILE": "inductor"},
+    }
+    for title, values in cases.items():
+        with record(title):
+            build_model(cfg.with_values(values))
+    model = build_model(cfg)
+    from clipreid.model import _load_text_tower
+
+    for name in ("image.pth", "wide.pth"):
+        with record(f"the text tower in {name}"):
+            _load_text_tower(model.text_encoder, str(record.root / name))
+    with record("a token beyond the embedding"):
+        PromptLearner(2, 4, start=1, length=4).set_words([9], torch.zeros(3, 4))
+    with record("training of a model without identities"):
+        build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 0})).train()({"images": torch.zeros(2, 3, 64, 32)})
+    with record("CLIPReIDTrainer with another model"):
+        CLIPReIDTrainer.from_config(cfg, model=nn.Linear(2, 2), data_loader=(), optimizers=[])
+    with record("CLIPReIDTrainer with a custom training set"):
+        CLIPReIDTrainer.from_config(cfg, model=model, data_loader=(), optimizers=[])
+    for title, found in {"unknown": [0, 0], "other": [1, 3]}.items():
+        with record(f"prompts of {title} identities"):
+            check_identities(torch.tensor(found), torch.tensor([1, 2]))
 
 
 def open_loop(record):

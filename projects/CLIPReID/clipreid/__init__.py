@@ -1,0 +1,1 @@
+"""CLIP-ReID: learned text prompts of identities, as targets of an image encoder."""
