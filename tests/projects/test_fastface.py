@@ -317,3 +317,68 @@ def test_pairs_with_other_objects_are_refused_and_nothing_is_executed(tmp_path):
         source.write_bytes(pickle.dumps(content))
         process = unpack(source, tmp_path / "lfw")
         assert process.returncode == 2 and "Traceback" not in process.stderr and not (tmp_path / "lfw").exists()
+
+
+def naive_rates(scores, same, rates):
+    thresholds = [*np.unique(scores), -np.inf]
+    allowed = [[t for t in thresholds if (scores[~same] > t).mean() <= rate + 1e-12] for rate in rates]
+    return [(scores[same] > min(each)).mean() for each in allowed]
+
+
+def test_true_accept_rates_equal_a_loop_over_all_thresholds():
+    from fastface.templates import true_accept_rates
+
+    rng = np.random.default_rng(0)
+    same = rng.random(400) < 0.4
+    for scores in (rng.normal(size=400) + same, rng.integers(5, size=400) + 2.0 * same):
+        rates = np.array([0, 0.001, 0.01, 0.1, 0.29, 0.5, 1])
+        np.testing.assert_allclose(true_accept_rates(scores, same, rates), naive_rates(scores, same, rates))
+    with pytest.raises(DataError, match="of one and of different identities"):
+        true_accept_rates(np.ones(3), np.ones(3, dtype=bool), np.array([0.1]))
+
+
+def test_templates_are_sums_of_the_means_of_their_media():
+    from fastface.templates import pair_scores, template_features
+
+    rng = np.random.default_rng(1)
+    features, templates, media = rng.normal(size=(30, 5)), rng.integers(4, size=30) * 7, rng.integers(3, size=30)
+    numbers, pooled = template_features(features, templates, media)
+    for number, row in zip(numbers, pooled, strict=True):
+        own = templates == number
+        total = sum(features[own & (media == medium)].mean(0) for medium in set(media[own]))
+        np.testing.assert_allclose(row, total / np.linalg.norm(total))
+    first, second = np.array([0, 7, 21]), np.array([7, 7, 0])
+    rows = dict(zip(numbers.tolist(), pooled, strict=True))
+    expected = [rows[a] @ rows[b] for a, b in zip(first.tolist(), second.tolist(), strict=True)]
+    np.testing.assert_allclose(pair_scores(numbers, pooled, first, second), expected)
+    with pytest.raises(DataError, match="1 templates of the pairs have no image, e.g. 8"):
+        pair_scores(numbers, pooled, np.array([8]), np.array([0]))
+
+
+def test_templates_are_verified_from_a_features_file(tmp_path):
+    rng = np.random.default_rng(2)
+    people = np.repeat(np.arange(6), 4)
+    features = (np.eye(6)[people] + 0.1 * rng.normal(size=(24, 6))).astype(np.float32)
+    np.savez(
+        tmp_path / "a.npz", features=features, paths=np.array([f"x/{n}.jpg" for n in range(24)]),
+        pids=np.zeros(24, int), camids=np.zeros(24, int), config_hash="0", checkpoint="x", metric="cosine",
+    )  # fmt: skip
+    (tmp_path / "t.txt").write_text("".join(f"{n}.jpg {n // 2} {n % 2}\n" for n in range(24)))
+    pairs = [(a, b, int(a // 2 == b // 2)) for a in range(12) for b in range(a)]
+    (tmp_path / "p.txt").write_text("".join("{} {} {}\n".format(*pair) for pair in pairs))
+
+    def verify(*words):
+        command = ["--templates", tmp_path / "t.txt", "--pairs", tmp_path / "p.txt", tmp_path / "a.npz", *words]
+        return preloaded.run(Path(__file__).parents[2] / "projects/FastFace/verify_templates.py", *command)
+
+    for words in ((), ("--normalize",)):
+        process = verify(*words)
+        assert process.returncode == 0, process.stderr
+        assert "12 templates, 6 pairs of one identity, 60 of different ones" in process.stdout
+        assert "0.1                  100.00" in process.stdout and "needs 1000000 pairs" in process.stdout
+    (tmp_path / "t.txt").write_text("missing.jpg 0 0\n")
+    process = verify()
+    assert process.returncode == 2 and "1 of 1 images, e.g. missing.jpg" in process.stderr
+    (tmp_path / "p.txt").write_text("0 1 same\n")
+    process = verify()
+    assert process.returncode == 2 and "template, template, label, got '0 1 same'" in process.stderr
