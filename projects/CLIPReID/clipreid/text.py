@@ -59,6 +59,7 @@ class PromptLearner(nn.Module):
     """
 
     classifiers = ("cls_ctx", "identities")
+    sparse_gradients = True  # only the identities of a batch have gradients
 
     def __init__(self, num_classes: int, width: int, *, start: int, length: int) -> None:
         super().__init__()

@@ -115,11 +115,13 @@ class _StageHook(HookBase):
     def __init__(self, outer: "CLIPReIDTrainer", period: int) -> None:
         self.outer, self.period = outer, period
         self._sums: dict[str, torch.Tensor] = {}
+        self._steps = 0
 
     def before_epoch(self) -> None:
-        self._sums = {}
+        self._sums, self._steps = {}, 0
 
     def after_step(self) -> None:
+        self._steps += 1
         for name, value in self.trainer.losses.items():
             self._sums[name] = self._sums.get(name, 0) + value
         number = max((hook.received or 0 for hook in self.outer.stop_hooks()), default=0)
@@ -130,8 +132,7 @@ class _StageHook(HookBase):
 
     def after_epoch(self) -> None:
         trainer = self.trainer
-        steps = trainer.iters_per_epoch if self._sums else 1
-        losses = ", ".join(f"{name} {float(value) / steps:.4f}" for name, value in self._sums.items())
+        losses = ", ".join(f"{name} {float(value) / self._steps:.4f}" for name, value in self._sums.items())
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         logger.info("prompts: epoch %d of %d: %s, lr %.3g", trainer.epoch + 1, trainer.max_epoch, losses, rate)
         if (trainer.epoch + 1) % self.period == 0 and trainer.epoch + 1 < trainer.max_epoch:
