@@ -458,3 +458,25 @@ def test_convert_clip_reads_a_torchscript_archive(tmp_path, capsys):
     assert torch.equal(read_checkpoint(tmp_path / "clip.pth")["0.weight"], module[0].weight)
     assert convert.main([str(tmp_path / "clip.pth"), str(tmp_path / "again.pth")]) == 2
     assert "TorchScript" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tower", ["vit", "resnet"])
+def test_checkpoint_of_the_program_loads_with_camera_embeddings(tower):
+    torch.manual_seed(0)
+    opts = ("MODEL.BACKBONE.SIE_CAMERAS", "3")
+    if tower == "resnet":
+        opts = ("MODEL.BACKBONE.NAME", "build_clip_resnet_backbone", "MODEL.BACKBONE.FEAT_DIM", "576")
+    model, other = build_model(demo(*opts)), build_model(demo(*opts))
+    names = {"heads.weight": "classifier.weight", "heads.weight_proj": "classifier_proj.weight"}
+    state = {"cv_embed": torch.randn(3, 128)}
+    for name, value in model.state_dict().items():
+        if name not in ("backbone.sie_embed", "text_features", "prompt_learner.identities"):
+            state[names.get(name, name.replace("backbone.", "image_encoder.", 1).removeprefix("heads."))] = value
+    report = load_model_state(other, state, source="file")
+    assert report.dropped == []
+    assert set(report.missing) == {"text_features", "prompt_learner.identities"}
+    if tower == "vit":
+        assert torch.equal(other.backbone.sie_embed[:, 0], state["cv_embed"])
+    else:
+        assert any("no effect" in note for note in report.notes)
+    assert torch.equal(other.heads.weight_proj, model.heads.weight_proj)
