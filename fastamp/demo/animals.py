@@ -15,13 +15,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from fastamp.demo.generate import MANIFEST, check_folder, move_into_place, read_manifest
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
-from fastamp.utils.errors import DataError
 
 # Part of the default folder name: increment it with every change of the images.
-ANIMALS_VERSION = "1"
+ANIMALS_VERSION = "2"
 ANIMALS_TABLE = "animals.csv"
-_MANIFEST = "demo.json"
 _COLUMNS = ("path", "pid", "species", "side", "date", "encounter")
 _SIDES = ("left", "right")
 _FRAMES = 2
@@ -49,7 +48,7 @@ _SPECIES = {
 def generate_animals(
     folder: str | Path,
     *,
-    individuals: int = 20,
+    individuals: int = 40,
     image_size: int = 96,
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
@@ -58,22 +57,28 @@ def generate_animals(
 
     Args:
         folder (str or Path): folder of the dataset; parents are created.
-        individuals (int): animals of each species, at least 2. Default 20.
+        individuals (int): animals of each species, at least 2. Default 40.
         image_size (int): height and width in pixels, at least 32. Default 96.
         seed (int): random seed, at least 0. Default 0.
         progress (Callable, optional): called as ``progress(images_written, total_images)``.
 
     Raises:
         ValueError: if an argument is out of range.
-        DataError: if ``folder`` contains other files.
+        DataError: if ``folder`` contains other files, or a demo dataset with different arguments.
     """
     if individuals < 2 or image_size < 32 or seed < 0:
         raise ValueError(f"individuals {individuals}, image_size {image_size} and seed {seed}: expected 2, 32 and 0")
     folder = Path(folder).absolute()
+    settings = {
+        "variant": "animals",
+        "version": ANIMALS_VERSION,
+        "seed": seed,
+        "image_size": image_size,
+        "individuals": individuals,
+    }
+    check_folder(folder, settings)
     if animals_are_complete(folder):
         return
-    if folder.exists() and any(folder.iterdir()) and not (folder / _MANIFEST).is_file():
-        raise DataError(f"{folder} exists and is not a demo dataset.\n  fix: choose another folder")
     folder.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(folder)
     build = temporary_path(folder)
@@ -87,25 +92,16 @@ def generate_animals(
                 progress(number + 1, len(rows))
         with (build / ANIMALS_TABLE).open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
-        manifest = {"version": ANIMALS_VERSION, "individuals": individuals, "seed": seed, "images": len(rows)}
-        (build / _MANIFEST).write_text(json.dumps(manifest) + "\n", encoding="utf-8")
-        if folder.exists():
-            shutil.rmtree(folder)
-        try:
-            build.rename(folder)
-        except OSError:
-            if not animals_are_complete(folder):  # another process wrote it
-                raise
+        manifest = json.dumps({**settings, "images": len(rows)}, indent=2)
+        (build / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        move_into_place(build, folder, animals_are_complete)
     finally:
         shutil.rmtree(build, ignore_errors=True)
 
 
 def animals_are_complete(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many images of this version as its manifest states."""
-    try:
-        manifest = json.loads((Path(folder) / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    manifest = read_manifest(Path(folder)) or {}
     found = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
     return manifest.get("version") == ANIMALS_VERSION and manifest.get("images") == found
 

@@ -22,7 +22,7 @@ from fastamp.demo.wardrobe import Appearance, change_clothes, draw_appearance, d
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 
 # Part of the default folder names: increment it with every change of the images of any variant.
-VARIANTS_VERSION = "1"
+VARIANTS_VERSION = "2"
 INFRARED_CAMERAS = (2, 5)
 _VISIBLE_CAMERAS = (0, 1, 3, 4)
 _AERIAL_CAMERAS = (3, 4, 5)

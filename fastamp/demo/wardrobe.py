@@ -184,8 +184,9 @@ def change_clothes(person: Appearance, outfit: Appearance) -> Appearance:
 def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
     """Return ``person`` with gray colors as under near-infrared light.
 
-    The reflectance of a fabric depends on its dye more than on its visible color, patterns lose most of their contrast,
-    and all skin is bright.
+    The reflectance of a fabric depends mostly on its dye, i.e. on which color it is rather than on how bright that color
+    is; the rest is the material, which differs between people. Patterns lose most of their contrast, and all skin is
+    bright.
 
     Args:
         rng (np.random.Generator): generator of the materials; the same for all images of a person in one outfit.
@@ -193,7 +194,7 @@ def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
     """
 
     def reflect(color: Color, low: float, high: float) -> Color:
-        share = 0.3 * float(np.mean(color)) / 255 + 0.7 * rng.random()
+        share = 0.75 * float(np.random.default_rng(color).random()) + 0.25 * rng.random()
         return (round(low + (high - low) * share),) * 3
 
     upper = reflect(person.upper, 70, 225)

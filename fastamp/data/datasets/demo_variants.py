@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 class DemoVariant(ImageDataset):
     """Base class of the generated datasets with columns, which are written when the class is first used.
 
-    Subclasses set ``variant``, see ``generate_variant``. 100 training and 40 test identities, six cameras.
+    Subclasses set ``variant``, see ``generate_variant``, and the number of training identities. 40 test identities, six
+    cameras.
 
     Args:
         root (str or Path): data root; the images are in ``root/fastamp-demo-<variant>-v<version>``. Default "datasets".
@@ -28,6 +29,7 @@ class DemoVariant(ImageDataset):
     """
 
     variant: ClassVar[str] = ""
+    train_identities: ClassVar[int] = 100
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / f"fastamp-demo-{self.variant}-v{VARIANTS_VERSION}"
@@ -49,7 +51,7 @@ class DemoVariant(ImageDataset):
         folder = self.dataset_dir.absolute()
         logger.info("generating the dataset %s in %s", self.title, folder)
         try:
-            generate_variant(self.variant, folder)
+            generate_variant(self.variant, folder, train_identities=self.train_identities)
         except OSError as error:
             raise DataError(
                 f"cannot write the demo dataset to {folder}: {error.strerror or error}\n"
@@ -79,6 +81,7 @@ class DemoInfrared(DemoVariant):
     the gallery is visible."""
 
     variant = "infrared"
+    train_identities = 240
 
 
 @DATASET_REGISTRY.register()
@@ -87,6 +90,7 @@ class DemoClothes(DemoVariant):
     queries wear an outfit that is not in the gallery."""
 
     variant = "clothes"
+    train_identities = 240
 
 
 @DATASET_REGISTRY.register()
