@@ -184,9 +184,8 @@ def change_clothes(person: Appearance, outfit: Appearance) -> Appearance:
 def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
     """Return ``person`` with gray colors as under near-infrared light.
 
-    The reflectance of a fabric depends mostly on its dye, i.e. on which color it is rather than on how bright that color
-    is; the rest is the material, which differs between people. Patterns lose most of their contrast, and all skin is
-    bright.
+    The reflectance of a fabric depends mostly on its dye, i.e. on which color it is rather than on how bright that is.
+    The rest is the material, which differs between people. Patterns lose most of their contrast; all skin is bright.
 
     Args:
         rng (np.random.Generator): generator of the materials; the same for all images of a person in one outfit.
