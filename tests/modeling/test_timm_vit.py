@@ -297,13 +297,15 @@ def test_checkpoint_of_another_image_size_loads_with_resized_positions(tmp_path)
     assert torch.equal(backbone.state_dict()["model.cls_token"], state["backbone.model.cls_token"])
 
 
-def test_weights_in_the_folder_of_a_local_model_are_loaded(tmp_path):
+def test_weights_in_the_folder_of_a_local_model_are_loaded(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     safetensors = pytest.importorskip("safetensors.torch")
     name = tiny(tmp_path, *PLAIN)
     reference = build(name)
     state = {key.removeprefix("model."): value.contiguous() for key, value in reference.state_dict().items()}
     safetensors.save_file(state, tmp_path / PLAIN[0] / "model.safetensors")
     backbone = build(name, "MODEL.BACKBONE.PRETRAIN", "True")
+    assert "MODEL.PIXEL_MEAN" in caplog.text and "127.5" in caplog.text
     assert all(torch.equal(value, reference.state_dict()[key]) for key, value in backbone.state_dict().items())
 
 

@@ -254,15 +254,15 @@ def _probe(timm: ModuleType, name: str) -> nn.Module:
     """
     if not name.startswith((_HUB, _FOLDER)):
         _check_name(timm, name)
-    try:
-        with torch.device("meta"):
-            return timm.create_model(name, pretrained=False, num_classes=0)
-    except _TIMM_ERRORS as error:
-        if not name.startswith((_HUB, _FOLDER)):
-            return timm.create_model(name, pretrained=False, num_classes=0)  # not supported on the meta device
-        failure: Exception = error
-    except Exception as error:  # the exception type depends on the source
-        failure = error
+    for device in ("meta", "cpu"):  # a few models do not support the meta device
+        try:
+            with torch.device(device):
+                return timm.create_model(name, pretrained=False, num_classes=0)
+        except _TIMM_ERRORS as error:
+            failure: Exception = error
+        except Exception as error:  # the exception type depends on the source
+            failure = error
+            break
     reason = str(failure).strip().splitlines() or [type(failure).__name__]
     if name.startswith(_FOLDER):
         fix = f"{name.removeprefix(_FOLDER)} must contain the config.json of a timm model"

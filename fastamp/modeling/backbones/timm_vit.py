@@ -26,6 +26,13 @@ def is_plain_vit(model: nn.Module) -> bool:
     )
 
 
+def _has_single_convolution(model: nn.Module) -> bool:
+    """Return True if one convolution embeds the patches of a plain ViT."""
+    from timm.layers import PatchEmbed
+
+    return isinstance(model.patch_embed, PatchEmbed)
+
+
 def patch_size_of(model: nn.Module) -> tuple[int, int]:
     """Return the height and width of the patches of a plain ViT, in pixels."""
     return model.patch_embed.feat_ratio(as_scalar=False)
@@ -89,7 +96,7 @@ class TimmVisionTransformer(TokenBackbone):
         # Dropout follows the camera and view embeddings.
         self.pos_drop, model.pos_drop = model.pos_drop, nn.Identity()
         if stride != self.patch:
-            if not isinstance(getattr(model.patch_embed, "proj", None), nn.Conv2d):
+            if not _has_single_convolution(model):
                 raise ConfigError(
                     f"MODEL.BACKBONE.STRIDE_SIZE is {stride}, but overlapping patches require a single convolution; "
                     f"the patches of this model are embedded by {type(model.patch_embed).__name__}.\n"
