@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.inference.extract import check_output, dataset_name, extract
 
     check_output(args.output)
-    dataset_name(args.source)
+    if not args.source.isidentifier():  # a plain name can be a dataset of the project of the run
+        dataset_name(args.source)
     extraction, skipped = extract(
         predictor_of(args, args.key_values),
         args.source,

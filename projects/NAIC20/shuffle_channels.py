@@ -37,9 +37,11 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
         seed: random seed of the orders, at least 0. Default 0.
 
     Raises:
-        ConfigError: if the copies exist.
+        ConfigError: if the seed is negative, or the copies exist.
         DataError: if the list or an image is missing or damaged.
     """
+    if seed < 0:
+        raise ConfigError(f"--seed {seed}: expected an integer of at least 0.\n  fix: choose another seed")
     if (folder / IMAGES).exists() or (folder / LIST).exists():
         raise ConfigError(f"{folder / IMAGES} or {folder / LIST} exists.\n  fix: remove both")
     pairs = []

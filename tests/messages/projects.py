@@ -274,6 +274,8 @@ def challenge(record):
         (folder / "label.txt").write_text(text)
         with record(f"shuffle_channels: {label}"):
             shuffle(folder)
+    with record("shuffle_channels: negative seed"):
+        shuffle(folder, seed=-1)
     submit = runpy.run_path(str(project / "submit.py"))
     rows = {"features": np.eye(2, 4, dtype=np.float32), "pids": np.zeros(2, int), "camids": np.zeros(2, int)}
     rows |= {"paths": np.array(["a/1.png", "b/1.png"]), "config_hash": "0", "checkpoint": "x", "metric": "cosine"}

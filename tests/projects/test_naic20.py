@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import ensemble
 import numpy as np
 import pytest
 import tiny
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 from project_recipes import check_equal_to_fastreid, files_of
 
+from fastamp.cli import main
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset
@@ -90,6 +92,8 @@ def test_images_with_exchanged_channels_are_further_identities(root):
     assert all(len(found) == 1 for found in orders.values())
     again = run("shuffle_channels.py", folder)
     assert again.returncode == 2 and "exists" in again.stderr and "fix:" in again.stderr
+    negative = run("shuffle_channels.py", "--seed", "-1", root / "naic/2020_NAIC/chusai/train")
+    assert negative.returncode == 2 and "--seed -1" in negative.stderr
 
 
 @pytest.mark.parametrize("margin, gamma", [(0.35, 64), (0.25, 128)])
@@ -167,12 +171,38 @@ def test_recipe_equals_fastreid(path, tmp_path):
     check_equal_to_fastreid(path, tmp_path)
 
 
-def test_training_and_evaluation_on_the_lists(root, tmp_path):
+def test_training_resume_evaluation_and_submission_of_an_ensemble(root, tmp_path, capfd):
     cfg = read_config("", tiny.tiny_options(
         tmp_path / "run", "PROJECTS", "[NAIC20]", "DATASETS.NAMES", "[NAIC20_R2, NAIC19]", "DATASETS.TESTS",
         "NAIC20_R2", "MODEL.LOSSES.NAME", "[CrossEntropyLoss, Cosface]", "SOLVER.IMS_PER_BATCH", "4",
-        "DATALOADER.NUM_INSTANCE", "2", "TEST.BOOTSTRAP", "0",
+        "DATALOADER.NUM_INSTANCE", "2", "SOLVER.MAX_EPOCH", "2", "TEST.BOOTSTRAP", "0",
     ))  # fmt: skip
     trainer = DefaultTrainer(cfg)
     trainer.train()
     assert 0 <= DefaultTrainer.test(cfg, trainer.model)["mAP"] <= 100
+    folder = str(tmp_path / "run")
+    assert main(["train", "--config-file", f"{folder}/config.yaml", "--resume", "SOLVER.MAX_EPOCH", "3"]) == 0
+    assert main(["eval", folder]) == 0 and main(["eval", folder, "DATASETS.TESTS", "NAIC20_R2A"]) == 2
+    assert "no identity in common" in capfd.readouterr().err
+    files = [str(tmp_path / f"{name}.npz") for name in ("final", "best", "both")]
+    for name, file in zip(("final", "best"), files, strict=False):
+        assert main(["extract", f"{folder}/model_{name}.pth", "NAIC20_R2A", "-o", file]) == 0
+    ensemble.main(ensemble.parse(["-o", files[2], *files[:2], "MODEL.DEVICE", "cpu"]))
+    assert "no metrics: none of the 2 queries has a match" in capfd.readouterr().out
+    result = run("submit.py", "-o", tmp_path / "s.json", files[2], "MODEL.DEVICE", "cpu")
+    assert result.returncode == 0, result.stderr
+    found = json.loads((tmp_path / "s.json").read_text())
+    gallery = {"j.png", "k.png", "l.png"}
+    assert set(found) == {"h.png", "i.png"} and all(set(names) == gallery for names in found.values())
+
+
+def test_ensemble_of_other_images_is_an_error(tmp_path):
+    for name, images in (("a", ["1.png", "2.png", "3.png"]), ("b", ["1.png", "2.png", "4.png"])):
+        np.savez(
+            tmp_path / f"{name}.npz", features=np.eye(3, dtype=np.float32), paths=np.array(images),
+            pids=np.array([1, 1, 2]), camids=np.array([0, 1, 1]), split=np.array(["query", "gallery", "gallery"]),
+            config_hash=np.array("0"), checkpoint=np.array("x"), metric=np.array("cosine"),
+        )  # fmt: skip
+    files = [str(tmp_path / f"{name}.npz") for name in ("a", "b")]
+    with pytest.raises(DataError, match="1 of them missing, e.g. 3.png"):
+        ensemble.main(ensemble.parse(["-o", str(tmp_path / "c.npz"), *files]))

@@ -161,9 +161,10 @@ class NAIC19(NaicDataset):
 
 @DATASET_REGISTRY.register()
 class NAIC20_R2A(ImageDataset):
-    """Test set A of the second round of 2020: the folders ``query`` and ``gallery``, whose identities are unknown (0).
+    """Test set A of the second round of 2020: the folders ``query`` and ``gallery``, whose identities are unknown.
 
-    For `fastamp extract` and ``submit.py``; it cannot be evaluated.
+    For `fastamp extract` and ``submit.py``. Queries have identity 0 and the gallery -1, so that an evaluation stops for
+    lack of matches.
 
     Args:
         root (str or Path): data root. Default "datasets".
@@ -179,11 +180,11 @@ class NAIC20_R2A(ImageDataset):
         self.dataset_dir = Path(root) / self.folder
         needed = [self.dataset_dir / split for split in ("query", "gallery")]
         check_tree(type(self).__name__, root, needed, f"{self.folder}/{{query,gallery}}/{{name}}.png", self.folder)
-        super().__init__([], lambda: self._read("query", 0), lambda: self._read("gallery", 1))
+        super().__init__([], lambda: self._read("query", 0, 0), lambda: self._read("gallery", -1, 1))
 
-    def _read(self, split: str, camera: int) -> list[ImageItem]:
+    def _read(self, split: str, identity: int, camera: int) -> list[ImageItem]:
         files = list_files(type(self).__name__, self.dataset_dir / split, ".png")
-        return [ImageItem(str(file), 0, camera) for file in files]
+        return [ImageItem(str(file), identity, camera) for file in files]
 
 
 @DATASET_REGISTRY.register()
