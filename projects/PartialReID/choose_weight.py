@@ -9,7 +9,9 @@ example:
 """
 
 import argparse
+import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 from fastamp.checkpoint.entries import checkpoint_of
@@ -17,6 +19,7 @@ from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.config import CfgNode
 from fastamp.data import build_reid_test_loader
 from fastamp.data.build import build_dataset
+from fastamp.data.datasets.base import ImageItem
 from fastamp.engine import run_command_line
 from fastamp.evaluation import EVALUATOR_REGISTRY, inference_on_dataset
 from fastamp.modeling.load import load_model
@@ -28,19 +31,28 @@ KEY = "TEST.DSR.WEIGHT"
 
 
 def check_held_out(cfg: CfgNode, name: str) -> None:
-    """Check that no query or gallery image of a dataset is a training image.
+    """Check that no query or gallery image of a dataset is a training image, or an image of ``DATASETS.TESTS``.
 
     Raises:
-        DataError: if a test image was used for training.
+        DataError: if an image was used for training, or is used for testing.
     """
-    trained = {item.path for each in cfg.DATASETS.NAMES for item in build_dataset(each, cfg).train}
-    dataset = build_dataset(name, cfg)
-    tested = {item.path for items in dataset.test_items() for item in items}
-    if shared := sorted(trained & tested):
-        raise DataError(
-            f"{len(shared)} of {len(tested)} images of {name} were used for training, such as {shared[0]}.\n"
-            "  fix: train on a dataset that holds out identities, e.g. DATASETS.NAMES Market1501HeldOut"
-        )
+    images = paths(*build_dataset(name, cfg).test_items())
+    used = {"were used for training": paths(*(build_dataset(each, cfg).train for each in cfg.DATASETS.NAMES))}
+    for test in cfg.DATASETS.TESTS:
+        with contextlib.suppress(DataError):  # a test set that is not on this machine
+            used[f"are test images of {test}"] = paths(*build_dataset(test, cfg).test_items())
+    for use, others in used.items():
+        if shared := sorted(images & others):
+            raise DataError(
+                f"{len(shared)} of {len(images)} images of {name} {use}, such as {shared[0]}.\n"
+                "  fix: train on a dataset that holds out identities, e.g. DATASETS.NAMES Market1501HeldOut, and "
+                "choose the weight on it"
+            )
+
+
+def paths(*splits: Iterable[ImageItem]) -> set[str]:
+    """Return the paths of the images of several splits."""
+    return {item.path for items in splits for item in items}
 
 
 def choose(run: str, name: str = "", opts: list[str] | None = None) -> tuple[Path, float, list[float]]:
@@ -56,7 +68,7 @@ def choose(run: str, name: str = "", opts: list[str] | None = None) -> tuple[Pat
 
     Raises:
         ConfigError: if the model is not evaluated by reconstruction.
-        DataError: if the dataset has no queries, or its images were used for training.
+        DataError: if the dataset has no queries, or its images are used for training or testing.
     """
     checkpoint = checkpoint_of(run)
     loaded = load_model(checkpoint, opts=opts or ())

@@ -353,6 +353,8 @@ def test_weight_is_chosen_on_held_out_identities_and_stored(run, demo, tmp_path)
     assert Predictor(tmp_path / checkpoint.name).cfg.TEST.DSR.WEIGHT == 0.37
     with pytest.raises(DataError, match="used for training"):
         choose_weight["check_held_out"](read_config("PartialReID/demo", ["DATASETS.NAMES", "Demo"]), "DemoHeldOut")
+    with pytest.raises(DataError, match="test images of DemoPartial"):
+        choose_weight["choose"](str(run), name="Demo")
     with pytest.raises(ConfigError, match="reconstruction"):
         choose_weight["choose"](str(run), opts=["TEST.DSR.ENABLED", "False"])
 
