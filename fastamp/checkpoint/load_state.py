@@ -211,8 +211,8 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in "
             f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(own, converted)}"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME and DEPTH, MODEL.HEADS.*, "
-            "INPUT.CHANNELS)"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
+            "MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
         )
     blocks, expected = sum(block_counts(converted)), sum(block_counts(own))
     expected += any(key.startswith("heads.b1.") for key in own)  # the last block is in JPMHead
@@ -220,8 +220,8 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         raise WeightsError(
             f"weights from {report.source} do not match the model: the file has {blocks} transformer blocks, the model "
             f"{expected}\n{_sizes(own, converted)}"
-            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME and DEPTH), or lower "
-            "MODEL.WEIGHTS_MIN_MATCH to load them partially"
+            "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
+            "MODEL.BACKBONE.DEPTH), or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
     if report.backbone_fraction < min_match:
         raise WeightsError(

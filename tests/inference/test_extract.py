@@ -274,7 +274,7 @@ def test_extraction_raises_if_source_or_output_is_invalid(predictor, images, tmp
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (command, ["nowhere", "-o", "out.npz"]),
+        (command, ["nowhere/images", "-o", "out.npz"]),
         (command, ["images", "-o", "out.txt"]),
         (command, ["images", "-o", "nowhere/out.npz"]),
         (search, ["nowhere.jpg", "--gallery", "images"]),

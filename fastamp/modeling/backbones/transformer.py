@@ -132,7 +132,9 @@ class SideInformation(nn.Module):
         if not self.takes_cameras:
             return tokens
         rows = self.sie_embed[self._side_index(camids, viewids)]
-        return tokens + self.side_weight * rows.view(len(rows), *(1,) * (tokens.dim() - 2), -1)
+        for _ in range(tokens.dim() - rows.dim()):
+            rows = rows.unsqueeze(1)  # a view with the size of the batch would fix it in exported models
+        return tokens + self.side_weight * rows
 
     def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
         """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
