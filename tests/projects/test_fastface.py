@@ -140,6 +140,32 @@ def test_all_images_of_a_folder_and_all_pairs_are_read(tmp_path, monkeypatch):
         list(build_dataset("LFW", cfg).query)
 
 
+def test_generated_pairs_are_balanced_in_each_fold_and_of_test_images(demo):
+    data = build_dataset("DemoFaces", get_cfg().with_values({"PROJECTS": ["FastFace"]}))
+    pairs = [*zip(data.query[::2], data.query[1::2], strict=True)]
+    assert len(pairs) == 600 and not {item.path for item in data.query} & {item.path for item in data.train}
+    for one, other in pairs:
+        same = one.columns["same"]
+        assert other.columns["same"] == same == (one.pid == other.pid) and one.path != other.path
+    assert all(sum(one.columns["same"] for one, _ in pairs[fold : fold + 60]) == 30 for fold in range(0, 600, 60))
+
+
+def test_baselines_are_verified_like_the_features(demo):
+    from fastface.face_evaluator import FaceEvaluator
+
+    cfg = get_cfg().with_values({"TEST.BASELINES": True})
+    images = torch.randint(0, 256, (40, 3, 16, 16), generator=torch.Generator().manual_seed(0)).float()
+    images[20:] = images[:20]  # pairs 10 to 19 are copies of pairs 0 to 9
+    images[1::2] = images[::2] // 2  # darker copies
+    evaluator, order = FaceEvaluator(cfg), torch.randperm(40, generator=torch.Generator().manual_seed(1))
+    for part in order.split(7):
+        same = torch.ones(len(part), dtype=torch.int64)
+        evaluator.process({"indices": part, "same": same, "images": images[part]}, torch.ones(len(part), 2))
+    metrics = evaluator.evaluate()
+    assert metrics["Accuracy"] == metrics["baselines"]["raw pixels"]["Accuracy"] == 100
+    assert set(metrics["baselines"]) == {"raw pixels", "color histogram"}
+
+
 def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     make_faces(tmp_path)

@@ -3,16 +3,21 @@
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from fastamp.config import Key
 from fastamp.data.datasets import DATASET_REGISTRY, ImageDataset
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.custom import image_files
+from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.file_utils import check_tree, read_lines
 from fastamp.utils.errors import DataError
 
 KEYS = (
     Key("DATASETS.FACE_FOLDER", "MS_Celeb_1M", "FaceFolder: folder in the data root with a folder for each identity."),
 )
+
+_DEMO_PAIRS = 600
 
 
 @DATASET_REGISTRY.register()
@@ -108,6 +113,48 @@ class LFW(ImageDataset):
                 items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
         if not items:
             raise DataError(f"{path.absolute()} has no pairs.\n  fix: restore this file of the dataset")
+        return items
+
+
+@DATASET_REGISTRY.register()
+class DemoFaces(ImageDataset):
+    """Images of ``Demo`` in place of faces: training identities, and 600 pairs of test images in ten folds.
+
+    Half of the pairs of each fold are of one identity, in different cameras. The pairs are random, with a fixed seed.
+
+    Args:
+        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+    """
+
+    dataset_name = "demofaces"
+    requires_gallery = False
+    has_distractors = False
+
+    def __init__(self, root: str | Path = "datasets") -> None:
+        self._demo = Demo(root)
+        super().__init__(self._train, self._pairs, list)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "": as faces, the images have no cameras."""
+        return ""
+
+    def _train(self) -> list[ImageItem]:
+        items = [item._replace(pid=self._demo.identity(item.pid), camid=0) for item in self._demo.train]
+        return self._add_name_prefix(items)
+
+    def _pairs(self) -> list[ImageItem]:
+        people: dict[int, list[ImageItem]] = {}
+        for item in (*self._demo.query, *self._demo.gallery):
+            if item.pid > 0:  # no distractors
+                people.setdefault(item.pid, []).append(item)
+        rng, items = np.random.default_rng(0), []
+        for number in range(_DEMO_PAIRS):
+            same = number % 2 == 0
+            first, second = rng.choice(list(people), 2, replace=False).tolist()
+            one = people[first][rng.integers(len(people[first]))]
+            others = [item for item in people[first if same else second] if not same or item.camid != one.camid]
+            pair = one, others[rng.integers(len(others))]
+            items += [item._replace(camid=0, columns={"same": int(same)}) for item in pair]
         return items
 
 

@@ -3,9 +3,11 @@
 import logging
 from typing import Any
 
+import numpy as np
 import torch
 
 from fastamp.evaluation import EVALUATOR_REGISTRY, DatasetEvaluator
+from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastface.verification import verify_pairs
@@ -20,6 +22,7 @@ class FaceEvaluator(DatasetEvaluator):
     """Compute the accuracy of ten-fold verification of a test set of pairs, in percent; see ``verify_pairs``.
 
     With ``TEST.FLIP.ENABLED``, the feature of the mirrored image is added before the normalization, as in insightface.
+    ``TEST.BASELINES`` adds the accuracy of raw pixels and color histograms.
 
     Args:
         cfg (CfgNode): config.
@@ -28,6 +31,7 @@ class FaceEvaluator(DatasetEvaluator):
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:
+        self.baselines = {"raw pixels": raw_pixels, "color histogram": color_histogram} if cfg.TEST.BASELINES else {}
         self.reset()
 
     @staticmethod
@@ -43,6 +47,7 @@ class FaceEvaluator(DatasetEvaluator):
     def reset(self) -> None:
         """Discard all accumulated batches."""
         self._rows: list[torch.Tensor] = []
+        self._descriptors: dict[str, list[torch.Tensor]] = {name: [] for name in self.baselines}
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         """Accumulate a batch with the column ``same``, 1 for both images of a pair of one identity, and its features.
@@ -57,6 +62,8 @@ class FaceEvaluator(DatasetEvaluator):
             )
         parts = (inputs["indices"].cpu()[:, None], inputs["same"].cpu()[:, None], outputs.detach().cpu())
         self._rows.append(torch.cat([part.double() for part in parts], dim=1))
+        for name, descriptor in self.baselines.items():
+            self._descriptors[name].append(descriptor(inputs["images"].cpu()).double())
 
     def evaluate(self) -> dict[str, Any] | None:
         """Compute the metrics; None on ranks other than 0.
@@ -65,9 +72,11 @@ class FaceEvaluator(DatasetEvaluator):
             DataError: if there are fewer than two pairs, or the images of a pair differ in the column ``same``.
         """
         rows = comm.gather_rows(torch.cat(self._rows)) if self._rows else torch.empty(0, 2)
+        descriptors = {name: comm.gather_rows(torch.cat(each)) for name, each in self._descriptors.items() if each}
         if not comm.is_main_process():
             return None
-        rows = rows[rows[:, 0].argsort()]
+        order = rows[:, 0].argsort()
+        rows = rows[order]
         same = rows[::2, 1].numpy() == 1
         if len(rows) < 4 or len(rows) % 2 or (same != (rows[1::2, 1].numpy() == 1)).any():
             raise DataError(
@@ -76,11 +85,19 @@ class FaceEvaluator(DatasetEvaluator):
             )
         if len(same) < _FOLDS:
             logger.warning("%d pairs are verified in %d folds instead of %d", len(same), len(same), _FOLDS)
-        result = verify_pairs(rows[:, 2:].numpy(), same, folds=min(_FOLDS, len(same)))
-        accuracy = 100 * float(result.accuracies.mean())
-        return {
-            "Accuracy": accuracy,
-            "std": 100 * float(result.accuracies.std()),
-            "threshold": float(result.thresholds.mean()),
-            "metric": accuracy,
-        }
+        metrics = _metrics(rows[:, 2:], same)
+        if descriptors:
+            metrics["baselines"] = {name: _metrics(each[order], same) for name, each in descriptors.items()}
+        return metrics
+
+
+def _metrics(features: torch.Tensor, same: np.ndarray) -> dict[str, Any]:
+    """Return the metrics of pairs, (N,) bool, from the features of their images, (2 N, D)."""
+    result = verify_pairs(features.numpy(), same, folds=min(_FOLDS, len(same)))
+    accuracy = 100 * float(result.accuracies.mean())
+    return {
+        "Accuracy": accuracy,
+        "std": 100 * float(result.accuracies.std()),
+        "threshold": float(result.thresholds.mean()),
+        "metric": accuracy,
+    }
