@@ -2,6 +2,7 @@
 
 import pickle
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from fastamp.config import get_cfg, read_config
 from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset
 from fastamp.data.columns import EncodedColumn
+from fastamp.data.datasets import data_root
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
 from fastamp.modeling import build_model
@@ -335,6 +337,8 @@ def partial_queries(record, run_folder):
         choose_weight["check_held_out"](
             cfg.with_values({"DATASETS.NAMES": "Demo", "DATASETS.PARTIAL.SEED": 77}), "DemoHeldOut"
         )
+    for folder in data_root().glob("fastamp-demo-occluded-*"):
+        shutil.rmtree(folder)  # the data root is shared with other tests
     with record("choose_weight.py: a run without reconstruction"):
         choose_weight["choose"](str(run_folder))
     demo = record.root / "demo"

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,14 @@ from fastamp.utils.errors import ConfigError, DataError
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "projects/PartialReID"
 REFERENCE = Path(__file__).parents[1] / "reference"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def remove_occluded_images(demo_root):
+    """Remove the images that ``OccludedDemo`` writes next to the demo set, which is shared with other tests."""
+    yield
+    for folder in demo_root.glob("fastamp-demo-occluded-*"):
+        shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module", autouse=True)
