@@ -10,10 +10,17 @@ from torch import nn
 from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
-from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.config import Key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
-from fastamp.modeling.backbones.transformer import TokenBackbone, infer_grid, run_block
+from fastamp.modeling.backbones.transformer import (
+    TokenBackbone,
+    infer_grid,
+    note_resized_positions,
+    patch_grid,
+    run_block,
+    size_of_training_images,
+)
 from fastamp.modeling.backbones.vit import infer_embedding_keys, resize_positions
 from fastamp.utils.errors import ConfigError
 
@@ -224,8 +231,6 @@ class ClipVisionTransformer(TokenBackbone):
         self.class_embedding = nn.Parameter(torch.randn(width) * width**-0.5)
         self.positional_embedding = nn.Parameter(torch.randn(1 + math.prod(self.grid), width) * width**-0.5)
         self.create_side_embedding(width, cameras=cameras, views=views, side_weight=side_weight)
-        if self.takes_cameras:
-            nn.init.trunc_normal_(self.sie_embed, std=0.02)
         self.ln_pre = nn.LayerNorm(width)
         self.drop = nn.Dropout(dropout)
         self.transformer = ResidualBlocks(
@@ -302,7 +307,7 @@ class ClipVisionTransformer(TokenBackbone):
         positions = self.positional_embedding[None]
         if grid != self.grid:
             positions = resize_positions(positions, self.grid, grid)
-        learned = self.class_embedding.expand(len(x), 1, -1)
+        learned = self.class_embedding.expand(x.shape[0], 1, -1)
         if side_information:
             learned = self.add_side_information(learned, camids, viewids)
         tokens = torch.cat((learned.to(patches.dtype), patches.flatten(2).transpose(1, 2)), dim=1)
@@ -320,8 +325,7 @@ class ClipVisionTransformer(TokenBackbone):
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
-        rows, columns = ((side - PATCH) // step + 1 for side, step in zip(size, self.stride, strict=True))
-        return rows, columns
+        return patch_grid(size, (PATCH, PATCH), self.stride)
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
@@ -371,28 +375,8 @@ def resize_clip_positions(state: State, key: str, grid: tuple[int, int], notes: 
     if positions is None or positions.dim() != 2 or len(positions) in (0, 1, 2, 1 + math.prod(grid)):
         return state
     found = infer_grid(len(positions) - 1, like=grid)
-    notes.append(
-        f"the position embedding was resized from {found[0]} x {found[1]} to {grid[0]} x {grid[1]} patches "
-        "(see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
-    )
+    note_resized_positions(notes, found, grid, "bilinear")
     return state | {key: resize_positions(positions[None].float(), found, grid)[0]}
-
-
-def check_image_sizes(cfg: Any) -> tuple[int, int]:
-    """Return the size of the training images, for the position embedding.
-
-    Raises:
-        ConfigError: if training images have no fixed size, or images are smaller than a patch.
-    """
-    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={cfg.MODEL.BACKBONE.NAME}")
-    for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
-        if size is not None and min(size) < PATCH:
-            key = size_key(cfg, is_train=is_train)
-            raise ConfigError(
-                f"{key} is {size}, but CLIP's image towers need images of at least {PATCH} x {PATCH} pixels.\n"
-                f"  fix: increase {key}"
-            )
-    return image_size
 
 
 def _keys_of(trunk: State) -> dict[str, str]:
@@ -422,7 +406,7 @@ def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ClipVisionTransformer(
         depth=depth,
-        image_size=check_image_sizes(cfg),
+        image_size=size_of_training_images(cfg, (PATCH, PATCH)),
         in_channels=cfg.INPUT.CHANNELS,
         stride=tuple(backbone.STRIDE_SIZE),
         projection=backbone.PROJECTION,

@@ -12,8 +12,9 @@ from fastamp.checkpoint.load_state import State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
-from fastamp.modeling.backbones.clip import check_image_sizes, image_tower, resize_clip_positions
+from fastamp.modeling.backbones.clip import PATCH, image_tower, resize_clip_positions
 from fastamp.modeling.backbones.init import init_convolutions
+from fastamp.modeling.backbones.transformer import size_of_training_images
 from fastamp.modeling.backbones.vit import resize_positions
 
 
@@ -214,7 +215,7 @@ def build_clip_resnet_backbone(cfg: Any) -> ClipResNet:
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ClipResNet(
         depth=depth,
-        image_size=check_image_sizes(cfg),
+        image_size=size_of_training_images(cfg, (PATCH, PATCH)),
         in_channels=cfg.INPUT.CHANNELS,
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,

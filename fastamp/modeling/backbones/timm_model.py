@@ -21,7 +21,12 @@ from fastamp.modeling.backbones.timm_vit import (
     nearest_grid,
     patch_size_of,
 )
-from fastamp.modeling.backbones.transformer import SideInformation
+from fastamp.modeling.backbones.transformer import (
+    SideInformation,
+    factors_like,
+    patch_grid,
+    size_of_training_images,
+)
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
 from fastamp.utils.files import expand
 from fastamp.utils.moved import renamed_attribute
@@ -95,7 +100,6 @@ class TimmBackbone(SideInformation):
             self._require_swin()
             width = model.patch_embed.proj.out_channels
             self.create_side_embedding(width, cameras=cameras, views=views, side_weight=side_weight)
-            nn.init.trunc_normal_(self.sie_embed, std=0.02)
         self.checkpointing = checkpointing
         if checkpointing:
             self._enable_checkpointing()
@@ -314,17 +318,11 @@ def _patch_stride_and_size(
             f"MODEL.BACKBONE.STRIDE_SIZE is {stride}, but the patches of timm's {name} have {patch[0]} x {patch[1]} "
             f"pixels: pixels between them would not be used.\n  fix: set MODEL.BACKBONE.STRIDE_SIZE to at most {patch}"
         )
-    for is_train, each in ((True, size), (False, input_size(cfg, is_train=False))):
-        if each is not None and any(side < length for side, length in zip(each, patch, strict=True)):
-            key = size_key(cfg, is_train=is_train)
-            raise ConfigError(
-                f"{key} is {each}, but timm's {name} needs images of at least {patch[0]} x {patch[1]} pixels, the size "
-                f"of a patch.\n  fix: increase {key}"
-            )
+    size_of_training_images(cfg, patch)
     if stride == patch:
         grid = nearest_grid(size, patch)
     else:
-        grid = tuple((side - p) // step + 1 for side, p, step in zip(size, patch, stride, strict=True))
+        grid = patch_grid(size, patch, stride)
     image_size = (grid[0] * patch[0], grid[1] * patch[1])
     resized = stride == patch and image_size != size
     logger.info(
@@ -429,11 +427,10 @@ def _map_width_before_head(model: nn.Module, channels: int, size: tuple[int, int
 
 def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
     """Find the grid of ``patches`` with the aspect ratio nearest to images of ``size``; None if it differs too much."""
-    rows = (number for number in range(1, patches + 1) if patches % number == 0)
-    target = math.log(size[0] / size[1])
-    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - target))
-    distortion = abs(math.log(height * height / patches) - target)
-    return (height, patches // height) if distortion < math.log(_MAX_DISTORTION) else None
+    ratio = size[0] / size[1]
+    grid = factors_like(patches, ratio)
+    distortion = abs(math.log(grid[0] / grid[1] / ratio))
+    return grid if distortion < math.log(_MAX_DISTORTION) else None
 
 
 def _log_pixel_statistics(cfg: Any, name: str, model: nn.Module) -> None:

@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
-from fastamp.modeling.backbones.transformer import TokenBackbone, infer_grid, run_block
+from fastamp.modeling.backbones.transformer import (
+    TokenBackbone,
+    infer_grid,
+    note_resized_positions,
+    patch_grid,
+    run_block,
+)
 from fastamp.utils.errors import ConfigError
 
 MODEL_PREFIX = "model."
@@ -104,8 +110,6 @@ class TimmVisionTransformer(TokenBackbone):
                 )
             model.patch_embed.proj.stride = stride
         self.create_side_embedding(self.feature_dim, cameras=cameras, views=views, side_weight=side_weight)
-        if self.takes_cameras:
-            nn.init.trunc_normal_(self.sie_embed, std=0.02)
 
     @property
     def last_block(self) -> nn.Module | None:
@@ -116,8 +120,7 @@ class TimmVisionTransformer(TokenBackbone):
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
         if self.stride == self.patch:
             return nearest_grid(size, self.patch)
-        rows, columns = ((side - p) // step + 1 for side, p, step in zip(size, self.patch, self.stride, strict=True))
-        return rows, columns
+        return patch_grid(size, self.patch, self.stride)
 
     def forward(
         self, x: torch.Tensor, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None
@@ -230,10 +233,7 @@ class TimmVisionTransformer(TokenBackbone):
         if not fits or own_registers != ("reg_token" in trunk) or positions.shape[2] != self.feature_dim:
             return positions  # loading reports the shape mismatch
         found = infer_grid(positions.shape[1] - prefix, like=self.grid)
-        notes.append(
-            f"the position embedding was resized from {found[0]} x {found[1]} to {self.grid[0]} x {self.grid[1]} "
-            "patches by bicubic interpolation (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
-        )
+        note_resized_positions(notes, found, self.grid, "bicubic")
         return resample_abs_pos_embed(positions, new_size=[*self.grid], old_size=[*found], num_prefix_tokens=prefix)
 
 
@@ -304,7 +304,7 @@ def _pools_prefix(model: nn.Module) -> bool:
 
 def _append_rotation(tokens: torch.Tensor, rotation: torch.Tensor, prefix: int) -> torch.Tensor:
     """Append the rotary embedding (patches, R) to the channels of patch tokens, and zeros to those of other tokens."""
-    rotation = F.pad(rotation.expand(len(tokens), -1, -1), (0, 0, prefix, 0))
+    rotation = F.pad(rotation.expand(tokens.shape[0], -1, -1), (0, 0, prefix, 0))
     return torch.cat((tokens, rotation.to(tokens.dtype)), dim=2)
 
 

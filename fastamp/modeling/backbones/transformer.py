@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fastamp.config import Key
+from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.utils.errors import ConfigError
 
 KEYS = (
     Key(
@@ -71,6 +72,24 @@ def run_block(block: nn.Module, x: torch.Tensor, *, checkpointing: bool, **optio
     return block(x, **options)
 
 
+def patch_grid(size: tuple[int, int], patch: tuple[int, int], stride: tuple[int, int]) -> tuple[int, int]:
+    """Compute the number of rows and columns of patches; pixels after the last patch are not used.
+
+    Args:
+        size (tuple[int, int]): height and width of the image, at least those of a patch.
+        patch, stride (tuple[int, int]): height and width of a patch, and vertical and horizontal stride, in pixels.
+    """
+    rows, columns = ((side - length) // step + 1 for side, length, step in zip(size, patch, stride, strict=True))
+    return rows, columns
+
+
+def factors_like(patches: int, ratio: float) -> tuple[int, int]:
+    """Return the ``(rows, columns)`` with ``patches`` cells whose ratio rows / columns is nearest to ``ratio``."""
+    divisors = (number for number in range(1, patches + 1) if patches % number == 0)
+    rows = min(divisors, key=lambda number: abs(math.log(number * number / patches) - math.log(ratio)))
+    return rows, patches // rows
+
+
 def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     """Infer the patch grid from the number of patches, since weights files do not store the grid.
 
@@ -85,10 +104,37 @@ def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
     side = math.isqrt(patches)
     if side * side == patches:
         return side, side
-    target = math.log(like[0] / like[1])
-    rows = (number for number in range(1, patches + 1) if patches % number == 0)
-    height = min(rows, key=lambda number: abs(math.log(number * number / patches) - target))
-    return height, patches // height
+    return factors_like(patches, like[0] / like[1])
+
+
+def note_resized_positions(notes: list[str], found: tuple[int, int], grid: tuple[int, int], method: str) -> None:
+    """Add a remark to ``notes`` that a position embedding was resized from the grid ``found`` to ``grid``."""
+    notes.append(
+        f"the position embedding was resized from {found[0]} x {found[1]} to {grid[0]} x {grid[1]} patches by {method} "
+        "interpolation (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
+    )
+
+
+def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]:
+    """Return the height and width of the training images, for which a position embedding is created.
+
+    Args:
+        cfg (CfgNode): the config.
+        patch (tuple[int, int]): height and width of a patch, in pixels.
+
+    Raises:
+        ConfigError: if training images have no fixed size, or training or test images are smaller than a patch.
+    """
+    name = cfg.MODEL.BACKBONE.NAME
+    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={name}")
+    for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
+        if size is not None and any(side < length for side, length in zip(size, patch, strict=True)):
+            key = size_key(cfg, is_train=is_train)
+            raise ConfigError(
+                f"{key} is {size}, but MODEL.BACKBONE.NAME={name} needs images of at least {patch[0]} x {patch[1]} "
+                f"pixels, the size of a patch.\n  fix: increase {key}"
+            )
+    return image_size
 
 
 class SideInformation(nn.Module):
@@ -103,7 +149,7 @@ class SideInformation(nn.Module):
     takes_cameras = False
 
     def create_side_embedding(self, width: int, *, cameras: int, views: int, side_weight: float) -> None:
-        """Create the parameter ``sie_embed``, (rows, 1, width) of zeros, if there are cameras or views.
+        """Create the parameter ``sie_embed``, (rows, 1, width) with random values, if there are cameras or views.
 
         Args:
             width (int): width of the tokens.
@@ -115,6 +161,7 @@ class SideInformation(nn.Module):
         self.takes_cameras = cameras > 0 or views > 0
         if self.takes_cameras:
             self.sie_embed = nn.Parameter(torch.zeros(max(cameras, 1) * max(views, 1), 1, width))
+            nn.init.trunc_normal_(self.sie_embed, std=0.02)
 
     def add_side_information(
         self, tokens: torch.Tensor, camids: torch.Tensor | None, viewids: torch.Tensor | None

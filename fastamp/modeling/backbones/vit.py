@@ -12,11 +12,18 @@ from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
-from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.config import Key
 from fastamp.layers import IBN, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
-from fastamp.modeling.backbones.transformer import TokenBackbone, infer_grid, run_block
+from fastamp.modeling.backbones.transformer import (
+    TokenBackbone,
+    infer_grid,
+    note_resized_positions,
+    patch_grid,
+    run_block,
+    size_of_training_images,
+)
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names, renamed_attribute
 
@@ -286,7 +293,7 @@ class VisionTransformer(TokenBackbone):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        names = ("cls_token", "part_token", "pos_embed", "sie_embed")
+        names = ("cls_token", "part_token", "pos_embed")
         for embedding in (getattr(self, name) for name in names if hasattr(self, name)):
             nn.init.trunc_normal_(embedding, std=0.02)
         for module in self.modules():
@@ -337,8 +344,7 @@ class VisionTransformer(TokenBackbone):
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
-        rows, columns = ((side - PATCH) // step + 1 for side, step in zip(size, self.stride, strict=True))
-        return rows, columns
+        return patch_grid(size, (PATCH, PATCH), self.stride)
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
@@ -377,10 +383,7 @@ class VisionTransformer(TokenBackbone):
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
             if positions.shape[1] != self.pos_embed.shape[1]:
                 found = infer_grid(positions.shape[1] - prefix, like=self.grid)
-                notes.append(
-                    f"the position embedding was resized from {found[0]} x {found[1]} to {self.grid[0]} x "
-                    f"{self.grid[1]} patches (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
-                )
+                note_resized_positions(notes, found, self.grid, "bilinear")
                 positions = resize_positions(positions, found, self.grid, prefix=prefix)
             state["pos_embed"] = positions
         self.note_unused_side_embedding(state, notes)
@@ -444,7 +447,7 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
     if positions is None or positions.dim() != 3:
         return keys
     for size, stride in itertools.product(_COMMON_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
-        if math.prod((side - PATCH) // stride + 1 for side in size) == positions.shape[1] - prefix:
+        if math.prod(patch_grid(size, (PATCH, PATCH), (stride, stride))) == positions.shape[1] - prefix:
             keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
             return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
     return keys
@@ -466,13 +469,6 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
-    image_size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={backbone.NAME}")
-    for is_train, size in ((True, image_size), (False, input_size(cfg, is_train=False))):
-        if size is not None and min(size) < PATCH:
-            key = size_key(cfg, is_train=is_train)
-            raise ConfigError(
-                f"{key} is {size}, but a ViT needs images of at least {PATCH} x {PATCH} pixels.\n  fix: increase {key}"
-            )
     if backbone.STEM_CONV and tuple(backbone.STRIDE_SIZE) != (PATCH, PATCH):
         raise ConfigError(
             f"MODEL.BACKBONE.STEM_CONV=True requires MODEL.BACKBONE.STRIDE_SIZE ({PATCH}, {PATCH}), but it is "
@@ -480,7 +476,7 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         )
     model = VisionTransformer(
         depth=depth,
-        image_size=image_size,
+        image_size=size_of_training_images(cfg, (PATCH, PATCH)),
         in_channels=cfg.INPUT.CHANNELS,
         stride=tuple(backbone.STRIDE_SIZE),
         dropout=backbone.DROP_RATIO,

@@ -19,7 +19,7 @@ from fastamp.modeling.losses.compute import compute_losses, over_pairs
 from fastamp.modeling.meta_arch import Baseline
 from fastamp.utils.errors import ConfigError
 
-logger = logging.getLogger(f"fastamp.{__name__}")  # in the log of the run
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 KEYS = (
     Key(

@@ -29,7 +29,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.plural import plural
 
-logger = logging.getLogger(f"fastamp.{__name__}")  # in the log of the run
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 KEYS = (
     Key("CLIPREID.STAGE1.MAX_EPOCH", 120, "CLIP-ReID: epochs of the prompts; 0 uses those in MODEL.WEIGHTS.", low=0),

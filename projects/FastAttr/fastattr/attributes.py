@@ -18,7 +18,7 @@ from fastamp.data.columns import EncodedColumn, check_column
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import ConfigError, DataError
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 KEYS = (
     Key(

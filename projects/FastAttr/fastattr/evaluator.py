@@ -24,7 +24,7 @@ from fastamp.utils.errors import writing
 from fastattr.attributes import labels_of, most_frequent_values, parse_names
 from fastattr.metrics import AttributeCounts
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 KEYS = (
     Key(

@@ -16,7 +16,7 @@ from fastattr.attributes import Attribute, labels_of, parse_names, with_attribut
 from fastattr.head import AttrHead
 from fastattr.loss import BinaryCrossEntropyLoss
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 BCE = "BinaryCrossEntropyLoss"
 

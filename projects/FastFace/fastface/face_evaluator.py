@@ -12,7 +12,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import DataError
 from fastface.verification import verify_pairs
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 _FOLDS = 10
 

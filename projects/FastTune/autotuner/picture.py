@@ -12,7 +12,7 @@ from autotuner.search import Outcome
 from autotuner.space import Parameter, Space
 from fastamp.utils.errors import writing
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger(f"fastamp.{__name__}")
 
 
 def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path | None:
