@@ -17,12 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fastamp.data.datasets.file_utils import read_lines
 from fastamp.engine import run_command_line
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track
+
+sys.path.append(str(Path(__file__).parent))
 
 ORDERS = tuple(itertools.permutations(range(3)))[1:]
 """Orders of the three channels without the original one."""
@@ -40,18 +41,18 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
         ConfigError: if the seed is negative, or the copies exist.
         DataError: if the list or an image is missing or damaged.
     """
+    from naic.datasets import read_list
+
     if seed < 0:
         raise ConfigError(f"--seed {seed}: expected an integer of at least 0.\n  fix: choose another seed")
     if (folder / IMAGES).exists() or (folder / LIST).exists():
         raise ConfigError(f"{folder / IMAGES} or {folder / LIST} exists.\n  fix: remove both")
-    pairs = []
-    for line in read_lines("shuffle_channels", folder / "label.txt"):
-        name, found, identity = (part.strip() for part in line.rpartition(":"))
-        if not (found and name and identity) or Path(name).name != name:
-            raise DataError(
-                f"{folder / 'label.txt'}: expected lines like 0001.png:17, got {line!r}.\n  fix: correct the line"
-            )
-        pairs.append((name, identity))
+    pairs = read_list("shuffle_channels", folder / "label.txt")
+    if elsewhere := next((name for name, _ in pairs if Path(name).name != name), None):
+        raise DataError(
+            f"{folder / 'label.txt'}: expected names of files in {folder / 'images'}, got {elsewhere!r}.\n"
+            "  fix: correct the line"
+        )
     identities = sorted({identity for _, identity in pairs})
     rng = np.random.default_rng(seed)
     orders = dict(zip(identities, rng.integers(len(ORDERS), size=len(identities)).tolist(), strict=True))

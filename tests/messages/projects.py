@@ -269,6 +269,7 @@ def challenge(record):
     shuffle = runpy.run_path(str(project / "shuffle_channels.py"))["shuffle_channels"]
     for label, text in (
         ("invalid line", "1.png 3\n"),
+        ("path", "images/1.png:3\n"),
         ("missing image", "2.png:3\n"),
         ("first", "1.png:3\n"),
         ("again", ""),

@@ -1,12 +1,12 @@
 """CLIP's image towers: features of CLIP-ReID's program, weights files, and bad input."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
@@ -22,10 +22,6 @@ from fastamp.utils.errors import ConfigError, WeightsError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("vit_clipreid", "vit_clipreid clip_file")
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)

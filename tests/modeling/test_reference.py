@@ -1,12 +1,12 @@
 """Compare features and training losses of all models with FastReID's for the same weights."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
@@ -17,10 +17,6 @@ REFERENCE = Path(__file__).parents[1] / "reference"
 MODELS = json.loads(gzip.decompress((REFERENCE / "fastreid_models.json.gz").read_bytes()))
 EMBEDDINGS = np.load(REFERENCE / "fastreid_embeddings.npz")
 ROOT = Path(__file__).parents[2]
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 BOT = "Market1501/bagtricks_R50.yml"
 RESNET18 = f"{BOT} MODEL.BACKBONE.NAME build_resnet_backbone MODEL.BACKBONE.DEPTH 18x MODEL.BACKBONE.FEAT_DIM 512"

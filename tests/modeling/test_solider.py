@@ -1,13 +1,13 @@
 """SOLIDER's Swin: features of the original program, its weights files, and bad input."""
 
 import gzip
-import importlib.util
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 from torch import nn
 from torchvision.models.swin_transformer import ShiftedWindowAttention
@@ -22,10 +22,6 @@ from fastamp.utils.errors import ConfigError, WeightsError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 CASES = ("swin_tiny 384x128", "swin_tiny 384x128 semantic1.0")
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)

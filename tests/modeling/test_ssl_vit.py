@@ -1,12 +1,12 @@
 """Vision Transformers of PASS and TransReID-SSL: features of the original programs, and weights files."""
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 from torch import nn
 
@@ -22,10 +22,6 @@ from fastamp.utils.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 RECIPES = {"pass": "Market1501/pass_vit_small", "ssl": "Market1501/ssl_vit_small"}
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 @pytest.fixture(scope="module", autouse=True)

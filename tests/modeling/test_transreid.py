@@ -1,13 +1,13 @@
 """TransReID's models and FastReID's ViT: comparison of features for the same weights, and recipes."""
 
 import gzip
-import importlib.util
 import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 
 from fastamp.checkpoint.load_state import load_model_state
@@ -17,10 +17,6 @@ from fastamp.solver import build_lr_schedule
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests/reference"
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 def reference(origin, name):

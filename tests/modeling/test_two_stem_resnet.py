@@ -1,7 +1,6 @@
 """The two-stem ResNet for visible-infrared images: reference features, mixed batches, gradients and errors."""
 
 import gzip
-import importlib.util
 import json
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import torch
 import torch.nn.functional as F
 
@@ -20,9 +20,6 @@ from fastamp.utils.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parents[1] / "reference" / "methods"
 RANKS = Path(__file__).parents[1] / "helpers" / "two_stem_ranks.py"
-spec = importlib.util.spec_from_file_location("reference_weights", FOLDER.parent / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 def config(depth="18x", **backbone):

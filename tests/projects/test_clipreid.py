@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import tiny
 import torch
 from torch import nn
@@ -31,10 +32,6 @@ RECIPES = sorted(path.stem for path in (ROOT / "projects/CLIPReID/configs").glob
 TINY = ("MODEL.DEVICE", "cpu", "SOLVER.AMP", "off", "INPUT.SIZE_TRAIN", "(32, 16)", "INPUT.SIZE_TEST", "(32, 16)",
         "CLIPREID.TEXT_WIDTH", "16", "CLIPREID.TEXT_BLOCKS", "1", "MODEL.BACKBONE.NAME", "build_clip_vit_backbone",
         "MODEL.BACKBONE.FEAT_DIM", "192", "MODEL.BACKBONE.DROP_PATH_RATIO", "0.2")  # fmt: skip
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 @pytest.fixture(autouse=True, scope="module")

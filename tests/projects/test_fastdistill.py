@@ -1,12 +1,12 @@
 """FastDistill: overhaul distillation against FastReID's numbers and a naive loop, teachers, training and recipes."""
 
-import importlib.util
 import json
 from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import reference_weights
 import tiny
 import torch
 from project_recipes import check_equal_to_fastreid, files_of
@@ -22,9 +22,6 @@ from fastamp.utils.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 METHODS = REFERENCE / "methods"
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 SMALL = (
     "MODEL.BACKBONE.NAME", "build_two_stages", "MODEL.BACKBONE.FEAT_DIM", "16", "MODEL.HEADS.NUM_CLASSES", "4",
 )  # fmt: skip

@@ -1,7 +1,6 @@
 """FastFace: networks of insightface and FastReID, verification, datasets of faces, and a run."""
 
 import gzip
-import importlib.util
 import io
 import json
 import pickle
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import preloaded
 import pytest
+import reference_weights
 import tiny
 import torch
 from PIL import Image
@@ -26,10 +26,6 @@ from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
-
-spec = importlib.util.spec_from_file_location("reference_weights", REFERENCE / "reference_weights.py")
-reference_weights = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference_weights)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -46,6 +46,29 @@ def remove_long_tail(items: Iterable[ImageItem], name: str) -> list[ImageItem]:
     return kept
 
 
+def read_list(title: str, file: Path, separator: str = ":") -> list[tuple[str, str]]:
+    """Read the name and the identity of each image in a list file.
+
+    Args:
+        title (str): name of the dataset, for the message.
+        file (Path): list file.
+        separator (str): string between name and identity on a line. Default ":".
+
+    Raises:
+        DataError: if the file cannot be read or is empty, or a line is invalid.
+    """
+    pairs = []
+    for line in read_lines(title, file):
+        name, _, identity = (part.strip() for part in line.rpartition(separator))
+        if not (name and identity):
+            raise DataError(
+                f"{title}: expected lines like 0001.png{separator}17 in {file.absolute()}, got {line!r}.\n"
+                "  fix: restore this file of the dataset"
+            )
+        pairs.append((name, identity))
+    return pairs
+
+
 class NaicDataset(ImageDataset):
     """Base class of the datasets of the challenge.
 
@@ -99,15 +122,10 @@ class NaicDataset(ImageDataset):
         if split not in self.lists:
             return []
         file = self.dataset_dir / self.lists[split]
-        items = []
-        for line in read_lines(type(self).__name__, file):
-            name, found, identity = (part.strip() for part in line.rpartition(self.separator))
-            if not (found or self.separator == " ") or not name or not identity:
-                raise DataError(
-                    f"{type(self).__name__}: expected lines like 0001.png{self.separator}17 in {file.absolute()}, got "
-                    f"{line!r}.\n  fix: restore this file of the dataset"
-                )
-            items.append(ImageItem(str(self.dataset_dir / self.images / name), as_number(identity), camera))
+        items = [
+            ImageItem(str(self.dataset_dir / self.images / name), as_number(identity), camera)
+            for name, identity in read_list(type(self).__name__, file, self.separator)
+        ]
         return check_first_image(type(self).__name__, file, items)
 
 
@@ -128,24 +146,28 @@ class NAIC20_R1(NaicDataset):
     lists: ClassVar[dict[str, str]] = {"train": "label.txt"}
 
 
+class _ShuffledChannels(NaicDataset):
+    """Base class of copies of a dataset with exchanged color channels as further identities; see
+    ``shuffle_channels.py``."""
+
+    images = "images_cnv"
+    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
+
+
 @DATASET_REGISTRY.register()
-class NAIC20_R2CNV(NaicDataset):
-    """Images of ``NAIC20_R2`` with exchanged color channels as further identities, see ``shuffle_channels.py``."""
+class NAIC20_R2CNV(_ShuffledChannels):
+    """Images of ``NAIC20_R2`` with exchanged color channels."""
 
     dataset_name = "naic20_r2cnv"
     folder = NAIC20_R2.folder
-    images = "images_cnv"
-    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
 
 
 @DATASET_REGISTRY.register()
-class NAIC20_R1CNV(NaicDataset):
-    """Images of ``NAIC20_R1`` with exchanged color channels as further identities, see ``shuffle_channels.py``."""
+class NAIC20_R1CNV(_ShuffledChannels):
+    """Images of ``NAIC20_R1`` with exchanged color channels."""
 
     dataset_name = "naic20_r1cnv"
     folder = NAIC20_R1.folder
-    images = "images_cnv"
-    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
 
 
 @DATASET_REGISTRY.register()
