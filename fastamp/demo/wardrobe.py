@@ -193,7 +193,8 @@ def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
     """
 
     def reflect(color: Color, low: float, high: float) -> Color:
-        share = 0.75 * float(np.random.default_rng(color).random()) + 0.25 * rng.random()
+        dye = np.random.default_rng(color).random()  # the same for each color, but unrelated to its brightness
+        share = 0.75 * float(dye) + 0.25 * rng.random()
         return (round(low + (high - low) * share),) * 3
 
     upper = reflect(person.upper, 70, 225)

@@ -218,7 +218,7 @@ def compute_metrics(
     if protocol.all_images:
         query_features = gallery_features = torch.cat((query_features, gallery_features))
         identities = protocol.arrange(identities)
-    blocks = distances or distances_of(query_features, gallery_features, protocol)
+    blocks = distances_of(query_features, gallery_features, protocol) if distances is None else distances
 
     roc = example_counter = limit = None
     if protocol.false_accept_rates is not None or (report_options and not protocol.random_query_gallery_split):

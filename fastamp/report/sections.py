@@ -8,7 +8,7 @@ from typing import Any
 from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
 from fastamp.evaluation.protocol import Protocol
-from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection
+from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
 from fastamp.report.curves import cmc_panel, roc_panel, score_name, score_panel, scores
 from fastamp.report.history import History
@@ -24,8 +24,6 @@ _MAX_LISTS = 48
 _SHADES = 10
 _SCALE = [f"{100 * shade // _SHADES}" for shade in range(_SHADES)]
 _MAX_TILES = 6
-Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
-"""Title, headers and rows."""
 
 
 def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
@@ -82,7 +80,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
     rates = {name: value for name, value in metrics.items() if name.startswith("TAR@FAR=")}
     if rates:
         rows = [(f"false accept rate {name[8:]}", f"{value:.2f} %") for name, value in rates.items()]
-        tables.append(("True accept rates", ("at", "true accept rate"), rows))
+        tables.append(Table("True accept rates", ("at", "true accept rate"), rows))
     tables += _baseline_tables(metrics)
     if metrics.get("groups"):
         rows = [
@@ -90,7 +88,7 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
             for name, each in metrics["groups"].items()
         ]
         rows.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
-        tables.append(("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
+        tables.append(Table("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
     return tables
 
 
@@ -102,7 +100,7 @@ def _baseline_tables(metrics: dict[str, Any]) -> list[Table]:
         names = ["mAP", "Rank-1"] if "mAP" in names else names[:_MAX_TILES]
         kinds.setdefault(tuple(names), {"this model": metrics})[f"baseline: {title}"] = baseline
     return [
-        (
+        Table(
             "Comparison with the baselines",
             ("ranked by" if "mAP" in names else "predicted by", *(f"{name} %" for name in names)),
             [(title, *(f"{each[name]:.1f}" for name in names)) for title, each in rows.items()],
@@ -160,7 +158,7 @@ def _further_section(section: ReportSection, each: EvaluatedSet) -> dict[str, An
     return {
         "title": section.title,
         "note": section.note,
-        "tables": [(table.title, table.headers, table.rows) for table in section.tables],
+        "tables": section.tables,
         "matrix": None if section.matrix is None else _count_matrix(section.matrix),
         "pictures": pictures,
         "pictures_title": section.examples_title,

@@ -5,11 +5,9 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
-
 from fastamp.checkpoint.torchscript_file import read_torchscript
 from fastamp.checkpoint.weights_file import write_checkpoint
-from fastamp.utils.errors import UserError
+from fastamp.engine import run_command_line
 
 _NOT_WEIGHTS = ("input_resolution", "context_length", "vocab_size")
 
@@ -27,21 +25,14 @@ def convert(source: str, target: str) -> int:
     return len(state)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for invalid input."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", help="archive, e.g. ViT-B-16.pt or RN50.pt")
-    parser.add_argument("target", help="weights file to write, e.g. clip_vit_b16.pth")
-    options = parser.parse_args(arguments)
-    try:
-        count = convert(options.source, options.target)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {count} tensors to {options.target}")
-    return 0
+def main(options: argparse.Namespace) -> None:
+    """Convert the archive."""
+    print(f"wrote {convert(options.source, options.target)} tensors to {options.target}")
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    sys.exit(main())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", help="archive, e.g. ViT-B-16.pt or RN50.pt")
+    parser.add_argument("target", help="weights file to write, e.g. clip_vit_b16.pth")
+    arguments = parser.parse_args()
+    sys.exit(run_command_line(lambda: main(arguments)))

@@ -2,12 +2,12 @@
 
 import functools
 import gzip
-import importlib.util
 import json
 import operator
 from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import reference_weights
 import tiny
@@ -445,16 +445,15 @@ def test_trainer_refuses_other_models(demo_root):
         DefaultTrainer(run_config(demo_root / "run", "MODEL.META_ARCHITECTURE", "Baseline"))
 
 
-def test_convert_clip_reads_a_torchscript_archive(tmp_path, capsys):
-    spec = importlib.util.spec_from_file_location("convert_clip", ROOT / "projects/CLIPReID/convert_clip.py")
-    convert = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(convert)
+def test_convert_clip_reads_a_torchscript_archive(tmp_path):
     module = nn.Sequential(nn.Linear(2, 3).half())
     torch.jit.save(torch.jit.trace(module.float(), torch.zeros(1, 2)), tmp_path / "clip.pt")
-    assert convert.main([str(tmp_path / "clip.pt"), str(tmp_path / "clip.pth")]) == 0
+    script = ROOT / "projects/CLIPReID/convert_clip.py"
+    process = preloaded.run(script, tmp_path / "clip.pt", tmp_path / "clip.pth")
+    assert process.returncode == 0 and "wrote 2 tensors" in process.stdout, process.stderr
     assert torch.equal(read_checkpoint(tmp_path / "clip.pth")["0.weight"], module[0].weight)
-    assert convert.main([str(tmp_path / "clip.pth"), str(tmp_path / "again.pth")]) == 2
-    assert "TorchScript" in capsys.readouterr().err
+    process = preloaded.run(script, tmp_path / "clip.pth", tmp_path / "again.pth")
+    assert process.returncode == 2 and "TorchScript" in process.stderr and "Traceback" not in process.stderr
 
 
 @pytest.mark.parametrize("tower", ["vit", "resnet"])

@@ -87,7 +87,8 @@ class FaceEvaluator(DatasetEvaluator):
             logger.warning("%d pairs are verified in %d folds instead of %d", len(same), len(same), _FOLDS)
         metrics = _metrics(rows[:, 2:], same)
         if descriptors:
-            metrics["baselines"] = {name: _metrics(each[order], same) for name, each in descriptors.items()}
+            baselines = {name: _metrics(each[order], same) for name, each in descriptors.items()}
+            metrics["baselines"] = {name: {"Accuracy": each["Accuracy"]} for name, each in baselines.items()}
         return metrics
 
 
