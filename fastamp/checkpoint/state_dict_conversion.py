@@ -72,7 +72,10 @@ def backbone_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def _add_backbone_prefix(state: dict[str, torch.Tensor], backbone: nn.Module) -> dict[str, torch.Tensor]:
-    """Add ``backbone.`` to all names if ``backbone`` can convert them to more than half of its own names."""
+    """Add the prefix ``backbone.`` to all names if they match more than half of the backbone's tensors.
+
+    Names are compared after the backbone's conversion, e.g. of timm's names.
+    """
     try:
         converted = convert_state_dict(backbone, state)[0]
     except (RuntimeError, LookupError):  # names of a different architecture
@@ -101,8 +104,8 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
     """Add FastReID's prefixes ``backbone.`` and ``heads.`` to the tensor names of a complete model.
 
     TransReID uses ``base.`` for the backbone and no prefix for the head. torchreid uses no prefixes: all tensors except
-    the classifier belong to the backbone. Files of a pretrained backbone, without a head, have the names of their
-    program. The head converts the names of its own tensors.
+    the classifier belong to the backbone. Files of a pretrained backbone without a head get the prefix ``backbone.``.
+    The names of the head's tensors are converted later, by the head.
 
     Args:
         state (dict[str, torch.Tensor]): state dict of a complete model.

@@ -132,7 +132,7 @@ def _evaluator_name(cfg: CfgNode) -> str:
 
 
 def _evaluator_of(test_set: str) -> str:
-    """Return the name of the evaluator of a registered test set; "" if it has none of its own."""
+    """Return the name of the evaluator for a registered test set; "" if neither names the other."""
     named: str = getattr(DATASET_REGISTRY.get(test_set), "evaluator", "")
     of_evaluators = (name for name in EVALUATOR_REGISTRY if test_set in _test_sets(name))
     return named or next(of_evaluators, "")

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""Verify pairs of templates, as in IJB-B and IJB-C, from the features of `fastamp extract`.
+"""Print the true-accept rate of pairs of templates, as in IJB-B and IJB-C, at false-accept rates from 1e-6 to 0.1.
 
-prints the true-accept rate at false-accept rates from 1e-6 to 0.1
+The features of the images are those of `fastamp extract`. Images are found by their file names.
 
 examples:
   fastamp extract logs/fastface folder:IJBC/aligned TEST.FLIP.ENABLED True -o ijbc.npz
@@ -32,6 +32,11 @@ def main(args: argparse.Namespace) -> None:
     first, second, label = read_table(args.pairs, ("template", "template", "label"))
     extraction = read_extraction(args.features)
     rows = {Path(path).name: row for row, path in enumerate(extraction.paths.tolist())}
+    if len(rows) < len(extraction.paths):
+        raise DataError(
+            f"{args.features}: {len(extraction.paths)} images have {len(rows)} different names, by which the lists name "
+            "them.\n  fix: extract the features of one folder"
+        )
     missing = [name for name in images.tolist() if Path(name).name not in rows]
     if missing:
         raise DataError(

@@ -398,6 +398,11 @@ def test_templates_are_verified_from_a_features_file(tmp_path):
         assert process.returncode == 0, process.stderr
         assert "12 templates, 6 pairs of one identity, 60 of different ones" in process.stdout
         assert "0.1                  100.00" in process.stdout and "needs 1000000 pairs" in process.stdout
+    arrays = dict(np.load(tmp_path / "a.npz"))
+    np.savez(tmp_path / "a.npz", **arrays | {"paths": np.array([f"x/{n}.jpg" for n in range(23)] + ["y/0.jpg"])})
+    process = verify()
+    assert process.returncode == 2 and "24 images have 23 different names" in process.stderr
+    np.savez(tmp_path / "a.npz", **arrays)
     (tmp_path / "t.txt").write_text("missing.jpg 0 0\n")
     process = verify()
     assert process.returncode == 2 and "1 of 1 images, e.g. missing.jpg" in process.stderr

@@ -6,7 +6,7 @@ import numpy as np
 
 from fastamp.utils.errors import DataError
 
-BLOCK = 1 << 18
+_BLOCK = 2**18  # pairs whose features are multiplied at once
 
 
 def read_table(path: Path, columns: tuple[str, ...]) -> list[np.ndarray]:
@@ -82,8 +82,8 @@ def pair_scores(numbers: np.ndarray, pooled: np.ndarray, first: np.ndarray, seco
             )
         rows.append(row)
     scores = np.empty(len(first))
-    for start in range(0, len(first), BLOCK):
-        block = slice(start, start + BLOCK)
+    for start in range(0, len(first), _BLOCK):
+        block = slice(start, start + _BLOCK)
         scores[block] = np.einsum("pd,pd->p", pooled[rows[0][block]], pooled[rows[1][block]])
     return scores
 
