@@ -34,8 +34,8 @@ def main(args: argparse.Namespace) -> None:
     rows = {Path(path).name: row for row, path in enumerate(extraction.paths.tolist())}
     if len(rows) < len(extraction.paths):
         raise DataError(
-            f"{args.features}: {len(extraction.paths)} images have {len(rows)} different names, by which the lists name "
-            "them.\n  fix: extract the features of one folder"
+            f"{args.features}: {len(extraction.paths)} images have {len(rows)} different names, but the lists contain "
+            "names only.\n  fix: extract the features of one folder"
         )
     missing = [name for name in images.tolist() if Path(name).name not in rows]
     if missing:
