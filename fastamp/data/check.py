@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.columns import cell_text, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
+from fastamp.data.datasets.csv_table import DATABASE
 from fastamp.data.datasets.custom import (
-    DATABASE,
     PATH_DATASETS,
     CsvDataset,
     describe_invalid_lines,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastamp.data.check import read_fingerprints
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.datasets.custom import DATABASE, open_table
+from fastamp.data.datasets.csv_table import DATABASE, open_table
 from fastamp.data.near_duplicates import group_near_duplicates
 from fastamp.data.wildlife_splits import (
     SEED,

@@ -1,16 +1,10 @@
 """Custom datasets without code: a CSV file, or a folder with one subfolder per identity."""
 
-import csv
 import logging
-import operator
 import os
 import re
 import shlex
-from array import array
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +13,22 @@ import numpy as np
 from fastamp.config import Key
 from fastamp.data.columns import number_names
 from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
-from fastamp.data.datasets.csv_columns import CsvColumnBuilder
-from fastamp.data.datasets.items import RESERVED_NAMES, Column, PackedItems, PackedText, PathBuilder, split_path
+from fastamp.data.datasets.csv_table import (
+    COLUMNS,
+    DATABASE,
+    EXCLUDED_ID,
+    SPLIT_NUMBERS,
+    SPLITS,
+    CsvTable,
+    box_columns,
+    open_table,
+    read_table,
+)
+from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
-from fastamp.utils.errors import ConfigError, DataError, did_you_mean
-from fastamp.utils.files import check_not_device, expand
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.files import expand
 from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 
@@ -63,21 +67,8 @@ KEYS = (
     ),
 )
 
-SPLITS = ("train", "query", "gallery")
-# An image of the database is a training image and a gallery image.
-DATABASE = "database"
-_SPLIT_NUMBERS = {split: number for number, split in enumerate((*SPLITS, DATABASE))}
-_BOX = ("x0", "y0", "x1", "y1")
-_BOX_WITH_SIZE = ("x", "y", "w", "h")
-_COLUMNS = ("path", "pid", "camid", "split", *_BOX)
-_EXCLUDED_ID = "-1"
-_MAX_HEADER = 2**16
-_MAX_COORDINATE = 2**31
 _MAX_LISTED = 10
-_LINES_AT_ONCE = 4096
-_CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # Common folder names of splits, which are not identities.
-_TEST_SPLITS = {"test", "testing", "val", "valid", "validation", "eval"}
 _SPLIT_FOLDERS = {"train", "training", "query", "gallery", "test", "val", "validation", "probe", "bounding_box_train"}
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm")
 
@@ -130,12 +121,12 @@ class CsvDataset(ImageDataset):
     ) -> None:
         self.dataset_name = name or f"csv:{path}"
         self.file = file = _resolve_path(self.dataset_name, path)
-        table = _read_table(file, identity)
+        table = read_table(file, identity)
         self.invalid_lines = table.invalid
         if table.invalid and not skip_invalid:
             raise _invalid_lines_error(file, table.invalid)
         if table.excluded:
-            logger.info("%s: excluded %s of identity %s", file, plural(table.excluded, "image"), _EXCLUDED_ID)
+            logger.info("%s: excluded %s of identity %s", file, plural(table.excluded, "image"), EXCLUDED_ID)
         if not len(table.lines):
             raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
         if not skip_invalid:  # else, the report of check_dataset lists them
@@ -162,7 +153,7 @@ class CsvDataset(ImageDataset):
         numbers_of = np.array([test_ids.get(name, 0) for name in names], dtype=np.int64)
         self._names = {number: name for name, number in test_ids.items()}
         self._lines, splits = {}, []
-        in_database = split_of == _SPLIT_NUMBERS[DATABASE]
+        in_database = split_of == SPLIT_NUMBERS[DATABASE]
         self.database_lines = frozenset(table.lines[in_database].tolist())
         for number, split in enumerate(SPLITS):
             rows = np.flatnonzero((split_of == number) | (in_database & (split != "query")))
@@ -201,7 +192,7 @@ class CsvDataset(ImageDataset):
     def further_columns(self) -> tuple[list[str], dict[int, list[str]]]:
         """Read the further columns as text: ``(names, line number -> values)``."""
         with open_table(self.file) as (reader, names):
-            used = (*_COLUMNS, *_box_columns(names))
+            used = (*COLUMNS, *box_columns(names))
             further = [column for column, name in enumerate(names) if name not in used]
             rows: dict[int, list[str]] = {}
             for line in reader:
@@ -357,7 +348,7 @@ def _describe_split(
     )
 
 
-def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tuple[np.ndarray, bool, str]:
+def _draw_split(file: Path, table: CsvTable, fraction: float, seed: int) -> tuple[np.ndarray, bool, str]:
     """Split the images of a CSV file without a column ``split`` as ``FolderDataset`` does.
 
     Returns:
@@ -392,7 +383,7 @@ def _draw_split(file: Path, table: "_Table", fraction: float, seed: int) -> tupl
     return splits, has_cameras, note
 
 
-def _warn_about_repeated_images(file: Path, table: "_Table") -> None:
+def _warn_about_repeated_images(file: Path, table: CsvTable) -> None:
     """Log a warning if several lines list the same image with the same box."""
     _, folder_of, names = table.paths
     boxes = () if table.boxes is None else table.boxes.T.tolist()
@@ -529,269 +520,6 @@ def _camera_of(pattern: re.Pattern[str] | None, path: str, start: int) -> str:
 def _path_prefix(folder: Path) -> str:
     """Return the path of a folder with a final slash; "" for the current folder."""
     return str(folder / "x")[:-1]
-
-
-@dataclass(frozen=True)
-class _CategoricalText:
-    """Sequence of N strings with few distinct values: string i is ``values[codes[i]]``; ``codes`` is (N,) int64."""
-
-    values: list[str]
-    codes: np.ndarray
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Labels and paths of the N images that a CSV file lists.
-
-    Attributes:
-        lines: (N,) int64 line numbers.
-        paths: return value of ``PathBuilder.build``.
-        pids: identities as written in the file.
-        camids: cameras as written in the file; None if there is no column ``camid``.
-        splits: (N,) int8 indices into ``SPLITS``; None if there is no column ``split``.
-        boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
-        excluded: number of images with identity ``_EXCLUDED_ID``, which the table does not contain.
-        invalid: line number -> problem of each invalid line, which the table does not contain.
-        columns: further columns, by name.
-    """
-
-    lines: np.ndarray
-    paths: tuple[PackedText, np.ndarray, PackedText]
-    pids: _CategoricalText
-    camids: _CategoricalText | None
-    splits: np.ndarray | None
-    boxes: np.ndarray | None
-    excluded: int
-    invalid: dict[int, str]
-    columns: dict[str, Column]
-
-
-@contextmanager
-def open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
-    """Open a CSV file and yield a reader of the lines below the header, and the lowercase column names.
-
-    Raises:
-        DataError: if the file cannot be read, or is not a CSV file.
-    """
-    reader = None
-    try:
-        check_not_device(file)
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            header = stream.readline(_MAX_HEADER + 1)
-            if len(header) > _MAX_HEADER:
-                raise DataError(
-                    f"{file}: the first line must be a header of at most {_MAX_HEADER} characters.\n"
-                    "  fix: check that the file is a CSV file, and add a header such as path,pid,camid,split"
-                )
-            stream.seek(0)
-            delimiter = max(",;\t", key=header.count)
-            reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            yield reader, [name.strip().lower() for name in next(reader, [])]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        line = f", line {reader.line_num}" if isinstance(error, csv.Error) and reader else ""
-        raise DataError(
-            f"{file}{line}: cannot read the CSV file: {error}.\n"
-            "  fix: save the table as a readable CSV file in UTF-8 (in Excel: the file type CSV UTF-8)"
-        ) from error
-
-
-def _read_table(file: Path, identity: Sequence[str]) -> _Table:
-    """Read a CSV file into arrays; ``identity`` lists the columns whose values are the identity.
-
-    Raises:
-        DataError: if the file cannot be read, or the header is invalid.
-    """
-    with open_table(file) as (reader, names):
-        identity = [name.lower() for name in identity]
-        _check_header(file, names, identity)
-        return _read_lines(file, reader, names, identity)
-
-
-def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[str]) -> _Table:
-    """Read the lines below the header; see ``_read_table``."""
-    box = _box_columns(names)
-    column_of = {name: names.index(name) for name in (*_COLUMNS[: -len(_BOX)], *box) if name in names}
-    path_column, camid_column, split_column = (column_of.get(name) for name in ("path", "camid", "split"))
-    pid_columns = [names.index(name) for name in identity]
-    required = {*identity, *column_of} - ({"pid"} - set(identity))
-    used = operator.itemgetter(*map(names.index, required))  # at least path and an identity
-    lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
-    pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
-    further = {
-        names.index(name): CsvColumnBuilder()
-        for name in names
-        if name and name not in (*_COLUMNS, *box) and name not in RESERVED_NAMES
-    }
-    pending: list[list[str]] = []
-
-    def append_pending() -> None:
-        """Append the labels of the pending lines column by column, which is faster than line by line."""
-        if not pending:
-            return
-        columns = list(zip(*pending, strict=True))
-        pending.clear()
-        pids.extend(["/".join(parts) for parts in zip(*(columns[column] for column in pid_columns), strict=True)])
-        if camid_column is not None:
-            camids.extend(columns[camid_column])
-        for column, builder in further.items():
-            builder.extend(columns[column])
-
-    folders: dict[str, str] = {}
-    invalid: dict[int, str] = {}
-    excluded = 0
-    for line in reader:
-        values = [value.strip() for value in line]
-        if not any(values):
-            continue
-        number = reader.line_num
-        try:
-            if len(values) != len(names) or "" in (cells := used(values)) or not "".join(cells).isprintable():
-                _check_line(names, values, required)
-                values += [""] * (len(names) - len(values))
-            if values[pid_columns[0]] == _EXCLUDED_ID:
-                excluded += 1
-                continue
-            if split_column is not None:
-                split = _parse_split(values[split_column])
-            if box:
-                boxes.extend(_parse_box(box, [values[column_of[name]] for name in box]))
-        except DataError as error:
-            invalid[number] = str(error)
-            continue
-        if split_column is not None:
-            splits.append(split)
-        folder, name = split_path(values[path_column])
-        if name in ("", ".", "..") or (not folder and name[0] == "~"):
-            paths.append(*split_path(str(file.parent / expand(values[path_column]))))
-        else:
-            if folder not in folders:  # expand the folder once, with a dummy file name
-                folders[folder] = str(file.parent / expand(f"{folder}x"))[:-1]
-            paths.append(folders[folder], name)
-        lines.append(number)
-        pending.append(values)
-        if len(pending) == _LINES_AT_ONCE:
-            append_pending()
-    append_pending()
-    return _Table(
-        lines=np.array(lines, dtype=np.int64),
-        paths=paths.build(),
-        pids=pids.build(),
-        camids=None if camid_column is None else camids.build(),
-        splits=None if split_column is None else np.array(splits, dtype=np.int8),
-        boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if box else None,
-        excluded=excluded,
-        invalid=invalid,
-        columns={names[column]: builder.build() for column, builder in further.items()},
-    )
-
-
-class _CategoricalTextBuilder:
-    """Append strings to build a ``_CategoricalText``."""
-
-    def __init__(self) -> None:
-        self._code_of: dict[str, int] = {}
-        self._codes = array("q")
-
-    def extend(self, texts: Sequence[str]) -> None:
-        """Append strings."""
-        for text in dict.fromkeys(texts):
-            self._code_of.setdefault(text, len(self._code_of))
-        self._codes.extend(map(self._code_of.__getitem__, texts))
-
-    def build(self) -> _CategoricalText:
-        """Return the categorical strings."""
-        return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
-
-
-def _box_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns of the box; () if there are none."""
-    if "x0" in names:
-        return _BOX
-    return _BOX_WITH_SIZE if {*_BOX_WITH_SIZE} <= {*names} else ()
-
-
-def _check_line(names: Sequence[str], values: Sequence[str], required: Collection[str]) -> None:
-    """Raise DataError if a line has too many values, an empty value in a required column, or control characters."""
-    row = {name: value for name, value in zip(names, values, strict=False) if name in required}
-    empty = [name for name in names if name in required and not row.get(name)]
-    if empty or len(values) > len(names):
-        problem = f"no value for {', '.join(empty)}" if empty else f"expected {len(names)} values, got {len(values)}"
-        raise DataError(problem)
-    with_control = [name for name, value in row.items() if _CONTROL_CHARACTERS.search(value)]
-    if with_control:
-        raise DataError(f"control characters in {with_control[0]}: {row[with_control[0]]!r:.100}")
-
-
-def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> None:
-    """Raise DataError if a required column is missing or a column is duplicated."""
-    twice = {name for name, count in Counter(names).items() if count > 1}
-    boxes = [name for name in _BOX if name in names]
-    missing = [name for name in ("path", *identity, *(_BOX if boxes else ())) if name not in names]
-    unknown = [name for name in names if name and name not in _COLUMNS]
-    optional = [name for name in _COLUMNS if name not in names]
-    if twice or missing:
-        hints = [f"{name!r}?{did_you_mean(name, _COLUMNS)}" for name in unknown[:20] if did_you_mean(name, _COLUMNS)]
-        fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
-        raise DataError(
-            f"{file}: invalid header {_truncate(','.join(names)) or '(the file is empty)'}: {_truncate(fault)}."
-            f"{' ' + ' '.join(hints) if hints else ''}\n"
-            f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
-            f"{'; or name the columns of the identity, e.g. DATASETS.CSV.IDENTITY [name]' * ('pid' in missing)}"
-        )
-    reserved = [name for name in unknown if name in RESERVED_NAMES]
-    if reserved:
-        logger.warning(
-            "%s: ignoring the columns %s, whose names have another meaning\n  fix: rename them",
-            file,
-            _truncate(", ".join(reserved)),
-        )
-    if "theta" in names and _box_columns(names) == _BOX_WITH_SIZE:
-        raise DataError(
-            f"{file}: boxes as x, y, w and h with a rotation theta are not supported.\n"
-            f"  fix: write the columns {', '.join(_BOX)} around the rotated box; or rename the columns to use whole "
-            "images"
-        )
-    unknown = [name for name in unknown if name not in _box_columns(names)]
-    similar = [f"{name}:{did_you_mean(name, optional)}" for name in unknown if did_you_mean(name, optional)]
-    if similar:
-        logger.warning(
-            "%s: read as further columns, without a meaning for fastamp: %s\n  fix: rename them if this is a mistake",
-            file,
-            _truncate("; ".join(similar)),
-        )
-
-
-def _truncate(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def _parse_split(text: str) -> int:
-    """Return the index in ``SPLITS`` of a value of the column ``split``."""
-    number = _SPLIT_NUMBERS.get(text.lower())
-    if number is not None:
-        return number
-    hint = did_you_mean(text, (*SPLITS, DATABASE))
-    if text.lower() in _TEST_SPLITS:
-        hint = " Test images are query (images that are searched for) or gallery (images that are searched)."
-    raise DataError(f"unknown split {text!r}; choices: {', '.join((*SPLITS, DATABASE))}.{hint}")
-
-
-def _parse_box(columns: Sequence[str], values: Sequence[str]) -> tuple[int, int, int, int]:
-    """Convert a box, with the corner x1, y1 or with width and height, to ``(x0, y0, x1, y1)``."""
-    try:
-        corners = [float(value) for value in values]
-        if columns == _BOX_WITH_SIZE:
-            corners[2:] = corners[0] + corners[2], corners[1] + corners[3]
-        x0, y0, x1, y1 = map(round, corners)
-    except (ValueError, OverflowError) as error:
-        fix = " (write a decimal point, not a comma)" if "," in "".join(values) else ""
-        raise DataError(f"{' '.join(columns)} must be numbers, got {' '.join(values)}{fix}") from error
-    if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
-        found = f"{x0} {y0} {x1} {y1}"
-        if columns == _BOX_WITH_SIZE:
-            found += f" (x1 = x + w, y1 = y + h, from {' '.join(values)})"
-        raise DataError(f"box: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {found}")
-    return x0, y0, x1, y1
 
 
 def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
