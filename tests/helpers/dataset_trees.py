@@ -196,6 +196,18 @@ DUKE_VIDEO = {
     "gallery/0002/0001/0002C8F0010X1.jpg": "",
     "gallery/0009/0000/0009C2F0001X1.jpg": "",
 }
+CCVID = {
+    "train.txt": "session1/001_01\t001\tu0_l0\nsession1/001_02\t001\tu1_l0\n",
+    "query.txt": "session1/002_01 002 u0_l0\n",
+    "gallery.txt": "session3/002_02 002 u1_l0\nsession2/003_01 003 u0_l0\n",
+    **{
+        f"{name}.jpg": ""
+        for name in (
+            *("session1/001_01/00002", "session1/001_01/00001", "session1/001_02/00001", "session1/002_01/00001"),
+            *("session3/002_02/00001", "session3/002_02/00002", "session2/003_01/00001"),
+        )
+    },
+}
 
 
 def two_cameras(folder, cameras, person, numbers):
@@ -266,6 +278,12 @@ TREES = {
         [(1, 0), (1, 0), (1, 1), (1, 1), (5, 0), (5, 0), (5, 1), (5, 1)],
         [(2, 0), (2, 0), (319, 0), (319, 0)],
         [(2, 1), (2, 1), (319, 1), (319, 1)],
+    ),
+    "CCVID": (
+        under("CCVID", CCVID),
+        [(1, 0), (1, 0), (1, 1)],
+        [(2, 0)],
+        [(2, 13), (2, 13), (3, 0)],
     ),
     "PRID2011": (
         under(

@@ -214,6 +214,7 @@ FAULTS = {
     "DeepChange": [("DeepChangeDataset", {"test-set-query-bbox.txt": "P2_C1_1_01.jpg\n"})],
     "MARS": [("mars/info", {"tracks_train_info.mat": mat(track_train_info=[[1, 9, 1, 1]])}),
              ("mars/info", {"query_IDX.mat": mat(query_IDX=[[0]])}), ("mars/info", {"query_IDX.mat": "text"})],
+    "CCVID": [("CCVID", {"train.txt": "session1/001_01 001\n"})],
     "DukeMTMCVideo": [("dukemtmc-vidreid/DukeMTMC-VideoReID", ["train/0001/0000/0000.jpg"])],
     "iLIDSVID": [("ilids-vid/train-test people splits", {"train_test_splits_ilidsvid.mat": mat(ls_set=[[9]])})],
     "PRID2011": [("prid2011", {"splits_prid2011.json": text}) for text in (

@@ -43,7 +43,7 @@ from fastamp.data.datasets.sensereid import SenseReID
 from fastamp.data.datasets.vehicleid import LargeVehicleID, MediumVehicleID, SmallVehicleID, VehicleID
 from fastamp.data.datasets.veri import VeRi
 from fastamp.data.datasets.veriwild import LargeVeRiWild, MediumVeRiWild, SmallVeRiWild, VeRiWild
-from fastamp.data.datasets.video import MARS, PRID2011, DukeMTMCVideo, iLIDSVID
+from fastamp.data.datasets.video import CCVID, MARS, PRID2011, DukeMTMCVideo, iLIDSVID
 from fastamp.data.datasets.viper import VIPeR
 from fastamp.data.datasets.visible_infrared import (
     LLCM,
@@ -63,6 +63,7 @@ __getattr__ = moved_names(
 )
 
 __all__ = [
+    "CCVID",
     "CUB200",
     "CUHK03",
     "DATASET_REGISTRY",

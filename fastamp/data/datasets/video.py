@@ -2,9 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -36,12 +37,14 @@ class Tracklet(NamedTuple):
         camid (int): camera, from 0.
         name (str): value of the column ``tracklet``.
         frames (Sequence[str]): paths of the frames in temporal order.
+        columns (Mapping[str, str]): further columns of the frames. Default: none.
     """
 
     pid: int
     camid: int
     name: str
     frames: Sequence[str]
+    columns: Mapping[str, str] = MappingProxyType({})
 
 
 class TrackletDataset(ImageDataset):
@@ -81,8 +84,8 @@ class TrackletDataset(ImageDataset):
 
     def _load(self, split: str) -> list[ImageItem]:
         items = []
-        for pid, camid, name, frames in self.tracklets(split):
-            columns = {"tracklet": name}
+        for pid, camid, name, frames, further in self.tracklets(split):
+            columns = {"tracklet": name, **further}
             items += [ImageItem(frame, pid, camid, columns=columns) for frame in frames]
         if not items:
             raise DataError(
@@ -324,6 +327,42 @@ class PRID2011(TwoCameraDataset):
             return [{part: [str(person) for person in each[part]] for part in ("train", "test")} for each in splits]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged_error(file, error) from error
+
+
+@DATASET_REGISTRY.register()
+class CCVID(TrackletDataset):
+    """CCVID dataset (Gu et al. 2022, "Clothes-changing person re-identification with RGB modality only", CVPR,
+    arXiv:2204.06890), with the column ``clothes``.
+
+    948 training, 834 query and 1,074 gallery tracklets; 75 training and 151 test identities. Each line of the lists is
+    ``session1/001_01 001 u0_l0_s0_c0_a0``: folder of the frames, identity and clothes. The number after the identity in
+    the folder's name is the camera; as in the authors' program, 12 is added to it in ``session3``.
+    """
+
+    dataset_name = "ccvid"
+    folder = "CCVID"
+    tree = "{train,query,gallery}.txt\nCCVID/{session}/{pid}_{camera}/*.jpg"
+    needed = ("train.txt", "query.txt", "gallery.txt")
+    protocols = ("market1501", "cloth_changing", "same_clothes")
+    published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
+        "train": (118613, 75),
+        "query": (116799, 0),
+        "gallery": (112421, 0),
+    }
+
+    def tracklets(self, split: str) -> Iterator[Tracklet]:
+        """Return the tracklets of a split."""
+        file = self.dataset_dir / f"{split}.txt"
+        for line in read_lines("CCVID", file):
+            match = re.fullmatch(r"(?P<folder>(?P<session>[^/\s]+)/\d+_(?P<camera>\d+))\s+(?P<pid>\d+)\s+(\S+)", line)
+            if match is None:
+                raise DataError(
+                    f"CCVID: expected lines such as session1/001_01 001 u0_l0_s0_c0_a0 (folder, identity, clothes) in "
+                    f"{file.absolute()}, got {line!r}.\n  fix: restore this file of the dataset"
+                )
+            frames = list(map(str, list_files("CCVID", self.dataset_dir / match["folder"], ".jpg")))
+            camid = int(match["camera"]) - 1 + (12 if match["session"] == "session3" else 0)
+            yield Tracklet(int(match["pid"]), camid, match["folder"], frames, {"clothes": f"{match['pid']}_{match[5]}"})
 
 
 def _numbered_folders(name: str, folder: Path) -> list[Path]:

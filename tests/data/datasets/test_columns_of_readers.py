@@ -274,7 +274,10 @@ def test_published_counts_name_existing_splits(name):
     assert set(counts) <= set(SPLITS) and all(len(pair) == 2 and min(pair) >= 0 for pair in counts.values())
 
 
-TOTALS = {"LTCC": 17119, "VCClothes": 19060, "LaST": 71248 + 135529, "SOP": 120053, "InShop": 52712, "CUB200": 11788}
+TOTALS = {
+    **{"LTCC": 17119, "VCClothes": 19060, "LaST": 71248 + 135529, "CCVID": 347833},
+    **{"SOP": 120053, "InShop": 52712, "CUB200": 11788},
+}
 
 
 @pytest.mark.parametrize("name", TOTALS)

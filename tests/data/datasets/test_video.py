@@ -14,7 +14,7 @@ from fastamp.data.check import check_dataset
 from fastamp.evaluation import Protocol
 from fastamp.utils.errors import ConfigError, DataError
 
-NAMES = ("MARS", "DukeMTMCVideo", "iLIDSVID", "PRID2011")
+NAMES = ("MARS", "DukeMTMCVideo", "iLIDSVID", "PRID2011", "CCVID")
 
 
 def build(name, root, files=(), **keys):
@@ -79,6 +79,12 @@ def test_splits_select_the_people(root):
     assert dataset.camera(1) == "cam_b"
 
 
+def test_clothes_and_cameras_of_ccvid(root):
+    dataset = build("CCVID", root)
+    assert [item.columns["clothes"] for item in dataset.train] == ["001_u0_l0", "001_u0_l0", "001_u1_l0"]
+    assert [dataset.camera(item.camid) for item in dataset.gallery] == ["14", "14", "1"]
+
+
 @pytest.mark.parametrize(("name", "key"), [("iLIDSVID", "ILIDSVID"), ("PRID2011", "PRID2011")])
 def test_unknown_split(name, key, root):
     with pytest.raises(ConfigError, match=rf"DATASETS.{key}.SPLIT must be in 0..1, got 7"):
@@ -95,6 +101,9 @@ def test_unknown_split(name, key, root):
         ("MARS", "mars/info/train_name.txt", "", "is empty"),
         ("DukeMTMCVideo", "dukemtmc-vidreid/DukeMTMC-VideoReID/train/0001/0000/0000.jpg", "", "0001_C6_F0099"),
         ("iLIDSVID", "ilids-vid/train-test people splits/train_test_splits_ilidsvid.mat", mat(ls_set=[[9]]), "but 4"),
+        ("CCVID", "CCVID/train.txt", "session1/001_01 001\n", "session1/001_01 001"),
+        ("CCVID", "CCVID/train.txt", "session1/001 001 u0\n", "folder, identity, clothes"),
+        ("CCVID", "CCVID/query.txt", "session1/009_01 009 u0\n", "009_01"),
         ("PRID2011", "prid2011/splits_prid2011.json", "{", "splits_prid2011.json"),
         ("PRID2011", "prid2011/splits_prid2011.json", json.dumps([{"train": ["x"], "test": ["y"]}]), "got 'x'"),
         ("PRID2011", "prid2011/splits_prid2011.json", json.dumps([{"train": [], "test": []}]), "no train tracklets"),
