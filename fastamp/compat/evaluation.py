@@ -14,9 +14,10 @@ from torch import nn
 from fastamp.amp import to_float32
 from fastamp.evaluation.evaluator import DatasetEvaluator
 from fastamp.evaluation.metrics import rank_distances
+from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.protocol import Identities
 from fastamp.evaluation.query_expansion import QueryExpansion, expand
-from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
+from fastamp.evaluation.rerank import ReRankedDistances, ReRanking, add_overlaps, reciprocal_weights
 from fastamp.layers.distance import pairwise_distance, squared_euclidean_distance
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, check_choice
@@ -140,11 +141,19 @@ def compute_cosine_distance(features: torch.Tensor, others: torch.Tensor) -> np.
 def compute_jaccard_distance(
     features: torch.Tensor, k1: int = 20, k2: int = 6, search_option: int = 0, fp16: bool = False
 ) -> np.ndarray:
-    """Compute the Jaccard distances (N, N) of features (N, D), e.g. for clustering; see ``build_dist``.
+    """Compute the Jaccard distances (N, N) of features (N, D), e.g. for clustering.
 
-    ``search_option`` and ``fp16`` are ignored: the neighbors are exact and distances are float32.
+    ``search_option`` and ``fp16`` are ignored: the neighbors are exact and distances are float32. For many images, use
+    ``fastamp.evaluation.clustering.jaccard_distances``, which stores the small distances only.
     """
-    return build_dist(features, features, "jaccard", k1=k1, k2=k2)
+    features = features.detach().float()
+    features = features - features.mean(0)  # rounding errors become relative to the spread instead of the offset
+    found = nearest_neighbors(features, features, max(k1, k2))
+    options = ReRanking(k1=k1, k2=k2, variant="fastreid")
+    weights = reciprocal_weights(features, found.indices, found.farthest, options)
+    overlap = torch.zeros(weights.shape)
+    add_overlaps(weights, weights.tocsc(), overlap)
+    return (1 - overlap / (2 - overlap)).clamp_min(0).numpy()
 
 
 def re_ranking(

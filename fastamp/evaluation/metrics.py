@@ -377,7 +377,7 @@ def check_features(
                 f"image; got features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras"
             )
         if len(features):
-            _check_finite(name, features, dtype)
+            check_finite_features(name, features, dtype)
     if query_features.shape[1] != gallery_features.shape[1]:
         raise DataError(
             f"shape mismatch: query features have {query_features.shape[1]} dimensions, but gallery features "
@@ -385,7 +385,17 @@ def check_features(
         )
 
 
-def _check_finite(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
+def check_finite_features(name: str, features: torch.Tensor, dtype: torch.dtype) -> None:
+    """Check that features (N, D) have dimensions, are finite, and have squared distances that do not overflow.
+
+    Args:
+        name: name of the set for messages, e.g. ``"query"``.
+        features: (N, D) float with N at least 1.
+        dtype: dtype of the distances of float64 features.
+
+    Raises:
+        DataError: if they are not.
+    """
     if features.numel() == 0:
         raise DataError(f"the {name} features have 0 dimensions; expected at least 1")
     low, high = (bound.item() for bound in torch.aminmax(features))

@@ -132,7 +132,7 @@ class ReRankedDistances(DistanceBlocks):
         else:
             distances = _JointDistances(features, self._kept, **search)
         neighbors = search_neighbors(distances, max(options.num_neighbors, options.k2), backend=backend)
-        weights = _weights(features, neighbors.indices, neighbors.farthest, options)
+        weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, options)
         self._farthest = torch.from_numpy(neighbors.farthest[: len(query_features)]).to(self.device)
         self._query_weights = weights[: len(query_features)]
         self._gallery_weights = weights[len(query_features) :].tocsc()
@@ -150,7 +150,7 @@ class ReRankedDistances(DistanceBlocks):
         if self.options.variant == "torchreid":
             out.square_()
         overlap = torch.zeros_like(out)
-        _add_overlaps(self._query_weights[start:stop], self._gallery_weights, overlap)
+        add_overlaps(self._query_weights[start:stop], self._gallery_weights, overlap)
         jaccard = overlap.div_(2 - overlap).neg_().add_(1)
         out.mul_(lambda_value * self._scale).add_(jaccard, alpha=1 - lambda_value)
 
@@ -203,13 +203,15 @@ class _JointDistances(FeatureDistances):
             gallery.rows(first, last, lower[:, num_queries:])
 
 
-def _weights(features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray, options: ReRanking) -> "csr_matrix":
+def reciprocal_weights(
+    features: torch.Tensor, neighbors: np.ndarray, farthest: np.ndarray, options: ReRanking
+) -> "csr_matrix":
     """Compute the (N, N) sparse float32 weights of each image's k-reciprocal neighbors; rows sum to 1.
 
     Args:
         features: (N, D) float32.
         neighbors: (N, k) int64, nearest first, including the image itself.
-        farthest: (N,) float32, largest squared distance from each image.
+        farthest: (N,) float32, largest squared distance from each image; not used by the variant ``"fastreid"``.
         options: settings of re-ranking.
     """
     from scipy.sparse import csr_matrix
@@ -258,7 +260,7 @@ def _reciprocal(neighbors: np.ndarray) -> "csr_matrix":
     return mutual
 
 
-def _add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", overlap: torch.Tensor) -> None:
+def add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", overlap: torch.Tensor) -> None:
     """Add the sum of min(query weight, gallery weight) over all images to ``overlap``.
 
     Args:

@@ -17,6 +17,7 @@ from fastamp.evaluation import Identities, Protocol, compute_metrics, identifica
 from fastamp.evaluation.baselines import color_histogram
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.calibration_check import check_calibration
+from fastamp.evaluation.clustering import Clustering, cluster_features
 from fastamp.evaluation.metrics import rank_distances
 from fastamp.evaluation.query_expansion import QueryExpansion
 from fastamp.evaluation.rerank import ReRanking
@@ -36,6 +37,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     models(record)
     figures(record)
     calibrations(record)
+    clusters(record)
 
 
 def protocols(record):
@@ -252,3 +254,14 @@ def calibrations(record):
         Calibration.from_state(state | {"far": 0.0, "gallery_size": 0})
     with record("Calibration.from_state with a missing value"):
         Calibration.from_state({name: state[name] for name in state if name != "far"})
+
+
+def clusters(record):
+    """Cluster with settings out of range, no features, and fewer images than k1."""
+    for options in ({"eps": 1.0}, {"k1": 0}):
+        with record(f"Clustering({options})"):
+            Clustering(**options)
+    with record("clustering of no features"):
+        cluster_features(torch.empty(0, 4), Clustering())
+    with record("clustering of fewer images than k1"):
+        cluster_features(torch.eye(4), Clustering())

@@ -1,0 +1,266 @@
+"""Clustering of features: sparse k-reciprocal Jaccard distances, DBSCAN, and agreement with known identities.
+
+DBSCAN uses only the distances up to eps. They are computed in blocks of images and stored as a sparse matrix, so that
+memory grows with the number of close pairs, not with the square of the number of images.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from fastamp.evaluation.metrics import check_finite_features
+from fastamp.evaluation.neighbors import nearest_neighbors
+from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weights
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.progress import track
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+logger = logging.getLogger(__name__)
+
+OUTLIER = -1
+"""Label of images that are in no cluster."""
+# More rows per block do not make it faster.
+_MAX_BLOCK_ROWS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clustering:
+    """Settings of the clustering of features by k-reciprocal Jaccard distances and DBSCAN.
+
+    Attributes:
+        eps: largest Jaccard distance of neighbors, inclusive, in 0..1 without both. Default: 0.6.
+        min_samples: number of neighbors of a core image, itself included. Default: 4.
+        k1: number of nearest neighbors for the reciprocity test, the image itself included. Default: 30.
+        k2: number of nearest neighbors, the image itself included, whose weights are averaged; 1 disables averaging.
+            Default: 6.
+
+    Raises:
+        ConfigError: if a value is out of range.
+    """
+
+    eps: float = 0.6
+    min_samples: int = 4
+    k1: int = 30
+    k2: int = 6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.eps < 1:
+            raise ConfigError(
+                f"eps must be above 0 and below 1, the largest Jaccard distance; got {self.eps}.\n"
+                "  fix: choose a value such as 0.6"
+            )
+        if min(self.min_samples, self.k1, self.k2) < 1:
+            raise ConfigError(
+                f"min_samples, k1 and k2 must be at least 1; got {self.min_samples}, {self.k1} and {self.k2}.\n"
+                "  fix: choose values of at least 1, e.g. 4, 30 and 6"
+            )
+
+    def __str__(self) -> str:
+        return f"DBSCAN, eps {self.eps:g}, min_samples {self.min_samples}, k1 {self.k1}, k2 {self.k2}"
+
+
+def cluster_features(
+    features: torch.Tensor, options: Clustering, *, backend: str = "auto", memory_budget_mb: float = 256
+) -> np.ndarray:
+    """Cluster features with DBSCAN on their k-reciprocal Jaccard distances; see ``jaccard_distances``, ``dbscan``."""
+    distances = jaccard_distances(features, options, backend=backend, memory_budget_mb=memory_budget_mb)
+    return dbscan(distances, min_samples=options.min_samples)
+
+
+@torch.no_grad()
+def jaccard_distances(
+    features: torch.Tensor, options: Clustering, *, backend: str = "auto", memory_budget_mb: float = 256
+) -> "csr_matrix":
+    """Compute the k-reciprocal Jaccard distances up to ``options.eps`` of all pairs of images.
+
+    The features are L2-normalized first. With fewer images than ``options.k1``, k1 is the number of images. A
+    collective operation: in a distributed run, each rank computes a part of the rows, and all ranks return all rows.
+
+    Args:
+        features: (N, D) float, the same on all ranks.
+        options: settings of the clustering.
+        backend: backend of ``nearest_neighbors``. Default: ``"auto"``.
+        memory_budget_mb: memory for a block of distances in MiB. Default: 256.
+
+    Returns:
+        (N, N) sparse float32, symmetric, with the zeros of the diagonal and of duplicates as explicit entries. Pairs
+        without an entry have a distance above eps.
+
+    Raises:
+        DataError: if there are no features, or a feature is not finite.
+
+    Source: Zhong et al. 2017, arXiv:1701.08398, eq. 5 to 10, in the form of ``ReRanking(variant="fastreid")``.
+    """
+    if features.dim() != 2 or len(features) == 0:
+        raise DataError(
+            f"expected features of shape (N, D) with N at least 1, got {tuple(features.shape)}.\n"
+            "  fix: extract the features of at least one image"
+        )
+    check_finite_features("clustered", features, torch.float32)
+    k1 = min(options.k1, len(features))
+    if k1 < options.k1:
+        logger.warning("k1 is %d instead of %d: there are only %d images", k1, options.k1, len(features))
+    # A copy, which is normalized and centered in place. Centering keeps the distances and makes rounding errors
+    # relative to the spread instead of the offset.
+    features = F.normalize(features.detach().float(), dim=1)
+    features -= features.mean(0)
+    reranking = ReRanking(k1=k1, k2=options.k2, variant="fastreid")
+    neighbors = nearest_neighbors(
+        features, features, max(k1, options.k2), backend=backend, memory_budget_mb=memory_budget_mb
+    )
+    weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, reranking)
+    del features, neighbors
+    return distances_of_weights(weights, options.eps, memory_budget_mb=memory_budget_mb)
+
+
+def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb: float = 256) -> "csr_matrix":
+    """Compute the Jaccard distances up to ``eps`` from the weights of ``reciprocal_weights``; a collective operation.
+
+    Args:
+        weights: (N, N) sparse, weights of each image's k-reciprocal neighbors; rows sum to 1.
+        eps: largest distance, inclusive, above 0 and below 1.
+        memory_budget_mb: memory for a block of distances in MiB. Default: 256.
+
+    Returns:
+        (N, N) sparse float32, see ``jaccard_distances``.
+    """
+    from scipy.sparse import csr_matrix
+
+    count = weights.shape[0]
+    weights.sort_indices()  # both directions of a pair are summed in the same order
+    columns = weights.tocsc()
+    size = max(1, min(_MAX_BLOCK_ROWS, int(memory_budget_mb * 2**20 / (4 * count))))
+    # distance = 1 - overlap / (2 - overlap); only pairs near or above this overlap are looked at.
+    bound = 2 * (1 - eps) / (2 - eps) * (1 - 1e-4)
+    start, stop = comm.shard_range(count, size)
+    buffer = torch.empty(min(size, max(stop - start, 1)), count)
+    numbers, found, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    for first in track(range(start, stop, size), -(-(stop - start) // size), "Jaccard distances"):
+        last = min(first + size, stop)
+        overlap = buffer[: last - first].zero_()
+        add_overlaps(weights[first:last], columns, overlap)
+        rows, others = (overlap >= bound).nonzero(as_tuple=True)
+        shared = overlap[rows, others]
+        distances = (1 - shared / (2 - shared)).clamp_min_(0)
+        near = distances <= eps
+        numbers.append(torch.bincount(rows[near], minlength=last - first).numpy())
+        found.append(others[near].int().numpy())
+        values.append(distances[near].numpy())
+    counts, found_all, values_all = (
+        comm.gather_rows(torch.from_numpy(np.concatenate(part))).numpy() for part in (numbers, found, values)
+    )
+    return csr_matrix((values_all, found_all, np.concatenate(([0], np.cumsum(counts)))), shape=(count, count))
+
+
+def dbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
+    """Cluster images with DBSCAN (Ester et al. 1996), with the labels of scikit-learn's ``DBSCAN``.
+
+    Images with at least ``min_samples`` neighbors are core images. Core images that are neighbors are in the same
+    cluster. Other images with a core neighbor are in its cluster; with several, in the one with the smallest number.
+
+    Args:
+        distances: (N, N) sparse, symmetric, with an entry for each pair of neighbors and for the diagonal; the values
+            are not used.
+        min_samples: number of neighbors of a core image, itself included. Default: 4.
+
+    Returns:
+        (N,) int64, clusters numbered by their first core image; ``OUTLIER`` for images without a core neighbor.
+    """
+    from scipy.sparse import csr_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    count, degrees = distances.shape[0], np.diff(distances.indptr)
+    is_core = degrees >= min_samples
+    # Only the entries whose column is a core image; all other entries connect nothing.
+    kept = is_core[distances.indices]
+    rows = np.repeat(np.arange(count, dtype=distances.indices.dtype), degrees)[kept]
+    columns = distances.indices[kept]
+    between = is_core[rows]
+    graph = csr_matrix(
+        (np.ones(between.sum(), dtype=np.int8), (rows[between], columns[between])), shape=distances.shape
+    )
+    components = connected_components(graph, directed=False)[1]
+    # Number the components by their first core image.
+    unique, first = np.unique(components[is_core], return_index=True)
+    numbers = np.full(count, count, dtype=np.int64)
+    numbers[unique[np.argsort(first)]] = np.arange(len(unique))
+    labels = np.full(count, count, dtype=np.int64)
+    np.minimum.at(labels, rows, numbers[components[columns]])
+    labels[labels == count] = OUTLIER
+    return labels
+
+
+@dataclass(frozen=True)
+class ClusterQuality:
+    """Sizes of clusters, and their agreement with known identities.
+
+    Attributes:
+        clusters: number of clusters.
+        outliers: number of images in no cluster.
+        images: number of images.
+        purity: fraction of the clustered images that have the most frequent identity of their cluster; None without
+            identities or clusters.
+        nmi: normalized mutual information of clusters and identities of the clustered images, in 0..1, divided by the
+            mean of the two entropies; None without identities or clusters.
+        split: number of identities in more than one cluster; None without identities.
+        merged: number of clusters with more than one identity; None without identities.
+    """
+
+    clusters: int
+    outliers: int
+    images: int
+    purity: float | None = None
+    nmi: float | None = None
+    split: int | None = None
+    merged: int | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.clusters} clusters, {self.outliers} of {self.images} images are outliers"
+        if self.purity is not None and self.nmi is not None:
+            text += f", purity {self.purity:.3f}, NMI {self.nmi:.3f}, {self.split} identities split, "
+            text += f"{self.merged} clusters with several identities"
+        return text
+
+
+def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) -> ClusterQuality:
+    """Compute the sizes of clusters and, for known identities, their purity and NMI.
+
+    Args:
+        labels: (N,) int64, clusters 0, 1, ...; ``OUTLIER`` for images in no cluster.
+        identities: (N,) any dtype, identities; None (default) if they are unknown. Outliers are excluded.
+    """
+    clustered = labels[labels != OUTLIER]
+    clusters, outliers = len(np.unique(clustered)), len(labels) - len(clustered)
+    if identities is None or not clusters:
+        return ClusterQuality(clusters, outliers, len(labels))
+    names = np.unique(identities[labels != OUTLIER], return_inverse=True)[1]
+    pairs, counts = np.unique(np.stack((clustered, names)), axis=1, return_counts=True)
+    largest = np.zeros(clustered.max() + 1, dtype=np.int64)
+    np.maximum.at(largest, pairs[0], counts)
+    sizes = [np.unique(each, return_counts=True)[1] for each in (clustered, names)]
+    entropies = [_entropy(each) for each in sizes]
+    total = sum(entropies)
+    # The mutual information is the sum of both entropies minus the joint entropy.
+    nmi = 2 * (total - _entropy(counts)) / total if total > 0 else 1.0
+    return ClusterQuality(
+        clusters,
+        outliers,
+        len(labels),
+        purity=float(largest.sum() / len(clustered)),
+        nmi=float(min(max(nmi, 0.0), 1.0)),
+        split=int((np.bincount(pairs[1]) > 1).sum()),
+        merged=int((np.bincount(pairs[0]) > 1).sum()),
+    )
+
+
+def _entropy(counts: np.ndarray) -> float:
+    """Compute the entropy in nats of a distribution given by counts."""
+    fractions = counts / counts.sum()
+    return float(-(fractions * np.log(fractions)).sum())
