@@ -1,7 +1,8 @@
 """Error rates of a calibrated model on a test set."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -12,10 +13,14 @@ from fastamp.evaluation.open_set import OpenSetRates, Reliability, SetScores
 from fastamp.evaluation.protocol import Identities, Protocol
 from fastamp.evaluation.thresholds import split_identities
 from fastamp.utils.errors import DataError
+from fastamp.utils.table import format_table
 
 logger = logging.getLogger(__name__)
 
 _BINS = 60
+# Groups of pairs whose error rates are computed, those with the most genuine pairs.
+_MAX_GROUPS = 30
+GROUP_HEADERS = ("pairs", "false accepts", "false rejects", "false-positive identification", "gallery images")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,8 @@ class CalibrationCheck:
         edges: (B + 1,) float64, edges of the bins of the score, ascending.
         genuine, impostor: (B,) float64, fraction of the genuine and of the impostor pairs in each bin.
         excluded: number of identities that chose the thresholds, if the calibration is of the same dataset.
+        groups: value of ``TEST.GROUP_BY``, or two values, e.g. ``"infrared, visible"`` -> error rates of the pairs of
+            images that have them. Default: no groups.
     """
 
     calibration: Calibration
@@ -38,15 +45,24 @@ class CalibrationCheck:
     genuine: np.ndarray
     impostor: np.ndarray
     excluded: int = 0
+    groups: Mapping[str, OpenSetRates] = field(default_factory=dict)
+
+    def group_rows(self) -> list[tuple[str, ...]]:
+        """Return the rows of a table of the error rates of each group, with the columns ``GROUP_HEADERS``."""
+        return [
+            (name, *map(str, (rates.far, rates.frr, rates.fpir)), f"{rates.gallery_size:,}")
+            for name, rates in self.groups.items()
+        ]
 
     def describe(self) -> str:
         """Describe the error rates as text."""
-        rates = self.rates
-        return (
+        rates, rows = self.rates, self.group_rows()
+        text = (
             f"false accepts {rates.far}, false rejects {rates.frr}, false-positive identification {rates.fpir} with "
             f"{rates.gallery_size:,} gallery images, false-negative identification {rates.fnir} (95 % confidence "
             f"intervals over {rates.far.num_identities:,} identities)"
         )
+        return f"{text}\n{format_table(rows, GROUP_HEADERS)}" if rows else text
 
 
 def images_with_query(identities: Identities, protocol: Protocol) -> Tensor:
@@ -74,7 +90,7 @@ def check_calibration(
     Args:
         features: (Q + G, D) float features, queries first.
         identities: identities of the Q query and G gallery images.
-        protocol: protocol, which defines the metric and the junk.
+        protocol: protocol, which defines the metric, the junk and the groups.
         calibration: calibration of the model.
         dataset: name of the test set. The identities of ``calibration.source`` that chose the thresholds are excluded.
 
@@ -112,10 +128,24 @@ def check_calibration(
         return None
     sign = 1 if protocol.metric == "cosine" else -1
     found, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
-    rates = scores.rates(
-        sign * found.same_threshold, sign * found.different_threshold, sign * found.search_threshold, gallery
-    )
+    thresholds = [sign * each for each in (found.same_threshold, found.different_threshold, found.search_threshold)]
+    groups = {}
+    if protocol.group_by:
+        values = everyone.query_texts(protocol.group_by)[scores.rows]
+        groups = {
+            ", ".join(dict.fromkeys(names)): part.rates(*thresholds, gallery)
+            for names, part in scores.by_values(values, _MAX_GROUPS).items()
+        }
     pairs = [np.sort(sign * each) for each in (scores.genuine, scores.impostor)]
     edges = np.linspace(min(each[0] for each in pairs), max(each[-1] for each in pairs), _BINS + 1)
     genuine, impostor = (np.histogram(each, edges)[0] / len(each) for each in pairs)
-    return CalibrationCheck(found, rates, scores.reliability(found.curve), edges, genuine, impostor, excluded)
+    return CalibrationCheck(
+        found,
+        scores.rates(*thresholds, gallery),
+        scores.reliability(found.curve),
+        edges,
+        genuine,
+        impostor,
+        excluded,
+        groups,
+    )

@@ -1,5 +1,6 @@
 """Error rates of open-set decisions: same, different or unknown for pairs, accepted or unknown for searches."""
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -85,7 +86,8 @@ class SetScores:
         seed: seed of the selection of images, if there are more than 5,000.
 
     Attributes:
-        pids: (M,) int64, identities of the used images, ascending.
+        rows: (M,) int64, indices of the used images.
+        pids: (M,) int64, their identities, ascending.
 
     Raises:
         DataError: if features are not finite, or there are no genuine or no impostor pairs.
@@ -102,7 +104,7 @@ class SetScores:
         seed: int = 0,
     ) -> None:
         all_pids = identities.query_pids.cpu().numpy()
-        rows = _sampled_rows(all_pids, all_pids[all_pids >= 0] if only is None else only, seed)
+        self.rows = rows = _sampled_rows(all_pids, all_pids[all_pids >= 0] if only is None else only, seed)
         self.pids = all_pids[rows]
         chosen = features[torch.from_numpy(rows).to(features.device)].float().cpu()
         if not torch.isfinite(chosen).all():
@@ -124,6 +126,32 @@ class SetScores:
                 f"{len(self._starts)} identities with {len(rows)} images have no genuine or no impostor pairs.\n"
                 "  fix: use a dataset with several identities, and with images of each from several cameras"
             )
+
+    def by_values(self, values: np.ndarray, limit: int) -> "dict[tuple[str, str], SetScores]":
+        """Divide the pairs by the values of a column of both images.
+
+        Args:
+            values: (M,) str, value of each used image.
+            limit: maximum number of results, those with the most genuine pairs.
+
+        Returns:
+            Pair of values, in ascending order -> the scores of the pairs of images that have them. Pairs of values
+            without a genuine pair of images, or without an impostor pair, are excluded.
+        """
+        names, numbers = np.unique(values, return_inverse=True)
+        numbers = numbers.astype(np.int32)
+        low, high = np.minimum.outer(numbers, numbers), np.maximum.outer(numbers, numbers)
+        codes = low * len(names) + high
+        counts = np.bincount(codes[self._same & ~np.isnan(self._scores)], minlength=len(names) ** 2)
+        found = {}
+        for code in sorted(counts.argsort(kind="stable")[::-1][:limit].tolist()):
+            part = copy.copy(self)
+            for name in ("genuine", "impostor"):
+                vars(part).pop(name, None)
+            part._scores = np.where(codes == code, self._scores, np.nan)
+            if len(part.genuine) and len(part.impostor):
+                found[str(names[code // len(names)]), str(names[code % len(names)])] = part
+        return found
 
     @property
     def max_gallery_size(self) -> int:
@@ -209,7 +237,7 @@ class SetScores:
                 np.bincount(self._identity[matched & missed], minlength=count),
                 np.bincount(self._identity[matched], minlength=count),
             ),
-            gallery_size=round(float(sizes[sizes > 0].mean())),
+            gallery_size=round(float(sizes.sum() / max(1, (sizes > 0).sum()))),
         )
 
     def _by_pair(self, values: np.ndarray) -> np.ndarray:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.evaluation.calibration import percent
-from fastamp.evaluation.calibration_check import CalibrationCheck
+from fastamp.evaluation.calibration_check import GROUP_HEADERS, CalibrationCheck
 from fastamp.report.panel import Line, Panel
 from fastamp.report.svg import draw_panels
 
@@ -35,9 +35,12 @@ def open_set_section(check: CalibrationCheck | None) -> dict[str, Any] | None:
         ),
         ("", "", "queries with a match called unknown", "", str(rates.fnir)),
     ]
+    tables = [("", ("decision", "threshold", "errors", "stated rate", "measured rate"), rows)]
+    if check.groups:
+        tables.append(("By group", GROUP_HEADERS, check.group_rows()))
     return {
         "note": note,
-        "table": (("decision", "threshold", "errors", "stated rate", "measured rate"), rows),
+        "tables": tables,
         "charts": draw_panels([distribution_panel(check), reliability_panel(check)]),
     }
 

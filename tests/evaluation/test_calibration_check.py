@@ -1,6 +1,8 @@
 """Tests of the error rates of a calibrated model on a test set."""
 
+import itertools
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -45,6 +47,37 @@ def test_rates_of_another_dataset_use_all_identities_with_a_query(test_set, cali
     assert found.genuine.sum() == pytest.approx(1) and found.impostor.sum() == pytest.approx(1)
     assert found.edges[0] < calibration.same_threshold < found.edges[-1]
     assert found.impostor[np.searchsorted(found.edges, calibration.same_threshold) :].sum() < 0.02
+
+
+def test_groups_are_the_pairs_of_images_with_two_values(test_set, calibration):
+    features, identities = test_set
+    columns = {
+        "modality": tuple((camids > 1).long() for camids in (identities.query_camids, identities.gallery_camids))
+    }
+    named = replace(identities, columns=columns, column_names={"modality": ("day", "night")})
+    found = check_calibration(features, named, Protocol(group_by="modality"), calibration, dataset="Others")
+    assert found.rates == check_calibration(*test_set, Protocol(), calibration, dataset="Others").rates
+    assert list(found.groups) == ["day", "day, night", "night"]
+    assert sum(rates.far.num_trials for rates in found.groups.values()) == found.rates.far.num_trials
+    scores = torch.nn.functional.normalize(features[:800], dim=1)
+    scores = scores @ scores.T
+    everyone = named.all_images()
+    night = everyone.columns["modality"][0] == 1
+    errors = sum(
+        scores[i, j] >= calibration.same_threshold
+        for i, j in itertools.combinations(range(800), 2)
+        if everyone.query_pids[i] != everyone.query_pids[j] and night[i] and night[j]
+    )
+    assert found.groups["night"].far.num_errors == errors > 0
+    assert "| day, night |" in found.describe()
+
+
+def test_groups_without_genuine_pairs_are_excluded(test_set, calibration):
+    features, identities = test_set
+    columns = {"species": tuple(pids % 2 for pids in (identities.query_pids, identities.gallery_pids))}
+    named = replace(identities, columns=columns)
+    found = check_calibration(features, named, Protocol(group_by="species"), calibration, dataset="Others")
+    assert list(found.groups) == ["0", "1"]
 
 
 def test_distractors_have_no_query(test_set):

@@ -40,7 +40,7 @@ KEYS = (
         "TEST.GROUP_BY",
         "",
         "Also report the metrics of the queries with each value of this column of the test set, e.g. species, or "
-        "camera; empty for no groups.",
+        "camera, and the error rates of a calibrated model; empty for no groups.",
     ),
     Key(
         "TEST.REPORT",
