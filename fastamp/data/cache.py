@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.datasets.base import ImageItem, data_root
+from fastamp.data.file_parts import file_of
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
@@ -164,7 +165,7 @@ def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: 
         line = f"{os.path.abspath(item.path)}\0{item.box}\n".encode(errors="surrogateescape")
         listed.update(line)
         try:
-            status = os.stat(item.path)
+            status = os.stat(file_of(item.path))
         except OSError:
             content.update(line)  # reading it raises the error
         else:

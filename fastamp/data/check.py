@@ -35,10 +35,11 @@ from fastamp.data.decode import (
     open_with_pil,
     read_image,
 )
+from fastamp.data.file_parts import read_bytes
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
-from fastamp.utils.files import check_not_device, write_atomically
+from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
@@ -317,8 +318,7 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
 
 def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSummary:
     try:
-        check_not_device(item.path)
-        content = Path(item.path).read_bytes()
+        content = read_bytes(item.path)
         with open_with_pil(io.BytesIO(content)) as image:
             check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
             check_mode(image)

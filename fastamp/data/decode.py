@@ -1,6 +1,7 @@
 """Decode image files to uint8 tensors: grayscale, RGB or RGBA."""
 
 import errno
+import io
 import os
 import struct
 import warnings
@@ -14,8 +15,8 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fastamp.data.file_parts import file_of, read_bytes
 from fastamp.utils.errors import DataError
-from fastamp.utils.files import check_not_device
 
 try:
     from torchvision.io import ImageReadMode
@@ -49,7 +50,7 @@ def read_image(
     max_pixels: int = MAX_PIXELS,
     least_side: int | None = None,
 ) -> Tensor:
-    """Read an image file and apply its EXIF orientation.
+    """Read an image, a file or bytes of a file, and apply its EXIF orientation.
 
     The image is converted to the given number of channels. If ``channels`` is 4, alpha is 255 for files without an
     alpha channel. If ``channels`` is 1 or 3, an alpha channel is dropped without blending. 16-bit channels are reduced
@@ -59,7 +60,7 @@ def read_image(
     Grayscale is computed from the decoded RGB, as PIL does.
 
     Args:
-        path (str): image file.
+        path (str): image file, or ``FILE#START+COUNT`` for bytes of a file, see ``file_parts``.
         channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
         box (tuple, optional): (left, top, right, bottom) of the region to return, in pixels of the upright image; right
             and bottom are exclusive. Default: the whole image.
@@ -88,9 +89,7 @@ def read_image(
 
 def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     try:
-        check_not_device(path)
-        with open(path, "rb", buffering=0) as file:
-            content = bytearray(file.read())
+        content = read_bytes(path)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise  # not caused by the image, which must not be skipped
@@ -187,10 +186,13 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
 
 
 def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
-    """Open an image file with PIL, restricted to pixel formats whose decoders run no external program.
+    """Open an image with PIL, restricted to pixel formats whose decoders run no external program.
 
-    PIL's warning about large images is suppressed, because ``check_pixels`` limits the number of pixels.
+    ``source`` is a path as in ``read_image``, or an open file. PIL's warning about large images is suppressed, because
+    ``check_pixels`` limits the number of pixels.
     """
+    if isinstance(source, str | os.PathLike) and file_of(source) != os.fspath(source):
+        source = io.BytesIO(read_bytes(source))
     Image.init()  # registers the formats
     # Warning filters are global: two threads must not replace and restore them concurrently.
     with _WARNINGS_LOCK, warnings.catch_warnings():

@@ -10,7 +10,8 @@ import numpy as np
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command, path_fix
 from fastamp.data.datasets.items import PackedItems, encode
-from fastamp.data.decode import has_image_format
+from fastamp.data.decode import cause_of, has_image_format
+from fastamp.data.file_parts import check_readable, file_of
 from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -79,12 +80,13 @@ def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> di
     for row in range(len(items)):
         if row not in excluded:
             path = items.path(row)
-            if not os.access(path, os.R_OK):
-                found[row] = "permission denied"
-            elif not os.path.getsize(path):
-                found[row] = "the file is empty"
-            elif path.lower().endswith(IMAGE_SUFFIXES) and not has_image_format(path):
-                found[row] = "cannot identify the image format"
+            try:
+                check_readable(path)
+            except OSError as error:
+                found[row] = cause_of(error)
+            else:
+                if path.lower().endswith(IMAGE_SUFFIXES) and not has_image_format(path):
+                    found[row] = "cannot identify the image format"
     return found
 
 
@@ -108,7 +110,14 @@ def missing_files(items: PackedItems) -> np.ndarray:
             row for row, name in zip(rows.tolist(), items.names.encoded(rows), strict=True) if name not in names
         ]
         # Test these individually: the file system may ignore case or Unicode normalization.
-        missing += [row for row in not_listed if not os.path.isfile(items.path(row))]
+        # Several images may be in one file.
+        is_file: dict[str, bool] = {}
+        for row in not_listed:
+            file = file_of(items.path(row))
+            if file not in is_file:
+                is_file[file] = os.path.isfile(file)
+            if not is_file[file]:
+                missing.append(row)
     return np.array(sorted(missing), dtype=np.int64)
 
 

@@ -3,6 +3,7 @@
 import pickle
 import runpy
 import shutil
+import struct
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -225,12 +226,22 @@ def faces(record):
             DATASET_REGISTRY.get("LFW")(root).query  # noqa: B018
     with record("FaceFolder without images"):
         DATASET_REGISTRY.get("FaceFolder")(root).train  # noqa: B018
+    with record("FaceRecords without DATASETS.REC_PATH"):
+        DATASET_REGISTRY.get("FaceRecords")("")
     with record("a missing .rec file"):
         (root / "a.idx").write_text("0 0\n")
         list(read_records(root / "a.rec"))
-    (root / "a.rec").write_bytes(b"damaged")
-    with record("a damaged .rec file"):
-        list(read_records(root / "a.rec"))
+    first = struct.pack("<IIIfQQ", 0xCED7230A, 1 << 29 | 24, 0, 1, 0, 0)
+    for label, content in (
+        ("empty", b""),
+        ("damaged", b"damaged" * 8),
+        ("with an incomplete record", first),
+        ("with a part of another kind", first + first),
+        ("without images", struct.pack("<IIIfQQ", 0xCED7230A, 24, 0, 0, 0, 0)),
+    ):
+        (root / "a.rec").write_bytes(content)
+        with record(f"a .rec file: {label}"):
+            list(read_records(root / "a.rec"))
     (root / "a.idx").write_text("0 -1\n")
     with record("a damaged .idx file"):
         list(read_records(root / "a.rec"))

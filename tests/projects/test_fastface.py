@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import json
 import pickle
 import struct
@@ -19,7 +20,8 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.cli import main
 from fastamp.config import get_cfg, read_config
 from fastamp.config.projects import import_project
-from fastamp.data.build import build_dataset
+from fastamp.data.build import build_dataset, build_reid_train_loader
+from fastamp.data.file_parts import read_bytes
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import infer_config
@@ -236,7 +238,7 @@ def test_record_files_are_unpacked_without_the_records_of_identities(tmp_path):
     content = (tmp_path / "train.rec").read_bytes()
     (tmp_path / "train.rec").write_bytes(content[: len(rows[0]) + 20])
     process = unpack(tmp_path / "train.rec", tmp_path / "other")
-    assert process.returncode == 2 and "record 1 is damaged or truncated" in process.stderr
+    assert process.returncode == 2 and "record 2 begins at byte" in process.stderr
     assert not (tmp_path / "other").exists() and not [*tmp_path.glob(".*")]
     (tmp_path / "train.idx").unlink()
     assert "train.idx" in unpack(tmp_path / "train.rec", tmp_path / "third").stderr
@@ -271,6 +273,10 @@ def test_divided_records_are_joined(tmp_path):
         ([struct.pack("<IIIfQQ", 0xCED7230A, 24, 2**30, 0, 0, 0)], None, "record 0 is damaged or truncated"),
         ([struct.pack("<II", 0xCED7230A, 3 << 29 | 24) + bytes(24)], None, "record 0 is damaged or truncated"),
         ([record(5.0, b"x"), record(6.0, b"")], None, "record 1 has no image"),
+        ([record(5.0, b"x")], "0 0\n1 4000\n", "record 1 begins at byte 4000 of a file of 36 bytes"),
+        ([record(5.0, b"x")], "0 2\n", "record 0 is damaged or truncated"),
+        ([record((2.0, 3.0), b""), record((1.0, 1.0), b"")], None, "record 1 has no image"),
+        ([record((1.0, 2.0), b""), record((1.0, 1.0), b"")], None, "has no images"),
         ([record(5.0, b"x")], "", "it is empty"),
         ([record(5.0, b"x")], "0 -8\n", "at least 0"),
         ([record(5.0, b"x")], "0 1 2\n", "too many values"),
@@ -284,6 +290,64 @@ def test_damaged_records_and_indices_are_data_errors(tmp_path, rows, index, mess
         (tmp_path / "a.idx").write_text(index)
     with pytest.raises(DataError, match=message):
         list(read_records(tmp_path / "a.rec"))
+
+
+def identical(batches, others):
+    for one, other in zip(batches, others, strict=True):
+        assert torch.equal(one["images"], other["images"]) and torch.equal(one["targets"], other["targets"])
+
+
+def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    make_faces(tmp_path)
+    rng, rows = np.random.default_rng(0), []
+    for person in (3, 4, 7):
+        for _ in range(3):
+            stream = io.BytesIO()
+            Image.fromarray(rng.integers(256, size=(16, 16, 3), dtype=np.uint8)).save(stream, "JPEG")
+            rows.append((person, stream.getvalue()))
+    # The magic number in a comment, behind the image, divides the record.
+    rows[5] = (rows[5][0], rows[5][1] + b"\0" * (-len(rows[5][1]) % 4) + struct.pack("<I", 0xCED7230A) + b"end")
+    parts = [record(float(person), image) for person, image in rows]
+    parts[5] = divided(struct.pack("<IfQQ", 0, float(rows[5][0]), 0, 0) + rows[5][1])
+    write_records(tmp_path / "train.rec", [record((10.0, 11.0), b""), *parts, record((1.0, 4.0), b"")])
+    assert unpack(tmp_path / "train.rec", tmp_path / "unpacked").returncode == 0
+
+    def recipe(name, *opts):
+        source = ("DATASETS.REC_PATH", str(tmp_path / "train.rec"))
+        folder = ("DATASETS.FACE_FOLDER", "unpacked")
+        return tiny_recipe(tmp_path / name, *(source if name.startswith("packed") else folder), *opts)
+
+    packed, folder = (build_dataset("MS1MV2", recipe(name)).train for name in ("packed", "folder"))
+    assert [item.pid for item in packed] == [item.pid for item in folder]
+    assert [bytes(read_bytes(item.path)) for item in packed] == [Path(item.path).read_bytes() for item in folder]
+    for opts in (("DATALOADER.NUM_WORKERS", "2"), ("DATALOADER.CACHE", "disk")):
+        loaders = [build_reid_train_loader(recipe(name, *opts)) for name in ("packed", "folder")]
+        identical(*(itertools.islice(loader, 4) for loader in loaders))
+    runs = []
+    for name in ("packed", "folder"):
+        torch.manual_seed(0)
+        runs.append(DefaultTrainer(recipe(name)).train())
+    assert runs[0] == runs[1]
+    one, other = (tiny.weights(tmp_path / f"{name}/model_final.pth") for name in ("packed", "folder"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+
+    command = ["check-data", "FaceFolder", "--plugin", "FastFace", "--output", str(tmp_path / "check")]
+    command += ["--write-clean", str(tmp_path / "clean.csv"), "DATASETS.REC_PATH", str(tmp_path / "train.rec")]
+    assert main(command) == 0
+    assert list((tmp_path / "check").glob("*.png")) and "9" in capsys.readouterr().out
+    table = build_dataset(f"csv:{tmp_path / 'clean.csv'}", get_cfg()).train
+    assert [read_bytes(item.path) for item in table] == [read_bytes(item.path) for item in packed]
+
+    content = (tmp_path / "train.rec").read_bytes()
+    (tmp_path / "train.rec").write_bytes(content[:-200])
+    with pytest.raises(DataError, match=r"record \d+ (is damaged or truncated|begins at byte)"):
+        DefaultTrainer(recipe("packed2"))
+    (tmp_path / "train.idx").unlink()
+    for missing in ("train.idx", "train.rec"):
+        with pytest.raises(DataError, match=missing):
+            DefaultTrainer(recipe("packed2"))
+        (tmp_path / "train.rec").unlink(missing_ok=True)
 
 
 def test_evaluator_requires_pairs_of_equal_labels(caplog):

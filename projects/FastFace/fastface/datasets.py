@@ -11,9 +11,17 @@ from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.custom import image_files
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.file_utils import check_tree, read_lines
+from fastamp.data.datasets.items import Column, PackedItems, PathBuilder, split_path
 from fastamp.utils.errors import DataError
+from fastamp.utils.files import expand
+from fastface.packed_files import find_records
 
 KEYS = (
+    Key(
+        "DATASETS.REC_PATH",
+        "",
+        "FaceFolder: RecordIO file (.rec, with an .idx file next to it) to read instead of the folder. Empty: none.",
+    ),
     Key("DATASETS.FACE_FOLDER", "MS_Celeb_1M", "FaceFolder: folder in the data root with a folder for each identity."),
 )
 
@@ -34,6 +42,7 @@ class FaceFolder(ImageDataset):
 
     dataset_name = "faces"
     requires_gallery = False
+    has_cameras = False
     has_distractors = False
 
     def __init__(self, root: str | Path = "datasets", *, folder: str = "MS_Celeb_1M") -> None:
@@ -42,8 +51,10 @@ class FaceFolder(ImageDataset):
         super().__init__(self._read, list, list)
 
     @classmethod
-    def from_config(cls, cfg: Any, root: str) -> "FaceFolder":
-        """Build the dataset from ``DATASETS.FACE_FOLDER``."""
+    def from_config(cls, cfg: Any, root: str) -> ImageDataset:
+        """Build the dataset from ``DATASETS.FACE_FOLDER``, or ``FaceRecords`` if ``DATASETS.REC_PATH`` is set."""
+        if cfg.DATASETS.REC_PATH:
+            return FaceRecords.from_config(cfg, root)
         return cls(root, folder=cfg.DATASETS.FACE_FOLDER)
 
     def camera(self, camid: int | str) -> str:
@@ -65,6 +76,50 @@ class FaceFolder(ImageDataset):
 
 
 @DATASET_REGISTRY.register()
+class FaceRecords(ImageDataset):
+    """Training images of faces in a RecordIO file, which are read from it; all images are used.
+
+    Args:
+        path (str or Path): file ``.rec``, with an ``.idx`` file next to it.
+
+    Raises:
+        DataError: if a file cannot be read, or a record is damaged (raised at first use); or if ``path`` is empty.
+    """
+
+    dataset_name = "faces"
+    requires_gallery = False
+    has_cameras = False
+    has_distractors = False
+
+    def __init__(self, path: str | Path) -> None:
+        if not str(path):
+            raise DataError("FaceRecords: DATASETS.REC_PATH is empty.\n  fix: set it to a .rec file")
+        self.path = expand(path).absolute()
+        super().__init__(self._read, list, list)
+
+    @classmethod
+    def from_config(cls, cfg: Any, root: str) -> "FaceRecords":
+        """Build the dataset from ``DATASETS.REC_PATH``."""
+        return cls(cfg.DATASETS.REC_PATH)
+
+    def camera(self, camid: int | str) -> str:
+        """Return "": the images have no cameras."""
+        return ""
+
+    def _read(self) -> PackedItems:
+        identities, paths = find_records(self.path)
+        distinct, rows = np.unique(identities, return_inverse=True)
+        builder = PathBuilder()
+        for path in paths:
+            builder.append(*split_path(path))
+        return PackedItems(
+            *builder.build(),
+            pids=Column.of(rows.reshape(-1), [f"{self.name}_{identity}" for identity in distinct.tolist()]),
+            camids=Column(np.zeros(len(paths), dtype=np.int64)),
+        )
+
+
+@DATASET_REGISTRY.register()
 class LFW(ImageDataset):
     """Pairs of faces of Labeled Faces in the Wild (Huang et al. 2007): 6,000 pairs in ten folds.
 
@@ -80,6 +135,7 @@ class LFW(ImageDataset):
     dataset_name = "lfw"
     folder: ClassVar[str] = "lfw"
     requires_gallery = False
+    has_cameras = False
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
@@ -128,6 +184,7 @@ class DemoFaces(ImageDataset):
 
     dataset_name = "demofaces"
     requires_gallery = False
+    has_cameras = False
     has_distractors = False
 
     def __init__(self, root: str | Path = "datasets") -> None:

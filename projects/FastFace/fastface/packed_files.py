@@ -1,21 +1,25 @@
 """Readers of packed face images: RecordIO files of MXNet, and the ``.bin`` files of insightface's test sets."""
 
 import io
-import math
+import os
 import pickle
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 
+from fastamp.data.file_parts import read_bytes
 from fastamp.utils.errors import DataError
 
 _MAGIC = 0xCED7230A
-_HEADER = struct.Struct("<IfQQ")
-# Upper three bits of a part's length: a whole record, or the first, a middle or the last part of one.
-_WHOLE, _FIRST, _MIDDLE, _LAST = range(4)
+# A record is the magic number, a word with the kind and the length of its content, and the content, filled up to a
+# multiple of 4 bytes. The content is a header, further labels, and the encoded image. All numbers are little-endian.
+_PREFIX, _HEADER = 8, 24
+_COUNT = 2**29 - 1  # lower bits of the word; the upper three are the kind
+# A whole record, or the first, a middle or the last part of one.
+_FIRST, _MIDDLE, _LAST = 1, 2, 3
+_EXACT = 2**24  # a label is float32, which counts exactly up to here
 
 
 def read_index(path: Path) -> dict[int, int]:
@@ -34,25 +38,78 @@ def read_index(path: Path) -> dict[int, int]:
     return index
 
 
-def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Read the identity and the encoded image of each record of a ``.rec`` file with an ``.idx`` file next to it.
+def find_records(path: Path) -> tuple[np.ndarray, list[str]]:
+    """Find the images of a ``.rec`` file with an ``.idx`` file next to it, in the order of their numbers.
 
-    Record 0 of insightface's files has no image: its label is the number of the first record without an image.
+    Only the headers of the records are read. Record 0 of insightface's files has no image: its label is the number of
+    the first record without an image. MXNet divides a record where it contains the magic number; the parts are joined.
+
+    Returns:
+        ``(identities, paths)``: (N,) int64, and N paths ``FILE#START+COUNT`` of the encoded images, see
+        ``fastamp.data.file_parts``.
 
     Raises:
-        DataError: if a file cannot be read, or a record is truncated or damaged.
+        DataError: if a file cannot be read, or a record is truncated, damaged, or beyond the end of the file.
     """
-    index = read_index(path.with_suffix(".idx"))
     with _open(path) as file:
-        labels, image = _record(file, path, index, min(index))
-        numbers = sorted(index)
-        if not image:
-            numbers = [number for number in numbers[1:] if number < labels[0]]
-        for number in numbers:
-            labels, image = _record(file, path, index, number)
-            if not image:
-                raise _damaged(path, number, "has no image")
-            yield int(labels[0]), image
+        index = read_index(path.with_suffix(".idx"))
+        numbers = np.array(sorted(index), dtype=np.int64)
+        offsets = np.array([index[number] for number in numbers.tolist()], dtype=np.int64)
+        size = os.fstat(file.fileno()).st_size
+
+        def check(valid: np.ndarray, problem: Callable[[int], str] = lambda row: "is damaged or truncated") -> None:
+            for row in np.flatnonzero(~valid).tolist():
+                raise _damaged(path, int(numbers[row]), problem(row))
+
+        check(offsets < size, lambda row: f"begins at byte {offsets[row]} of a file of {size} bytes")
+        check((offsets % 4 == 0) & (offsets + _PREFIX + _HEADER <= size))
+        words = np.memmap(file, dtype="<u4", mode="r", shape=size // 4)
+        magic, kinds, counts, extra, label = np.asarray(words[offsets[:, None] // 4 + [0, 1, 1, 2, 3]]).T
+        kinds, counts = kinds >> 29, (counts & _COUNT).astype(np.int64)
+        starts, headers = offsets + _PREFIX, _HEADER + 4 * extra.astype(np.int64)
+        check((magic == _MAGIC) & (kinds <= _FIRST) & (counts >= headers) & (starts + counts <= size))
+        # With several labels, the header ends with them, and the first one counts.
+        label = np.where(extra > 0, np.asarray(words[(offsets // 4 + 8).clip(max=len(words) - 1)]), label)
+        labels = label.astype("<u4").view("<f4")
+        check(np.isfinite(labels), lambda row: f"has the label {labels[row]}")
+        images = [[each] for each in zip((starts + headers).tolist(), (counts - headers).tolist(), strict=True)]
+        for row in np.flatnonzero(kinds == _FIRST).tolist():
+            images[row] += _further_parts(words, path, int(numbers[row]), int(starts[row] + counts[row]))
+    is_image = (counts > headers) | (kinds == _FIRST)
+    chosen = np.ones(len(numbers), dtype=bool)
+    if not is_image[0]:
+        chosen = numbers < labels[0]
+        chosen[0] = False
+        chosen &= is_image | (numbers < _EXACT)
+    check(is_image | ~chosen, lambda row: "has no image")
+    if not chosen.any():
+        raise DataError(f"{path.absolute()} has no images.\n  fix: restore this file of the dataset")
+    rows = np.flatnonzero(chosen).tolist()
+    ranges = (",".join(f"{start}+{count}" for start, count in images[row]) for row in rows)
+    return labels[chosen].astype(np.int64), [f"{path}#{each}" for each in ranges]
+
+
+def _further_parts(words: np.ndarray, path: Path, number: int, end: int) -> list[tuple[int, int]]:
+    """Return the ranges (start, count) of a divided record after its first part, which ends at byte ``end``."""
+    ranges, kind = [], _FIRST
+    while kind != _LAST:
+        offset = end + -end % 4
+        if offset + _PREFIX > 4 * len(words):
+            raise _damaged(path, number, "is damaged or truncated")
+        magic, word = words[offset // 4 : offset // 4 + 2].tolist()
+        kind, count = word >> 29, word & _COUNT
+        end = offset + _PREFIX + count
+        if magic != _MAGIC or kind not in (_MIDDLE, _LAST) or end > 4 * len(words):
+            raise _damaged(path, number, "is damaged or truncated")
+        # The magic number itself is only in front of the part.
+        ranges += [(offset, 4), (offset + _PREFIX, count)]
+    return ranges
+
+
+def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Read the identity and the encoded image of each record; see ``find_records``."""
+    for identity, image in zip(*find_records(path), strict=True):
+        yield int(identity), bytes(read_bytes(image))
 
 
 def _open(path: Path) -> io.BufferedReader:
@@ -64,38 +121,7 @@ def _open(path: Path) -> io.BufferedReader:
         ) from error
 
 
-def _record(file: io.BufferedReader, path: Path, index: dict[int, int], number: int) -> tuple[np.ndarray, bytes]:
-    """Return the labels, (L,) float32 with L >= 1, and the image of a record."""
-    content = _content(file, path, index[number], number)
-    if len(content) < _HEADER.size:
-        raise _damaged(path, number)
-    count, label, *_ = _HEADER.unpack_from(content)
-    end = _HEADER.size + 4 * count
-    if end > len(content):
-        raise _damaged(path, number)
-    labels = np.frombuffer(content[_HEADER.size : end], dtype="<f4") if count else np.array([label], dtype=np.float32)
-    if not math.isfinite(labels[0]):
-        raise _damaged(path, number, f"has the label {labels[0]}")
-    return labels, content[end:]
-
-
-def _content(file: io.BufferedReader, path: Path, offset: int, number: int) -> bytes:
-    """Return the content of a record, which its writer divided wherever it contained the magic number."""
-    file.seek(offset)
-    parts: list[bytes] = []
-    while True:
-        magic, length = struct.unpack("<II", file.read(8).ljust(8, b"\0"))
-        kind, size = length >> 29, length & (2**29 - 1)
-        part = file.read(size) if magic == _MAGIC else b""
-        if magic != _MAGIC or len(part) < size or kind not in ((_MIDDLE, _LAST) if parts else (_WHOLE, _FIRST)):
-            raise _damaged(path, number)
-        parts.append(part)
-        if kind in (_WHOLE, _LAST):
-            return struct.pack("<I", _MAGIC).join(parts)
-        file.seek(-size % 4, io.SEEK_CUR)
-
-
-def _damaged(path: Path, number: int, problem: str = "is damaged or truncated") -> DataError:
+def _damaged(path: Path, number: int, problem: str) -> DataError:
     return DataError(f"{path.absolute()}: record {number} {problem}.\n  fix: restore this file of the dataset")
 
 
