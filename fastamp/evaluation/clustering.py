@@ -107,10 +107,7 @@ def jaccard_distances(
     k1 = min(options.k1, len(features))
     if k1 < options.k1:
         logger.warning("k1 is %d instead of %d: there are only %d images", k1, options.k1, len(features))
-    # A copy, which is normalized and centered in place. Centering keeps the distances and makes rounding errors
-    # relative to the spread instead of the offset.
-    features = F.normalize(features.detach().float(), dim=1)
-    features -= features.mean(0)
+    features = centered_unit_features(features)
     reranking = ReRanking(k1=k1, k2=options.k2, variant="fastreid")
     neighbors = nearest_neighbors(
         features, features, max(k1, options.k2), backend=backend, memory_budget_mb=memory_budget_mb
@@ -118,6 +115,16 @@ def jaccard_distances(
     weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, reranking)
     del features, neighbors
     return distances_of_weights(weights, options.eps, memory_budget_mb=memory_budget_mb)
+
+
+def centered_unit_features(features: torch.Tensor) -> torch.Tensor:
+    """Copy (N, D) features as float32, L2-normalized, minus their mean.
+
+    Subtracting the mean keeps the distances, and makes rounding errors relative to the spread instead of the offset.
+    """
+    features = F.normalize(features.detach().float(), dim=1)
+    features -= features.mean(0)
+    return features
 
 
 def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb: float = 256) -> "csr_matrix":

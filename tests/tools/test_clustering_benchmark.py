@@ -1,0 +1,44 @@
+"""tools/benchmark/clustering.py: the variants and the stages give the same labels, and the stages continue."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FILE = Path(__file__).parents[2] / "tools/benchmark/clustering.py"
+SPEC = importlib.util.spec_from_file_location("clustering_benchmark", FILE)
+MODULE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(MODULE)
+
+
+def check(count, width, folder):
+    dense, sparse = (MODULE.measure(variant, count, width) for variant in ("dense", "sparse"))
+    stages = MODULE.measure_in_stages(count, width, folder)
+    assert dense["labels"] == sparse["labels"] == stages["labels"]
+    assert len(set(sparse["labels"])) > count / 40 and sparse["labels"].count(-1) < count / 2
+    assert MODULE.estimated_memory(count, width) > 2 * 4 * count * width
+
+
+def test_variants_and_stages_give_the_same_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(MODULE, "PART", 150)
+    check(400, 32, tmp_path)
+    # An interrupted measurement continues with the parts that are saved.
+    for name in ("400x32.weights.npz", "400x32.neighbors.300.npy"):
+        (tmp_path / name).unlink()
+    found = []
+    search = MODULE.nearest_neighbors
+    monkeypatch.setattr(MODULE, "nearest_neighbors", lambda part, *rest: found.append(len(part)) or search(part, *rest))
+    again = MODULE.measure_in_stages(400, 32, tmp_path)
+    assert found == [100] and again["labels"] == MODULE.measure("sparse", 400, 32)["labels"]
+
+
+@pytest.mark.slow
+def test_five_thousand_images(tmp_path):
+    check(5000, 256, tmp_path)
+
+
+def test_features_do_not_depend_on_the_process():
+    features, identities = MODULE.generate(40, 8)
+    again = MODULE.generate(40, 8)
+    assert (features == again[0]).all() and np.array_equal(identities, again[1])
