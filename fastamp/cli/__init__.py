@@ -19,6 +19,7 @@ COMMANDS = {
     "eval": "evaluate a model on test datasets",
     "extract": "extract the features of images to a file",
     "search": "search a gallery for the images that are most similar to a query",
+    "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",
     "calibrate": "choose thresholds for wanted error rates: same, different or unknown",
     "visualize": "draw rank lists, curves and similarity maps",

@@ -267,6 +267,30 @@ def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) ->
     )
 
 
+def describe_few_clusters(quality: ClusterQuality, options: Clustering, *, eps: str, min_samples: str) -> str:
+    """Describe what was found and what to change if there are fewer than two clusters; "" otherwise.
+
+    Args:
+        quality: sizes of the clusters.
+        options: settings of the clustering.
+        eps, min_samples: names of the two settings, as the user sets them.
+    """
+    images, used = quality.images, f"{eps} {options.eps:g}, {min_samples} {options.min_samples}"
+    if quality.clusters == 0:
+        return (
+            f"no cluster found: all {images} images are outliers ({used}).\n"
+            "  cause: the features of an identity are not similar enough, or each identity has too few images\n"
+            f"  fix:   increase {eps}, reduce {min_samples}, or use a model that was trained on similar data"
+        )
+    if quality.clusters == 1:
+        return (
+            f"only one cluster found: it has {images - quality.outliers} of {images} images ({used}).\n"
+            "  cause: the features of different identities are too similar, e.g. those of an untrained model\n"
+            f"  fix:   reduce {eps}, or use a model that was trained on similar data"
+        )
+    return ""
+
+
 def _entropy(counts: np.ndarray) -> float:
     """Compute the entropy in nats of a distribution given by counts."""
     fractions = counts / counts.sum()

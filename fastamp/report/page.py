@@ -48,15 +48,13 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
 
 def page(run: Run) -> str:
     """Render the report of a run as HTML."""
-    style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
     return (
         templates()
         .get_template("report.html")
         .render(
             run=run,
             written=time.strftime("%Y-%m-%d %H:%M"),
-            style=Markup(style),
-            style_digest=base64.b64encode(hashlib.sha256(style.encode()).digest()).decode(),
+            **embedded_style(),
             results=[results(each, len(run.sets), run.cfg) for each in run.sets],
             training=None if run.history is None else draw_panels(training_panels(run.history)),
             precision={"facts": precision_facts(run), "charts": draw_panels(health_panels(run.history or History()))},
@@ -65,6 +63,13 @@ def page(run: Run) -> str:
             environment=environment(run),
         )
     )
+
+
+def embedded_style() -> dict[str, str]:
+    """Return ``style``, the style sheet of all pages, and ``style_digest``, its SHA-256 for the security policy."""
+    style = (_TEMPLATES / "report.css").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    return {"style": Markup(style), "style_digest": digest}
 
 
 @cache

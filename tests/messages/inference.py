@@ -53,8 +53,18 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     calibrations(record, checkpoint)
     exports(record, predictor, checkpoint)
     saved_features(record)
+    clusters(record, gallery)
     imports(record, checkpoint)
     packages(record, checkpoint)
+
+
+def clusters(record, gallery):
+    """Cluster an extraction with unusable outputs, and with fewer than two clusters."""
+    with record("fastamp cluster -o in a missing folder"):
+        record.fastamp("cluster", gallery, "-o", record.root / "missing/clusters.csv")
+    for eps in ("0.001", "0.99"):
+        with record(f"fastamp cluster --eps {eps}"):
+            record.fastamp("cluster", gallery, "--eps", eps, "--min-samples", "2", "--device", "cpu")
 
 
 def checkpoints(record, checkpoint):

@@ -1,0 +1,82 @@
+"""Group the images of an extraction into identities, without labels: k-reciprocal Jaccard distances and DBSCAN.
+
+The input is the output of `fastamp extract`. The CSV file has the columns path and cluster; images in no cluster are
+outliers, -1. Where identities are known, the purity of the clusters and their normalized mutual information with the
+identities are printed. Memory grows with the number of similar images, not with the square of the number of images.
+
+examples:
+  fastamp extract logs/run photos/ -o photos.npz
+  fastamp cluster photos.npz
+  fastamp cluster photos.npz --eps 0.5 --page clusters.html -o groups.csv
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from fastamp.cli.options import at_least
+
+EPS, MIN_SAMPLES, K1, K2 = 0.6, 4, 30, 6
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.add_argument("features", metavar="FEATURES.npz", help="output of `fastamp extract`")
+    parser.add_argument(
+        "--output", "-o", metavar="OUT.csv", help="output file (default: FEATURES_clusters.csv in the same folder)"
+    )
+    parser.add_argument("--page", metavar="OUT.html", help="also write a page with images of the clusters")
+    parser.add_argument(
+        "--eps",
+        type=float,
+        default=EPS,
+        help="largest Jaccard distance of neighbors, between 0 and 1; larger values give larger clusters and fewer "
+        "outliers (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-samples",
+        type=at_least(1),
+        default=MIN_SAMPLES,
+        metavar="N",
+        help="neighbors of an image, itself included, that make it the core of a cluster (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k1",
+        type=at_least(1),
+        default=K1,
+        metavar="N",
+        help="nearest neighbors for the reciprocity test, itself included; choose about the number of images of an "
+        "identity (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--k2", type=at_least(1), default=K2, metavar="N", help="neighbors that are averaged (default: %(default)s)"
+    )
+    parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Cluster the images, write the files and print a summary."""
+    from fastamp.amp import resolve_device
+    from fastamp.evaluation.clustering import Clustering, describe_few_clusters
+    from fastamp.inference.cluster import check_outputs, cluster, write_csv, write_page
+    from fastamp.inference.features_file import read_extraction
+    from fastamp.utils.logger import setup_logger
+
+    setup_logger()
+    options = Clustering(eps=args.eps, min_samples=args.min_samples, k1=args.k1, k2=args.k2)
+    source = Path(args.features)
+    output = Path(args.output) if args.output else source.with_name(f"{source.stem}_clusters.csv")
+    check_outputs(source, output=output, page=args.page)
+    device = resolve_device(args.device, "--device")
+    extraction = read_extraction(source)
+    labels, quality, names = cluster(extraction, options, device=device)
+    print(quality)
+    write_csv(output, extraction, labels)
+    print(f"wrote {output}")
+    if args.page:
+        write_page(Path(args.page), extraction, labels, quality, names)
+        print(f"wrote {args.page}")
+    if problem := describe_few_clusters(quality, options, eps="--eps", min_samples="--min-samples"):
+        print(problem, file=sys.stderr)
+        return 1
+    return 0

@@ -1,0 +1,99 @@
+"""Clusters of the images of an extraction, as a CSV file and an HTML page."""
+
+import csv
+import dataclasses
+import io
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastamp.data.datasets.base import ImageItem
+from fastamp.evaluation.clustering import Clustering, ClusterQuality, cluster_features, cluster_quality
+from fastamp.inference.features_file import Extraction
+from fastamp.report.cluster_page import write_cluster_page
+from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.files import write_atomically
+
+
+def check_outputs(source: str | os.PathLike[str], **files: str | os.PathLike[str] | None) -> None:
+    """Check output files before any computation.
+
+    Args:
+        source: the extraction, which no output may replace.
+        files: name of the option -> file; None for none.
+
+    Raises:
+        ConfigError: if a file is a folder, is in no existing folder, or is the extraction.
+    """
+    for option, file in files.items():
+        if file is None:
+            continue
+        path = Path(file)
+        if path.is_dir() or not path.absolute().parent.is_dir() or path.absolute() == Path(source).absolute():
+            raise ConfigError(
+                f"--{option}: expected a new file in an existing folder, got {os.fspath(file)!r}.\n"
+                "  fix: create the folder, or choose another file"
+            )
+
+
+def known_identities(extraction: Extraction) -> np.ndarray:
+    """Return the identities of an extraction as text (N,); "" for unknown ones."""
+    pids = extraction.pids
+    return np.where(pids == -1, "", pids.astype(str)) if pids.dtype.kind in "iu" else pids
+
+
+def cluster(
+    extraction: Extraction, options: Clustering, *, device: torch.device
+) -> tuple[np.ndarray, ClusterQuality, np.ndarray]:
+    """Cluster the images of an extraction.
+
+    Returns:
+        labels (N,) int64; the sizes of the clusters, and their agreement with the known identities; and the known
+        identities (N,) str, "" where unknown.
+    """
+    features = torch.from_numpy(np.array(extraction.features)).to(device)
+    labels, names = cluster_features(features, options), known_identities(extraction)
+    sizes, known = cluster_quality(labels), names != ""
+    quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
+    return labels, dataclasses.replace(quality, **_counts(sizes)), names
+
+
+def _counts(quality: ClusterQuality) -> dict[str, int]:
+    return {name: getattr(quality, name) for name in ("clusters", "outliers", "images")}
+
+
+def write_csv(path: Path, extraction: Extraction, labels: np.ndarray) -> None:
+    """Write ``path,cluster`` of each image, and its box ``x0,y0,x1,y1`` if the extraction has boxes.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    boxes = extraction.boxes
+    writer.writerow(["path", "cluster", *(("x0", "y0", "x1", "y1") if boxes is not None else ())])
+    for row, (file, label) in enumerate(zip(extraction.paths.tolist(), labels.tolist(), strict=True)):
+        writer.writerow([file, label, *(boxes[row].tolist() if boxes is not None else ())])
+    with writing(path):
+        write_atomically(path, lambda file: file.write(text.getvalue().encode("utf-8", "surrogateescape")))
+
+
+def write_page(
+    path: Path, extraction: Extraction, labels: np.ndarray, quality: ClusterQuality, names: np.ndarray
+) -> None:
+    """Write the HTML page of the clusters; see ``write_cluster_page``."""
+    boxes = extraction.boxes
+    items = [
+        ImageItem(file, names[row], 0, box=tuple(boxes[row].tolist()) if boxes is not None else None)
+        for row, file in enumerate(extraction.paths.tolist())
+    ]
+    write_cluster_page(
+        path,
+        labels,
+        items,
+        title=extraction.path.name,
+        summary=str(quality),
+        identities=names if (names != "").any() else None,
+    )

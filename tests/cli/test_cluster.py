@@ -1,0 +1,110 @@
+"""`fastamp cluster`: CSV, page, purity and NMI, and degenerate results."""
+
+import csv
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fastamp.cli import cluster as command
+from fastamp.cli import main
+from fastamp.evaluation.clustering import Clustering
+from fastamp.inference.features_file import write_arrays
+
+
+def extraction(path, *, identities=6, images=8, noise=0.2, pids=None, **columns):
+    """Write an extraction of generated features, with image files for the first identity."""
+    random = np.random.default_rng(0)
+    names = np.repeat(np.arange(identities), images)
+    features = random.standard_normal((identities, 16))[names] + noise * random.standard_normal((len(names), 16))
+    paths = [str(path.parent / f"{number}.jpg") for number in range(len(names))]
+    for file in paths[:images]:
+        Image.new("RGB", (20, 40), "red").save(file)
+    arrays = {"paths": np.array(paths), "pids": names if pids is None else pids, "camids": np.full(len(names), -1)}
+    arrays |= {"config_hash": np.array("0"), "checkpoint": np.array("x"), "metric": np.array("cosine")} | columns
+    with path.open("wb") as file:
+        write_arrays(file, arrays, [features], features.shape)
+    return path
+
+
+def read(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_cluster_writes_a_csv_and_prints_purity_and_nmi(tmp_path, capsys):
+    source = extraction(tmp_path / "x.npz")
+    assert main(["cluster", str(source), "--k1", "8", "--k2", "3", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "6 clusters, 0 of 48 images are outliers, purity 1.000, NMI 1.000" in out
+    rows = read(tmp_path / "x_clusters.csv")
+    assert [row["cluster"] for row in rows] == [str(number) for number in range(6) for _ in range(8)]
+    assert rows[0] == {"path": str(tmp_path / "0.jpg"), "cluster": "0"}
+
+
+def test_cluster_of_unknown_identities_with_boxes(tmp_path, capsys):
+    boxes = np.tile([1, 2, 11, 22], (48, 1))
+    source = extraction(tmp_path / "x.npz", pids=np.full(48, -1), boxes=boxes)
+    assert main(["cluster", str(source), "--k1", "8", "-o", str(tmp_path / "y.csv"), "--device", "cpu"]) == 0
+    assert "purity" not in capsys.readouterr().out
+    row = read(tmp_path / "y.csv")[-1]
+    assert (row["x0"], row["y0"], row["x1"], row["y1"]) == ("1", "2", "11", "22")
+
+
+def test_quality_is_of_the_known_identities_only(tmp_path, capsys):
+    pids = np.repeat([*"abcde", ""], 8)
+    pids[0] = "b"
+    assert main(["cluster", str(extraction(tmp_path / "x.npz", pids=pids)), "--k1", "8", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "6 clusters, 0 of 48" in out and "purity 0.975" in out and "1 identities split, 1 clusters with" in out
+
+
+def test_page_shows_the_images_that_can_be_read(tmp_path):
+    page = tmp_path / "page.html"
+    pids = np.repeat(["<script>", *"bcdef"], 8)
+    pids[8] = "<script>"
+    source = str(extraction(tmp_path / "x.npz", pids=pids))
+    assert main(["cluster", source, "--k1", "8", "--page", str(page), "--device", "cpu"]) == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<img") == 8 and "<script>" not in text and "&lt;script&gt; (8)" in text
+    assert text.index("Cluster 1") < text.index("Cluster 0")  # clusters with several identities first
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--eps", "0.01"], "no cluster found: all 48 images are outliers (--eps 0.01"),
+        (["--eps", "0.999", "--k1", "48"], "only one cluster found"),
+    ],
+)
+def test_fewer_than_two_clusters(tmp_path, capsys, options, message):
+    source = extraction(tmp_path / "x.npz", noise=3.0)
+    assert main(["cluster", str(source), *options, "--device", "cpu"]) == 1
+    assert message in capsys.readouterr().err and (tmp_path / "x_clusters.csv").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--eps", "1"], ["-o", "no/folder.csv"], ["-o", "x.npz"], ["--page", "."], ["--device", "tpu"], ["--k1", "0"]],
+)
+def test_unusable_arguments(tmp_path, capsys, monkeypatch, options):
+    monkeypatch.chdir(tmp_path)
+    extraction(tmp_path / "x.npz")
+    try:
+        code = main(["cluster", "x.npz", *options])
+    except SystemExit as end:  # of argparse
+        code = end.code
+    assert code == 2 and "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "x_clusters.csv").exists()
+
+
+def test_missing_file_and_nan(tmp_path, capsys):
+    assert main(["cluster", str(tmp_path / "x.npz")]) == 2
+    assert main(["cluster", str(extraction(tmp_path / "y.npz", noise=np.nan)), "--device", "cpu"]) == 2
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_defaults_are_those_of_the_clustering():
+    options = Clustering()
+    found = Clustering(eps=command.EPS, min_samples=command.MIN_SAMPLES, k1=command.K1, k2=command.K2)
+    assert found == options
