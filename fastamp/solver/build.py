@@ -42,8 +42,9 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
 
     The weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
     norm layers, and ``WEIGHT_DECAY`` otherwise. The learning rate is ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases,
-    ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob of ``LR_FACTORS``, and the factor that
-    ``LR_SCALING`` derives from the batch size. Parameters of modules with a ``build_optimizer`` method are excluded.
+    ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob of ``LR_FACTORS``, ``LAYER_DECAY ** n`` for
+    parameters of the backbone with n layers after them (see ``_layers_after``), and the factor that ``LR_SCALING``
+    derives from the batch size. Parameters of modules with a ``build_optimizer`` method are excluded.
 
     Args:
         cfg (CfgNode): config; reads ``SOLVER``.
@@ -54,9 +55,11 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
         ``lr`` from ``base_lr``.
 
     Raises:
-        ConfigError: if a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0.
+        ConfigError: if a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0; or if
+            ``LAYER_DECAY`` is not 1 and the backbone does not define its layers.
     """
     solver = cfg.SOLVER
+    layers_after = _layers_after(cfg, model) if solver.LAYER_DECAY != 1 else {}
     elsewhere = {id(p) for _, module in _with_own_optimizer(model) for p in module.parameters()}
     base_lr = solver.BASE_LR * learning_rate_factor(cfg)
     factors = _learning_rate_factors(solver.LR_FACTORS, [name for name, _ in model.named_parameters()])
@@ -83,12 +86,57 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
                 if fnmatchcase(full_name, pattern):
                     lr *= factor
                     words.append(pattern)
+            if id(parameter) in layers_after:
+                lr *= solver.LAYER_DECAY ** layers_after[id(parameter)]
+                words.append(f"layer -{layers_after[id(parameter)]}")
             role = " ".join(words).strip()
             group = groups.setdefault(
                 role, {"role": role, "params": [], "lr": lr, "base_lr": lr, "weight_decay": weight_decay}
             )
             group["params"].append(parameter)
     return list(groups.values())
+
+
+def _layers_after(cfg: Any, model: nn.Module) -> dict[int, int]:
+    """Count the layers after each parameter of the backbone, for layer-wise learning-rate decay.
+
+    A backbone with L blocks defines its layers by a method ``layer_groups``, which returns L + 1 lists of modules and
+    parameters: one list per block, and the modules after the last block, e.g. the final norm. Its other parameters,
+    e.g. the embeddings of patches and positions, belong to the layer before the first block. As in BEiT (Bao et al.
+    2022, arXiv:2106.08254) and MAE (He et al. 2022, arXiv:2111.06377), L + 1 layers follow the embeddings, L the first
+    block, one the last block, and none the final norm. The blocks that JPMHead copies to the heads are not counted.
+
+    Returns:
+        dict[int, int]: ``id(parameter)`` -> number of layers; parameters outside the backbone are missing.
+
+    Raises:
+        ConfigError: if no module of the model defines its layers.
+    """
+    counts: dict[int, int] = {}
+    for module in model.modules():
+        groups = module.layer_groups() if hasattr(module, "layer_groups") else []
+        if not groups:
+            continue
+        counts |= dict.fromkeys(map(id, module.parameters()), len(groups))
+        for number, group in enumerate(groups, start=1):
+            for each in group:
+                parameters = [each] if isinstance(each, nn.Parameter) else each.parameters()
+                counts |= dict.fromkeys(map(id, parameters), len(groups) - number)
+        logger.info(
+            "layer-wise learning-rate decay %g over %d blocks: factors from %.3g for the embedding to 1 for the heads",
+            cfg.SOLVER.LAYER_DECAY,
+            len(groups) - 1,
+            cfg.SOLVER.LAYER_DECAY ** len(groups),
+        )
+    if not counts:
+        raise ConfigError(
+            f"SOLVER.LAYER_DECAY is {cfg.SOLVER.LAYER_DECAY:g}, but the layers of MODEL.BACKBONE.NAME="
+            f"{cfg.MODEL.BACKBONE.NAME} in {cfg.MODEL.META_ARCHITECTURE} are not defined. Backbones with layers: "
+            "build_vit_backbone, build_swin_backbone, build_solider_backbone, build_clip_vit_backbone, "
+            "build_clip_resnet_backbone, build_resnet_backbone, build_resnext_backbone and timm's models with blocks.\n"
+            "  fix: set SOLVER.LAYER_DECAY to 1, or choose another MODEL.BACKBONE.NAME"
+        )
+    return counts
 
 
 def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[str, float]:

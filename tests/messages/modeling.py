@@ -367,6 +367,8 @@ def optimizers(record):
         ("SOLVER.OPT_ARGS", "{'betas': (2.0, 3.0)}"),
         ("SOLVER.LR_FACTORS", "{'backbone.*': -1}"),
         ("SOLVER.LR_FACTORS", "{'bakbone.*': 1}"),
+        ("SOLVER.LAYER_DECAY", "0.75"),
+        ("SOLVER.LAYER_DECAY", "1.5"),
         ("SOLVER.SCHED", "Cosine"),
         ("SOLVER.WARMUP_ITERS", "2000"),
         ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "9"),

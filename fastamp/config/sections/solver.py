@@ -47,6 +47,15 @@ KEYS = (
         "Factors of the learning rate by glob patterns of parameter names, e.g. {'backbone.layer1.*': 0.1}; all "
         "matching factors are multiplied. A section replaces the section of a base file.",
     ),
+    Key(
+        "SOLVER.LAYER_DECAY",
+        1.0,
+        "Layer-wise learning-rate decay d, in (0, 1], for pretrained backbones: factor of the learning rate per layer "
+        "that follows. The heads and the final norm have 1, the last of L blocks d, the first one d^L, the embeddings "
+        "d^(L + 1). 1 disables it.",
+        above=0,
+        high=1,
+    ),
     Key("SOLVER.MOMENTUM", 0.9, "Momentum of SGD; other optimizers use OPT_ARGS.", low=0),
     Key("SOLVER.NESTEROV", False, "Nesterov momentum for SGD."),
     Key("SOLVER.WEIGHT_DECAY", 0.0005, "Weight decay.", low=0),

@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 Depth = TypeVar("Depth")
 Model = TypeVar("Model", bound=nn.Module)
 
+LayerGroups = list[list[nn.Module | nn.Parameter]]
+"""Layers of a backbone with L blocks: modules and parameters of each block, and those after the last block."""
+
 
 def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
     """Return the entry of ``depths`` for ``MODEL.BACKBONE.DEPTH``.
@@ -64,3 +67,27 @@ def with_pretrained_weights(
     if cfg.MODEL.BACKBONE.PRETRAIN:
         load_pretrained_backbone(model, path=cfg.MODEL.BACKBONE.PRETRAIN_PATH, online=online, without=without)
     return model
+
+
+def layers_in_order(module: nn.Module, container: str) -> LayerGroups:
+    """List the layers of a backbone whose child ``container`` has the blocks, for layer-wise learning-rate decay.
+
+    If the container has stages, modules with a child ``blocks``, the blocks are counted over all stages. The other
+    modules of a stage, e.g. a patch merging, belong to the block before them.
+
+    Returns:
+        list[list]: modules of each block, in order, then the children of ``module`` after the container, e.g. the final
+        norm. Modules before the first block are not listed.
+    """
+    groups: LayerGroups = []
+    for block in module.get_submodule(container).children():
+        for name, part in block.named_children() if hasattr(block, "blocks") else [("", block)]:
+            if name == "blocks":
+                groups.extend([each] for each in part.children())
+            elif not name:
+                groups.append([part])
+            elif groups:
+                groups[-1].append(part)
+    names = [name for name, _ in module.named_children()]
+    after = names[names.index(container) + 1 :]
+    return [*groups, [module.get_submodule(name) for name in after]]

@@ -12,7 +12,12 @@ from torchvision.ops import StochasticDepth
 from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import (
+    LayerGroups,
+    choose_depth,
+    warn_ignored_options,
+    with_pretrained_weights,
+)
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
     infer_grid,
@@ -322,6 +327,11 @@ class ClipVisionTransformer(TokenBackbone):
     def last_block(self) -> nn.Module | None:
         """The last block; None after ``hand_over_last_block``."""
         return None if self.ln_post is None else self.transformer.resblocks[-1]
+
+    def layer_groups(self) -> LayerGroups:
+        """List the modules of each block, in order, and the final norm and projection."""
+        last = [each for each in (self.ln_post, self.proj) if each is not None]
+        return [*([block] for block in self.transformer.resblocks), last]
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""

@@ -11,7 +11,12 @@ from torch import nn
 from fastamp.checkpoint.load_state import State
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import (
+    LayerGroups,
+    choose_depth,
+    warn_ignored_options,
+    with_pretrained_weights,
+)
 from fastamp.modeling.backbones.clip import PATCH, image_tower, resize_clip_positions
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.transformer import size_of_training_images
@@ -187,6 +192,11 @@ class ClipResNet(nn.Module):
             x = self.relu(norm(convolution(x)))
         third = self.layer3(self.layer2(self.layer1(self.avgpool(x))))
         return third, self.layer4(third)
+
+    def layer_groups(self) -> LayerGroups:
+        """List the four stages, which count as blocks, and the attention pooling."""
+        last = [] if self.attnpool is None else [self.attnpool]
+        return [[self.layer1], [self.layer2], [self.layer3], [self.layer4], [*last]]
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
         """Convert the names of a file of CLIP, open_clip or CLIP-ReID; resize the position embedding to this grid."""

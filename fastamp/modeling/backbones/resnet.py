@@ -11,7 +11,7 @@ from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.config import Key
 from fastamp.layers import IBN, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import LayerGroups, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.utils.errors import ConfigError, did_you_mean
 
@@ -212,6 +212,10 @@ class ResNet(nn.Module):
         h and w are about H/16 and W/16 if ``last_stride`` is 1, and H/32 and W/32 if it is 2.
         """
         return self.stages(self.maxpool(self.relu(self.bn1(self.conv1(x)))))
+
+    def layer_groups(self) -> LayerGroups:
+        """List the four stages, which count as blocks, with their non-local blocks; no module follows the last one."""
+        return [*([self.get_submodule(f"{part}{n}") for part in ("layer", "NL_")] for n in range(1, 5)), []]
 
     def stages(self, x: torch.Tensor) -> torch.Tensor:
         """Compute feature maps from the output (B, 64, h, w) of the stem."""

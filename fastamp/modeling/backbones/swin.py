@@ -11,7 +11,12 @@ from torchvision.models.swin_transformer import ShiftedWindowAttention, SwinTran
 from fastamp.checkpoint.pretrained import TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import (
+    LayerGroups,
+    choose_depth,
+    warn_ignored_options,
+    with_pretrained_weights,
+)
 from fastamp.modeling.backbones.transformer import run_block
 from fastamp.utils.moved import renamed_attribute
 
@@ -110,6 +115,16 @@ class Swin(SwinTransformer):
         for block in self.features[index]:
             x = run_block(block, x, checkpointing=self.checkpointing)
         return x
+
+    def layer_groups(self) -> LayerGroups:
+        """List the blocks of all stages, each patch merging with the block before it, and the final norm."""
+        groups: LayerGroups = []
+        for index in range(1, len(self.features)):
+            if index % 2:
+                groups.extend([block] for block in self.features[index])
+            else:
+                groups[-1].append(self.features[index])
+        return [*groups, [self.norm]]
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
         """Return the names of the buffers that are equal on all ranks: constants."""

@@ -13,7 +13,7 @@ from torch import nn
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import Key, fixed_input_size, input_size, size_key
-from fastamp.modeling.backbones.build_utils import warn_ignored_options
+from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order, warn_ignored_options
 from fastamp.modeling.backbones.timm_vit import (
     MODEL_PREFIX,
     TimmVisionTransformer,
@@ -115,6 +115,15 @@ class TimmBackbone(SideInformation):
                 f"{type(self.model).__name__} does not support them.\n"
                 "  fix: set MODEL.BACKBONE.SIE_CAMERAS and SIE_VIEWS to 0, or choose another MODEL.BACKBONE.NAME"
             )
+
+    def layer_groups(self) -> LayerGroups:
+        """List the modules of each block, in order, and those after the last one; empty if timm's model has no blocks.
+
+        The blocks are counted over the stages of models such as Swin and ConvNeXt.
+        """
+        children = dict(self.model.named_children())
+        container = next((name for name in ("blocks", "layers", "stages") if name in children), "")
+        return layers_in_order(self.model, container) if container else []
 
     def _enable_checkpointing(self) -> None:
         try:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
+from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
     infer_grid,
@@ -115,6 +116,10 @@ class TimmVisionTransformer(TokenBackbone):
     def last_block(self) -> nn.Module | None:
         """The last block; None after ``hand_over_last_block``."""
         return None if self.model.norm is None else self.model.blocks[-1]
+
+    def layer_groups(self) -> LayerGroups:
+        """List the modules of each block and those after the last one, for layer-wise learning-rate decay."""
+        return layers_in_order(self.model, "blocks")
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fastamp.config import Key, fixed_input_size, input_size, size_key
+from fastamp.modeling.backbones.build_utils import LayerGroups
 from fastamp.utils.errors import ConfigError
 
 KEYS = (
@@ -221,6 +222,10 @@ class TokenBackbone(SideInformation):
     @property
     def last_block(self) -> nn.Module | None:
         """The last block, whose input is the last use of the patch tokens; None after ``hand_over_last_block``."""
+        raise NotImplementedError
+
+    def layer_groups(self) -> LayerGroups:
+        """List the modules of each block and those after the last one, for layer-wise learning-rate decay."""
         raise NotImplementedError
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:

@@ -15,7 +15,13 @@ from fastamp.checkpoint.pretrained import Download
 from fastamp.config import Key
 from fastamp.layers import IBN, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import (
+    LayerGroups,
+    choose_depth,
+    layers_in_order,
+    warn_ignored_options,
+    with_pretrained_weights,
+)
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
     infer_grid,
@@ -341,6 +347,10 @@ class VisionTransformer(TokenBackbone):
     def last_block(self) -> nn.Module | None:
         """The last block; None after ``hand_over_last_block``."""
         return None if self.norm is None else self.blocks[-1]
+
+    def layer_groups(self) -> LayerGroups:
+        """List the modules of each block, in order, and the final norm, for layer-wise learning-rate decay."""
+        return layers_in_order(self, "blocks")
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
