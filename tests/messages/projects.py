@@ -214,6 +214,7 @@ def classification(record):
 def faces(record):
     """Read damaged files of faces, and verify images that are not pairs."""
     import_project("FastFace")
+    from fastface.carray import read_images, read_labels
     from fastface.face_evaluator import FaceEvaluator
     from fastface.packed_files import read_pairs, read_records
 
@@ -249,10 +250,32 @@ def faces(record):
         (root / "a.bin").write_bytes(pickle.dumps(content))
         with record(f"a .bin file: {label}"):
             read_pairs(root / "a.bin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "blosc", None)
+        with record("a bcolz array without the package blosc"):
+            list(read_images(root / "array"))
+        patch.setitem(sys.modules, "blosc", SimpleNamespace(decompress=lambda chunk: chunk[16:]))
+        with record("a missing bcolz array"):
+            list(read_images(root / "array"))
+        for name in ("data", "meta"):
+            (root / "array" / name).mkdir(parents=True)
+        (root / "array/meta/sizes").write_text('{"shape": [1, 3, 1, 1]}')
+        (root / "array/meta/storage").write_text('{"dtype": "float32", "chunklen": 1}')
+        with record("a bcolz array without a chunk"):
+            list(read_images(root / "array"))
+        chunk = struct.pack("<4s12x4xI8x3f", b"blpk", 12, 7, 7, 7)
+        (root / "array/data/__0.blp").write_bytes(chunk)
+        with record("a bcolz array of other values"):
+            list(read_images(root / "array"))
+    with record("a bcolz array without labels"):
+        read_labels(root / "array_list.npy", 2)
     (root / "a.rec").write_bytes(b"")
     unpack = runpy.run_path(str(REPOSITORY / "projects/FastFace/unpack.py"))
     with pytest.MonkeyPatch.context() as patch, record("unpack.py: existing folder"):
         patch.setattr(sys, "argv", ["unpack.py", str(root / "a.rec"), str(root)])
+        unpack["main"]()
+    with pytest.MonkeyPatch.context() as patch, record("unpack.py: --bgr for a file"):
+        patch.setattr(sys, "argv", ["unpack.py", "--bgr", str(root / "a.rec"), str(root / "new")])
         unpack["main"]()
     evaluator = FaceEvaluator(get_cfg())
     with record("FaceEvaluator without the column"):

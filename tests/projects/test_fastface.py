@@ -5,7 +5,10 @@ import io
 import itertools
 import json
 import pickle
+import runpy
 import struct
+import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +24,7 @@ from fastamp.cli import main
 from fastamp.config import get_cfg, read_config
 from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset, build_reid_train_loader
+from fastamp.data.decode import read_image
 from fastamp.data.file_parts import read_bytes
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
@@ -28,6 +32,7 @@ from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
+UNPACK = Path(__file__).parents[2] / "projects/FastFace/unpack.py"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -222,7 +227,7 @@ def encoded(shade):
 
 
 def unpack(*words):
-    return preloaded.run(Path(__file__).parents[2] / "projects/FastFace/unpack.py", *words)
+    return preloaded.run(UNPACK, *words)
 
 
 def test_record_files_are_unpacked_without_the_records_of_identities(tmp_path):
@@ -379,6 +384,93 @@ def test_pairs_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch):
         items = build_dataset("LFW", get_cfg().with_values({"PROJECTS": ["FastFace"]})).query
         assert [Path(item.path).read_bytes() for item in items] == images
         assert [item.columns["same"] for item in items] == [1, 1, 0, 0]
+
+
+def save_array(folder, images, labels, blosc, rows=3):
+    """Write a bcolz array of ``rows`` images in a chunk, and the labels next to it."""
+    (folder / "data").mkdir(parents=True)
+    (folder / "meta").mkdir()
+    values = (images.astype(np.float32) / 255 - 0.5) / 0.5
+    sizes = {"shape": list(values.shape), "nbytes": values.nbytes, "cbytes": 0}
+    storage = {"dtype": "float32", "cparams": {"shuffle": 1}, "chunklen": rows, "dflt": 0.0, "expectedlen": len(values)}
+    (folder / "meta/sizes").write_text(json.dumps(sizes))
+    (folder / "meta/storage").write_text(json.dumps(storage))
+    for number, start in enumerate(range(0, len(values), rows)):
+        chunk = blosc.compress(values[start : start + rows].tobytes(), typesize=4)
+        content = b"blpk" + struct.pack("<B3xq", 1, 1) + chunk
+        (folder / f"data/__{number}.blp").write_bytes(content)
+    np.save(f"{folder}_list.npy", np.array(labels))
+
+
+class Deflate:
+    """Replacement of the package blosc, with the header of its chunks."""
+
+    def compress(self, content, typesize):
+        return struct.pack("<4BIII", 2, 1, 1, typesize, len(content), 0, 0) + zlib.compress(content)
+
+    def decompress(self, chunk):
+        return zlib.decompress(chunk[16:])
+
+
+@pytest.fixture
+def blosc(monkeypatch):
+    """Return the package blosc if it is installed, else its replacement."""
+    try:
+        import blosc
+    except ImportError:
+        blosc = Deflate()
+        monkeypatch.setitem(sys.modules, "blosc", blosc)
+    return blosc
+
+
+@pytest.mark.parametrize("bgr", [False, True])
+def test_bcolz_arrays_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch, blosc, bgr):
+    images = np.random.default_rng(0).integers(256, size=(8, 3, 6, 5), dtype=np.uint8)
+    save_array(tmp_path / "emore/lfw", images, [True, False, False, True], blosc)
+    unpack_array = runpy.run_path(str(UNPACK))["unpack_array"]
+    (tmp_path / "lfw").mkdir()
+    assert unpack_array(tmp_path / "emore/lfw", tmp_path / "lfw", bgr=bgr) == 8
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    items = build_dataset("LFW", get_cfg().with_values({"PROJECTS": ["FastFace"]})).query
+    expected = images[:, ::-1] if bgr else images
+    assert np.array_equal(torch.stack([read_image(item.path) for item in items]).numpy(), expected)
+    assert [item.columns["same"] for item in items] == [1, 1, 0, 0, 0, 0, 1, 1]
+
+
+def test_damaged_bcolz_arrays_are_data_errors(tmp_path, blosc):
+    from fastface.carray import read_images, read_labels
+
+    images = np.full((8, 3, 6, 5), 100, dtype=np.uint8)
+    folder, chunk = tmp_path / "a", tmp_path / "a/data/__1.blp"
+    save_array(folder, images, [True] * 4, blosc)
+    assert len(list(read_images(folder))) == 8
+    content = chunk.read_bytes()
+    for damaged in (b"", content[:20], content[:40], b"x" + content[1:], content[:20] + b"\xff" * 4 + content[24:]):
+        chunk.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"__1\.blp[\s\S]*fix:"):
+            list(read_images(folder))
+    chunk.unlink()
+    with pytest.raises(DataError, match="No such file"):
+        list(read_images(folder))
+    save_array(tmp_path / "b", images.astype(np.float32) * 3, [True] * 4, blosc)
+    with pytest.raises(DataError, match=r"-1\.\.1"):
+        list(read_images(tmp_path / "b"))
+    for labels in ([True] * 3, [2, 0, 0, 1]):
+        np.save(tmp_path / "a_list.npy", np.array(labels))
+        with pytest.raises(DataError, match="expected 4 labels"):
+            read_labels(tmp_path / "a_list.npy", 8)
+    for meta in ("{", "{}", '{"shape": [8, 1, 6, 5]}', '{"shape": 3}'):
+        (folder / "meta/sizes").write_text(meta)
+        with pytest.raises(DataError, match="not a bcolz array"):
+            list(read_images(folder))
+
+
+def test_bcolz_arrays_require_blosc(tmp_path):
+    (tmp_path / "a").mkdir()
+    process = unpack(tmp_path / "a", tmp_path / "lfw")
+    assert process.returncode == 2 and "Traceback" not in process.stderr and "fix:" in process.stderr
+    process = unpack("--bgr", tmp_path / "a.bin", tmp_path / "lfw")
+    assert process.returncode == 2 and "--bgr" in process.stderr
 
 
 class Harmful:

@@ -126,7 +126,8 @@ class LFW(ImageDataset):
     The column ``same`` is 1 for both images of a pair of one identity. Images ``2 i`` and ``2 i + 1`` are pair i.
 
     Args:
-        root (str or Path): data root, with ``lfw/pairs.txt`` and ``lfw/<name>/<name>_0001.jpg``. Default "datasets".
+        root (str or Path): data root, with ``lfw/pairs.txt`` and ``lfw/<name>/<name>_0001.jpg``, or ``.png`` for all
+            images. Default "datasets".
 
     Raises:
         DataError: if the file is missing (raised at construction), or invalid (raised at first use).
@@ -152,7 +153,7 @@ class LFW(ImageDataset):
         lines = [line.split() for line in read_lines(type(self).__name__, path)]
         if lines and len(lines[0]) <= 2:  # number of folds and of pairs in each
             lines = lines[1:]
-        items, numbers = [], {}
+        items, numbers, suffix = [], {}, ".jpg"
         for fields in lines:
             if len(fields) == 3 and fields[1].isdigit() and fields[2].isdigit():
                 images = [(fields[0], fields[1]), (fields[0], fields[2])]
@@ -164,7 +165,10 @@ class LFW(ImageDataset):
                     f"{' '.join(fields)!r}.\n  fix: restore this file of the dataset"
                 )
             for name, number in images:
-                file = self.dataset_dir / name / f"{name}_{int(number):04d}.jpg"
+                file = self.dataset_dir / name / f"{name}_{int(number):04d}{suffix}"
+                if not items and not file.exists() and file.with_suffix(".png").exists():
+                    suffix = ".png"
+                    file = file.with_suffix(suffix)
                 pid = numbers.setdefault(name, len(numbers))
                 items.append(ImageItem(str(file), pid, 0, columns={"same": int(len(fields) == 3)}))
         if not items:
