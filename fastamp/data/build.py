@@ -151,7 +151,9 @@ def _build_batch_sampler(
             f"{plural(len(dataset), 'image')}, SOLVER.IMS_PER_BATCH is {batch_size}.\n"
             "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
         )
-    if dataset.num_classes < 2:
+    if dataset.num_classes < 2 and getattr(
+        SAMPLER_REGISTRY.get(cfg.DATALOADER.SAMPLER_TRAIN), "needs_identities", True
+    ):
         raise DataError(
             f"the training set ({', '.join(cfg.DATASETS.NAMES)}) has only one identity; expected at least 2.\n"
             "  fix: add images of other identities"

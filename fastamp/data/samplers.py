@@ -44,9 +44,11 @@ class EpochSampler:
 
     Attributes:
         images_per_epoch (int, optional): images in an epoch. Default None: as many as the training set has.
+        needs_identities (bool): whether the training set needs at least two identities. Default True.
     """
 
     images_per_epoch: int | None = None
+    needs_identities = True
 
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``.

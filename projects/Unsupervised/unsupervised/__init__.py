@@ -1,0 +1,1 @@
+"""Training without labels: pseudo labels from clusters, and a memory of their centroids."""

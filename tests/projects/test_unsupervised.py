@@ -1,0 +1,333 @@
+"""projects/Unsupervised: memory and sampler against the reference program, recipes, training, resume and bad input."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+
+from fastamp.config import read_config
+from fastamp.config.projects import import_project
+from fastamp.data.samplers import EpochBatchSampler
+from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.inference import Predictor
+from fastamp.modeling import build_model
+from fastamp.utils.errors import ConfigError, TrainingError
+
+ROOT = Path(__file__).parents[2]
+METHODS = Path(__file__).parents[1] / "reference/methods"
+RECIPES = sorted(path.stem for path in (ROOT / "projects/Unsupervised/configs").glob("*.yml") if path.stem != "demo")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unsupervised(unregistered):
+    import_project("Unsupervised")
+
+
+@pytest.mark.parametrize("name", ["memory1", "memory2"])
+@pytest.mark.parametrize("update", ["mean", "hard"])
+@pytest.mark.parametrize("momentum, temperature", [(0.1, 0.05), (0.2, 0.05), (0.9, 0.10)])
+def test_loss_gradient_and_memory_equal_the_reference(name, update, momentum, temperature):
+    from unsupervised.cluster_contrast import ClusterContrastLoss
+
+    data = np.load(METHODS / f"unsup_{name}.npz")
+    loss = ClusterContrastLoss(temperature=temperature, momentum=momentum, update=update)
+    loss.set_memory(torch.from_numpy(data["memory0"]))
+    prefix = f"{update}_m{momentum:g}_t{temperature:.2f}"
+    for number in range(3):
+        features = torch.from_numpy(data["inputs"][number]).requires_grad_(True)
+        value = loss({"features": features}, torch.from_numpy(data["targets"][number]))
+        value.backward()
+        assert value.item() == pytest.approx(float(data[f"{prefix}_losses"][number]), rel=1e-6)
+        np.testing.assert_allclose(features.grad, data[f"{prefix}_input_grads"][number], atol=1e-6)
+    np.testing.assert_allclose(loss.memory, data[f"{prefix}_memory3"], atol=1e-6)
+
+
+def test_memory_is_updated_one_image_after_the_other():
+    from unsupervised.cluster_contrast import update_hard, update_mean
+
+    torch.manual_seed(0)
+    memory, features = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(20, 6), dim=1)
+    targets = torch.randint(3, (20,))
+    expected = memory.clone()
+    for feature, target in zip(features, targets, strict=True):
+        expected[target] = F.normalize(0.3 * expected[target] + 0.7 * feature, dim=0)
+    found = update_mean(memory, features, targets, 0.3)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[3], memory[3])  # a cluster without an image in the batch
+    expected = memory.clone()
+    for target in range(3):
+        rows = features[targets == target]
+        least = rows[(rows @ memory[target]).argmin()]
+        expected[target] = F.normalize(0.3 * memory[target] + 0.7 * least, dim=0)
+    torch.testing.assert_close(update_hard(memory, features, targets, 0.3), expected)
+
+
+def test_memory_moves_only_in_training_with_gradients():
+    from unsupervised.cluster_contrast import ClusterContrastLoss
+
+    loss, features, targets = ClusterContrastLoss(), torch.randn(4, 8), torch.tensor([0, 1, 1, 2])
+    with pytest.raises(ConfigError, match="ClusterTrainer"):
+        loss({"features": features}, targets)
+    memory = F.normalize(torch.randn(3, 8), dim=1)
+    loss.set_memory(memory)
+    with torch.no_grad():
+        loss({"features": features}, targets)
+    loss.eval()({"features": features}, targets)
+    assert torch.equal(loss.memory, memory)
+    loss.train()({"features": features}, targets)
+    assert not torch.equal(loss.memory, memory) and loss.memory.data_ptr() != memory.data_ptr()
+    assert "memory" not in loss.state_dict()
+
+
+def test_centroids_exclude_outliers():
+    from unsupervised.cluster_contrast import compute_centroids
+
+    features, labels = torch.randn(9, 5), np.array([0, 1, -1, 1, 0, 0, -1, 2, 2])
+    unit = F.normalize(features, dim=1)
+    expected = [F.normalize(unit[labels == each].mean(0), dim=0) for each in range(3)]
+    torch.testing.assert_close(compute_centroids(features, labels), torch.stack(expected))
+
+
+@pytest.mark.parametrize("size", [4, 16])
+@pytest.mark.parametrize("kind", ["multi_gallery", "multi_gallery_nocam"])
+def test_images_of_a_pass_equal_the_reference(size, kind):
+    from unsupervised.sampler import draw_images
+
+    data = np.load(METHODS / "unsup_sampler.npz")
+    images: dict[int, list[int]] = {}
+    for row, pid in enumerate(data["pids"].tolist()):
+        if pid >= 0:
+            images.setdefault(pid, []).append(row)
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)
+    found, names = [], list(images)
+    for number in torch.randperm(len(names)).tolist():
+        rows = images[names[number]]
+        first = rows.index(random.choice(rows))
+        cameras = None if "nocam" in kind else data["cams"][rows].tolist()
+        found += draw_images(rows, cameras, first, size, lambda *args: np.random.choice(args[0], args[1], args[2]))
+    assert found == data[f"{kind}_K{size}_order"].tolist()
+
+
+def sampler_of(labels, cameras, *, batch_size=8, num_instances=4, **options):
+    from unsupervised.sampler import ClusterSampler
+
+    sampler = ClusterSampler(
+        camids=cameras, batch_size=batch_size, num_instances=num_instances, iters_per_epoch=5, seed=3, **options
+    )
+    sampler.set_labels(np.array(labels))
+    return sampler
+
+
+def batches(sampler, count=10):
+    stream = iter(EpochBatchSampler(sampler, batch_size=sampler.batch_size, iters_per_epoch=5))
+    return [[key[2] for key in next(stream)] for _ in range(count)]
+
+
+def test_batches_have_k_images_of_p_clusters_and_no_outlier():
+    labels, cameras = np.repeat([0, 1, 2, -1], 6), np.tile([0, 1, 2], 8)
+    sampler = sampler_of(labels, cameras)
+    for batch in batches(sampler):
+        assert len(batch) == 8 and (labels[batch] >= 0).all()
+        assert (np.diff(labels[batch].reshape(2, 4), axis=1) == 0).all() and len(set(labels[batch])) == 2
+        for row in np.array(batch).reshape(2, 4):
+            assert (cameras[row[1:]] != cameras[row[0]]).all()
+    assert batches(sampler) == batches(sampler) and batches(sampler)[:5] != batches(sampler)[5:]
+
+
+@pytest.mark.parametrize("labels", [[0] + [-1] * 11, [0] * 6 + [1] * 6, list(range(12)), [0] * 12])
+@pytest.mark.parametrize("cameras", [[0] * 12, list(range(12))])
+def test_batches_are_full_with_few_or_small_clusters(labels, cameras):
+    for batch in batches(sampler_of(labels, cameras, batch_size=16)):
+        assert len(batch) == 16 and all(labels[row] >= 0 for row in batch)
+
+
+RUN = ("PROJECTS", "[Unsupervised]", "MODEL.HEADS.NAME", "ClusterHead", "MODEL.HEADS.NECK_FEAT", "after",
+       "MODEL.LOSSES.NAME", "[ClusterContrastLoss]", "SOLVER.TRAINER", "ClusterTrainer", "DATALOADER.SAMPLER_TRAIN",
+       "ClusterSampler", "UNSUPERVISED.ITERS_PER_EPOCH", "4", "UNSUPERVISED.K1", "6", "UNSUPERVISED.K2", "2",
+       "UNSUPERVISED.EPS", "0.6", "UNSUPERVISED.MIN_SAMPLES", "2", "SOLVER.MAX_EPOCH", "3", "TEST.REPORT", "False",
+       "TEST.BASELINES", "False", "TEST.BOOTSTRAP", "0", "TEST.EVAL_PERIOD", "3")  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
+    return tmp_path
+
+
+def trainer_of(folder, *opts):
+    torch.manual_seed(0)
+    trainer = DefaultTrainer(read_config("", tiny.tiny_options(folder, *RUN, *opts)))
+    trainer.resume_or_load(resume=folder.exists())
+    return trainer
+
+
+class StopAt(HookBase):
+    """Raise an error before an iteration."""
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def before_step(self):
+        if self.trainer.iter == self.iteration:
+            raise InterruptedError
+
+
+class Targets(HookBase):
+    """Record the indices and targets of each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def before_forward(self, batch):
+        self.seen.append((self.trainer.epoch, batch["indices"].clone(), batch["targets"].clone()))
+
+
+@pytest.mark.parametrize("iteration", [4, 6])
+def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration):
+    """Iteration 4 is the first of an epoch, 6 is in the middle."""
+    whole, targets, labels = trainer_of(data / "whole"), Targets(), {}
+
+    class Labels(HookBase):
+        def before_step(self):
+            labels[self.trainer.epoch] = self.trainer.labels.copy()
+
+    whole.register_hooks([targets, Labels()])
+    whole.train()
+    for epoch, indices, found in targets.seen:
+        assert (labels[epoch][indices] == found.numpy()).all() and (found >= 0).all()
+    state = whole.model.state_dict()
+
+    opts = ("SOLVER.CHECKPOINT_ITERS", "2", "SOLVER.CHECKPOINT_KEEP", "9")
+    part = trainer_of(data / "part", *opts)
+    part.register_hooks([StopAt(iteration)])
+    with pytest.raises(InterruptedError):
+        part.train()
+    again = trainer_of(data / "part", *opts)
+    assert again.trainer.start_iter == iteration
+    again.train()
+    assert [name for name, value in again.model.state_dict().items() if not torch.equal(value, state[name])] == []
+    assert torch.equal(again.trainer.loss.memory, whole.trainer.loss.memory)
+    assert again.trainer.history == whole.trainer.history and len(whole.trainer.history) == 3
+    saved = torch.load(data / "part/model_final.pth", weights_only=True)["trainer"]["clusters"]
+    assert saved["labels"].tolist() == whole.trainer.labels.tolist() and saved["history"][0]["clusters"] > 1
+
+    page = (data / "whole/clusters.html").read_text(encoding="utf-8")
+    assert "epoch 3" in page and "<img" in page
+    metrics = [json.loads(line) for line in (data / "whole/metrics.json").read_text().splitlines()]
+    assert any("clusters" in each and "purity" in each and "nmi" in each for each in metrics)
+    assert Predictor(data / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
+
+
+def test_skipped_step_leaves_the_memory_unchanged(data):
+    memories = []
+
+    class Spoil(HookBase):
+        def before_step(self):
+            memories.append(self.trainer.loss.memory.clone())
+
+        def after_backward(self):
+            if self.trainer.iter == 1:
+                next(p for p in self.trainer.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
+
+    trainer = trainer_of(data / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
+    trainer.register_hooks([Spoil()])
+    trainer.train()
+    assert trainer.trainer.step.skipped_total == 1
+    assert not torch.equal(memories[0], memories[1]) and torch.equal(memories[1], memories[2])
+    assert not torch.equal(memories[2], memories[3])
+
+
+def test_accumulated_bfloat16_steps_update_the_memory(data):
+    opts = ("SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16", "SOLVER.ACCUM_STEPS", "2")
+    trainer = trainer_of(data / "run", *opts, "UNSUPERVISED.UPDATE", "hard", "SOLVER.MAX_EPOCH", "1",
+                         "SOLVER.AMP.PREFLIGHT", "fallback")  # fmt: skip
+    trainer.train()
+    memory = trainer.trainer.loss.memory
+    assert memory.dtype == torch.float32 and torch.allclose(memory.norm(dim=1), torch.ones(len(memory)))
+
+
+def test_training_set_without_identities(data):
+    images = sorted((data / "data").glob("*/bounding_box_train/*.jpg"))
+    table = data / "unlabeled.csv"
+    rows = [f"{path},unknown,{path.name.split('_c')[1][0]},train" for path in images]
+    table.write_text("\n".join(["path,pid,camid,split", *rows]) + "\n")
+    trainer = trainer_of(data / "run", "DATASETS.NAMES", f"csv:{table}", "SOLVER.MAX_EPOCH", "1")
+    trainer.train()
+    assert trainer.trainer.history[0]["purity"] is None and trainer.trainer.history[0]["clusters"] > 1
+
+
+@pytest.mark.parametrize(
+    "opts, message",
+    [
+        (
+            ("UNSUPERVISED.EPS", "0.0001", "UNSUPERVISED.MIN_SAMPLES", "9"),
+            "no cluster found: all .*UNSUPERVISED.EPS 0.0001",
+        ),
+        (("UNSUPERVISED.EPS", "0.999", "UNSUPERVISED.K1", "90"), "only one cluster found"),
+    ],
+)
+def test_fewer_than_two_clusters_end_the_training(data, opts, message):
+    with pytest.raises(TrainingError, match=message):
+        trainer_of(data / "run", *opts).train()
+
+
+def test_fewer_clusters_than_in_a_batch(data, caplog):
+    opts = ("SOLVER.IMS_PER_BATCH", "64", "DATALOADER.NUM_INSTANCE", "2", "SOLVER.MAX_EPOCH", "1")
+    trainer_of(data / "run", *opts, "UNSUPERVISED.K1", "12", "UNSUPERVISED.EPS", "0.7").train()
+    assert "clusters are repeated in a batch" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "opts, message",
+    [
+        (("MODEL.LOSSES.NAME", "[TripletLoss]"), "ClusterContrastLoss"),
+        (("DATALOADER.SAMPLER_TRAIN", "TrainingSampler"), "ClusterSampler"),
+        (("UNSUPERVISED.EPS", "1.0"), "UNSUPERVISED.EPS"),
+        (("UNSUPERVISED.UPDATE", "median"), "UNSUPERVISED.UPDATE"),
+        (("UNSUPERVISED.TEMPERATURE", "0"), "UNSUPERVISED.TEMPERATURE"),
+    ],
+)
+def test_unusable_settings(data, opts, message):
+    with pytest.raises(ConfigError, match=message):
+        trainer_of(data / "run", *opts)
+
+
+def test_other_training_set_on_resume(data):
+    trainer = trainer_of(data / "run", "SOLVER.MAX_EPOCH", "1")
+    trainer.train()
+    state = trainer.trainer.state_dict()
+    state["clusters"]["labels"] = state["clusters"]["labels"][1:]
+    with pytest.raises(ValueError, match="pseudo labels of 95 images"):
+        trainer.trainer.load_state_dict(state)
+
+
+def test_head_has_no_classifier(tmp_path):
+    model = build_model(read_config("", tiny.tiny_options(tmp_path, *RUN)))
+    assert not any("heads.weight" in name for name in model.state_dict())
+    with pytest.raises(ConfigError, match="no classifier"):
+        model.class_logits({"images": torch.zeros(2, 3, 64, 32)})
+
+
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("Base")])
+def test_recipes_load_with_the_published_settings(recipe):
+    cfg = read_config(f"Unsupervised/{recipe}", [])
+    keys, solver = cfg.UNSUPERVISED, cfg.SOLVER
+    assert (keys.EPS, keys.MIN_SAMPLES, keys.K1, keys.K2) == (0.6, 4, 30, 6)
+    assert (keys.TEMPERATURE, keys.MOMENTUM, keys.UPDATE, keys.CROSS_CAMERA) == (0.05, 0.1, "mean", True)
+    assert (400 if recipe in ("MSMT17", "VeRi") else 200) == keys.ITERS_PER_EPOCH
+    assert (
+        solver.IMS_PER_BATCH,
+        cfg.DATALOADER.NUM_INSTANCE,
+        solver.MAX_EPOCH,
+        tuple(solver.STEPS),
+    ) == (256, 16, 50, (20, 40))
+    assert (solver.BASE_LR, solver.WEIGHT_DECAY, solver.BIAS_LR_FACTOR, solver.WARMUP_ITERS) == (3.5e-4, 5e-4, 1, 0)
+    assert tuple(cfg.INPUT.SIZE_TRAIN) == ((224, 224) if recipe == "VeRi" else (256, 128))
+    assert cfg.DATASETS.NAMES == cfg.DATASETS.TESTS == (recipe,)
