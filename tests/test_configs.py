@@ -78,6 +78,7 @@ def test_every_recipe_trains_for_one_step_and_evaluates(path, shallow_vit):
     batch = {"images": torch.randint(256, (4, 3, *SIZE), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}
     batch |= {"camids": torch.tensor([0, 1, 2, 3]), "viewids": torch.zeros(4, dtype=torch.int64)}
     batch |= {"modality": torch.tensor([0, 1, 0, 1]), "clothes": torch.tensor([0, 1, 2, 3])}
+    batch["tracklet"] = torch.tensor([0, 0, 1, 1])
     step.zero_grad()
     with policy.autocast():
         losses = model.train()(batch)

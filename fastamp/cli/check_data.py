@@ -159,7 +159,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
 
     with dataset_argument("dataset"):
         dataset = build_dataset(name, cfg, skip_invalid=True)
-    protocol = Protocol(rule=cfg.TEST.PROTOCOL)
+    protocol = Protocol.from_config(cfg)
     report = check_dataset(
         dataset,
         max_pixels=cfg.INPUT.MAX_PIXELS,

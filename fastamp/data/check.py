@@ -157,7 +157,11 @@ def check_dataset(
         *checked.find_conflicting_labels(),
         *checked.find_rare_identities(),
         *checked.find_missing_splits(),
-        *_findings("problems that would stop a run", list(training_problems), is_error=False),
+        *_findings(
+            "problems that would stop a run",
+            [*training_problems, *_find_missing_columns(report, protocol)],
+            is_error=False,
+        ),
     ]
     report.findings.sort(key=lambda finding: not finding.is_error)
     return report
@@ -417,6 +421,17 @@ def _find_other_protocol(dataset: ImageDataset, protocol: Any) -> Iterable[Findi
             is_error=False,
             fix=f"set TEST.PROTOCOL to {dataset.protocols[0]}",
         )
+
+
+def _find_missing_columns(report: Report, protocol: Any) -> list[str]:
+    """Describe the columns that the protocol needs and the dataset does not have."""
+    if protocol is None or not any(split == "query" for split, *_ in report.rows):
+        return []
+    try:
+        protocol.check_columns(name for name, kind, *_ in report.columns if kind != "list")
+    except DataError as error:
+        return [str(error)]
+    return []
 
 
 def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:

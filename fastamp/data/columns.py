@@ -112,7 +112,7 @@ def check_column(name: str, columns: Mapping[str, Any], key: str, title: str) ->
     available = ", ".join(columns) or "none"
     raise ConfigError(
         f"{key}: {title} has no column {name!r}; available columns: {available}.{did_you_mean(name, columns)}\n"
-        "  fix: choose one of these columns, or add the column to the dataset"
+        f"  fix: add the column to the dataset, or change {key.partition('=')[0]}"
     )
 
 

@@ -288,7 +288,8 @@ def _rule(
         junk=junk,
         build=build,
         columns=tuple(filter(None, (database, validation))),
-        column_keys=("TEST.ANIMALS.DATABASE",) * bool(database) + ("TEST.ANIMALS.THRESHOLD",) * bool(validation),
+        column_keys=("change TEST.ANIMALS.DATABASE",) * bool(database)
+        + ("set TEST.ANIMALS.THRESHOLD to a similarity",) * bool(validation),
         all_images=leave_one_out,
         open_set=open_set or leave_one_out,
         further_metrics=partial(identification_metrics, threshold=threshold, has_new=open_set),

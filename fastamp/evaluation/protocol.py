@@ -162,7 +162,7 @@ class RankingRule:
         random_query_gallery_split: if True, queries and gallery are drawn at random from all images, so distances
             between all images are required. Default: False.
         columns: names of the columns that the rule needs in ``Identities.columns``. Default: none.
-        column_keys: for each of ``columns``, the config key to change if the column is missing. Default: TEST.PROTOCOL.
+        column_keys: for each of ``columns``, what to change in the config if it is missing. Default: TEST.PROTOCOL.
         random_gallery: if True, the ranker draws gallery images at random. Default: False.
         random_queries: if True, the ranker draws queries at random. Default: False.
         all_images: if True, each image, query or gallery, is a query against all images. Default: False.
@@ -378,10 +378,10 @@ class Protocol:
         for name, needed_by in self.columns.items():
             if name not in names:
                 raise DataError(
-                    f"{needed_by} needs the column {name!r}, which the test set does not have."
-                    f"{did_you_mean(name, names)}\n"
+                    f"{needed_by} needs the column {name!r} with one number or text for each image, which the test set "
+                    f"does not have.{did_you_mean(name, names)}\n"
                     f"  available columns: {', '.join(names) or 'none'}\n"
-                    f"  fix: add the column to the test set, or change {keys.get(name, needed_by.split('=')[0])}"
+                    f"  fix: add the column to the test set, or {keys.get(name) or 'change ' + needed_by.split('=')[0]}"
                 )
 
     @property

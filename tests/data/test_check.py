@@ -494,6 +494,20 @@ def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
     assert not found or "cloth_changing" in findings[0].examples[0]
 
 
+@pytest.mark.parametrize(
+    ("protocol", "column"),
+    [
+        (Protocol(rule="cloth_changing"), None),
+        (Protocol(group_by="species"), "'species'"),
+        (Protocol.from_config(get_cfg().with_values({"TEST.PROTOCOL": "animals_open"})), "'species'"),
+    ],
+)
+def test_column_that_the_evaluation_needs_is_reported(protocol, column, tmp_path, monkeypatch):
+    report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=protocol)
+    examples = [text for each in report.findings if "stop a run" in each.fault for text in each.examples]
+    assert len(examples) == (column is not None) and (not examples or column in examples[0])
+
+
 def test_evaluation_under_another_protocol_warns(tmp_path, monkeypatch, caplog):
     ltcc(tmp_path, monkeypatch)
     cfg = get_cfg()

@@ -138,6 +138,12 @@ def test_columns_of_losses_have_one_value_for_each_tracklet(tmp_path):
     net(batch([4, 4, 9, 9], [1, 1, 2, 2]) | {"clothes": torch.tensor([7, 7, 8, 8])})
 
 
+def test_training_without_tracklets_is_an_error(tmp_path):
+    images = {name: value for name, value in batch([0, 0, 1, 1], [0] * 4).items() if name != "tracklet"}
+    with pytest.raises(ConfigError, match="TrackletSampler"):
+        model(tmp_path)(images)
+
+
 @pytest.mark.parametrize("tracklets", [[0, 1, 1, 2], [0, 0, 1]])
 def test_batches_of_other_samplers_are_an_error(tmp_path, tracklets):
     with pytest.raises(ConfigError, match=r"TRACKLET.FRAMES.*\(2\)[^\n]*\n.*TrackletSampler"):

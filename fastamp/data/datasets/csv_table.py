@@ -236,13 +236,14 @@ def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> 
     unknown = [name for name in names if name and name not in COLUMNS]
     optional = [name for name in COLUMNS if name not in names]
     if twice or missing:
-        hints = [f"{name!r}?{did_you_mean(name, COLUMNS)}" for name in unknown[:20] if did_you_mean(name, COLUMNS)]
+        hints = "".join(dict.fromkeys(did_you_mean(name, unknown) for name in missing))
         fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
         raise DataError(
             f"{file}: invalid header {_truncate(','.join(names)) or '(the file is empty)'}: {_truncate(fault)}."
-            f"{' ' + ' '.join(hints) if hints else ''}\n"
+            f"{hints}\n"
             f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
-            f"{'; or name the columns of the identity, e.g. DATASETS.CSV.IDENTITY [name]' * ('pid' in missing)}"
+            + "; or name the columns of the identity, e.g. DATASETS.CSV.IDENTITY [name]"
+            * any(name in missing for name in identity)
         )
     reserved = [name for name in unknown if name in RESERVED_NAMES]
     if reserved:

@@ -112,7 +112,8 @@ class Baseline(ImageModel):
         """Number the tracklets of a batch: ``{"tracklets": (B,) int64}``; empty if images are evaluated.
 
         Raises:
-            ConfigError: in training mode, if the frames of a tracklet are not consecutive in the batch.
+            ConfigError: in training mode, if the batch has no column ``tracklet``, or the frames of a tracklet are not
+                consecutive in it.
         """
         column = batch.get("tracklet")
         if not self.training:
@@ -121,10 +122,11 @@ class Baseline(ImageModel):
             count, frames = len(batch["images"]), self.heads.temporal_pool.frames
             rows = None if column is None or count % frames else column.view(-1, frames)
             # Columns on the device are not checked: reading them would block the host.
-            if count % frames or (column is not None and not column.is_cuda and (rows != rows[:, :1]).any()):
+            if rows is None or (not rows.is_cuda and (rows != rows[:, :1]).any()):
                 raise ConfigError(
                     "MODEL.HEADS.TEMPORAL_POOL requires batches with DATALOADER.TRACKLET.FRAMES consecutive frames "
-                    f"({frames}) of each tracklet.\n  fix: set DATALOADER.SAMPLER_TRAIN to TrackletSampler"
+                    f"({frames}) of each tracklet (column tracklet).\n"
+                    "  fix: set DATALOADER.SAMPLER_TRAIN to TrackletSampler"
                 )
             numbers = torch.arange(count) // frames
         return {} if numbers is None else {"tracklets": numbers.to(self.device, non_blocking=True)}

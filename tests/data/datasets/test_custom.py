@@ -84,7 +84,7 @@ def test_csv_box_outside_image_raises(tmp_path):
 @pytest.mark.parametrize(
     "header, rows, message",
     [
-        ("path,id,camid", ["a,1,1"], r"path,id,camid: missing pid. 'id'\? Did you mean 'pid'\?"),
+        ("path,id,camid", ["a,1,1"], r"path,id,camid: missing pid. Did you mean 'id'\?"),
         ("path,pid,x0,y0", ["a,1,1,1"], "missing x1, y1"),
         ("path,pid,pid", ["a,1,1"], "duplicate pid"),
         ("", [], "missing path, pid"),
