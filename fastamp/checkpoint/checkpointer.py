@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.adapters import ADAPTERS_OF, load_adapters
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
 from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in, write_checkpoint
@@ -30,6 +31,8 @@ class Checkpointer:
         model (nn.Module): model stored under ``"model"``.
         save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
         min_match (float): see ``load_model_state``. Default 0.9.
+        base (str | os.PathLike): weights file without adapters; ``load`` reads it before a file of LoRA adapters.
+            Default "": such files are refused.
         check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
         notes (Callable): function that returns additional entries for each checkpoint; ``resume`` does not require
             these entries.
@@ -45,6 +48,7 @@ class Checkpointer:
         save_dir: str | os.PathLike[str] = "",
         *,
         min_match: float = 0.9,
+        base: str | os.PathLike[str] = "",
         check: Callable[[nn.Module], None] | None = None,
         notes: Callable[[], dict[str, Any]] = dict,
         save_to_disk: bool | None = None,
@@ -55,6 +59,7 @@ class Checkpointer:
         self.model = model.module if wrapped else model
         self.save_dir = Path(save_dir)
         self.min_match = min_match
+        self.base = base
         self.check = check
         self.notes = notes
         self.checkpointables = checkpointables
@@ -190,18 +195,24 @@ class Checkpointer:
         """Load only the model weights from a file.
 
         Args:
-            path (str | os.PathLike): checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded.
+            path (str | os.PathLike): checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded. A file
+                of LoRA adapters is loaded on top of ``base``.
             checkpointables (Sequence[str]): as in FastReID, names of objects whose state is also loaded. Default ().
 
         Returns:
             dict[str, Any]: the remaining entries of the file, without the weights; empty for a bare state dict.
 
         Raises:
-            WeightsError: see ``read_checkpoint``, ``state_dict_in`` and ``load_model_state``.
+            WeightsError: see ``read_checkpoint``, ``state_dict_in``, ``load_model_state`` and ``load_adapters``.
         """
         content = read_checkpoint(path)
         state = state_dict_in(teacher_in(content), path)
-        load_model_state(self.model, state, source=str(path), min_match=self.min_match)
+        if isinstance(content, dict) and ADAPTERS_OF in content:
+            if self.base:
+                self.load(self.base)
+            load_adapters(self.model, content, source=path, base=self.base)
+        else:
+            load_model_state(self.model, state, source=str(path), min_match=self.min_match)
         for key in checkpointables or ():
             self.checkpointables[key].load_state_dict(content.pop(key))
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}

@@ -21,7 +21,7 @@ def evaluated_average(cfg: Any) -> str | None:
 
 
 def load_evaluated_weights(
-    model: nn.Module, path: str | os.PathLike[str], *, average: str | None, min_match: float
+    model: nn.Module, path: str | os.PathLike[str], *, average: str | None, min_match: float, base: str = ""
 ) -> dict[str, Any]:
     """Load the weights of a checkpoint for evaluation.
 
@@ -31,6 +31,7 @@ def load_evaluated_weights(
         average (str | None): weight average to load, ``"ema"`` or ``"swa"``. The weights of the model are loaded if
             this is None or if the file does not contain the average.
         min_match (float): see ``load_model_state``.
+        base (str): weights without adapters, see ``Checkpointer``. Default "".
 
     Returns:
         dict[str, Any]: the remaining entries of the file, without the loaded weights; empty for a bare state dict.
@@ -38,7 +39,7 @@ def load_evaluated_weights(
     Raises:
         WeightsError: if the weights are missing or damaged, or do not match the model.
     """
-    extra = Checkpointer(model, min_match=min_match).load(path)
+    extra = Checkpointer(model, min_match=min_match, base=base).load(path)
     if STRIPPED in extra:
         kind = extra[STRIPPED]
         if kind != (average or "model"):

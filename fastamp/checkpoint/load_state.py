@@ -11,6 +11,7 @@ from torch import nn
 
 from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer_size
 from fastamp.checkpoint.shards import full_state_form, load_full_state
+from fastamp.layers.lora import is_adapter
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.plural import plural
@@ -163,6 +164,8 @@ def _compare(
     matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
     # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
     missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
+    if not any(is_adapter(key) for key in converted):  # weights to which adapters are added
+        missing, without = [key for key in missing if not is_adapter(key)], (*without, "*.lora_A", "*.lora_B")
     weights = [key for key in own if not key.endswith("num_batches_tracked")]
     backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
@@ -248,6 +251,16 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
     # Ignored: an ImageNet classifier inside the backbone, as in files of TransReID.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
     unexpected = [key for key in report.dropped if key.startswith(backbone_prefix) and not key.startswith(imagenet)]
+    adapters = [key for key in unexpected if is_adapter(key)]
+    if adapters:
+        logger.warning(
+            "%s in %s are not used, because the model has no LoRA adapters%s: the features will differ.\n"
+            "  fix: set MODEL.LORA.RANK, ALPHA and TARGETS as in the original model",
+            plural(len(adapters), "tensor"),
+            report.source,
+            examples(adapters),
+        )
+        unexpected = [key for key in unexpected if key not in adapters]
     if unexpected and backbone_prefix:
         logger.warning(
             "the backbone in %s has %s that the model lacks%s: if the original model uses them, the features "

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fastamp.checkpoint.adapters import adapters_in
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.safetensors_file import INFERENCE_ENTRIES
@@ -32,7 +33,9 @@ class StripReport:
     bytes_after: int
 
 
-def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> StripReport:
+def strip(
+    checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *, adapters: bool = False
+) -> StripReport:
     """Write a copy of a checkpoint without training state.
 
     The copy contains the weights, the config and the entries that inference reads. If the config selects a weight
@@ -42,15 +45,19 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
 
     Args:
         checkpoint (str | os.PathLike): checkpoint of a run.
-        out (str | os.PathLike | None): output file, ``.pth``; None for ``<checkpoint>_stripped.pth`` in the same
-            folder.
+        out (str | os.PathLike | None): output file, ``.pth``; None for ``<checkpoint>_stripped.pth`` or
+            ``<checkpoint>_adapters.pth`` in the same folder.
+        adapters (bool): write only the LoRA adapters and the heads, without the frozen weights of the backbone. Default
+            False.
 
     Raises:
-        WeightsError: if the checkpoint cannot be read, or contains no config.
+        WeightsError: if the checkpoint cannot be read, or contains no config, or no adapters.
         ConfigError: if ``out`` is the checkpoint itself, has another suffix, or cannot be written.
     """
     source = expand(checkpoint)
-    target = source.with_name(f"{source.stem}_stripped.pth") if out is None else expand(out)
+    target = (
+        source.with_name(f"{source.stem}_{'adapters' if adapters else 'stripped'}.pth") if out is None else expand(out)
+    )
     if target.suffix != ".pth":
         raise ConfigError(
             f"the name of the output file must end in .pth, got {target}.\n"
@@ -63,6 +70,8 @@ def strip(checkpoint: str | os.PathLike[str], out: str | os.PathLike[str] | None
         )
     content = read_checkpoint(source)
     kept = without_training_state(content, source)
+    if adapters:
+        kept |= adapters_in(kept["model"], source) | {"config": _with_base(kept["config"])}
     write_checkpoint(target, kept)
     removed = sorted(content.keys() - kept.keys())
     return StripReport(target, kept[STRIPPED], removed, source.stat().st_size, target.stat().st_size)
@@ -91,6 +100,16 @@ def without_training_state(content: Any, source: Path) -> dict[str, Any]:
         kept[STRIPPED] = average["kind"]
     kept.setdefault(STRIPPED, "model")
     return kept
+
+
+def _with_base(config: str) -> str:
+    """Set ``MODEL.LORA.BASE`` in a config, given as YAML text, to the file from which the weights were initialized."""
+    tree: Any = CfgNode.load_cfg(config)
+    model, backbone = tree["MODEL"], tree["MODEL"]["BACKBONE"]
+    model["LORA"]["BASE"] = (
+        model["LORA"]["BASE"] or model["WEIGHTS"] or (backbone["PRETRAIN_PATH"] if backbone["PRETRAIN"] else "")
+    )
+    return tree.dump()
 
 
 def _is_evaluated(kind: Any, config: str) -> bool:

@@ -5,6 +5,7 @@ The smaller file works for evaluation, extraction, export and fine-tuning, but n
 examples:
   fastamp strip logs/run/model_best.pth
   fastamp strip logs/run model.pth
+  fastamp strip logs/run --adapters
 """
 
 import argparse
@@ -19,6 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "output", metavar="OUT", nargs="?", help="output file (default: CHECKPOINT_stripped.pth in the same folder)"
     )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write only the LoRA adapters and the heads (default file name: CHECKPOINT_adapters.pth)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
 
     source = resolve_source(args.checkpoint)
     checkpoint = source.checkpoint or evaluation_config(args.checkpoint, [])[0].MODEL.WEIGHTS
-    report = strip(checkpoint, args.output)
+    report = strip(checkpoint, args.output, adapters=args.adapters)
     before, after = (f"{size / 1e6:.1f} MB" for size in (report.bytes_before, report.bytes_after))
     print(f"wrote {report.path}: {after}, was {before}; weights: {report.weights}")
     print(f"removed: {', '.join(report.removed) or 'nothing'}")

@@ -386,6 +386,7 @@ class DefaultTrainer(FastReIDMethods):
             self.model,
             cfg.OUTPUT_DIR,
             min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+            base=cfg.MODEL.LORA.BASE,
             check=check_finite,
             notes=self._checkpoint_notes,
             **(self.checkpoint_parts() if parts is None else parts),
@@ -571,5 +572,5 @@ class DefaultTrainer(FastReIDMethods):
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
         model = cls.build_model(cfg)
-        weights, min_match = cfg.MODEL.WEIGHTS, cfg.MODEL.WEIGHTS_MIN_MATCH
-        return model, load_evaluated_weights(model, weights, average=evaluated_average(cfg), min_match=min_match)
+        options = {"min_match": cfg.MODEL.WEIGHTS_MIN_MATCH, "base": cfg.MODEL.LORA.BASE}
+        return model, load_evaluated_weights(model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), **options)

@@ -13,6 +13,7 @@ from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.config import CfgNode, read_config
+from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
@@ -45,7 +46,7 @@ def load_model(
     opts: Sequence[str] = (),
     plugin: str = "",
 ) -> LoadedModel:
-    """Load a trained model in evaluation mode, with the precision policy for evaluation.
+    """Load a trained model in evaluation mode, with the precision policy for evaluation. LoRA adapters are merged.
 
     Args:
         source (CfgNode | str | os.PathLike[str]): checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains
@@ -84,8 +85,13 @@ def load_model(
     resolved = resolve_device(requested_device(cfg))
     model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten by MODEL.WEIGHTS
     extra = load_evaluated_weights(
-        model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), min_match=cfg.MODEL.WEIGHTS_MIN_MATCH
+        model,
+        cfg.MODEL.WEIGHTS,
+        average=evaluated_average(cfg),
+        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+        base=cfg.MODEL.LORA.BASE,
     )
+    merge_adapters(model)
     stored = _stored_policy(extra, cfg.MODEL.WEIGHTS)
     if stored and not from_config and not _sets_precision(opts):
         policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if stored["dtype"] == "float32" else stored["dtype"]})

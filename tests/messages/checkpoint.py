@@ -15,6 +15,7 @@ import torch
 from messages import Recorder
 from torch import nn
 
+from fastamp.checkpoint.adapters import adapters_in
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.entries import checkpoint_of, merge_from_checkpoint
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
@@ -23,6 +24,7 @@ from fastamp.checkpoint.safetensors_file import write_packaged_model
 from fastamp.checkpoint.torchscript_file import read_torchscript
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.config import get_cfg
+from fastamp.layers.lora import add_adapter
 from fastamp.modeling import build_backbone
 
 SITES = ["fastamp/checkpoint"]
@@ -54,6 +56,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     weights(record)
     run_checkpoints(record)
     stripped(record, request.getfixturevalue("run_folder"))
+    adapters(record)
     packaged(record)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_HOME", str(record.root / "cache"))
@@ -210,6 +213,26 @@ def stripped(record, run):
     content = torch.load(best, weights_only=True)
     saved(record, "newer.pth", content | {"config": "NEW: {KEY: 1}"})
     record.fastamp("eval", "MODEL.WEIGHTS", record.root / "newer.pth")
+
+
+def adapters(record):
+    """Trigger the messages about files of LoRA adapters."""
+    record.fastamp("strip", record.root / "stripped.pth", record.root / "out.pth", "--adapters")
+    base, other, adapted = Model(), Model(), Model()
+    for layer in adapted.backbone:
+        add_adapter(layer, "weight", rank=2, alpha=1.0)
+    adapted.backbone.load_state_dict(base.backbone.state_dict(), strict=False)
+    paths = {name: saved(record, f"{name}.pth", {"model": model.state_dict()})
+             for name, model in (("base", base), ("other", other), ("adapted", adapted))}  # fmt: skip
+    small = saved(record, "adapters.pth", adapters_in(adapted.state_dict(), "adapted.pth"))
+    with record("a file of adapters without base weights"):
+        Checkpointer(adapted).load(small)
+    with record("a file of adapters with other base weights"):
+        Checkpointer(adapted, base=paths["other"]).load(small)
+    with record("a file of adapters for a model without adapters"):
+        Checkpointer(base, base=paths["base"]).load(small)
+    with record("a model with adapters, loaded without adapters"):
+        Checkpointer(Model()).load(paths["adapted"])
 
 
 def packaged(record):

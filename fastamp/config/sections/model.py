@@ -94,6 +94,7 @@ KEYS = (
     "MODEL.BACKBONE.DROP_PATH_RATIO",
     "MODEL.BACKBONE.DROP_RATIO",
     "MODEL.BACKBONE.ATT_DROP_RATE",
+    "MODEL.LORA",
     Key("MODEL.HEADS.NAME", "EmbeddingHead", "Head, which computes features and class logits from feature maps."),
     Key(
         "MODEL.HEADS.POOL_LAYER",

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.checkpoint.strip import strip
 from fastamp.engine.hooks.base import HookBase
+from fastamp.layers.lora import adapted_modules
 from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)
@@ -17,7 +19,7 @@ _PERIODIC = re.compile(r"model_(iter_)?\d+")
 
 
 class PeriodicCheckpointer(HookBase):
-    """Save periodic checkpoints, and ``model_final`` after the last epoch.
+    """Save periodic checkpoints, and after the last epoch ``model_final`` and its LoRA adapters, if it has any.
 
     Checkpoints saved every ``period`` epochs are named ``model_<epoch>``, where epochs count from 0. Checkpoints due
     by ``iterations`` or ``minutes`` are named ``model_iter_<number of iterations>``. If both are due at the end of an
@@ -66,7 +68,10 @@ class PeriodicCheckpointer(HookBase):
     def after_epoch(self) -> None:
         epochs_done = self.trainer.epoch + 1
         if epochs_done == self.trainer.max_epoch:
-            logger.info("saved %s", self.checkpointer.save("model_final"))
+            path = self.checkpointer.save("model_final")
+            logger.info("saved %s", path)
+            if comm.is_main_process() and any(adapted_modules(self.checkpointer.model)):
+                logger.info("saved the LoRA adapters: %s", strip(path, adapters=True).path)
         elif epochs_done % self.period == 0:
             self._save(f"model_{self.trainer.epoch:04d}")
         # Includes the time of the evaluation.

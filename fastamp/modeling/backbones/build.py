@@ -10,6 +10,7 @@ from torch import nn
 from fastamp.checkpoint.load_state import State
 from fastamp.config import fixed_input_size, size_key
 from fastamp.modeling.backbones.build_utils import warn_ignored_options
+from fastamp.modeling.backbones.lora import with_adapters
 from fastamp.modeling.backbones.timm_model import build_timm_backbone
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
@@ -60,7 +61,7 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
 
 
 def build_backbone(cfg: Any) -> nn.Module:
-    """Build the backbone ``MODEL.BACKBONE.NAME``.
+    """Build the backbone ``MODEL.BACKBONE.NAME``, with the adapters of ``MODEL.LORA``.
 
     Returns:
         nn.Module: a module that maps (B, in_channels, H, W) images to (B, C, h, w) feature maps. Its attribute
@@ -68,11 +69,11 @@ def build_backbone(cfg: Any) -> nn.Module:
 
     Raises:
         ConfigError: if the name or depth is unknown, or if ``MODEL.BACKBONE.FEAT_DIM`` differs from the number of
-            output channels of the backbone.
+            output channels of the backbone; see also ``with_adapters``.
     """
     name = cfg.MODEL.BACKBONE.NAME
     if name.startswith(_TIMM):
-        return build_timm_backbone(cfg, name.removeprefix(_TIMM))
+        return with_adapters(cfg, build_timm_backbone(cfg, name.removeprefix(_TIMM)))
     backbone = BACKBONE_REGISTRY.build(name, cfg)
     if not getattr(backbone, "takes_cameras", False):
         warn_ignored_options(cfg, "SIE_CAMERAS", "SIE_VIEWS", disabled=0)
@@ -85,7 +86,7 @@ def build_backbone(cfg: Any) -> nn.Module:
             f"MODEL.BACKBONE.FEAT_DIM is {cfg.MODEL.BACKBONE.FEAT_DIM}, but {cfg.MODEL.BACKBONE.NAME} with DEPTH "
             f"{cfg.MODEL.BACKBONE.DEPTH!r} outputs {width} channels.\n  fix: set MODEL.BACKBONE.FEAT_DIM to {width}"
         )
-    return backbone
+    return with_adapters(cfg, backbone)
 
 
 def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:

@@ -1,0 +1,103 @@
+"""Files with the LoRA adapters of a run, without the weights of the backbone that they adapt."""
+
+import hashlib
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from fastamp.checkpoint.load_state import classifiers, examples
+from fastamp.checkpoint.shards import full_state_form, load_full_state
+from fastamp.layers.lora import is_adapter
+from fastamp.utils.errors import WeightsError
+from fastamp.utils.plural import plural
+
+ADAPTERS_OF = "adapters_of"
+"""Key of the entry that marks a file of adapters: the checksum of the weights that the adapters were trained with."""
+
+# The backbone, and the blocks that JPMHead copies from it.
+_TRUNK = ("backbone.", "heads.b1.", "heads.b2.")
+# Not frozen in the trunk: camera and view embeddings, and the statistics of batch norms.
+_TRAINED = ("sie_embed", "running_mean", "running_var", "num_batches_tracked")
+
+
+def base_tensors(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Select the tensors that training with adapters does not change: the frozen weights of the backbone."""
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if name.startswith(_TRUNK) and not is_adapter(name) and not name.endswith(_TRAINED)
+    }
+
+
+def adapters_in(state: dict[str, torch.Tensor], source: str | os.PathLike[str]) -> dict[str, Any]:
+    """Build the entries of a file of adapters from the state dict of a model.
+
+    Args:
+        state (dict[str, torch.Tensor]): state dict of a model with adapters.
+        source (str | os.PathLike): origin of ``state``, for messages.
+
+    Returns:
+        dict[str, Any]: ``"model"``: the adapters, the heads and the embeddings of cameras and views; ``"adapters_of"``:
+        checksum of the other tensors.
+
+    Raises:
+        WeightsError: if ``state`` contains no adapters.
+    """
+    if not any(map(is_adapter, state)):
+        raise WeightsError(
+            f"{source} contains no LoRA adapters: it was trained with MODEL.LORA.RANK 0.\n"
+            "  fix: run this command without --adapters"
+        )
+    base = base_tensors(state)
+    return {"model": {name: state[name] for name in state if name not in base}, ADAPTERS_OF: _checksum(base)}
+
+
+def load_adapters(
+    model: nn.Module, content: dict[str, Any], *, source: str | os.PathLike[str], base: str | os.PathLike[str]
+) -> None:
+    """Load a file of adapters into a model with the weights that the adapters were trained with.
+
+    Args:
+        model (nn.Module): model with adapters of the same rank, whose backbone is loaded from ``base``.
+        content (dict[str, Any]): content of the file, see ``adapters_in``.
+        source (str | os.PathLike): path of the file, for messages.
+        base (str | os.PathLike): file of the weights in the backbone of ``model``, ``MODEL.LORA.BASE``.
+
+    Raises:
+        WeightsError: if ``base`` is empty or contains other weights than those in training, or if the adapters do not
+            match the model.
+    """
+    if not base:
+        raise WeightsError(
+            f"{source} contains only LoRA adapters and heads, not the weights of the backbone.\n"
+            "  fix: set MODEL.LORA.BASE to the weights that the adapters were trained with"
+        )
+    own, state = full_state_form(model), dict(content["model"])
+    # Classifiers of another number of identities, and all in a model that is built for evaluation, are not loaded.
+    heads = classifiers(model)
+    state = {key: value for key, value in state.items() if key not in heads or own[key].shape == value.shape}
+    wrong = [key for key in state if key not in own or own[key].shape != state[key].shape]
+    wrong += [key for key in own if is_adapter(key) and key not in state]
+    if wrong:
+        raise WeightsError(
+            f"the adapters in {source} do not match the model: {plural(len(wrong), 'tensor differs', 'tensors differ')}"
+            f"{examples(wrong)}.\n"
+            "  fix: set MODEL.BACKBONE, MODEL.HEADS, MODEL.LORA.RANK and MODEL.LORA.TARGETS as in training"
+        )
+    if _checksum(base_tensors(model.state_dict())) != content[ADAPTERS_OF]:
+        raise WeightsError(
+            f"the adapters in {source} were trained with other weights than those in {base}.\n"
+            "  fix: set MODEL.LORA.BASE to the weights of the training, and the size of the images as in training"
+        )
+    load_full_state(model, state, strict=False)
+
+
+def _checksum(tensors: dict[str, torch.Tensor]) -> str:
+    """Compute the SHA-256 of the names and values of tensors."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Low-rank adapters (LoRA) in the blocks of a transformer backbone."""
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from fastamp.config import Key
+from fastamp.layers.lora import ADAPTERS, add_adapter
+from fastamp.utils.errors import ConfigError, check_choice
+
+logger = logging.getLogger(__name__)
+
+KEYS = (
+    Key(
+        "MODEL.LORA.RANK",
+        0,
+        "LoRA (Hu et al. 2022): rank of the adapters of the backbone's linear layers. The other weights of the "
+        "backbone are frozen; the heads train. 0 disables it.",
+        low=0,
+    ),
+    Key("MODEL.LORA.ALPHA", 16.0, "LoRA: scale of the adapters, which is divided by RANK.", above=0),
+    Key(
+        "MODEL.LORA.TARGETS",
+        ("attention", "mlp"),
+        "LoRA: linear layers of each block with adapters: attention (queries, keys, values and projection), mlp.",
+        of=str,
+    ),
+    Key(
+        "MODEL.LORA.BASE",
+        "",
+        "LoRA: weights without adapters, which are loaded before a MODEL.WEIGHTS file that contains only adapters.",
+    ),
+)
+
+# Part of the module names of a block -> target.
+_TARGETS = {"attn": "attention", "mlp": "mlp"}
+# Embeddings that pretrained weights do not contain.
+_NOT_FROZEN = ("sie_embed",)
+
+
+def with_adapters(cfg: Any, backbone: nn.Module) -> nn.Module:
+    """Add adapters to the blocks of a backbone and freeze its other parameters, if ``MODEL.LORA.RANK`` is positive.
+
+    Camera and view embeddings are trained, because pretrained weights do not contain them.
+
+    Returns:
+        nn.Module: the backbone.
+
+    Raises:
+        ConfigError: if a target is unknown, if the backbone has no linear layers of the targets, or if the rank exceeds
+            the width of a layer.
+    """
+    lora = cfg.MODEL.LORA
+    if not lora.RANK:
+        return backbone
+    for target in lora.TARGETS:
+        check_choice("MODEL.LORA.TARGETS", target, tuple(_TARGETS.values()))
+    layers = _linear_layers(backbone, lora.TARGETS)
+    if not layers:
+        raise ConfigError(
+            f"MODEL.LORA.RANK is {lora.RANK}, but the blocks of MODEL.BACKBONE.NAME={cfg.MODEL.BACKBONE.NAME} have no "
+            f"linear layers of MODEL.LORA.TARGETS ({', '.join(lora.TARGETS) or 'empty'}).\n"
+            "  fix: set MODEL.LORA.RANK to 0, or choose a transformer, e.g. build_vit_backbone, build_swin_backbone, "
+            "build_clip_vit_backbone or a ViT of timm"
+        )
+    smallest = min(min(module.get_parameter(name).shape) for module, name in layers)
+    if smallest < lora.RANK:
+        raise ConfigError(
+            f"MODEL.LORA.RANK is {lora.RANK}, but the smallest adapted layer has a width of {smallest}.\n"
+            f"  fix: set MODEL.LORA.RANK to at most {smallest}, e.g. 8"
+        )
+    backbone.requires_grad_(False)
+    for module, name in layers:
+        add_adapter(module, name, rank=lora.RANK, alpha=lora.ALPHA)
+    for name, parameter in backbone.named_parameters():
+        parameter.requires_grad_(name.rpartition(".")[2] in (*ADAPTERS, *_NOT_FROZEN))
+    logger.info(
+        "LoRA: %d linear layers of the backbone with adapters of rank %d: %d of its %d parameters train",
+        len(layers),
+        lora.RANK,
+        sum(p.numel() for p in backbone.parameters() if p.requires_grad),
+        sum(p.numel() for p in backbone.parameters()),
+    )
+    return backbone
+
+
+def _linear_layers(backbone: nn.Module, targets: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
+    """List the linear layers of the targets in the blocks of a backbone: (module, name of its weight)."""
+    groups = backbone.layer_groups() if hasattr(backbone, "layer_groups") else []
+    found = []
+    for block in (block for group in groups[:-1] for block in group):
+        for path, module in block.named_modules():
+            kinds = {_TARGETS[part] for part in path.split(".") if part in _TARGETS}
+            # Packed projections of queries, keys and values are parameters of the attention itself.
+            name = "weight" if isinstance(module, nn.Linear) else "in_proj_weight"
+            if kinds & set(targets) and isinstance(getattr(module, name, None), nn.Parameter):
+                found.append((module, name))
+    return found
