@@ -154,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, folder: Path) -> bool:
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
-    from fastamp.data.check import check_dataset, contact_sheet, write_clean
+    from fastamp.data.check import check_dataset, write_clean
+    from fastamp.data.contact_sheet import contact_sheet
     from fastamp.evaluation import Protocol
 
     with dataset_argument("dataset"):

@@ -1,7 +1,6 @@
 """Check datasets for unreadable images, conflicting labels, duplicates across splits and queries without a match."""
 
 import csv
-import hashlib
 import io
 import logging
 import os
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.columns import cell_text, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
@@ -27,24 +25,19 @@ from fastamp.data.datasets.custom import (
 )
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.decode import (
-    LARGEST_PIXELS,
     MAX_PIXELS,
-    cause_of,
-    check_mode,
-    check_pixels,
-    open_with_pil,
-    read_image,
 )
-from fastamp.data.file_parts import read_bytes
+from fastamp.data.image_summary import ImageSummary, inspect_image
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_atomically
-from fastamp.utils.fonts import drawable_text, load_font
+from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
+__getattr__ = moved_names(__name__, {"contact_sheet": "fastamp.data.contact_sheet.contact_sheet"})
 
 SPLITS = ("train", "query", "gallery")
 # Pairs from which the threshold of near-duplicates is estimated.
@@ -98,16 +91,6 @@ class Report:
         return any(finding.is_error for finding in self.findings)
 
 
-@dataclass(frozen=True)
-class _ImageSummary:
-    """Size, digest and fingerprint of an image, or the reason why it cannot be read."""
-
-    fault: str = ""
-    size: tuple[int, int] = (0, 0)
-    digest: bytes = b""
-    fingerprint: Fingerprint | None = None
-
-
 def check_dataset(
     dataset: ImageDataset,
     *,
@@ -141,7 +124,7 @@ def check_dataset(
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
         inspected = track(
-            pool.map(partial(_inspect_image, max_pixels=max_pixels), images.values()), len(images), "reading images"
+            pool.map(partial(inspect_image, max_pixels=max_pixels), images.values()), len(images), "reading images"
         )
         summaries = dict(zip(images, inspected, strict=True))
     report.sizes.update(each.size for each in summaries.values() if not each.fault)
@@ -234,111 +217,6 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
 
 def _column_names(kept: dict[str, list[tuple[int, ImageItem]]]) -> list[str]:
     return list(dict.fromkeys(name for items in kept.values() for _, item in items for name in item.columns or ()))
-
-
-def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
-    """Write a PNG with sample images, one row per identity: training identities, then query identities.
-
-    Each query row shows the query images of an identity, framed in blue, and then the gallery images of this identity.
-    Names are drawn with a font that contains their characters; without such a font, the characters are escaped and a
-    warning is logged.
-
-    Args:
-        dataset (ImageDataset): dataset that contains the images.
-        path (Path): PNG file to write.
-        identities (int): maximum number of rows for training identities, and for query identities. Default 8.
-        columns (int): images per row. Default 12.
-        seed (int): seed of the random choice of identities. Default 0.
-
-    Raises:
-        OSError: if the file cannot be written.
-    """
-    width, height, gap, line = 64, 128, 4, 16
-    train, query, gallery = (_by_identity(getattr(dataset, split)) for split in SPLITS)
-    rng = np.random.default_rng(seed)
-    rows: list[tuple[str, list[ImageItem], int]] = []
-    for title, groups in (("training", train), ("queries, gallery", query)):
-        names = list(groups)
-        for number in rng.permutation(len(names))[:identities].tolist():
-            name = names[number]
-            matches = gallery.get(name, []) if groups is query else []
-            framed = len(groups[name][: columns // 3]) if groups is query else 0
-            items = [*groups[name][: framed or columns], *matches][:columns]
-            rows.append((f"{title}: {dataset.identity(name)}", items, framed))
-    step = height + line + gap
-    sheet = Image.new("RGB", (columns * (width + gap) + gap, max(1, len(rows)) * step + gap), "white")
-    draw = ImageDraw.Draw(sheet)
-    escaped: list[str] = []
-    for row, (title, items, framed) in enumerate(rows):
-        drawn, font = drawable_text(title)
-        if drawn != title:
-            escaped.append(title)
-        draw.text((gap, gap + row * step), drawn, fill="black", font=load_font(font, 12))
-        for column, item in enumerate(items):
-            try:
-                pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height)
-                pixels = pixels.permute(1, 2, 0).numpy()
-            except DataError:
-                continue  # reported as a finding
-            corner = (gap + column * (width + gap), gap + line + row * step)
-            picture = ImageOps.contain(Image.fromarray(pixels), (width, height))
-            sheet.paste(picture, corner)
-            if column < framed:
-                end = (corner[0] + picture.width + 1, corner[1] + picture.height + 1)
-                draw.rectangle(((corner[0] - 2, corner[1] - 2), end), outline="blue", width=2)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(path)
-    if escaped:
-        logger.warning(
-            "contact sheet: no font for %r (%s); these characters are written as codes\n"
-            "  fix: install a font with these characters, e.g. Noto Sans CJK (apt-get install fonts-noto-cjk)",
-            escaped[0],
-            plural(len(escaped), "name"),
-        )
-
-
-def _by_identity(items: Sequence[ImageItem]) -> dict[int | str, list[ImageItem]]:
-    groups: dict[int | str, list[ImageItem]] = defaultdict(list)
-    for item in items:
-        groups[item.pid].append(item)
-    return groups
-
-
-def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXELS) -> list[Fingerprint]:
-    """Read images and compute their fingerprints.
-
-    Raises:
-        DataError: if an image cannot be read.
-    """
-    with ThreadPoolExecutor(available_cores()) as pool:
-        found = list(
-            track(pool.map(partial(_inspect_image, max_pixels=max_pixels), items), len(items), "reading images")
-        )
-    for item, each in zip(items, found, strict=True):
-        if each.fingerprint is None:
-            raise DataError(f"{item.path}: {each.fault}.\n  fix: restore the file, or remove it from the table")
-    return [each.fingerprint for each in found if each.fingerprint is not None]
-
-
-def _inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> _ImageSummary:
-    try:
-        content = read_bytes(item.path)
-        with open_with_pil(io.BytesIO(content)) as image:
-            check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
-            check_mode(image)
-            image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
-            upright = ImageOps.exif_transpose(image)
-    except Exception as error:  # PIL's plugins raise many exception types on corrupt files
-        return _ImageSummary(fault=cause_of(error))
-    if item.box is not None:
-        if item.box[2] > upright.width or item.box[3] > upright.height:
-            return _ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
-        upright = upright.crop(item.box)
-    if upright.mode.startswith("I"):  # more than 8 bits
-        values = np.asarray(upright, dtype=np.float64)
-        upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
-    digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
-    return _ImageSummary(size=upright.size, digest=digest, fingerprint=Fingerprint.of(upright))
 
 
 def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], protocol: Any) -> bool:
@@ -461,12 +339,12 @@ class _CheckedDataset:
         self,
         dataset: ImageDataset,
         splits: dict[str, Sequence[ImageItem]],
-        summaries: dict[tuple, _ImageSummary],
+        summaries: dict[tuple, ImageSummary],
         protocol: Any = None,
     ) -> None:
         self.dataset, self.splits, self.summaries, self.protocol = dataset, splits, summaries, protocol
 
-    def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, _ImageSummary]]:
+    def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, ImageSummary]]:
         """Yield ``((split, row), image, summary)`` for all images of these splits."""
         for split in splits or self.splits:
             for row, item in enumerate(self.splits.get(split, ())):
@@ -672,7 +550,7 @@ class _CheckedDataset:
     def _item(self, row: Row) -> ImageItem:
         return self.splits[row[0]][row[1]]
 
-    def _summary(self, row: Row) -> _ImageSummary:
+    def _summary(self, row: Row) -> ImageSummary:
         item = self._item(row)
         return self.summaries[item.path, item.box]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastamp.data.check import read_fingerprints
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.csv_table import DATABASE, open_table
+from fastamp.data.image_summary import read_fingerprints
 from fastamp.data.near_duplicates import group_near_duplicates
 from fastamp.data.wildlife_splits import (
     SEED,

@@ -15,7 +15,8 @@ from PIL import Image
 from fastamp.cli.check_data import text
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader
-from fastamp.data.check import Finding, Report, check_dataset, contact_sheet, write_clean
+from fastamp.data.check import Finding, Report, check_dataset, write_clean
+from fastamp.data.contact_sheet import contact_sheet
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.evaluation import Protocol
 from fastamp.utils import fonts

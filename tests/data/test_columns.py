@@ -10,17 +10,12 @@ from PIL import Image
 from torch import nn
 
 from fastamp.config import get_cfg
-from fastamp.data.build import (
-    build_dataset,
-    build_reid_test_loader,
-    build_reid_train_loader,
-    training_parts,
-    with_num_categories,
-)
+from fastamp.data.build import build_dataset, build_reid_test_loader, build_reid_train_loader, with_num_categories
 from fastamp.data.columns import count_missing, describe_type, encode_columns
 from fastamp.data.datasets.csv_columns import CsvColumnBuilder
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.samplers import ColumnBalancedSampler
+from fastamp.data.training_images import training_parts
 from fastamp.engine import DefaultTrainer
 from fastamp.engine.evaluation import loader_and_evaluator
 from fastamp.modeling.losses.compute import with_columns

@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from fastamp.data.build import build_dataset, training_items
+from fastamp.data.build import build_dataset
 from fastamp.data.datasets import (
     DATASET_REGISTRY,
     Demo,
@@ -14,6 +14,7 @@ from fastamp.data.datasets import (
     data_root,
 )
 from fastamp.data.datasets import demo as demo_module
+from fastamp.data.training_images import training_items
 from fastamp.utils.errors import ConfigError, DataError
 
 

@@ -19,11 +19,11 @@ from video_set import write_video
 
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.build import build_dataset, exclude_rare_identities, training_items
+from fastamp.data.build import build_dataset
 from fastamp.data.cache import ImageCache
 from fastamp.data.check import Report, check_dataset, write_clean
-from fastamp.data.check import contact_sheet as contact_sheet_of_dataset
 from fastamp.data.columns import encode_columns
+from fastamp.data.contact_sheet import contact_sheet as contact_sheet_of_dataset
 from fastamp.data.custom_loader import CustomTrainLoader
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.file_utils import list_files, read_lines
@@ -36,6 +36,7 @@ from fastamp.data.missing_images import check_files
 from fastamp.data.samplers import NaiveIdentitySampler, SetReWeightSampler, build_sampler
 from fastamp.data.split import hold_out
 from fastamp.data.split_table import SplitOptions, split_table
+from fastamp.data.training_images import exclude_rare_identities, training_items
 from fastamp.data.wildlife_splits import draw_identities
 from fastamp.demo import contact_sheet, generate_demo, image_attributes
 from fastamp.demo.animals import generate_animals

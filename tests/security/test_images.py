@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.data.check import _inspect_image
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.decode import read_image
+from fastamp.data.image_summary import inspect_image
 from fastamp.utils.errors import DataError, UserError, WeightsError
 
 
@@ -54,7 +54,7 @@ def test_reading_a_device_pipe_or_circular_link_raises_instead_of_hanging(tmp_pa
             continue  # stdin may be a regular file
         with pytest.raises(DataError, match="pipe.*device"):
             read_image(str(path))
-        assert "pipe" in _inspect_image(ImageItem(str(path), 0, 0)).fault
+        assert "pipe" in inspect_image(ImageItem(str(path), 0, 0)).fault
         with pytest.raises(DataError, match="pipe.*device"):
             CsvDataset(path)
         with pytest.raises(WeightsError, match="pipe.*device"):
@@ -110,7 +110,7 @@ def test_reading_a_malicious_image_raises(tmp_path, content, expected, channels,
     (tmp_path / "a.jpg").write_bytes(content)
     with pytest.raises(DataError, match=expected):
         read_image(str(tmp_path / "a.jpg"), channels)
-    assert _inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
+    assert inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
 
 
 def test_reading_a_damaged_png_raises_instead_of_crashing(tmp_path):

@@ -1,9 +1,10 @@
 """Validation split of the training identities, so that a search does not use the test set."""
 
 from fastamp.config import CfgNode
-from fastamp.data.build import build_dataset, training_items
+from fastamp.data.build import build_dataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.split import hold_out
+from fastamp.data.training_images import training_items
 
 VAL_FRACTION = "TUNE.VAL_FRACTION"
 

@@ -10,9 +10,10 @@ import torch
 from dataset_trees import TREES, under, write
 
 from fastamp.config import get_cfg
-from fastamp.data.build import build_dataset, training_parts
+from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
+from fastamp.data.training_images import training_parts
 from fastamp.evaluation import Identities, Protocol
 from fastamp.evaluation.metrics import compute_metrics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY

@@ -8,10 +8,11 @@ import torch
 from PIL import Image
 
 from fastamp.config import get_cfg
-from fastamp.data.build import build_dataset, training_items
+from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import count_items
 from fastamp.data.missing_images import check_files
+from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
 from fastamp.utils.errors import ConfigError, DataError
 

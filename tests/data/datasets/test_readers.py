@@ -12,8 +12,9 @@ from documented import documented_file
 
 from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.data.build import build_dataset, training_items, training_parts
+from fastamp.data.build import build_dataset
 from fastamp.data.datasets import DATASET_REGISTRY, FilenameDataset, ImageDataset
+from fastamp.data.training_images import training_items, training_parts
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = sorted(TREES)
@@ -52,13 +53,13 @@ def build(name, root, **keys):
 
 
 def test_all_datasets_are_registered():
-    assert len(NAMES) == 53
+    assert len(NAMES) == 54
     assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
 
 
 def test_dataset_names_and_folders_are_unique():
     classes = [DATASET_REGISTRY.get(name) for name in [*NAMES, "CUHK03", "Demo"]]
-    assert len({each.dataset_name for each in classes}) == len(classes) == 55
+    assert len({each.dataset_name for each in classes}) == len(classes) == 56
     same_folder = {
         "vehicleid": 4,
         "VERI-Wild": 4,

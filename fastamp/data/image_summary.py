@@ -1,0 +1,66 @@
+"""Size, digest and fingerprint of images, with the cause if one cannot be read."""
+
+import hashlib
+import io
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.decode import MAX_PIXELS, cause_of, check_mode, check_pixels, open_with_pil
+from fastamp.data.file_parts import read_bytes
+from fastamp.data.near_duplicates import Fingerprint
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import DataError
+from fastamp.utils.progress import track
+
+
+@dataclass(frozen=True)
+class ImageSummary:
+    """Size, digest and fingerprint of an image, or the reason why it cannot be read."""
+
+    fault: str = ""
+    size: tuple[int, int] = (0, 0)
+    digest: bytes = b""
+    fingerprint: Fingerprint | None = None
+
+
+def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXELS) -> list[Fingerprint]:
+    """Read images and compute their fingerprints.
+
+    Raises:
+        DataError: if an image cannot be read.
+    """
+    with ThreadPoolExecutor(available_cores()) as pool:
+        found = list(
+            track(pool.map(partial(inspect_image, max_pixels=max_pixels), items), len(items), "reading images")
+        )
+    for item, each in zip(items, found, strict=True):
+        if each.fingerprint is None:
+            raise DataError(f"{item.path}: {each.fault}.\n  fix: restore the file, or remove it from the table")
+    return [each.fingerprint for each in found if each.fingerprint is not None]
+
+
+def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
+    try:
+        content = read_bytes(item.path)
+        with open_with_pil(io.BytesIO(content)) as image:
+            check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
+            check_mode(image)
+            image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
+            upright = ImageOps.exif_transpose(image)
+    except Exception as error:  # PIL's plugins raise many exception types on corrupt files
+        return ImageSummary(fault=cause_of(error))
+    if item.box is not None:
+        if item.box[2] > upright.width or item.box[3] > upright.height:
+            return ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
+        upright = upright.crop(item.box)
+    if upright.mode.startswith("I"):  # more than 8 bits
+        values = np.asarray(upright, dtype=np.float64)
+        upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
+    digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
+    return ImageSummary(size=upright.size, digest=digest, fingerprint=Fingerprint.of(upright))
