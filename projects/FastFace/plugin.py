@@ -2,4 +2,4 @@
 
 from fastface import datasets, face_baseline, face_evaluator, iresnet  # noqa: F401  register their components
 
-KEYS = datasets.KEYS
+KEYS = (*datasets.KEYS, *iresnet.KEYS)

@@ -20,38 +20,38 @@ from PIL import Image
 from fastamp.engine import run_command_line
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import ConfigError, DataError
-from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track
 
 sys.path.append(str(Path(__file__).parent))
 
 ORDERS = tuple(itertools.permutations(range(3)))[1:]
 """Orders of the three channels without the original one."""
-IMAGES, LIST = "images_cnv", "label_cnv.txt"
+IMAGES = "images_convert"
 
 
 def shuffle_channels(folder: Path, seed: int = 0) -> int:
-    """Write ``images_cnv`` and ``label_cnv.txt`` next to ``images`` and ``label.txt``; return the number of images.
+    """Write ``images_convert`` next to ``images``; return the number of images.
 
     Args:
-        folder: folder with ``images`` and ``label.txt``.
+        folder: folder of ``NAIC20_R1`` or ``NAIC20_R2``, with ``images`` and the list of the training images.
         seed: random seed of the orders, at least 0. Default 0.
 
     Raises:
         ConfigError: if the seed is negative, or the copies exist.
         DataError: if the list or an image is missing or damaged.
     """
-    from naic.datasets import read_list
+    from naic.datasets import NAIC20_R1, NAIC20_R2, read_list
 
     if seed < 0:
         raise ConfigError(f"--seed {seed}: expected an integer of at least 0.\n  fix: choose another seed")
-    if (folder / IMAGES).exists() or (folder / LIST).exists():
-        raise ConfigError(f"{folder / IMAGES} or {folder / LIST} exists.\n  fix: remove both")
-    pairs = read_list("shuffle_channels", folder / "label.txt")
+    if (folder / IMAGES).exists():
+        raise ConfigError(f"{folder / IMAGES} exists.\n  fix: remove it")
+    lists = [folder / dataset.lists["train"] for dataset in (NAIC20_R2, NAIC20_R1)]
+    file = next((each for each in lists if each.exists()), lists[-1])
+    pairs = read_list("shuffle_channels", file)
     if elsewhere := next((name for name, _ in pairs if Path(name).name != name), None):
         raise DataError(
-            f"{folder / 'label.txt'}: expected names of files in {folder / 'images'}, got {elsewhere!r}.\n"
-            "  fix: correct the line"
+            f"{file}: expected names of files in {folder / 'images'}, got {elsewhere!r}.\n  fix: correct the line"
         )
     identities = sorted({identity for _, identity in pairs})
     rng = np.random.default_rng(seed)
@@ -69,8 +69,6 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
                     f"cannot read {folder / 'images' / name}: {error}.\n  fix: restore the image"
                 ) from error
             Image.fromarray(np.ascontiguousarray(pixels[:, :, ORDERS[orders[identity]]])).save(build / name)
-        text = "".join(f"{name}:{identity}\n" for name, identity in pairs)
-        write_atomically(folder / LIST, lambda file: file.write(text.encode()))
         build.rename(folder / IMAGES)
     finally:
         shutil.rmtree(build, ignore_errors=True)
@@ -84,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder with images and label.txt")
+    parser.add_argument("folder", type=Path, help="folder with images and the list of the training images")
     parser.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     arguments = parser.parse_args()
     sys.exit(run_command_line(lambda: main(arguments)))

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Write the submission of the challenge: a JSON file with the names of the 200 nearest gallery images of each query.
 
-The features are those of `fastamp extract`, or of an ensemble by tools/ensemble.py. Keys below TEST apply, e.g.
-re-ranking.
+The features are those of `fastamp extract`, or of an ensemble by tools/ensemble.py. The keys of the
+metric, query expansion and re-ranking apply.
 
 examples:
   fastamp extract logs/naic20/r34 NAIC20_R2A -o a.npz
@@ -22,11 +22,12 @@ from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol
 from fastamp.evaluation.metrics import distances_of
-from fastamp.inference.evaluate_features import check
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track
+
+_KEYS = ("MODEL.DEVICE", "TEST.METRIC", "TEST.AQE", "TEST.RERANK", "TEST.KNN_BACKEND", "TEST.MEMORY_BUDGET_MB")
 
 
 def nearest_names(extraction: Extraction, protocol: Protocol, device: torch.device, count: int) -> dict[str, list[str]]:
@@ -69,9 +70,11 @@ def main(args: argparse.Namespace) -> None:
     """Write the submission."""
     if not args.output.parent.is_dir():
         raise ConfigError(f"-o {args.output}: the folder does not exist.\n  fix: create it, or choose another file")
+    for key in args.opts[::2]:
+        if not any(f"{key}.".startswith(f"{each}.") for each in _KEYS):
+            raise ConfigError(f"{key} has no effect on a submission.\n  fix: omit it; choices: {', '.join(_KEYS)}")
     extraction = read_extraction(args.features)
     cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.metric, *args.opts])
-    check(cfg, args.opts)
     found = nearest_names(extraction, Protocol.from_config(cfg), resolve_device(cfg.MODEL.DEVICE), args.count)
     write_atomically(args.output, lambda file: file.write(json.dumps(found).encode()))
     print(f"wrote {args.output}: {len(found)} queries, {len(next(iter(found.values())))} names each")

@@ -322,6 +322,9 @@ def challenge(record):
             submit["main"](
                 SimpleNamespace(output=root / "s.json", features=str(root / "features.npz"), opts=[], count=3)
             )
+    with record("submit: a key without effect"):
+        opts = ["TEST.PROTOCOL", "no_camera"]
+        submit["main"](SimpleNamespace(output=root / "s.json", features="", opts=opts, count=3))
     with record("submit: missing folder"):
         submit["main"](SimpleNamespace(output=root / "missing/s.json", features="", opts=[], count=3))
 

@@ -18,6 +18,7 @@ import reference_weights
 import tiny
 import torch
 from PIL import Image
+from project_recipes import check_equal_to_fastreid, files_of
 
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.cli import main
@@ -29,7 +30,7 @@ from fastamp.data.file_parts import read_bytes
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import infer_config
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 UNPACK = Path(__file__).parents[2] / "projects/FastFace/unpack.py"
@@ -107,7 +108,8 @@ def tiny_recipe(output, *opts):
         "MODEL.DEVICE", "cpu", "SOLVER.AMP", "off", "MODEL.BACKBONE.DEPTH", "18x", "INPUT.SIZE_TRAIN", "(16, 16)",
         "INPUT.SIZE_TEST", "(16, 16)", "MODEL.BACKBONE.FEAT_DIM", "512", "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR",
         "1e-4", "SOLVER.IMS_PER_BATCH", "6", "DATALOADER.NUM_WORKERS", "0", "TEST.NUM_WORKERS", "0",
-        "SOLVER.WARMUP_ITERS", "0", "MODEL.HEADS.EMBEDDING_DIM", "8", "OUTPUT_DIR", str(output), *opts,
+        "DATASETS.TESTS", "LFW", "SOLVER.WARMUP_ITERS", "0", "MODEL.HEADS.EMBEDDING_DIM", "8",
+        "OUTPUT_DIR", str(output), *opts,
     ])  # fmt: skip
 
 
@@ -178,10 +180,37 @@ def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
         DefaultTrainer(cfg).train()
 
 
+@pytest.mark.parametrize("path", files_of("FastFace"))
+def test_recipe_equals_the_file_of_fastreid(path, tmp_path):
+    different = "MODEL.HEADS.NUM_CLASSES", "DATASETS.REC_PATH", "INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST"
+    if path.endswith("face_base.yml"):
+        check_equal_to_fastreid(path, tmp_path, (*different, "MODEL.BACKBONE.FEAT_DIM"))
+    else:
+        check_equal_to_fastreid(path, tmp_path)
+
+
+def test_images_that_are_not_resized_are_trained_with_the_configured_width(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
+    make_faces(tmp_path)
+    sizes = ("INPUT.SIZE_TRAIN", "[0]", "INPUT.SIZE_TEST", "[0]")
+    assert "Accuracy" in DefaultTrainer(tiny_recipe(tmp_path / "run", *sizes)).train()
+    with pytest.raises(ConfigError, match="outputs 512 values for a feature map of 512 x 1 x 1; expected 1024"):
+        DefaultTrainer(tiny_recipe(tmp_path / "other", *sizes, "MODEL.BACKBONE.FEAT_DIM", "1024")).train()
+
+
+def test_dropout_is_applied_in_training_only():
+    from fastface.iresnet import build_iresnet_backbone
+
+    options = ["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.DROPOUT", "0.9"]
+    model = build_iresnet_backbone(read_config("FastFace/face_base", options))
+    x = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    assert (model(x) == 0).float().mean() > 0.8 and (model.eval()(x) == 0).float().mean() < 0.1
+
+
 @pytest.mark.parametrize(
     "name, expected", [("r50_ir", ("build_iresnet_backbone", False)), ("r101_ir", ("build_resnetIR_backbone", True))]
 )
-def test_recipes_have_the_values_of_fastreid(name, expected):
+def test_recipes_have_partial_fc_and_cosface(name, expected):
     cfg = read_config(f"FastFace/{name}")
     assert expected == (cfg.MODEL.BACKBONE.NAME, cfg.MODEL.BACKBONE.WITH_SE)
     heads = cfg.MODEL.HEADS

@@ -44,13 +44,13 @@ def root(tmp_path, monkeypatch):
         lines = "".join(f"{prefix}{image}{separator}{identity}\n" for image, identity in pairs)
         (tmp_path / folder / name).write_text(lines)
 
-    for part in ("fusai", "chusai"):
-        write(f"naic/2020_NAIC/{part}/train", train, "label.txt", ":", "images")
+    write("naic/2020_NAIC/fusai/train", train, "naic20r2_train_list_clean.txt", ":", "images")
+    write("naic/2020_NAIC/chusai/train", train, "label.txt", ":", "images")
     write("naic/2020_NAIC/fusai/train", test[0], "val_query.txt", ":", "images")
     write("naic/2020_NAIC/fusai/train", test[1], "val_gallery.txt", ":", "images")
-    write("naic/2019_NAIC/fusai", train, "train_list.txt", " ", "train")
-    write("naic/2020_NAIC/fusai/A_data", test[0], "unused.txt", ":", "query")
-    write("naic/2020_NAIC/fusai/A_data", test[1], "unused.txt", ":", "gallery")
+    write("naic/2019_NAIC/fusai", train, "train_list_clean.txt", " ", "train")
+    write("naic/round2/image_A", test[0], "unused.txt", ":", "query")
+    write("naic/round2/image_A", test[1], "unused.txt", ":", "gallery")
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     return tmp_path
 
@@ -78,11 +78,12 @@ def test_lists_give_names_identities_and_splits_without_the_long_tail(root, name
         assert data.camera(1) == "gallery"
 
 
-def test_images_with_exchanged_channels_are_further_identities(root):
-    folder = root / "naic/2020_NAIC/fusai/train"
+@pytest.mark.parametrize("name, part", [("NAIC20_R1", "chusai"), ("NAIC20_R2", "fusai")])
+def test_images_with_exchanged_channels_are_further_identities(root, name, part):
+    folder = root / f"naic/2020_NAIC/{part}/train"
     result = run("shuffle_channels.py", folder)
     assert result.returncode == 0 and "wrote 6 images" in result.stdout, result.stderr
-    data, original = load("NAIC20_R2CNV"), load("NAIC20_R2")
+    data, original = load(f"{name}CNV"), load(name)
     assert len(data.train) == len(original.train) and not {i.pid for i in data.train} & {i.pid for i in original.train}
     orders = {}
     for item, before in zip(data.train, original.train, strict=True):
@@ -92,7 +93,7 @@ def test_images_with_exchanged_channels_are_further_identities(root):
     assert all(len(found) == 1 for found in orders.values())
     again = run("shuffle_channels.py", folder)
     assert again.returncode == 2 and "exists" in again.stderr and "fix:" in again.stderr
-    negative = run("shuffle_channels.py", "--seed", "-1", root / "naic/2020_NAIC/chusai/train")
+    negative = run("shuffle_channels.py", "--seed", "-1", folder)
     assert negative.returncode == 2 and "--seed -1" in negative.stderr
 
 
@@ -127,6 +128,9 @@ def test_submission_has_the_nearest_names_of_each_query(tmp_path):
     result = run("submit.py", "-o", tmp_path / "r.json", "--count", 4, tmp_path / "a.npz", *options)
     assert result.returncode == 0, result.stderr
     assert {len(names) for names in json.loads((tmp_path / "r.json").read_text()).values()} == {4}
+    for key, value in (("TEST.PROTOCOL", "no_camera"), ("SOLVER.BASE_LR", "1"), ("TEST.FLIP.ENABLED", "True")):
+        result = run("submit.py", "-o", tmp_path / "t.json", tmp_path / "a.npz", key, value)
+        assert result.returncode == 2 and f"{key} has no effect" in result.stderr and not (tmp_path / "t.json").exists()
 
 
 def test_submission_refuses_features_without_queries_and_repeated_names(tmp_path):

@@ -95,7 +95,7 @@ def with_feature_dim(cfg: Any, backbone: nn.Module) -> Any:
     The input width is the number of output channels of the backbone; for timm backbones it is read from the model. With
     ``POOL_LAYER Flatten`` it is the size of the flattened feature map, channels x height x width, computed by a forward
     pass over one image. ``FEAT_DIM`` in ``cfg`` may be the number of channels or the flattened size; FastReID's configs
-    contain the flattened size.
+    contain the flattened size. It must be the flattened size if images are not resized (``INPUT.SIZE_TRAIN [0]``).
 
     Returns:
         A copy of ``cfg``, or ``cfg`` itself if ``FEAT_DIM`` does not change.
@@ -119,6 +119,8 @@ def _flattens(cfg: Any) -> bool:
 
 def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
     """Compute the length C * h * w of the flattened feature map; see ``with_feature_dim``."""
+    if tuple(cfg.INPUT.SIZE_TRAIN) == tuple(cfg.INPUT.SIZE_TEST) == (0,) and not cfg.INPUT.CROP.ENABLED:
+        return cfg.MODEL.BACKBONE.FEAT_DIM  # images are not resized: the head checks the size of each batch
     needed_by = "MODEL.HEADS.POOL_LAYER=Flatten"
     sizes = [fixed_input_size(cfg, is_train=is_train, needed_by=needed_by) for is_train in (True, False)]
     train, test = (_map_shape(cfg, backbone, size) for size in sizes)

@@ -5,10 +5,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.config import Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.build import variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+
+KEYS = (
+    Key(
+        "MODEL.BACKBONE.DROPOUT",
+        0.0,
+        "IResNet: probability of setting a value of the last feature map to 0 in training.",
+        low=0,
+        high=1,
+    ),
+)
 
 BLOCKS = {
     "18x": (2, 2, 2, 2),
@@ -79,10 +90,17 @@ class IResNet(nn.Module):
         in_channels (int): number of image channels. Default 3.
         norm (str): name in ``NORM_REGISTRY``. Default ``"BN"``.
         with_se (bool): use ``SqueezeExcitation``. Default False.
+        dropout (float): probability of setting a value of the feature map to 0 in training. Default 0.
     """
 
     def __init__(
-        self, blocks: tuple[int, ...], *, in_channels: int = 3, norm: str = "BN", with_se: bool = False
+        self,
+        blocks: tuple[int, ...],
+        *,
+        in_channels: int = 3,
+        norm: str = "BN",
+        with_se: bool = False,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, WIDTHS[0], 3, padding=1, bias=False)
@@ -101,6 +119,7 @@ class IResNet(nn.Module):
                 inputs = channels
             self.add_module(f"layer{stage}", layer)
         self.bn2 = build_norm(norm, inputs)
+        self.dropout = nn.Dropout(dropout)
         self.feature_dim = inputs
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
@@ -111,7 +130,7 @@ class IResNet(nn.Module):
         x = self.prelu(self.bn1(self.conv1(x)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
-        return self.bn2(x)
+        return self.dropout(self.bn2(x))
 
 
 @BACKBONE_REGISTRY.register()
@@ -126,7 +145,11 @@ def build_iresnet_backbone(cfg: Any) -> IResNet:
     backbone = cfg.MODEL.BACKBONE
     warn_ignored_options(cfg, "WITH_IBN", "WITH_NL")
     model = IResNet(
-        choose_depth(cfg, BLOCKS), in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, with_se=backbone.WITH_SE
+        choose_depth(cfg, BLOCKS),
+        in_channels=cfg.INPUT.CHANNELS,
+        norm=backbone.NORM,
+        with_se=backbone.WITH_SE,
+        dropout=backbone.DROPOUT,
     )
     return with_pretrained_weights(model, cfg, None)
 

@@ -22,6 +22,12 @@ KEYS = (
         "Datasets of NAIC20: exclude identities with a single training image, the end of the long tail. They form no "
         "positive pair.",
     ),
+    Key(
+        "TEST.SAVE_DISTMAT",
+        False,
+        "In FastReID, write the submission of the challenge during the evaluation. Here submit.py writes it from saved "
+        "features, and this key of FastReID's files has no effect.",
+    ),
 )
 
 
@@ -89,7 +95,7 @@ class NaicDataset(ImageDataset):
 
     folder: ClassVar[str] = ""
     images: ClassVar[str] = "images"
-    lists: ClassVar[dict[str, str]] = {"train": "label.txt", "query": "val_query.txt", "gallery": "val_gallery.txt"}
+    lists: ClassVar[dict[str, str]] = {"train": "label.txt"}
     separator: ClassVar[str] = ":"
 
     def __init__(self, root: str | Path = "datasets", *, remove_tail: bool = True) -> None:
@@ -135,6 +141,11 @@ class NAIC20_R2(NaicDataset):
 
     dataset_name = "naic20_r2"
     folder = "naic/2020_NAIC/fusai/train"
+    lists: ClassVar[dict[str, str]] = {
+        "train": "naic20r2_train_list_clean.txt",
+        "query": "val_query.txt",
+        "gallery": "val_gallery.txt",
+    }
 
 
 @DATASET_REGISTRY.register()
@@ -143,31 +154,26 @@ class NAIC20_R1(NaicDataset):
 
     dataset_name = "naic20_r1"
     folder = "naic/2020_NAIC/chusai/train"
-    lists: ClassVar[dict[str, str]] = {"train": "label.txt"}
-
-
-class _ShuffledChannels(NaicDataset):
-    """Base class of copies of a dataset with exchanged color channels as further identities; see
-    ``shuffle_channels.py``."""
-
-    images = "images_cnv"
-    lists: ClassVar[dict[str, str]] = {"train": "label_cnv.txt"}
 
 
 @DATASET_REGISTRY.register()
-class NAIC20_R2CNV(_ShuffledChannels):
-    """Images of ``NAIC20_R2`` with exchanged color channels."""
+class NAIC20_R2CNV(NaicDataset):
+    """Training images of ``NAIC20_R2`` with exchanged color channels as further identities; see
+    ``shuffle_channels.py``."""
 
     dataset_name = "naic20_r2cnv"
     folder = NAIC20_R2.folder
+    images = "images_convert"
+    lists: ClassVar[dict[str, str]] = {"train": NAIC20_R2.lists["train"]}
 
 
 @DATASET_REGISTRY.register()
-class NAIC20_R1CNV(_ShuffledChannels):
-    """Images of ``NAIC20_R1`` with exchanged color channels."""
+class NAIC20_R1CNV(NaicDataset):
+    """Images of ``NAIC20_R1`` with exchanged color channels as further identities; see ``shuffle_channels.py``."""
 
     dataset_name = "naic20_r1cnv"
     folder = NAIC20_R1.folder
+    images = "images_convert"
 
 
 @DATASET_REGISTRY.register()
@@ -177,7 +183,7 @@ class NAIC19(NaicDataset):
     dataset_name = "naic19"
     folder = "naic/2019_NAIC/fusai"
     images = ""
-    lists: ClassVar[dict[str, str]] = {"train": "train_list.txt"}
+    lists: ClassVar[dict[str, str]] = {"train": "train_list_clean.txt"}
     separator = " "
 
 
@@ -196,7 +202,7 @@ class NAIC20_R2A(ImageDataset):
     """
 
     dataset_name = "naic20_r2a"
-    folder = "naic/2020_NAIC/fusai/A_data"
+    folder = "naic/round2/image_A"
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
