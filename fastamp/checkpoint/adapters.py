@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.checkpoint.load_state import classifiers, examples
-from fastamp.checkpoint.shards import full_state_form, load_full_state
+from fastamp.checkpoint.load_state import examples, load_model_state
+from fastamp.checkpoint.shards import full_state_form
+from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
 from fastamp.layers.lora import is_adapter
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.plural import plural
 
 ADAPTERS_OF = "adapters_of"
 """Key of the entry that marks a file of adapters: the checksum of the weights that the adapters were trained with."""
@@ -55,43 +55,54 @@ def adapters_in(state: dict[str, torch.Tensor], source: str | os.PathLike[str]) 
 
 
 def load_adapters(
-    model: nn.Module, content: dict[str, Any], *, source: str | os.PathLike[str], base: str | os.PathLike[str]
+    model: nn.Module,
+    content: dict[str, Any],
+    *,
+    source: str | os.PathLike[str],
+    base: str | os.PathLike[str],
+    min_match: float = 0.9,
 ) -> None:
-    """Load a file of adapters into a model with the weights that the adapters were trained with.
+    """Load a file of adapters into a model, together with the weights that the adapters were trained with.
 
     Args:
-        model (nn.Module): model with adapters of the same rank, whose backbone is loaded from ``base``.
+        model (nn.Module): model with adapters of the same rank.
         content (dict[str, Any]): content of the file, see ``adapters_in``.
         source (str | os.PathLike): path of the file, for messages.
-        base (str | os.PathLike): file of the weights in the backbone of ``model``, ``MODEL.LORA.BASE``.
+        base (str | os.PathLike): file with the weights of the backbone, ``MODEL.LORA.BASE``; its heads are not used.
+        min_match (float): see ``load_model_state``. Default 0.9.
 
     Raises:
         WeightsError: if ``base`` is empty or contains other weights than those in training, or if the adapters do not
-            match the model.
+            match the model; see also ``read_checkpoint`` and ``load_model_state``.
     """
     if not base:
         raise WeightsError(
             f"{source} contains only LoRA adapters and heads, not the weights of the backbone.\n"
             "  fix: set MODEL.LORA.BASE to the weights that the adapters were trained with"
         )
-    own, state = full_state_form(model), dict(content["model"])
-    # Classifiers of another number of identities, and all in a model that is built for evaluation, are not loaded.
-    heads = classifiers(model)
-    state = {key: value for key, value in state.items() if key not in heads or own[key].shape == value.shape}
-    wrong = [key for key in state if key not in own or own[key].shape != state[key].shape]
-    wrong += [key for key in own if is_adapter(key) and key not in state]
-    if wrong:
+    adapters = state_dict_in(content, source)
+    shapes, own = (
+        {name: tuple(tensor.shape) for name, tensor in state.items() if is_adapter(name)}
+        for state in (adapters, full_state_form(model))
+    )
+    if differ := sorted(name for name in shapes.keys() | own.keys() if shapes.get(name) != own.get(name)):
         raise WeightsError(
-            f"the adapters in {source} do not match the model: {plural(len(wrong), 'tensor differs', 'tensors differ')}"
-            f"{examples(wrong)}.\n"
-            "  fix: set MODEL.BACKBONE, MODEL.HEADS, MODEL.LORA.RANK and MODEL.LORA.TARGETS as in training"
+            f"the adapters in {source} do not match the model: {len(differ)} tensors differ"
+            f"{examples(differ)}.\n"
+            "  fix: set MODEL.BACKBONE, MODEL.LORA.RANK and MODEL.LORA.TARGETS as in training"
         )
+    load_model_state(
+        model,
+        state_dict_in(teacher_in(read_checkpoint(base)), base),
+        source=f"{base} and {source}",
+        min_match=min_match,
+        fit=lambda converted: base_tensors(converted) | adapters,
+    )
     if _checksum(base_tensors(model.state_dict())) != content[ADAPTERS_OF]:
         raise WeightsError(
             f"the adapters in {source} were trained with other weights than those in {base}.\n"
             "  fix: set MODEL.LORA.BASE to the weights of the training, and the size of the images as in training"
         )
-    load_full_state(model, state, strict=False)
 
 
 def _checksum(tensors: dict[str, torch.Tensor]) -> str:

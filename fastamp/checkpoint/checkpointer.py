@@ -208,9 +208,7 @@ class Checkpointer:
         content = read_checkpoint(path)
         state = state_dict_in(teacher_in(content), path)
         if isinstance(content, dict) and ADAPTERS_OF in content:
-            if self.base:
-                self.load(self.base)
-            load_adapters(self.model, content, source=path, base=self.base)
+            load_adapters(self.model, content, source=path, base=self.base, min_match=self.min_match)
         else:
             load_model_state(self.model, state, source=str(path), min_match=self.min_match)
         for key in checkpointables or ():

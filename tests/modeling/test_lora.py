@@ -1,8 +1,10 @@
 """LoRA: adapters of each transformer, the frozen weights, merging, files of adapters, and resumed runs."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
+import preloaded
 import pytest
 import tiny
 import torch
@@ -162,6 +164,22 @@ def test_resumed_run_is_equal_bit_for_bit(run, demo_root, tmp_path, monkeypatch)
         assert all(torch.equal(tensor, part(other)[name]) for name, tensor in part(one).items())
 
 
+def test_two_processes_train_adapters_and_resume_bit_for_bit(demo_root, tmp_path):
+    root, script = {"FASTAMP_DATASETS": str(demo_root)}, Path(__file__).parents[1] / "helpers" / "ranks.py"
+    assert preloaded.run(script, tmp_path / "straight", 2, *TINY, **root).returncode == 0
+    (tmp_path / "resumed").mkdir()
+    first = (tmp_path / "straight" / "model_0000.pth").read_bytes()
+    (tmp_path / "resumed" / "model_0000.pth").write_bytes(first)
+    (tmp_path / "resumed" / "last_checkpoint").write_text("model_0000.pth")
+    assert preloaded.run(script, "--resume", tmp_path / "resumed", 2, *TINY, **root).returncode == 0
+    one, other = (tiny.weights(tmp_path / name / "model_final.pth") for name in ("straight", "resumed"))
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+    start = tiny.weights(tmp_path / "straight" / "model_0000.pth")
+    changed = {name for name in one if name.startswith("backbone.") and not torch.equal(one[name], start[name])}
+    assert changed and all(map(is_adapter, changed))
+    assert (tmp_path / "straight" / "model_final_adapters.pth").exists()
+
+
 def test_predictor_merges_adapters_and_the_file_of_adapters_gives_the_same_features(run):
     image = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
     small = run / "run" / "model_final_adapters.pth"
@@ -171,6 +189,11 @@ def test_predictor_merges_adapters_and_the_file_of_adapters_gives_the_same_featu
     whole = fastamp.Predictor(run / "run" / "model_final.pth", device="cpu")
     assert not list(adapted_modules(load_model(run / "run" / "model_final.pth", device="cpu").model))
     features = whole.features(image)
+    # The head of the base weights is not used: it may have another width.
+    other = {name: tensor for name, tensor in tiny.weights(run / "base.pth").items() if name.startswith("backbone.")}
+    torch.save({"model": other | {"heads.bottleneck.weight": torch.ones(3)}}, run / "trunk.pth")
+    trunk = fastamp.Predictor(small, device="cpu", opts=["MODEL.LORA.BASE", str(run / "trunk.pth")])
+    assert torch.equal(trunk.features(image), features)
     assert torch.equal(fastamp.Predictor(small, device="cpu").features(image), features)  # base from the config
     model = build_model(tiny.tiny_config(run, *TINY, "MODEL.HEADS.NUM_CLASSES", "16"))
     model.load_state_dict(torch.load(run / "run" / "model_final.pth", weights_only=True)["average"]["model"])
