@@ -50,7 +50,11 @@ class CalibrationCheck:
     def group_rows(self) -> list[tuple[str, ...]]:
         """Return the rows of a table of the error rates of each group, with the columns ``GROUP_HEADERS``."""
         return [
-            (name, *map(str, (rates.far, rates.frr, rates.fpir)), f"{rates.gallery_size:,}")
+            (
+                name,
+                *(str(rate) if rate.num_trials else "" for rate in (rates.far, rates.frr, rates.fpir)),
+                f"{rates.gallery_size:,}",
+            )
             for name, rates in self.groups.items()
         ]
 

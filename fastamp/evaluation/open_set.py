@@ -135,8 +135,8 @@ class SetScores:
             limit: maximum number of results, those with the most genuine pairs.
 
         Returns:
-            Pair of values, in ascending order -> the scores of the pairs of images that have them. Pairs of values
-            without a genuine pair of images, or without an impostor pair, are excluded.
+            Pair of values, in ascending order -> the scores of the pairs of images that have them. Two different values
+            without a genuine pair of images are excluded, and so are values without an impostor pair.
         """
         names, numbers = np.unique(values, return_inverse=True)
         numbers = numbers.astype(np.int32)
@@ -144,12 +144,15 @@ class SetScores:
         codes = low * len(names) + high
         counts = np.bincount(codes[self._same & ~np.isnan(self._scores)], minlength=len(names) ** 2)
         found = {}
-        for code in sorted(counts.argsort(kind="stable")[::-1][:limit].tolist()):
+        used = [
+            code for code in (-counts).argsort(kind="stable").tolist() if counts[code] or not code % (len(names) + 1)
+        ]
+        for code in sorted(used[:limit]):
             part = copy.copy(self)
             for name in ("genuine", "impostor"):
                 vars(part).pop(name, None)
             part._scores = np.where(codes == code, self._scores, np.nan)
-            if len(part.genuine) and len(part.impostor):
+            if len(part.impostor):
                 found[str(names[code // len(names)]), str(names[code % len(names)])] = part
         return found
 

@@ -72,7 +72,14 @@ def test_groups_are_the_pairs_of_images_with_two_values(test_set, calibration):
     assert "| day, night |" in found.describe()
 
 
-def test_groups_without_genuine_pairs_are_excluded(test_set, calibration):
+def test_groups_of_one_camera_have_no_false_rejects(test_set, calibration):
+    found = check_calibration(*test_set, Protocol(group_by="camera"), calibration, dataset="Others")
+    assert len(found.groups) == 4 + 6
+    assert found.groups["1"].frr.num_trials == 0 < found.groups["1"].far.num_trials
+    assert [row[2] for row in found.group_rows() if row[0] == "1"] == [""]
+
+
+def test_two_values_without_genuine_pairs_are_excluded(test_set, calibration):
     features, identities = test_set
     columns = {"species": tuple(pids % 2 for pids in (identities.query_pids, identities.gallery_pids))}
     named = replace(identities, columns=columns)
