@@ -313,6 +313,7 @@ def test_divided_records_are_joined(tmp_path):
         ([record((1.0, 2.0), b""), record((1.0, 1.0), b"")], None, "has no images"),
         ([record(5.0, b"x")], "", "it is empty"),
         ([record(5.0, b"x")], "0 -8\n", "at least 0"),
+        ([record(5.0, b"x")], f"0 {2**63}\n", "63 bits"),
         ([record(5.0, b"x")], "0 1 2\n", "too many values"),
     ],
 )

@@ -115,7 +115,7 @@ class FaceRecords(ImageDataset):
         return PackedItems(
             *builder.build(),
             pids=Column.of(rows.reshape(-1), [f"{self.name}_{identity}" for identity in distinct.tolist()]),
-            camids=Column(np.zeros(len(paths), dtype=np.int64)),
+            camids=Column(np.zeros(len(identities), dtype=np.int64)),
         )
 
 

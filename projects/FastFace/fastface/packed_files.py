@@ -31,14 +31,16 @@ def read_index(path: Path) -> dict[int, int]:
     try:
         rows = [line.split() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
         index = {int(number): int(offset) for number, offset in rows}
-        if min((min(row) for row in index.items()), default=-1) < 0:
-            raise ValueError("expected numbers and offsets of records, at least 0" if index else "it is empty")
+        if not index:
+            raise ValueError("it is empty")
+        if min(min(index), *index.values()) < 0 or max(max(index), *index.values()) >= 2**63:
+            raise ValueError("expected numbers and offsets of records, integers of 63 bits that are at least 0")
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path.absolute()}: {error}.\n  fix: restore this file of the dataset") from error
     return index
 
 
-def find_records(path: Path) -> tuple[np.ndarray, list[str]]:
+def find_records(path: Path) -> tuple[np.ndarray, Iterator[str]]:
     """Find the images of a ``.rec`` file with an ``.idx`` file next to it, in the order of their numbers.
 
     Only the headers of the records are read. Record 0 of insightface's files has no image: its label is the number of
@@ -72,9 +74,10 @@ def find_records(path: Path) -> tuple[np.ndarray, list[str]]:
         label = np.where(extra > 0, np.asarray(words[(offsets // 4 + 8).clip(max=len(words) - 1)]), label)
         labels = label.astype("<u4").view("<f4")
         check(np.isfinite(labels), lambda row: f"has the label {labels[row]}")
-        images = [[each] for each in zip((starts + headers).tolist(), (counts - headers).tolist(), strict=True)]
-        for row in np.flatnonzero(kinds == _FIRST).tolist():
-            images[row] += _further_parts(words, path, int(numbers[row]), int(starts[row] + counts[row]))
+        further = {
+            row: _further_parts(words, path, int(numbers[row]), int(starts[row] + counts[row]))
+            for row in np.flatnonzero(kinds == _FIRST).tolist()
+        }
     is_image = (counts > headers) | (kinds == _FIRST)
     chosen = np.ones(len(numbers), dtype=bool)
     if not is_image[0]:
@@ -84,9 +87,12 @@ def find_records(path: Path) -> tuple[np.ndarray, list[str]]:
     check(is_image | ~chosen, lambda row: "has no image")
     if not chosen.any():
         raise DataError(f"{path.absolute()} has no images.\n  fix: restore this file of the dataset")
-    rows = np.flatnonzero(chosen).tolist()
-    ranges = (",".join(f"{start}+{count}" for start, count in images[row]) for row in rows)
-    return labels[chosen].astype(np.int64), [f"{path}#{each}" for each in ranges]
+    rows, starts, counts = np.flatnonzero(chosen), (starts + headers)[chosen], (counts - headers)[chosen]
+    ranges = zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
+    return labels[chosen].astype(np.int64), (
+        f"{path}#{','.join(f'{start}+{count}' for start, count in [(start, count), *further.get(row, ())])}"
+        for row, start, count in ranges
+    )
 
 
 def _further_parts(words: np.ndarray, path: Path, number: int, end: int) -> list[tuple[int, int]]:
