@@ -14,7 +14,7 @@ from fastamp.utils.files import write_atomically
 
 WEIGHTS_NAME = "model.safetensors"
 CONFIG_NAME = "config.yaml"
-INFERENCE_ENTRIES = ("policy", "pairs", "calibration", "best", "stripped", "evaluation", "versions")
+INFERENCE_ENTRIES = ("policy", "pairs", "calibration", "best", "stripped", "evaluation", "versions", "adapters_of")
 """Entries of a checkpoint that inference, extraction, export and model cards read, other than weights and config."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float32, torch.float64, torch.int64)}

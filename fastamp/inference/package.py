@@ -34,7 +34,7 @@ _FLOAT32 = ("SOLVER.AMP", "off", "SOLVER.AMP.EVAL_DTYPE", "float32")
 # Keys of the machine that trained and of its experiment trackers.
 _REMOVED_KEYS = (
     *("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "DIST_TIMEOUT_MINUTES", "MODEL.WEIGHTS"),
-    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.DEVICE", "LOGGERS", "TRACKING"),
+    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.LORA.BASE", "MODEL.DEVICE", "LOGGERS", "TRACKING"),
 )
 _LOCAL_PATH = re.compile(r"(csv:|folder:)?(?:[/~]|[A-Za-z]:[/\\]).*[/\\]([^/\\]+)[/\\]?", re.DOTALL)
 

@@ -88,4 +88,6 @@ def merge_adapters(model: nn.Module) -> None:
     for _, module in list(adapted_modules(model)):
         merged = getattr(module, module.adapted_parameter)
         del module.lora_A, module.lora_B
-        getattr(module, module.adapted_parameter).copy_(merged)
+        module.get_parameter(module.adapted_parameter).copy_(merged)
+        if "adapted_parameter" in vars(type(module)):  # not below another generated class
+            module.__class__ = type(module).__bases__[0]

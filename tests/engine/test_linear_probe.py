@@ -1,4 +1,4 @@
-"""Linear probe: a backbone frozen by MODEL.FREEZE_LAYERS for the whole training."""
+"""Training with a backbone that MODEL.FREEZE_LAYERS freezes for all epochs."""
 
 import pytest
 import tiny

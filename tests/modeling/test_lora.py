@@ -14,6 +14,7 @@ import fastamp
 from fastamp.checkpoint import Checkpointer
 from fastamp.cli import main
 from fastamp.engine import DefaultTrainer
+from fastamp.inference.export import export
 from fastamp.layers.lora import adapted_modules, is_adapter, merge_adapters
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.load import load_model
@@ -114,7 +115,7 @@ def test_optimizer_holds_adapters_heads_and_camera_embeddings_only():
 def test_base_weights_load_without_warnings_and_adapters_are_refused_by_other_models(tmp_path, caplog):
     base = build_model(config("clip_vit tiny"))
     torch.save({"model": base.state_dict()}, tmp_path / "base.pth")
-    adapted = build_model(config("clip_vit tiny", *LORA))
+    adapted = build_model(config("clip_vit tiny", *LORA, "MODEL.WEIGHTS", "base.pth"))
     Checkpointer(adapted).load(tmp_path / "base.pth")
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
     torch.save({"model": adapted.state_dict()}, tmp_path / "adapted.pth")
@@ -202,6 +203,34 @@ def test_predictor_merges_adapters_and_the_file_of_adapters_gives_the_same_featu
         unmerged = torch.nn.functional.normalize(model.eval()(batch))
     exact = fastamp.Predictor(small, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"]).features(image)
     torch.testing.assert_close(torch.nn.functional.normalize(exact), unmerged, rtol=0, atol=1e-5)
+
+
+def test_stripped_file_of_adapters_stays_a_file_of_adapters(run, tmp_path):
+    small = run / "run" / "model_final_adapters.pth"
+    assert main(["strip", str(small), str(tmp_path / "again.pth")]) == 0
+    image = np.zeros((64, 32, 3), dtype=np.uint8)
+    one, other = (fastamp.Predictor(path, device="cpu") for path in (small, tmp_path / "again.pth"))
+    assert torch.equal(one.features(image), other.features(image))
+
+
+def test_exported_model_has_merged_weights(run, demo_root, tmp_path, monkeypatch):
+    monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
+    source = run / "run" / "model_final.pth"
+    report = export(fastamp.Predictor(source, device="cpu"), tmp_path / "model.pt2")
+    names = {name for name, _ in torch.export.load(report.path).named_parameters()}
+    assert names and not any(map(is_adapter, names))
+    image = torch.randint(256, (1, 3, 64, 32), generator=torch.Generator().manual_seed(0)).float()
+    with torch.no_grad():
+        expected = load_model(source, device="cpu").model(image)
+        torch.testing.assert_close(torch.export.load(report.path).module()(images=image), expected, rtol=0, atol=1e-5)
+
+
+def test_frozen_random_weights_are_reported(caplog):
+    build_backbone(config("clip_vit tiny", *LORA))
+    assert "freezes random weights" in caplog.text
+    caplog.clear()
+    build_backbone(config("clip_vit tiny", *LORA, "MODEL.WEIGHTS", "base.pth"))
+    assert "random" not in caplog.text
 
 
 def test_adapters_are_refused_with_other_base_weights_and_without(run, tmp_path):

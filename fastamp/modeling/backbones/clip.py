@@ -231,6 +231,7 @@ class ClipVisionTransformer(TokenBackbone):
         self.stride = stride
         self.grid = self.patch_grid(image_size)
         self.feature_dims = (width, width, depth.embedding)
+        self.checkpointing = checkpointing
         self.feature_dim = width + depth.embedding if projection else width
         self.conv1 = nn.Conv2d(in_channels, width, PATCH, stride, bias=False)
         self.class_embedding = nn.Parameter(torch.randn(width) * width**-0.5)

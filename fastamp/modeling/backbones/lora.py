@@ -70,6 +70,12 @@ def with_adapters(cfg: Any, backbone: nn.Module) -> nn.Module:
             f"MODEL.LORA.RANK is {lora.RANK}, but the smallest adapted layer has a width of {smallest}.\n"
             f"  fix: set MODEL.LORA.RANK to at most {smallest}, e.g. 8"
         )
+    if not cfg.MODEL.BACKBONE.PRETRAIN and not cfg.MODEL.WEIGHTS:
+        logger.warning(
+            "MODEL.LORA.RANK=%d freezes random weights of the backbone, unless the run is resumed.\n"
+            "  fix: set MODEL.WEIGHTS, or MODEL.BACKBONE.PRETRAIN to True with MODEL.BACKBONE.PRETRAIN_PATH",
+            lora.RANK,
+        )
     backbone.requires_grad_(False)
     for module, name in layers:
         add_adapter(module, name, rank=lora.RANK, alpha=lora.ALPHA)
