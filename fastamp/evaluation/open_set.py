@@ -144,10 +144,10 @@ class SetScores:
         codes = low * len(names) + high
         counts = np.bincount(codes[self._same & ~np.isnan(self._scores)], minlength=len(names) ** 2)
         found = {}
-        used = [
-            code for code in (-counts).argsort(kind="stable").tolist() if counts[code] or not code % (len(names) + 1)
-        ]
-        for code in sorted(used[:limit]):
+        on_diagonal = np.arange(len(counts)) % (len(names) + 1) == 0
+        used = np.flatnonzero((counts > 0) | on_diagonal)
+        used = used[np.argsort(-counts[used], kind="stable")][:limit]
+        for code in np.sort(used).tolist():
             part = copy.copy(self)
             for name in ("genuine", "impostor"):
                 vars(part).pop(name, None)
