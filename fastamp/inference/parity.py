@@ -106,8 +106,9 @@ class RankedImages:
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features) -> list[Tensor]:
-        """Compute the features of each batch."""
-        return [model(batch) for batch in track(self.batches, len(self.batches), "comparing")]
+        """Compute the features of the images of each batch, not of their tracklets."""
+        batches = track(self.batches, len(self.batches), "comparing")
+        return [model({name: value for name, value in batch.items() if name != "tracklet"}) for batch in batches]
 
     def mean_average_precision(self, features: Iterable[Tensor]) -> float | None:
         """Compute mAP in percent from the features of each batch, under the protocol of the config.

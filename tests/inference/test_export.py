@@ -12,6 +12,7 @@ import tiny
 import torch
 from PIL import Image
 from torch import nn
+from video_set import write_video
 
 import fastamp
 from fastamp.cli import export as command
@@ -23,6 +24,7 @@ from fastamp.inference import export as exporting
 from fastamp.inference import export_formats
 from fastamp.inference.export import export
 from fastamp.inference.export_formats import FORMATS, ExportError, Format
+from fastamp.inference.parity import RankedImages
 from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
@@ -240,6 +242,15 @@ def test_export_compares_only_random_images_if_test_set_is_missing(
     with pytest.raises(DataError, match="dataset is missing"):
         export(predictor, tmp_path / "other.pt2", data="Market1501")
     assert not (tmp_path / "other.pt2").exists()
+
+
+def test_features_of_images_are_compared_for_tracklets(checkpoint, tmp_path):
+    opts = ["MODEL.HEADS.TEMPORAL_POOL", "avg", "SOLVER.AMP.EVAL_DTYPE", "float32"]
+    predictor = fastamp.Predictor(checkpoint, device="cpu", opts=opts)
+    ranked = RankedImages(predictor, f"csv:{write_video(tmp_path)}", 0)
+    features = ranked.features(predictor.features_of_batch)
+    assert len(torch.unique(torch.cat(features), dim=0)) == 40  # 8 tracklets of 5 frames
+    assert ranked.mean_average_precision(features) > 0
 
 
 def missing(*args):
