@@ -288,7 +288,7 @@ def _rule(
         junk=junk,
         build=build,
         columns=tuple(filter(None, (database, validation))),
-        column_keys=("change TEST.ANIMALS.DATABASE",) * bool(database)
+        column_keys=("change TEST.ANIMALS.DATABASE (empty: the whole gallery)",) * bool(database)
         + ("set TEST.ANIMALS.THRESHOLD to a similarity",) * bool(validation),
         all_images=leave_one_out,
         open_set=open_set or leave_one_out,

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from dataset_trees import TREES, mat, write
 from PIL import Image
 
 from fastamp.config import get_cfg
-from fastamp.data.build import build_dataset
+from fastamp.data.build import build_dataset, build_reid_test_loader
 from fastamp.data.check import check_dataset
-from fastamp.evaluation import Protocol
+from fastamp.evaluation import Protocol, ReidEvaluator
 from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = ("MARS", "DukeMTMCVideo", "iLIDSVID", "PRID2011", "CCVID")
@@ -83,6 +84,25 @@ def test_clothes_and_cameras_of_ccvid(root):
     dataset = build("CCVID", root)
     assert [item.columns["clothes"] for item in dataset.train] == ["001_u0_l0", "001_u0_l0", "001_u1_l0"]
     assert [dataset.camera(item.camid) for item in dataset.gallery] == ["14", "14", "1"]
+
+
+def test_cloth_changing_protocols_rank_tracklets_of_ccvid(root):
+    dataset = build("CCVID", root)
+    for path in {item.path for item in dataset.query + dataset.gallery}:
+        Image.new("RGB", (16, 32)).save(path)
+    cfg = get_cfg().with_values({"DATALOADER.NUM_WORKERS": 0, "TEST.PROTOCOL": "cloth_changing", "MODEL.DEVICE": "cpu"})
+    loader, num_query = build_reid_test_loader(cfg, "CCVID")
+
+    def evaluate(rule):
+        evaluator = ReidEvaluator(cfg.with_values({"TEST.PROTOCOL": rule}), num_query)
+        for batch in loader:
+            evaluator.process(batch, torch.rand(len(batch["targets"]), 4))
+        return evaluator.evaluate()
+
+    found = evaluate("cloth_changing")
+    assert (found["num_query"], found["num_gallery"], found["num_frames"]) == (1, 2, 4)
+    with pytest.raises(DataError, match="none of the 1 queries"):
+        evaluate("same_clothes")
 
 
 @pytest.mark.parametrize(("name", "key"), [("iLIDSVID", "ILIDSVID"), ("PRID2011", "PRID2011")])
