@@ -54,9 +54,11 @@ def add_adapter(module: nn.Module, name: str, *, rank: int, alpha: float) -> Non
 def _adapted_class(module_class: type[nn.Module], name: str) -> type[nn.Module]:
     """Create a subclass of ``module_class`` whose attribute ``name`` is the parameter plus the low-rank update."""
 
-    def adapted(self: nn.Module) -> torch.Tensor | None:
-        weight = self._parameters[name]
-        if "lora_A" not in self._parameters:  # merged
+    def adapted(self: nn.Module) -> torch.Tensor:
+        weight = self._parameters.get(name, self._buffers.get(name))  # a buffer in a momentum encoder
+        if weight is None:
+            raise AttributeError(name)
+        if not hasattr(self, "lora_A"):  # merged
             return weight
         return weight + _update(self.lora_A, self.lora_B, self.lora_scale)
 
@@ -88,6 +90,6 @@ def merge_adapters(model: nn.Module) -> None:
     for _, module in list(adapted_modules(model)):
         merged = getattr(module, module.adapted_parameter)
         del module.lora_A, module.lora_B
-        module.get_parameter(module.adapted_parameter).copy_(merged)
+        getattr(module, module.adapted_parameter).copy_(merged)
         if "adapted_parameter" in vars(type(module)):  # not below another generated class
             module.__class__ = type(module).__bases__[0]

@@ -101,6 +101,29 @@ def test_targets_select_layers_and_ranks_are_checked():
         config("clip_vit tiny", "MODEL.LORA.RANK", "-1")
 
 
+@pytest.mark.parametrize(
+    "opts",
+    [
+        ("SOLVER.AMP.FORCE_FP32", "('*mlp*',)"),
+        ("MODEL.META_ARCHITECTURE", "MoCo"),
+        ("MODEL.COMPILE", "aot_eager"),
+    ],
+)
+def test_adapters_in_float32_regions_momentum_encoders_and_compiled_models(opts):
+    model = build_model(config("clip_vit tiny", *LORA, "MODEL.WEIGHTS", "base.pth", *opts))
+    for _, module in adapted_modules(model):
+        torch.nn.init.normal_(module.lora_B, std=0.05)
+    batch = {"images": 255 * images(4), "targets": torch.arange(4) // 2}
+    losses = model.train()(batch)
+    sum(losses.values()).backward()
+    trained = [parameter for parameter in model.backbone.parameters() if parameter.requires_grad]
+    assert len(trained) == 32 and all(parameter.grad is not None for parameter in trained)
+    with torch.no_grad():
+        features = model.eval()(batch)
+        merge_adapters(model)
+        torch.testing.assert_close(model(batch), features, rtol=0, atol=1e-5)
+
+
 def test_optimizer_holds_adapters_heads_and_camera_embeddings_only():
     cfg = config("clip_vit tiny", *LORA, "MODEL.BACKBONE.SIE_CAMERAS", "3", "MODEL.HEADS.NAME", "JPMHead")
     model = build_model(cfg)
