@@ -62,6 +62,7 @@ def fix_of_pairs(words: Sequence[Any]) -> str:
     if len(words) % 2:
         if not texts[-1]:
             return 'pass a list of keys and values, e.g. ["SOLVER.BASE_LR", 1e-3]'
-        is_value = not texts[-1][:1].isalpha()
-        return "write several values as one list, e.g. [256,128]" if is_value else f"add a value after {texts[-1]}"
+        if not texts[-1][:1].isalpha():
+            return "write several values as one list, e.g. [256,128]"
+        return f"add a value after {texts[-1]}" + " or, if it is not a config key, remove it" * texts[-1].islower()
     return ""
