@@ -126,12 +126,14 @@ def integers_of(name: str, columns: Mapping[str, Any], key: str, title: str) -> 
         title (str): description of the dataset for messages, e.g. "the training set (Demo)".
 
     Raises:
-        ConfigError: if the column does not exist, or is neither integer nor text.
+        ConfigError: if the column does not exist, has no values, or is neither integer nor text.
     """
     check_column(name, columns, key, title)
     values = columns[name]
     if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind != "i":
         raise ConfigError(f"{key}: the column {name!r} of {title} must be integer or text.\n  fix: choose another one")
+    if len(values) and (values == -1).all():
+        raise ConfigError(f"{key}: the column {name!r} of {title} has no values.\n  fix: choose another one")
     return values
 
 

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from fastamp.utils.plural import plural
 from fastamp.utils.table import format_table
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def _group_rows(metrics: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     if len(groups) > _NUM_GROUPS:
         rows.append((f"  ({len(groups) - _NUM_GROUPS} more groups)", {}))
     valid = sum(values["num_query"] > values["num_query_without_match"] for values in groups.values())
-    return [*rows, (f"  mean of {valid} groups", metrics["mean_over_groups"])] if groups else []
+    return [*rows, (f"  mean of {plural(valid, 'group')}", metrics["mean_over_groups"])] if groups else []
 
 
 def _columns(results: dict[str, dict[str, Any]]) -> list[str]:

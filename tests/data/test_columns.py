@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader, build_reid_train_loader, with_num_categories
-from fastamp.data.columns import count_missing, describe_type, encode_columns
+from fastamp.data.columns import count_missing, describe_type, encode_columns, integers_of
 from fastamp.data.datasets.csv_columns import CsvColumnBuilder
 from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.samplers import ColumnBalancedSampler
@@ -244,6 +244,11 @@ def test_balanced_epoch_counts_the_most_frequent_value_for_all():
     values = np.array([0, 0, 0, 0, 1, 0, 1])
     assert ColumnBalancedSampler(values=values, **options).images_per_epoch is None
     assert ColumnBalancedSampler(values=values, balanced_epoch=True, **options).images_per_epoch == 2 * 5
+
+
+def test_column_without_values_is_an_error():
+    with pytest.raises(ConfigError, match="'side' of .* has no values"):
+        integers_of("side", {"side": np.array([-1, -1])}, "DATALOADER.BALANCE_COLUMN", "the training set")
 
 
 @pytest.mark.parametrize(("column", "message"), [("sides", "no column 'sides'; available"), ("age", "integer or text")])

@@ -622,13 +622,13 @@ def samplers(record):
     for fraction in (0.0, 0.95):
         with record(f"hold_out {fraction}"):
             hold_out(items, fraction, 0, key="DATASETS.FOLDER.TEST_FRACTION")
-    for column in ("modality", "captions"):
+    for column in ("modality", "captions", "side"):
         with record(f"ColumnBalancedSampler, DATALOADER.BALANCE_COLUMN {column}"):
             cfg = get_cfg()
             cfg.merge_from_list(
                 ["DATALOADER.SAMPLER_TRAIN", "ColumnBalancedSampler", "DATALOADER.BALANCE_COLUMN", column]
             )
-            columns = {"captions": [("a",), ("b",)]}
+            columns = {"captions": [("a",), ("b",)], "side": np.array([-1, -1])}
             build_sampler(cfg, labels=[0, 1], camids=[0, 1], sets=[0, 0], world_size=1, columns=columns)
     with record("hold_out where no identity has two images"):
         hold_out([item._replace(pid=item.path) for item in items], 0.3, 0, key="DATASETS.FOLDER.TEST_FRACTION")
@@ -648,7 +648,7 @@ def samplers(record):
             cfg.merge_from_list(
                 ["DATALOADER.SAMPLER_TRAIN", "GroupIdentitySampler", "DATALOADER.GROUPS.COLUMN", column]
             )
-            columns = {"captions": [("a",), ("b",)]}
+            columns = {"captions": [("a",), ("b",)], "side": np.array([-1, -1])}
             build_sampler(cfg, labels=[0, 1], camids=[0, 1], sets=[0, 0], world_size=1, columns=columns)
     with record("GroupIdentitySampler, DATALOADER.GROUPS.BATCH single with a small group"):
         labels = [number // 4 for number in range(40)]
