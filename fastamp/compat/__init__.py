@@ -22,7 +22,6 @@ MODULES = {
     "fastamp.data.datasets.bases": "fastamp.compat.datasets",
     "fastamp.data.datasets.dukemtmcreid": "fastamp.data.datasets.catalog",
     "fastamp.evaluation.clas_evaluator": "fastamp.compat.evaluation",
-    "fastamp.evaluation.reid_evaluation": "fastamp.evaluation.evaluator",
     "fastamp.evaluation.testing": "fastamp.compat.evaluation",
     "fastamp.layers.activation": "fastamp.compat.layers",
     "fastamp.layers.any_softmax": "fastamp.compat.any_softmax",
@@ -94,7 +93,10 @@ NAMES = {
         "evaluate_rank": "fastamp.compat.evaluation.evaluate_rank",
         "print_csv_format": "fastamp.compat.evaluation.print_csv_format",
     },
-    "fastamp.evaluation.evaluator": {"inference_context": "fastamp.compat.evaluation.inference_context"},
+    "fastamp.evaluation.evaluator": {
+        "ReidEvaluator": "fastamp.evaluation.reid_evaluation.ReidEvaluator",
+        "inference_context": "fastamp.compat.evaluation.inference_context",
+    },
     "fastamp.evaluation.query_expansion": {"aqe": "fastamp.compat.evaluation.aqe"},
     "fastamp.evaluation.rank": {
         name: f"fastamp.compat.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")

@@ -64,7 +64,7 @@ class _Predictions(list):
                 "positions of the images are unknown.\n"
                 "  fix: call super().process(inputs, outputs) instead"
             )
-        from fastamp.evaluation.evaluator import ReidEvaluator  # it imports this module
+        from fastamp.evaluation.reid_evaluation import ReidEvaluator  # it imports this module
 
         inputs = {_COLUMNS[name]: torch.as_tensor(prediction[name]) for name in ("pids", "camids")}
         ReidEvaluator.process(self._evaluator, inputs, prediction["feats"])

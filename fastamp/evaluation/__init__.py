@@ -13,12 +13,13 @@ from fastamp.evaluation import (  # noqa: F401  register their protocols
     product_retrieval,
     single_shot,
 )
-from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
 from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.reid_evaluation import ReidEvaluator
 from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples

@@ -12,8 +12,8 @@ import torch
 from fastamp.amp import resolve_device
 from fastamp.config import CfgNode
 from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_metrics, print_results
-from fastamp.evaluation.evaluator import ranking_device, write_per_query
 from fastamp.evaluation.identities import CAMERA
+from fastamp.evaluation.reid_evaluation import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
 from fastamp.inference.features_file import COLUMN_PREFIX, open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing

@@ -76,7 +76,7 @@ MODULES = {
     "fastamp.evaluation.judge": "fastamp.evaluation.metrics",
     "fastamp.evaluation.matches": "fastamp.evaluation.protocol",
     "fastamp.evaluation.neighbours": "fastamp.evaluation.neighbors",
-    "fastamp.evaluation.reid_evaluator": "fastamp.evaluation.evaluator",
+    "fastamp.evaluation.reid_evaluator": "fastamp.evaluation.reid_evaluation",
     "fastamp.evaluation.report": "fastamp.evaluation.results_table",
     "fastamp.inference.strip": "fastamp.checkpoint.strip",
     "fastamp.modeling.backbones.names": "fastamp.checkpoint.state_dict_conversion",

@@ -14,7 +14,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import get_cfg
 from fastamp.evaluation import DatasetEvaluator, Protocol, ReidEvaluator, compute_metrics, inference_on_dataset
-from fastamp.evaluation.evaluator import ranking_device
+from fastamp.evaluation.reid_evaluation import ranking_device
 from fastamp.utils.errors import ConfigError, DataError, TrainingError
 
 
