@@ -472,7 +472,10 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         if not isinstance(name, str) or "." in name:
             raise ConfigError(f"{ASSIGNMENT}: expected a string without dots as config key, got {brief(name)}")
         if isinstance(value, dict):
-            self._attach(name, CfgNode(value))
+            if any("." in str(each) for each in value):  # a mapping such as SOLVER.LR_FACTORS, not a section
+                self._declare(Key(self._full(name), value, _NO_MEANING))
+            else:
+                self._attach(name, CfgNode(value))
         elif self.is_new_allowed():
             self._set(name, value, ASSIGNMENT)()
         else:

@@ -389,6 +389,16 @@ def test_merge_from_list_raises_only_config_error_for_arbitrary_text(pairs):
 # ---- SOLVER.OPT_ARGS, the free-form section
 
 
+def test_free_form_names_with_dots_survive_dump_and_load_cfg(cfg):
+    cfg.merge_from_list(["SOLVER.LR_FACTORS", "{'backbone.layer1.*': 0.1, heads: 2}"])
+    again = get_cfg()
+    again.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
+    assert again == cfg
+    assert dict(again.SOLVER.LR_FACTORS) == {"backbone.layer1.*": 0.1, "heads": 2}
+    with pytest.raises(ConfigError, match="without dots"):
+        CfgNode.load_cfg("SOLVER.BASE_LR: 1")
+
+
 def test_free_form_section_accepts_any_key_and_mapping_replaces_it(cfg, from_yaml):
     in_file = from_yaml("SOLVER: {OPT_ARGS: {betas: [0.9, 0.98], eps: 1e-6, fused: null, amsgrad: True}}")
     assert in_file.SOLVER.OPT_ARGS == {"betas": (0.9, 0.98), "eps": 1e-6, "fused": None, "amsgrad": True}
