@@ -2,8 +2,11 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
+import cluster_ranks
 import numpy as np
 import pytest
 import tiny
@@ -148,6 +151,29 @@ def test_batches_are_full_with_few_or_small_clusters(labels, cameras):
         assert len(batch) == 16 and all(labels[row] >= 0 for row in batch)
 
 
+def test_two_processes_give_the_labels_and_the_memory_of_one(tmp_path):
+    subprocess.run([sys.executable, cluster_ranks.__file__, tmp_path], check=True, timeout=120)
+    one = cluster_ranks.labels_and_memory()
+    first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=False) for rank in range(2))
+    for name in ("labels", "columns", "distances", "memory"):
+        assert (first[name] == second[name]).all() and (first[name] == one[name]).all(), name
+    assert len(set(one["labels"].tolist())) > 2
+    np.testing.assert_allclose(np.mean([first["losses"], second["losses"]], axis=0), one["losses"], rtol=1e-6)
+    for number, whole in enumerate(one["gradients"]):
+        parts = torch.cat([first["gradients"][number], second["gradients"][number]]) / 2
+        torch.testing.assert_close(parts, whole)
+
+
+def test_center_cameras():
+    from unsupervised.trainer import center_cameras
+
+    features, cameras = torch.randn(9, 4), np.array([5, 2, 2, 5, 5, 2, 7, 7, 5])
+    found = center_cameras(features, cameras)
+    for camera in (2, 5, 7):
+        rows = torch.from_numpy(cameras == camera)
+        torch.testing.assert_close(found[rows], features[rows] - features[rows].mean(0))
+
+
 RUN = ("PROJECTS", "[Unsupervised]", "MODEL.HEADS.NAME", "ClusterHead", "MODEL.HEADS.NECK_FEAT", "after",
        "MODEL.LOSSES.NAME", "[ClusterContrastLoss]", "SOLVER.TRAINER", "ClusterTrainer", "DATALOADER.SAMPLER_TRAIN",
        "ClusterSampler", "UNSUPERVISED.ITERS_PER_EPOCH", "4", "UNSUPERVISED.K1", "6", "UNSUPERVISED.K2", "2",
@@ -276,6 +302,29 @@ def test_training_set_without_identities(data):
 def test_fewer_than_two_clusters_end_the_training(data, opts, message):
     with pytest.raises(TrainingError, match=message):
         trainer_of(data / "run", *opts).train()
+
+
+def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
+    from fastamp.evaluation.baselines import color_histogram, raw_pixels
+    from fastamp.evaluation.clustering import cluster_features
+
+    opts = ("UNSUPERVISED.BASELINE_EPOCHS", "1", "UNSUPERVISED.CENTER_CAMERAS", "True")
+    trainer = trainer_of(data / "run", *opts).trainer
+    from unsupervised.trainer import center_cameras
+
+    dataset = trainer.data_loader.dataset
+    model, pixels, colors = trainer.extract_features(baselines=True)
+    images = torch.stack([dataset.read(row) for row in range(len(dataset))])
+    torch.testing.assert_close(pixels, raw_pixels(images))
+    torch.testing.assert_close(colors, color_histogram(images))
+    trainer.move_to(0, 3)
+    trainer.start_epoch()
+    kinds = [F.normalize(center_cameras(each, dataset.camids), dim=1) for each in (pixels, colors)]
+    assert (trainer.labels == cluster_features(torch.cat(kinds, dim=1), trainer.clustering)).all()
+    trainer.move_to(4, 3)
+    trainer.start_epoch()
+    kind = F.normalize(center_cameras(model, dataset.camids), dim=1)
+    assert (trainer.labels == cluster_features(kind, trainer.clustering)).all()
 
 
 def test_fewer_clusters_than_in_a_batch(data, caplog):

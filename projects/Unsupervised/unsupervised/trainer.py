@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from fastamp.data.transforms import build_transforms
 from fastamp.engine.hooks import HookBase
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
+from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.clustering import Clustering, cluster_features, cluster_quality, describe_few_clusters
 from fastamp.report.cluster_page import write_cluster_page
 from fastamp.utils import comm
@@ -33,6 +35,18 @@ KEYS = (
     Key("UNSUPERVISED.MIN_SAMPLES", 4, "Clustering: neighbors of a core image, itself included.", low=1),
     Key("UNSUPERVISED.K1", 30, "Clustering: nearest neighbors for the reciprocity test, itself included.", low=1),
     Key("UNSUPERVISED.K2", 6, "Clustering: nearest neighbors whose weights are averaged; 1 disables it.", low=1),
+    Key(
+        "UNSUPERVISED.CENTER_CAMERAS",
+        False,
+        "Subtract the mean feature of each camera before the clustering: images of a camera resemble each other.",
+    ),
+    Key(
+        "UNSUPERVISED.BASELINE_EPOCHS",
+        0,
+        "Number of first epochs whose clusters are those of raw pixels and color histograms, for networks without "
+        "pretrained weights, whose features are worse.",
+        low=0,
+    ),
     Key("UNSUPERVISED.PAGE", True, "Write OUTPUT_DIR/clusters.html with images of the clusters of the last epoch."),
 )
 PAGE = "clusters.html"
@@ -40,22 +54,41 @@ _PAGE_CLUSTERS, _PAGE_IMAGES = 40, 10
 
 
 class _FeatureCollector(DatasetEvaluator):
-    """Collect the features of all images, (N, D) float32 on the CPU, on every rank."""
+    """Collect the features of all images, on every rank.
 
-    def __init__(self) -> None:
-        self.features = torch.empty(0, 0)
-        self._batches: list[torch.Tensor] = []
+    Args:
+        baselines (bool): also compute raw pixels and color histograms.
+
+    Attributes:
+        features (list[torch.Tensor]): features of the model and, with ``baselines``, raw pixels and color histograms,
+            each (N, D) float32 on the CPU.
+    """
+
+    def __init__(self, *, baselines: bool) -> None:
+        self.baselines = baselines
+        self.features: list[torch.Tensor] = []
+        self._batches: list[list[torch.Tensor]] = []
 
     def reset(self) -> None:
         self._batches = []
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
-        self._batches.append(outputs.float().cpu())
+        images = inputs["images"]
+        found = [outputs.float(), *((raw_pixels(images), color_histogram(images)) if self.baselines else ())]
+        self._batches.append([each.cpu() for each in found])
 
     def evaluate(self) -> dict[str, Any]:
-        self.features = comm.gather_rows(torch.cat(self._batches))
+        self.features = [comm.gather_rows(torch.cat(kind)) for kind in zip(*self._batches, strict=True)]
         self._batches = []
         return {}
+
+
+def center_cameras(features: torch.Tensor, cameras: np.ndarray) -> torch.Tensor:
+    """Subtract from each feature (N, D) the mean feature of its camera (N,)."""
+    numbers = torch.from_numpy(np.unique(cameras, return_inverse=True)[1])
+    counts = torch.bincount(numbers)[:, None]
+    means = torch.zeros(len(counts), features.shape[1]).index_add_(0, numbers, features) / counts
+    return features - means[numbers]
 
 
 class _Relabel(HookBase):
@@ -152,8 +185,8 @@ class ClusterTrainer(AMPTrainer):
         batch = super().next_batch()
         return batch | {"targets": torch.from_numpy(self.labels)[batch["indices"]]}
 
-    def extract_features(self) -> torch.Tensor:
-        """Compute the features of the training images, (N, D) float32 on the CPU, on every rank."""
+    def extract_features(self, *, baselines: bool = False) -> list[torch.Tensor]:
+        """Compute the features of the training images; see ``_FeatureCollector.features``."""
         cfg = self.config
         if self._plain is None:
             dataset = self.data_loader.dataset
@@ -175,7 +208,10 @@ class ClusterTrainer(AMPTrainer):
             workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
             self._plain = TestLoader(plain, sampler, num_workers=workers, device=self.model.device)
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
-        collector, policy = _FeatureCollector(), self.policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+        collector, policy = (
+            _FeatureCollector(baselines=baselines),
+            self.policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE),
+        )
         inference_on_dataset(self.model, self._plain, collector, policy=policy)
         return collector.features
 
@@ -185,8 +221,13 @@ class ClusterTrainer(AMPTrainer):
         Raises:
             TrainingError: if there are fewer than two clusters.
         """
-        features, dataset = self.extract_features(), self.data_loader.dataset
-        labels = cluster_features(features.to(self.model.device), self.clustering)
+        keys, dataset = self.config.UNSUPERVISED, self.data_loader.dataset
+        features, *baselines = self.extract_features(baselines=self.epoch < keys.BASELINE_EPOCHS)
+        kinds = baselines or [features]
+        if keys.CENTER_CAMERAS:
+            kinds = [center_cameras(each, dataset.camids) for each in kinds]
+        clustered = torch.cat([F.normalize(each, dim=1) for each in kinds], dim=1)
+        labels = cluster_features(clustered.to(self.model.device), self.clustering)
         # The sums of distances may differ between machines: all ranks use the labels of the first.
         shared = torch.from_numpy(labels).to(self.model.device)
         comm.broadcast([shared])
@@ -212,7 +253,7 @@ class ClusterTrainer(AMPTrainer):
         self.history.append({"epoch": self.epoch, **found, **agreement})
         self.metrics.latest(**found, **{name: value for name, value in agreement.items() if value is not None})
         folder = Path(self.config.OUTPUT_DIR)
-        if self.config.UNSUPERVISED.PAGE and comm.is_main_process() and folder.is_dir():
+        if keys.PAGE and comm.is_main_process() and folder.is_dir():
             write_cluster_page(
                 folder / PAGE,
                 self.labels,
