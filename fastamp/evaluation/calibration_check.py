@@ -132,12 +132,13 @@ def check_calibration(
         return None
     sign = 1 if protocol.metric == "cosine" else -1
     found, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
-    thresholds = [sign * each for each in (found.same_threshold, found.different_threshold, found.search_threshold)]
+    same, different = sign * found.same_threshold, sign * found.different_threshold
+    search = sign * found.search_threshold
     groups = {}
     if protocol.group_by:
         values = everyone.query_texts(protocol.group_by)[scores.rows]
         groups = {
-            ", ".join(dict.fromkeys(names)): part.rates(*thresholds, gallery)
+            ", ".join(dict.fromkeys(names)): part.rates(same, different, search, gallery)
             for names, part in scores.by_values(values, _MAX_GROUPS).items()
         }
     pairs = [np.sort(sign * each) for each in (scores.genuine, scores.impostor)]
@@ -145,7 +146,7 @@ def check_calibration(
     genuine, impostor = (np.histogram(each, edges)[0] / len(each) for each in pairs)
     return CalibrationCheck(
         found,
-        scores.rates(*thresholds, gallery),
+        scores.rates(same, different, search, gallery),
         scores.reliability(found.curve),
         edges,
         genuine,

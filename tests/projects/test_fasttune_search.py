@@ -33,7 +33,7 @@ IDENTITIES: {randint: [2, 4]}
 DATALOADER.NUM_INSTANCE: {choice: [2, 4]}
 """
 # The plugin imports tiny once per process, and registers a backbone that raises for one learning rate and records the
-# number of threads.
+# number of threads, as long as the folder of the test that registered it exists.
 PARTS = f"""
 import os
 import sys
@@ -44,8 +44,9 @@ import tiny
 from fastamp.modeling import BACKBONE_REGISTRY
 
 def build_fragile_backbone(cfg):
-    with Path(__file__).with_name("threads.txt").open("a") as file:
-        file.write(f"{{os.getpid()}} {{torch.get_num_threads()}}\\n")
+    if Path(__file__).parent.is_dir():
+        with Path(__file__).with_name("threads.txt").open("a") as file:
+            file.write(f"{{os.getpid()}} {{torch.get_num_threads()}}\\n")
     if cfg.SOLVER.BASE_LR == 0.5:
         raise RuntimeError("broken backbone")
     return tiny.build_tiny_backbone(cfg)
