@@ -43,9 +43,11 @@ def test_config_explain_lists_the_files_that_set_a_key(config, recipe):
     assert "    accepts a number, at least 0" in lines
     joined = " ".join(line.strip() for line in lines)
     assert joined.index(f"{base}: 0.1") < joined.index(f"{recipe}: 0.2")
-    joined = " ".join(config("explain", "SOLVER.OPT_ARGS", "--config-file", recipe)[1])
+    joined = " ".join(line.strip() for line in config("explain", "SOLVER.OPT_ARGS", "--config-file", recipe)[1])
     assert f"{base}: eps 1e-06" in joined
-    assert f"{recipe}: not set" in " ".join(config("explain", "SEED", "--config-file", recipe)[1])
+    assert f"{recipe}: not set" in " ".join(
+        line.strip() for line in config("explain", "SEED", "--config-file", recipe)[1]
+    )
 
 
 def test_config_list_and_explain_accept_recipes_files_checkpoints_and_run_folders(
@@ -93,8 +95,8 @@ def test_config_explain_accepts_aliases_and_lists_shorthands(config, recipe):
     code, lines = config("explain", "SOLVER.AMP_ENABLED", "--config-file", recipe)
     assert code == 0 and lines[0] == "SOLVER.AMP.ENABLED: False   (set to: True)"
     assert "    name in FastReID: SOLVER.AMP_ENABLED" in lines
-    assert f"{recipe.with_name('base.yml')}: True" in " ".join(lines)
-    text = " ".join(config("explain", "SOLVER.AMP.DTYPE", "--config-file", recipe)[1])
+    assert f"{recipe.with_name('base.yml')}: True" in " ".join(line.strip() for line in lines)
+    text = " ".join(line.strip() for line in config("explain", "SOLVER.AMP.DTYPE", "--config-file", recipe)[1])
     for part in ("choices: auto, bfloat16, float16", "bf16 (bfloat16)", "`SOLVER.AMP VALUE`", "base.yml: bfloat16"):
         assert part in text
 

@@ -62,9 +62,10 @@ def clusters(record, gallery):
     """Cluster an extraction with unusable outputs, and with fewer than two clusters."""
     with record("fastamp cluster -o in a missing folder"):
         record.fastamp("cluster", gallery, "-o", record.root / "missing/clusters.csv")
-    for eps in ("0.001", "0.99"):
-        with record(f"fastamp cluster --eps {eps}"):
-            record.fastamp("cluster", gallery, "--eps", eps, "--min-samples", "2", "--device", "cpu")
+    for eps, min_samples in (("0.5", "31"), ("0.99", "2")):  # 30 images
+        with record(f"fastamp cluster --min-samples {min_samples}"):
+            options = ("--eps", eps, "--min-samples", min_samples, "--device", "cpu")
+            record.fastamp("cluster", gallery, *options)
 
 
 def checkpoints(record, checkpoint):
