@@ -34,8 +34,15 @@ def check_config(cfg: CfgNode) -> None:
             "SOLVER.EMA and SOLVER.SWA are both enabled, but a run can use only one weight average.\n"
             "  fix: set SOLVER.EMA.ENABLED or SOLVER.SWA.ENABLED to False"
         )
-    if cfg.SOLVER.SWA.ENABLED:
+    swa = cfg.SOLVER.SWA
+    if swa.ENABLED:
         swa_start(cfg)
+    if swa.ENABLED and swa.INITIAL_WEIGHT and not (cfg.MODEL.WEIGHTS or cfg.MODEL.BACKBONE.PRETRAIN):
+        raise ConfigError(
+            f"SOLVER.SWA.INITIAL_WEIGHT is {swa.INITIAL_WEIGHT:g}, but the training starts from random weights: the "
+            "average with them is useless.\n"
+            "  fix: set MODEL.WEIGHTS to pretrained weights, or SOLVER.SWA.INITIAL_WEIGHT to 0"
+        )
     images_per_rank = cfg.SOLVER.IMS_PER_BATCH // comm.get_world_size()
     if images_per_rank == 1 and cfg.MODEL.HEADS.WITH_BNNECK and cfg.MODEL.HEADS.NORM == "BN":
         raise ConfigError(

@@ -250,6 +250,31 @@ def test_swa_averages_last_epochs_and_reestimates_bn_statistics(demo, tmp_path):
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *options)) == results
 
 
+@pytest.mark.parametrize("period", [1, 2])
+def test_swa_contains_the_initial_weights_with_their_fraction(demo, tmp_path, period):
+    tiny.train(tmp_path / "source", "SOLVER.MAX_EPOCH", "1")
+    source = str(tmp_path / "source/model_final.pth")
+    swa = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "1", "SOLVER.SWA.PERIOD", str(period))
+    options = (*swa, "SOLVER.SWA.INITIAL_WEIGHT", "0.4", "SOLVER.MAX_EPOCH", "4", "MODEL.WEIGHTS", source)
+    record = Record()
+    run(tiny.tiny_config(tmp_path, *options), record)
+    final = torch.load(tmp_path / "model_final.pth", weights_only=True)
+    ends = [record.states[6 * epoch - 1] for epoch in ((2, 3, 4) if period == 1 else (3, 4))]
+    initial = torch.load(source, weights_only=True)["model"]
+    assert final["average"]["updates"] == len(ends)
+    for name in ("backbone.0.weight", "heads.weight"):
+        mean = torch.stack([s[name] for s in ends]).mean(0)
+        torch.testing.assert_close(final["average"]["model"][name], 0.4 * initial[name] + 0.6 * mean)
+
+
+def test_swa_with_random_initial_weights_exits_with_2(demo, tmp_path, capfd):
+    import train_net
+
+    options = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.INITIAL_WEIGHT", "0.5", "MODEL.BACKBONE.PRETRAIN", "False")
+    assert train_net.cli(tiny.tiny_options(tmp_path, *options)) == 2
+    assert "starts from random weights" in capfd.readouterr().err
+
+
 def test_enabling_ema_and_swa_exits_with_2(demo, tmp_path, capfd):
     import train_net
 

@@ -103,6 +103,10 @@ OPTIONS = {
     "clipping by global norm": ("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "global_norm"),
     "EMA": ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9"),
     "SWA": ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "0", "SOLVER.SWA.LR_FACTOR", "0.5"),
+    "SWA with initial weights": (
+        "SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "1", "SOLVER.SWA.INITIAL_WEIGHT", "0.4",
+        "MODEL.BACKBONE.PRETRAIN", "True",
+    ),
     "precise batch norm": (
         "TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "3",
         "TEST.EVAL_PERIOD", "1",
@@ -137,6 +141,7 @@ PAIRS = [
     ("freezing", "clipping by value"), ("freezing that is over", "AdamW"), ("accumulation", "clipping by norm"),
     ("short windows", "identities equally often"), ("clipping by global norm", "CosineAnnealingLR"),
     ("EMA", "every augmentation, on the device"), ("SWA", "layer-wise rates"), ("precise batch norm", "RAdam"),
+    ("SWA with initial weights",),
     ("AutoAugment and affine", "a cache"), ("sets by weight", "SGD"), ("margin softmax and more losses", "NAdam"),
     ("center loss", "LAMB"), ("MoCo", "ConstantLR"), ("Distiller", "OneCycleLR"),
 ]  # fmt: skip

@@ -83,6 +83,7 @@ def configs(record):
         ("MODEL.PIXEL_MEAN", "(1, 2)"),
         ("DATASETS.TESTS", "()"),
         ("SOLVER.EMA", "True", "SOLVER.SWA", "True"),
+        ("SOLVER.SWA", "True", "SOLVER.SWA.INITIAL_WEIGHT", "0.5", "MODEL.BACKBONE.PRETRAIN", "False"),
         ("SOLVER.IMS_PER_BATCH", "1"),
         ("MODEL.DEVICE", "cuda:9"),
         ("MODEL.META_ARCHITECTURE", "Baselin"),

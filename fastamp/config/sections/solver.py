@@ -173,6 +173,14 @@ KEYS = (
     ),
     Key("SOLVER.SWA.PERIOD", 1, "Averaging interval, in epochs.", low=1),
     Key(
+        "SOLVER.SWA.INITIAL_WEIGHT",
+        0.0,
+        "Fraction of the weights at the start of training in the final average; 0.5 keeps more of what a pretrained "
+        "model has learned (WiSE-FT, Wortsman et al. 2022).",
+        low=0,
+        high=0.99,
+    ),
+    Key(
         "SOLVER.SWA.LR_FACTOR",
         0.0,
         "Constant learning rate during averaging, as a fraction of BASE_LR; 0 keeps the schedule.",

@@ -54,19 +54,32 @@ class EMA(HookBase):
 class SWA(HookBase):
     """Update the mean of the weights at the end of epochs (Izmailov et al. 2018, arXiv:1803.05407).
 
+    With ``initial_weight`` w > 0, the final average is w * initial weights + (1 - w) * mean of the weights of the
+    epochs. If only the last epoch is averaged, this is WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903).
+
     Args:
         average (WeightAverage): the average to update.
         start (int): number of epochs at the start of training that are excluded from averaging.
         period (int): update period in epochs, counted from ``start``. The average is also updated after the last
             epoch.
+        initial_weight (float): fraction of the weights at the start of training in the final average, 0..0.99.
+            Default 0.
     """
 
-    def __init__(self, average: WeightAverage, *, start: int, period: int) -> None:
+    def __init__(self, average: WeightAverage, *, start: int, period: int, initial_weight: float = 0.0) -> None:
         self.average = average
         self.start = start
         self.period = period
+        self.initial_weight = initial_weight
+
+    def before_train(self) -> None:
+        if self.trainer.steps_taken == 0:
+            self.average.restart()  # weights may have been loaded since its construction
 
     def after_epoch(self) -> None:
         done = self.trainer.epoch + 1 - self.start
         if done > 0 and (done % self.period == 0 or self.trainer.epoch + 1 == self.trainer.max_epoch):
-            self.average.update(1 / (self.average.updates + 1))
+            updates = -(-(self.trainer.max_epoch - self.start) // self.period)
+            # The initial weights count as much as this number of updates.
+            initial = updates * self.initial_weight / (1 - self.initial_weight)
+            self.average.update(1 / (initial + self.average.updates + 1))

@@ -62,7 +62,8 @@ def build_training_hooks(
     if cfg.SOLVER.EMA.ENABLED:
         hooks.append(EMA(average, cfg.SOLVER.EMA.DECAY, warmup=cfg.SOLVER.EMA.WARMUP))
     if cfg.SOLVER.SWA.ENABLED:
-        hooks.append(SWA(average, start=swa_start(cfg), period=cfg.SOLVER.SWA.PERIOD))
+        swa = cfg.SOLVER.SWA
+        hooks.append(SWA(average, start=swa_start(cfg), period=swa.PERIOD, initial_weight=swa.INITIAL_WEIGHT))
     if cfg.LOG_ACTIVATION_STATS:
         hooks.append(ActivationMonitor(model, cfg.LOG_PERIOD))
     return hooks
