@@ -18,7 +18,8 @@ class WeightAverage:
 
     Integer and boolean buffers are copied from the model at each update. An exponential moving average (EMA) calls
     ``update(1 - decay)`` after every step; stochastic weight averaging (SWA, Izmailov et al. 2018, arXiv:1803.05407)
-    calls ``update(1 / (updates + 1))`` after every epoch.
+    calls ``update(1 / (updates + 1))`` after every averaged epoch, or with a smaller weight if the average contains the
+    initial weights.
 
     Args:
         model (nn.Module): model to average. Its current values initialize the average.
