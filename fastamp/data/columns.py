@@ -62,11 +62,12 @@ class EncodedColumn:
 
     Attributes:
         values (np.ndarray | list[tuple]): (N,) int64 or float32, (N, L) int64 or float32, or N tuples.
-        names (tuple[str, ...]): text of each number; () for numbers and lists.
+        names (tuple[str, ...], optional): text of each number; () for integers in which -1 is a missing value. None
+            (default) for other numbers and lists.
     """
 
     values: np.ndarray | list[tuple]
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] | None = None
 
     def take(self, rows: np.ndarray) -> torch.Tensor | list[tuple]:
         """Return the values of the given rows: a tensor, or a list of tuples."""
@@ -220,7 +221,8 @@ def _encode(name: str, column: Column, listed: Sequence[Any] | None, *, title: s
                 f"{title}: the column {name!r} has missing values, which are encoded as -1, and negative values "
                 f"such as {min(present)}.\n  fix: fill in the missing values, or use text"
             )
-        return EncodedColumn(np.array([-1 if _is_missing(value) else value for value in values], np.int64)[inverse])
+        numbers = np.array([-1 if _is_missing(value) else value for value in values], np.int64)
+        return EncodedColumn(numbers[inverse], () if len(present) < len(values) else None)
     if kind == "float":
         return _encode_floats(name, values, inverse, title)
     if kind == "list":

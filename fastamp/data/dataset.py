@@ -112,8 +112,12 @@ class ReidDataset(Dataset):
         return [name for name, column in self.columns.items() if getattr(column.values, "ndim", 0) == 1]
 
     def column_names(self) -> dict[str, Sequence[str]]:
-        """Return the text of each number in the text columns and, if there is only one dataset, in ``camera``."""
-        names: dict[str, Sequence[str]] = {name: column.names for name, column in self.columns.items() if column.names}
+        """Return the text of each number in the text columns and, if there is only one dataset, in ``camera``.
+
+        The texts of a column of integers with missing values are empty; see ``Identities.column_names``.
+        """
+        columns = self.columns.items()
+        names: dict[str, Sequence[str]] = {name: column.names for name, column in columns if column.names is not None}
         low, high = int(self.camids.min()), int(self.camids.max())
         if len(self.sources) == 1 and low >= 0 and high < len(self):
             cameras = [self.sources[0].camera(camera) or str(camera) for camera in range(high + 1)]

@@ -34,7 +34,8 @@ class Identities:
         query_pids, query_camids: (Q,) int64.
         gallery_pids, gallery_camids: (G,) int64.
         columns: column name -> (query values (Q,), gallery values (G,)), of any dtype. Default: no columns.
-        column_names: column name -> text of each number in a text column. Default: no texts.
+        column_names: column name -> text of each number in a text column; empty for a column of integers in which -1
+            is a missing value. Default: no texts.
     """
 
     query_pids: torch.Tensor
@@ -76,16 +77,21 @@ class Identities:
     def query_texts(self, column: str) -> np.ndarray:
         """Return the values of a column, or of ``"camera"``, as text for each query: (Q,) str; "missing" if unknown."""
         values = (self.query_camids if column == CAMERA else self.columns[column][0]).cpu()
-        names = self.column_names.get(column, ())
+        names = self.column_names.get(column)
         distinct, numbers = values.unique(return_inverse=True)
         texts = np.array([_value_text(value, names) for value in distinct.tolist()], dtype=str)
         chosen: np.ndarray = texts[numbers.numpy()]
         return chosen
 
 
-def _value_text(value: float, names: Sequence[str]) -> str:
-    """Return the text of a column's value: its name in a text column; "missing" for NaN, and -1 in a text column."""
-    if value != value or (names and not 0 <= value < len(names)):
+def _value_text(value: float, names: Sequence[str] | None) -> str:
+    """Return the text of a column's value: its name in a text column; "missing" for NaN, and for -1 if there are names.
+
+    Args:
+        value: the value.
+        names: see ``Identities.column_names``; None for a column that is not in it.
+    """
+    if value != value or (names is not None and value < 0) or (names and value >= len(names)):
         return "missing"
     return names[int(value)] if names else f"{value:g}" if isinstance(value, float) else str(value)
 

@@ -92,7 +92,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         """Set the text of each number in the text columns of the test set, for ``TEST.GROUP_BY``.
 
         Args:
-            column_names: column name -> texts; value v of a column has the text at index v.
+            column_names: column name -> texts; value v of a column has the text at index v. See
+                ``Identities.column_names``.
         """
         self.column_names = dict(column_names)
 

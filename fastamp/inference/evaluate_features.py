@@ -133,12 +133,13 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
     return query, gallery
 
 
-def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...]]:
+def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor, torch.Tensor, tuple[str, ...] | None]:
     """Return the values of a further column of queries and gallery, and the text of each number of a text column.
 
     Returns:
         ``(query values (Q,), gallery values (G,), texts)``: int64 or float32. Texts are numbered in sorted order, and
-        an empty text, which is a missing value, is -1; texts are () for numbers.
+        an empty text, which is a missing value, is -1; texts are () for integers whose lowest value is -1, which
+        ``fastamp extract`` writes for a missing value, and None for other numbers.
 
     Raises:
         DataError: if an array is neither numbers nor text, or has another length than the identities.
@@ -153,7 +154,8 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
     if all(array.dtype.kind != "U" for array in both):
         dtype = np.float32 if any(array.dtype.kind == "f" for array in both) else np.int64
         query, gallery = (torch.from_numpy(array.astype(dtype)) for array in both)
-        return query, gallery, ()
+        lowest = min((side.min().item() for side in (query, gallery) if len(side)), default=0)
+        return query, gallery, () if dtype is np.int64 and lowest == -1 else None
     texts = np.concatenate([array.astype(str) for array in both])
     names = np.unique(texts[texts != ""])
     numbers = np.where(texts == "", -1, np.searchsorted(names, texts))
@@ -216,7 +218,7 @@ def compute(path: str, cfg: CfgNode) -> tuple[EvaluationResult, str]:
         query_camids,
         gallery_camids,
         {name: (query, gallery) for name, (query, gallery, _) in columns.items()},
-        {name: texts for name, (_, _, texts) in columns.items() if texts},
+        {name: texts for name, (_, _, texts) in columns.items() if texts is not None},
     )
     features = [features_of(arrays, side) for side in SIDES]
     saved = " and ".join(dict.fromkeys(str(arrays[f"{side}_features"].dtype) for side in SIDES))

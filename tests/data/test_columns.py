@@ -83,6 +83,7 @@ def test_encoding_of_each_type():
     assert text.names == ("007", "9", "10", "a", "b") and text.values.tolist() == [4, 2, 1, -1, 3, 0]
     integer = encode([5, None, 2])
     assert integer.values.dtype == np.int64 and integer.values.tolist() == [5, -1, 2] and integer.names == ()
+    assert encode([5, -1]).names is None and encode([None, None]).names == ()
     number = encode([0.5, None, 2])
     assert number.values.dtype == np.float32 and np.isnan(number.values[1])
     lists = encode([(1, 0), (0, 1)])

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,3 +149,18 @@ def test_groups_of_float_column_are_sorted_by_number():
                      {"height": (values[:30], values[30:])})  # fmt: skip
     groups = compute_metrics(queries, gallery, ids, Protocol(group_by="height")).metrics()["groups"]
     assert list(groups) == ["2.5", "10", "missing"]
+
+
+def test_missing_integers_and_columns_without_values_are_a_group_of_their_own():
+    queries, gallery, ids = random_set(5)
+    ids = with_columns(ids, age=2, empty=0, change=2)
+    ages, changes = ids.columns["age"][0], ids.columns["change"][0]
+    ages[:4], changes[:4] = -1, -1
+    ids.columns["empty"][0].fill_(-1)
+    ids = replace(ids, column_names={"age": (), "empty": ()})  # "change" has no missing values
+
+    def groups(column):
+        return compute_metrics(queries, gallery, ids, Protocol(group_by=column)).metrics()["groups"]
+
+    assert list(groups("age")) == ["0", "1", "2", "missing"]
+    assert list(groups("empty")) == ["missing"] and list(groups("change")) == ["-1", "0", "1", "2"]

@@ -16,7 +16,7 @@ from fastamp.config import get_cfg
 from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer
-from fastamp.modeling import build_heads
+from fastamp.modeling import build_heads, build_model
 from fastamp.modeling.losses import ClothesAdversarialLoss, CrossEntropyLoss, TripletLoss, clothes_adversarial_loss
 from fastamp.modeling.losses.build import check_shareable
 from fastamp.utils.errors import ConfigError, DataError
@@ -303,6 +303,26 @@ def test_recipe_has_the_head_of_the_program():
     torch.testing.assert_close(outputs["features"], F.batch_norm(pooled, None, None, training=True))
     assert head.bottleneck[-1].bias.requires_grad and head.weight.shape == (3, 4096)
     assert ClothesAdversarialLoss.from_config(cfg).weight.shape == (5, 4096)
+
+
+def test_recipe_of_ccvid_has_one_feature_and_outfit_for_each_tracklet():
+    cfg = load_recipe("CCVID/cal_R50.yml")
+    cfg.merge_from_list(["MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.DEVICE", "cpu"])
+    cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "DATALOADER.TRACKLET.FRAMES", "3"])
+    cfg.MODEL.HEADS.NUM_CLASSES, cfg.DATASETS.NUM_CATEGORIES = 2, {"clothes": 3}
+    model = build_model(cfg).train()
+    loss = model.losses["loss_cal"]
+    labels = {"targets": torch.tensor([0, 0, 1, 1]), "clothes": torch.tensor([0, 1, 2, 2])}
+    loss.set_training_columns(labels["targets"].numpy(), {"clothes": labels["clothes"].numpy()})
+    loss.set_epoch(50)
+    batch = {name: values.repeat_interleave(3) for name, values in (labels | {"tracklet": torch.arange(4)}).items()}
+    batch |= {"images": torch.randint(256, (12, 3, 32, 16), dtype=torch.uint8), "camids": torch.zeros(12).long()}
+    found = []
+    loss.register_forward_pre_hook(lambda _, inputs: found.append(inputs))
+    assert torch.isfinite(model(batch)["loss_cal"])
+    (outputs, targets), = found  # fmt: skip
+    assert outputs["features"].shape == (4, 512) and targets.tolist() == [0, 0, 1, 1]
+    assert outputs["clothes"].tolist() == [0, 1, 2, 2] and loss.steps.tolist() == [1, 1, 1]
 
 
 def test_two_processes_train_the_same_classifier_as_one(tmp_path):
