@@ -12,6 +12,7 @@ loops use only the drawn tracklets: the mean feature of the frames, cosine simil
   stepwise learning", CVPR, sec. 4: the rule of Market-1501 (same identity and camera skipped) over tracklets.
 """
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -151,7 +152,7 @@ def test_duke_video_equals_the_published_rule(tmp_path, monkeypatch):
             sides[side].append(draw(random, pid, camera, paths))
     folder = "dukemtmc-vidreid/DukeMTMC-VideoReID/train/0100/0000"
     sides["train"].append(draw(random, 100, 1, [f"{folder}/0100C1F0001X1.jpg"]))
-    metrics = evaluate(tmp_path, "DukeMTMCVideo", sum(sides.values(), []), monkeypatch)
+    metrics = evaluate(tmp_path, "DukeMTMCVideo", itertools.chain(*sides.values()), monkeypatch)
     expect(metrics, [list(walk(query, sides["gallery"], same_camera)) for query in sides["query"]], mean_precision)
 
 
