@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
-    from fastamp.inference.features_file import check_same_model, is_unknown
+    from fastamp.inference.features_file import check_same_model, has_missing_integers, is_unknown
     from fastamp.inference.index import check_gallery, open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
         predictor.require_attributes()
         queries, result = [args.attributes], gallery.search_attributes(args.attributes, args.top)
     shown = _probability_columns(args.attributes, predictor.attribute_names) | {group_by}
-    found = [_grouped(_rows(result, number, shown), group_by) for number in range(len(queries))]
+    has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
+    found = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
     if args.json:
         decisions = [_decision(result, number) for number in range(len(queries))]
         parts = zip(queries, decisions, found, strict=True)
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
             print(_describe_decision(result, number, len(gallery)))
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
             if group_by:
-                print(f"{args.group_by} {'unknown' if value in (None, '') else value}:")
+                print(f"{args.group_by} {'unknown' if value is None else value}:")
             print(_table(list(group)))
     return 0
 
@@ -210,10 +211,13 @@ def _table(rows: list[dict[str, Any]]) -> str:
     return format_table([[row[name] for name in headers] for row in rows], headers, floatfmt=".4f")
 
 
-def _rows(result: "SearchResult", query: int, shown: Collection[str | None] = ()) -> list[dict[str, Any]]:
-    """Convert the search results of one query to dicts of plain values; unknown identities and cameras are None.
+def _rows(
+    result: "SearchResult", query: int, shown: Collection[str | None] = (), has_missing: Collection[str] = ()
+) -> list[dict[str, Any]]:
+    """Convert the search results of one query to dicts of plain values; unknown and missing values are None.
 
-    Probabilities of attributes are omitted, except those of the columns ``shown``.
+    Probabilities of attributes are omitted, except those of the columns ``shown``. ``has_missing`` names the columns in
+    which -1 is a missing value.
     """
     from fastamp.inference.attribute_search import PROBABILITY_PREFIX
 
@@ -222,14 +226,17 @@ def _rows(result: "SearchResult", query: int, shown: Collection[str | None] = ()
         columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
-    columns |= {
-        name if name not in (*columns, "rank") else f"column.{name}": each
-        for name, each in result.columns.items()
+    further = {
+        name: f"column.{name}" if name in (*columns, "rank") else name
+        for name in result.columns
         if name in shown or not name.startswith(PROBABILITY_PREFIX)
     }
+    columns |= {key: result.columns[name] for name, key in further.items()}
     values = {name: column[query].tolist() for name, column in columns.items()}
-    for name in ("pid", "camid"):
+    for name in ("pid", "camid", *(further[name] for name in has_missing if name in further)):
         values[name] = [None if value == -1 else value for value in values[name]]
+    for name in further.values():
+        values[name] = [None if value == "" or value != value else value for value in values[name]]
     return [
         {"rank": rank, **dict(zip(values, row, strict=True))}
         for rank, row in enumerate(zip(*values.values(), strict=True), start=1)

@@ -5,7 +5,7 @@ import io
 import logging
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -142,7 +142,7 @@ def check_dataset(
         *checked.find_missing_splits(),
         *_findings(
             "problems that would stop a run",
-            [*training_problems, *_find_missing_columns(report, protocol)],
+            [*training_problems, *_find_missing_columns(report, protocol), *_find_other_cameras(splits, protocol)],
             is_error=False,
         ),
     ]
@@ -307,6 +307,18 @@ def _find_missing_columns(report: Report, protocol: Any) -> list[str]:
         return []
     try:
         protocol.check_columns(name for name, kind, *_ in report.columns if kind != "list")
+    except DataError as error:
+        return [str(error)]
+    return []
+
+
+def _find_other_cameras(splits: Mapping[str, Sequence[ImageItem]], protocol: Any) -> list[str]:
+    """Describe cameras of the test set that the protocol cannot evaluate."""
+    cameras = [{item.camid for item in splits.get(split, ())} for split in ("query", "gallery")]
+    if protocol is None or not all(cameras) or any(isinstance(camid, str) for each in cameras for camid in each):
+        return []
+    try:
+        protocol.check_cameras(*cameras)
     except DataError as error:
         return [str(error)]
     return []

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
@@ -160,8 +161,8 @@ def loader_and_evaluator(
         tuple: ``(loader, evaluator)``.
 
     Raises:
-        DataError: if the evaluator is a ``ReidEvaluator``, but the test set lacks a column that the evaluation needs,
-            or has no gallery images, unless the protocol ranks all images for each image.
+        DataError: if the evaluator is a ``ReidEvaluator``, but the test set lacks a column or cameras that the
+            evaluation needs, or has no gallery images, unless the protocol ranks all images for each image.
     """
     loader, num_query = test if isinstance(test, tuple) else (test, 0)
     if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
@@ -173,6 +174,8 @@ def loader_and_evaluator(
             check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
         if isinstance(loader.dataset, ReidDataset):
             evaluator.protocol.check_columns(loader.dataset.rankable_columns())
+            queries, gallery = np.split(loader.dataset.camids, [evaluator.num_query])
+            evaluator.protocol.check_cameras(np.unique(queries).tolist(), np.unique(gallery).tolist())
             evaluator.set_column_names(loader.dataset.column_names())
     return loader, evaluator
 

@@ -5,6 +5,7 @@ several shots is therefore higher than a CMC over images. mAP and mINP are compu
 """
 
 import random
+from collections.abc import Collection
 from functools import partial
 
 import numpy as np
@@ -20,15 +21,13 @@ _INDOOR = (1, 2)
 _SAME_PLACE = (3, 2)
 
 
-def _first_camera(identities: Identities) -> int:
-    """Return the number of SYSU-MM01's first camera in the identities: 1 as in the dataset, or 0.
+def _first_camera(query_cameras: Collection[int], gallery_cameras: Collection[int]) -> int:
+    """Return the number of SYSU-MM01's first camera: 1 as in the dataset, or 0.
 
     Raises:
         DataError: if the queries are not from the infrared cameras 3 and 6, or the gallery from 1, 2, 4 and 5.
     """
-    queries, gallery = (
-        set(camids.unique().tolist()) for camids in (identities.query_camids, identities.gallery_camids)
-    )
+    queries, gallery = set(query_cameras), set(gallery_cameras)
     for first in (1, 0):
         infrared, visible = ({camera - 1 + first for camera in cameras} for cameras in (_INFRARED, _VISIBLE))
         if queries <= infrared and gallery <= visible:
@@ -57,7 +56,8 @@ def _same_place(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> n
 
 def _build_sysu(identities: Identities, protocol: Protocol, *, cameras: tuple[int, ...], shots: int) -> TrialRanker:
     """Build the ranker of SYSU-MM01: queries of camera 3 rank no images of camera 2, of any identity."""
-    first = _first_camera(identities)
+    sides = (identities.query_camids, identities.gallery_camids)
+    first = _first_camera(*(camids.unique().tolist() for camids in sides))
     camera_3, camera_2 = (camera - 1 + first for camera in _SAME_PLACE)
     gallery_pids, gallery_camids = identities.gallery_pids.cpu().numpy(), identities.gallery_camids.cpu().numpy()
     is_camera_3 = identities.query_camids.cpu().numpy() == camera_3
@@ -127,6 +127,7 @@ for _mode, _cameras in {"all": _VISIBLE, "indoor": _INDOOR}.items():
                 junk=SAME_PLACE,
                 build=partial(_build_sysu, cameras=_cameras, shots=_count),
                 random_gallery=True,
+                check_cameras=_first_camera,
             )
         )
 PROTOCOL_REGISTRY.register("regdb")(RankingRule(text="RegDB (no junk)", junk=None))

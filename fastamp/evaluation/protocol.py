@@ -6,7 +6,7 @@ images of identity -1 (``Matches.unmatched``). The protocols of a field are in t
 ``cross_modality``, ``cloth_changing``, ``tracklets`` and ``product_retrieval``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,6 +163,8 @@ class RankingRule:
             between all images are required. Default: False.
         columns: names of the columns that the rule needs in ``Identities.columns``. Default: none.
         column_keys: for each of ``columns``, what to change in the config if it is missing. Default: TEST.PROTOCOL.
+        check_cameras: function (query cameras, gallery cameras) that raises ``DataError`` if the rule needs others.
+            Default: None, for any cameras.
         random_gallery: if True, the ranker draws gallery images at random. Default: False.
         random_queries: if True, the ranker draws queries at random. Default: False.
         all_images: if True, each image, query or gallery, is a query against all images. Default: False.
@@ -183,6 +185,7 @@ class RankingRule:
     random_query_gallery_split: bool = False
     columns: tuple[str, ...] = ()
     column_keys: tuple[str, ...] = ()
+    check_cameras: Callable[[Collection[int], Collection[int]], object] | None = None
     random_gallery: bool = False
     random_queries: bool = False
     all_images: bool = False
@@ -383,6 +386,15 @@ class Protocol:
                     f"  available columns: {', '.join(names) or 'none'}\n"
                     f"  fix: add the column to the test set, or {keys.get(name) or 'change ' + needed_by.split('=')[0]}"
                 )
+
+    def check_cameras(self, query_cameras: Collection[int], gallery_cameras: Collection[int]) -> None:
+        """Check that the rule can evaluate queries and gallery images of these cameras.
+
+        Raises:
+            DataError: if it needs others; the message lists those of the test set.
+        """
+        if self.ranking_rule.check_cameras is not None:
+            self.ranking_rule.check_cameras(query_cameras, gallery_cameras)
 
     @property
     def cross_camera(self) -> bool:

@@ -41,7 +41,8 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
         DataError: if the dataset is missing, its identities were used for training, or it has too few identities.
     """
     wanted = CalibrationOptions(**options)
-    cfg = predictor.cfg.with_values({"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False})
+    unused = {"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False, "TEST.GROUP_BY": ""}
+    cfg = predictor.cfg.with_values(unused)
     loader, num_query = build_reid_test_loader(cfg, data)
     dataset = cast(ReidDataset, loader.dataset)
     if data in cfg.DATASETS.NAMES:

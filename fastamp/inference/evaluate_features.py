@@ -15,7 +15,7 @@ from fastamp.evaluation import EvaluationResult, Identities, Protocol, compute_m
 from fastamp.evaluation.identities import CAMERA
 from fastamp.evaluation.reid_evaluation import ranking_device, write_per_query
 from fastamp.evaluation.roc import write_roc
-from fastamp.inference.features_file import COLUMN_PREFIX, open_arrays, read_array
+from fastamp.inference.features_file import COLUMN_PREFIX, has_missing_integers, open_arrays, read_array
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean, writing
 
 SIDES = ("query", "gallery")
@@ -154,8 +154,7 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
     if all(array.dtype.kind != "U" for array in both):
         dtype = np.float32 if any(array.dtype.kind == "f" for array in both) else np.int64
         query, gallery = (torch.from_numpy(array.astype(dtype)) for array in both)
-        lowest = min((side.min().item() for side in (query, gallery) if len(side)), default=0)
-        return query, gallery, () if dtype is np.int64 and lowest == -1 else None
+        return query, gallery, () if has_missing_integers(np.concatenate(both)) else None
     texts = np.concatenate([array.astype(str) for array in both])
     names = np.unique(texts[texts != ""])
     numbers = np.where(texts == "", -1, np.searchsorted(names, texts))

@@ -240,6 +240,11 @@ def further_columns(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix(COLUMN_PREFIX): array for name, array in arrays.items() if name.startswith(COLUMN_PREFIX)}
 
 
+def has_missing_integers(column: np.ndarray) -> bool:
+    """Return True if -1 is a missing value in a column of an extraction: its values are integers, the lowest is -1."""
+    return column.dtype.kind in "iu" and len(column) > 0 and int(column.min()) == -1
+
+
 def check_same_model(gallery: Any, config_hash: str, checkpoint: str | PathLike[str]) -> None:
     """Check that the features of a model can be compared with those in ``gallery``.
 

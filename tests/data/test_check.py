@@ -509,6 +509,14 @@ def test_column_that_the_evaluation_needs_is_reported(protocol, column, tmp_path
     assert len(examples) == (column is not None) and (not examples or column in examples[0])
 
 
+def test_cameras_that_the_protocol_cannot_evaluate_are_reported(folder):
+    dataset = build_dataset(f"csv:{folder / 'set.csv'}")
+    for rule, found in (("market1501", False), ("sysu_all_single", True)):
+        report = check_dataset(dataset, protocol=Protocol(rule=rule))
+        examples = [text for each in report.findings if "stop a run" in each.fault for text in each.examples]
+        assert bool(examples) is found and all("infrared cameras 3 and 6" in text for text in examples)
+
+
 def test_evaluation_under_another_protocol_warns(tmp_path, monkeypatch, caplog):
     ltcc(tmp_path, monkeypatch)
     cfg = get_cfg()

@@ -522,12 +522,29 @@ def test_columns_of_a_dataset_are_in_extraction_index_table_and_search(predictor
     assert main([*arguments, "--group-by", "species", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)[0]["found"]
     groups = [name for name, _ in itertools.groupby(row["species"] for row in rows)]
-    assert sorted(groups) == ["", "lion", "zebra"] and groups[0] == "lion"
+    assert sorted(map(str, groups)) == ["None", "lion", "zebra"] and groups[0] == "lion"
     assert main([*arguments, "--group-by", "camera"]) == 0
     assert capsys.readouterr().out.count("camera ") >= 2
     assert main([*arguments, "--group-by", "specie"]) == 2
     error = capsys.readouterr().err
     assert "identity, camera, species" in error and "Did you mean 'species'" in error
+
+
+def test_search_shows_missing_values_as_unknown(predictor, checkpoint, tmp_path, capsys):
+    items = build_dataset("Demo").gallery[:4]
+    cells = ["lion,3,0.5,-1", ",,,0", "lion,,,-1", ",5,1.5,-2"]
+    rows = zip(items, cells, strict=True)
+    lines = [f"{item.path},{number},gallery,{each}" for number, (item, each) in enumerate(rows)]
+    file, out = tmp_path / "missing.csv", tmp_path / "missing.npz"
+    file.write_text("\n".join(["path,pid,split,species,age,weight,change", *lines]))
+    found, _ = extract(predictor, file, out)
+    run = ["search", str(checkpoint), str(found.paths[0]), "--gallery", str(out), "--device", "cpu"]
+    assert main([*run, "--json"]) == 0
+    rows = {row["pid"]: row for row in json.loads(capsys.readouterr().out)[0]["found"]}
+    shown = [[rows[pid][name] for name in ("species", "age", "weight", "change")] for pid in range(4)]
+    assert shown == [["lion", 3, 0.5, -1], [None, None, None, 0], ["lion", None, None, -1], [None, 5, 1.5, -2]]
+    assert main([*run, "--group-by", "weight"]) == 0
+    assert "weight unknown:" in capsys.readouterr().out
 
 
 def test_index_is_rebuilt_if_only_the_columns_changed(predictor, tmp_path):
