@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset, build_reid_test_loader, build_reid_train_loader, with_num_categories
 from fastamp.data.columns import count_missing, describe_type, encode_columns, integers_of
 from fastamp.data.datasets.csv_columns import CsvColumnBuilder
-from fastamp.data.datasets.items import Column, ImageItem, PackedItems
+from fastamp.data.datasets.items import Column, ImageItem, PackedItems, PackedText
 from fastamp.data.samplers import ColumnBalancedSampler
 from fastamp.data.training_images import training_parts
 from fastamp.engine import DefaultTrainer
@@ -63,6 +64,19 @@ def test_type_of_csv_column_is_determined_by_its_values(name, limit, monkeypatch
     column = built(CELLS[name])
     assert describe_type(column) == TYPES.get(name, name)
     assert count_missing(column) == CELLS[name].count("")
+
+
+@pytest.mark.parametrize("cells", [["7", "", "x"], ["7", "", "x", "été"], []])
+def test_packed_texts_as_a_list(cells):
+    assert PackedText.pack(cells).tolist() == cells
+
+
+def test_white_space_around_csv_values_is_removed(tmp_path):
+    lines = ["path , pid,split\t,side", " a b.png ,1 , train, left side ", "b.png,2,train,\u00a0right\u00a0"]
+    (tmp_path / "spaces.csv").write_text("\n".join(lines), encoding="utf-8")
+    items = build_dataset(f"csv:{tmp_path}/spaces.csv").train
+    assert [Path(item.path).name for item in items] == ["a b.png", "b.png"]
+    assert [item.columns["side"] for item in items] == ["left side", "right"]
 
 
 def test_csv_values_are_exact():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.data.datasets.items import CODEC, Column, TextBuilder
+from fastamp.data.datasets.items import Column, TextBuilder
 
 _INTEGER = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[+-]?((0|[1-9][0-9]{0,17})(\.[0-9]*)?|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -51,8 +51,7 @@ class CsvColumnBuilder:
         """Return the column, whose missing values are None, or NaN in a column of floats."""
         if self._texts is None:
             return Column.of(np.array(self._codes, dtype=np.int64), parse_values(list(self._number_of)))
-        texts = self._texts.build()
-        return Column.pack(parse_values([cell.decode(*CODEC) for cell in texts.encoded(np.arange(len(texts)))]))
+        return Column.pack(parse_values(self._texts.build().tolist()))
 
 
 def parse_values(cells: Sequence[str]) -> list[Any]:

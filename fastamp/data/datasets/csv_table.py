@@ -146,19 +146,27 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
     invalid: dict[int, str] = {}
     excluded = 0
     for line in reader:
-        values = [value.strip() for value in line]
+        text = "".join(line)
+        is_clean = " " not in text and text.isprintable()  # no white space and no control characters
+        values = line if is_clean else [value.strip() for value in line]
         if not any(values):
             continue
         number = reader.line_num
         try:
-            if len(values) != len(names) or "" in (cells := used(values)) or not "".join(cells).isprintable():
+            if (
+                len(values) != len(names)
+                or "" in (cells := used(values))
+                or not (is_clean or "".join(cells).isprintable())
+            ):
                 _check_line(names, values, required)
                 values += [""] * (len(names) - len(values))
             if values[pid_columns[0]] == EXCLUDED_ID:
                 excluded += 1
                 continue
             if split_column is not None:
-                split = _parse_split(values[split_column])
+                split = SPLIT_NUMBERS.get(values[split_column])
+                if split is None:
+                    split = _parse_split(values[split_column])
             if box:
                 boxes.extend(_parse_box(box, [values[column_of[name]] for name in box]))
         except DataError as error:

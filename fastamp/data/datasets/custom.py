@@ -276,7 +276,7 @@ class FolderDataset(ImageDataset):
                 "%s: skipped %s: files outside of the identities' folders, or folders without images\n"
                 "  fix: move images into one folder per identity, directly below %s",
                 self.dataset_name,
-                _list_first(skipped),
+                _list_first(skipped, len(skipped)),
                 folder,
             )
         start = len(_path_prefix(folder))
@@ -395,13 +395,14 @@ def _warn_about_repeated_images(file: Path, table: CsvTable) -> None:
     repeated = np.flatnonzero(first_row != np.arange(len(names))).tolist()
     if repeated:
         examples = [
-            f"line {table.lines[row]} repeats line {table.lines[first_row[row]]} ({names[row]})" for row in repeated
+            f"line {table.lines[row]} repeats line {table.lines[first_row[row]]} ({names[row]})"
+            for row in repeated[:_MAX_LISTED]
         ]
         logger.warning(
             "%s: %s the image of another line: %s\n  fix: remove these lines, or write a file without them: %s",
             file,
             plural(len(repeated), "line repeats", "lines repeat"),
-            _list_first(examples),
+            _list_first(examples, len(repeated)),
             clean_command(f"csv:{file}"),
         )
 
@@ -441,8 +442,8 @@ def clean_command(name: str) -> str:
     return f"fastamp check-data {shlex.quote(name)} --write-clean OUT.csv"
 
 
-def _list_first(examples: Sequence[str]) -> str:
-    rest = len(examples) - _MAX_LISTED
+def _list_first(examples: Sequence[str], count: int) -> str:
+    rest = count - _MAX_LISTED
     return "; ".join(examples[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 

@@ -72,6 +72,15 @@ class PackedText(Sequence[str]):
     def __getitem__(self, index: int) -> str:
         return self._data[self._starts[index] : self._ends[index]].tobytes().decode(*CODEC)
 
+    def tolist(self) -> list[str]:
+        """Return all strings as a list."""
+        spans = zip(self._starts.tolist(), self._ends.tolist(), strict=True)
+        data = self._data.tobytes()
+        if data.isascii():  # offsets of bytes are those of characters: decode once
+            text = data.decode("ascii")
+            return [text[start:end] for start, end in spans]
+        return [data[start:end].decode(*CODEC) for start, end in spans]
+
     def encoded(self, rows: np.ndarray) -> Iterator[bytes]:
         """Yield the strings in the given rows as bytes, in the encoding of ``encode``."""
         data = memoryview(self._data)
