@@ -81,6 +81,8 @@ class AnimalRanker(Ranker):
         leave_one_out: bool = False,
         trapezoid: bool = False,
     ) -> None:
+        if validation:
+            _check_validation(identities, validation)
         super().__init__(identities, junk=junk, trapezoid=trapezoid)
         self.offset = 1.0 if metric == "cosine" else 0.0
         self.column, count = validation, len(self.matches.query_pids)
@@ -112,6 +114,23 @@ class AnimalRanker(Ranker):
             first_match[first_match < 0] = self.num_gallery
         ap[validation], inp[validation], first_match[validation] = 0, 0, -1
         return ap, inp, first_match, extra
+
+
+def _check_validation(identities: Identities, column: str) -> None:
+    """Check that a column marks the images for validation.
+
+    Raises:
+        DataError: if it has texts, or numbers other than 0 and 1; missing values are allowed.
+    """
+    values = torch.cat(identities.columns[column]).unique().tolist()
+    names = identities.column_names.get(column) or ()
+    wrong = names[:5] or [value for value in values if value == value and value not in (-1, 0, 1)][:5]
+    if wrong:
+        raise DataError(
+            f"the column {column!r} of TEST.ANIMALS.VALIDATION must be 1 for the images that are held out for "
+            f"validation, and 0 for the others; got {', '.join(map(str, wrong))}.\n"
+            "  fix: choose another column, write it with fastamp split --validation, or set TEST.ANIMALS.THRESHOLD"
+        )
 
 
 def search_rule(database: str, validation: str, *, leave_one_out: bool) -> Junk | None:

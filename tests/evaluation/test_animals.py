@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -245,6 +246,14 @@ def test_threshold_cannot_be_chosen_without_known_validation_queries():
     kept = ids.columns["validation"][1] == 0
     with pytest.raises(DataError, match="none of the"):
         compute_metrics(queries, gallery[kept], ids.select(slice(None), kept), protocol("animals_open")).metrics()
+
+
+@pytest.mark.parametrize(("highest", "names"), [(2, {}), (1, {"validation": ("left", "right")})])
+def test_column_for_validation_must_be_0_or_1(highest, names):
+    queries, gallery, ids = make()
+    columns = ids.columns | {"validation": tuple(each * highest for each in ids.columns["validation"])}
+    with pytest.raises(DataError, match=r"must be 1 for .*; got (2|left, right)\."):
+        compute_metrics(queries, gallery, replace(ids, columns=columns, column_names=names), protocol("animals_open"))
 
 
 def test_missing_columns_and_invalid_thresholds_are_errors():

@@ -136,6 +136,7 @@ def animals(record):
         ("no columns", None),
         ("no validation queries", torch.zeros(len(queries))),
         ("validation queries without a match", held_out),
+        ("another column as validation", ids.query_camids + 1),
     ):
         columns = {}
         if validation is not None:
