@@ -303,3 +303,10 @@ def test_evaluation_groups_queries_by_a_column_of_the_csv_file(csv_set):
     cfg = config(csv_set, "TEST.GROUP_BY", "species")
     with pytest.raises(DataError, match=r"'species'.*\n.*available columns: age, clothes, code, modality"):
         loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))
+
+
+def test_cameras_that_the_protocol_cannot_evaluate_are_an_error_before_training(csv_set):
+    cfg = config(csv_set, "TEST.PROTOCOL", "sysu_all_single")
+    test = build_reid_test_loader(cfg, csv_set)
+    with pytest.raises(DataError, match=r"cameras of SYSU-MM01(.|\n)*query cameras 0; gallery cameras 0, 1"):
+        loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, test)
