@@ -110,7 +110,7 @@ def jaccard_distances(
     features = centered_unit_features(features)
     reranking = ReRanking(k1=k1, k2=options.k2, variant="fastreid")
     neighbors = nearest_neighbors(
-        features, features, max(k1, options.k2), backend=backend, memory_budget_mb=memory_budget_mb
+        features, features, max(k1, options.k2), backend=backend, memory_budget_mb=memory_budget_mb, farthest=False
     )
     weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, reranking)
     del features, neighbors
@@ -142,24 +142,26 @@ def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb:
 
     count = weights.shape[0]
     weights.sort_indices()  # both directions of a pair are summed in the same order
-    columns = weights.tocsc()
+    columns, transposed = weights.tocsc(), weights.T.tocsr()
     size = max(1, min(_MAX_BLOCK_ROWS, int(memory_budget_mb * 2**20 / (4 * count))))
-    # distance = 1 - overlap / (2 - overlap); only pairs near or above this overlap are looked at.
-    bound = 2 * (1 - eps) / (2 - eps) * (1 - 1e-4)
     start, stop = comm.shard_range(count, size)
-    buffer = torch.empty(min(size, max(stop - start, 1)), count)
+    buffer = torch.zeros(min(size, max(stop - start, 1)), count)
     numbers, found, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
     for first in track(range(start, stop, size), -(-(stop - start) // size), "Jaccard distances"):
         last = min(first + size, stop)
-        overlap = buffer[: last - first].zero_()
-        add_overlaps(weights[first:last], columns, overlap)
-        rows, others = (overlap >= bound).nonzero(as_tuple=True)
-        shared = overlap[rows, others]
-        distances = (1 - shared / (2 - shared)).clamp_min_(0)
+        add_overlaps(weights[first:last], columns, buffer[: last - first])
+        # The pairs with common neighbors, which are few. Only their entries of the buffer are read, and set to 0 again.
+        pairs = weights[first:last] @ transposed
+        pairs.sort_indices()
+        rows = np.repeat(np.arange(last - first), np.diff(pairs.indptr))
+        places = torch.from_numpy(rows * count + pairs.indices)
+        shared = buffer.view(-1)[places]
+        buffer.view(-1)[places] = 0
+        distances = (1 - shared / (2 - shared)).clamp_min_(0).numpy()
         near = distances <= eps
-        numbers.append(torch.bincount(rows[near], minlength=last - first).numpy())
-        found.append(others[near].int().numpy())
-        values.append(distances[near].numpy())
+        numbers.append(np.bincount(rows[near], minlength=last - first))
+        found.append(pairs.indices[near].astype(np.int32))
+        values.append(distances[near])
     counts, found_all, values_all = (
         comm.gather_rows(torch.from_numpy(np.concatenate(part))).numpy() for part in (numbers, found, values)
     )

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from fastamp.evaluation.projected_neighbors import MIN_GALLERY, principal_axes, projected_candidates
 from fastamp.layers.distance import FeatureDistances, pair_distances, squared_norms
 from fastamp.utils import comm
 from fastamp.utils.errors import check_choice
@@ -41,7 +42,8 @@ class Neighbors:
 
     Attributes:
         indices: (Q, k) int64, gallery indices, nearest first, with ties in gallery order.
-        farthest: (Q,) float32, squared Euclidean distance to the farthest gallery feature, up to rounding errors.
+        farthest: (Q,) float32, squared Euclidean distance to the farthest gallery feature, up to rounding errors; 0 if
+            the search was called with ``farthest=False``.
     """
 
     indices: np.ndarray
@@ -55,6 +57,7 @@ def nearest_neighbors(
     *,
     backend: str = "auto",
     memory_budget_mb: float = 256,
+    farthest: bool = True,
 ) -> Neighbors:
     """Find the nearest gallery features of each query by Euclidean distance.
 
@@ -69,6 +72,8 @@ def nearest_neighbors(
             (default) selects ``"torch"``: both run at the same speed (190 GFLOP/s for 19,281 x 2,048 features on two
             cores of an AMD EPYC), but torch needs one pass and faiss needs two.
         memory_budget_mb: memory for distances in MiB. Default: 256.
+        farthest: also find the farthest features. If False, lower bounds from projections make ``"auto"`` faster on the
+            CPU, with the same neighbors: see ``projected_neighbors``. Default: True.
 
     Returns:
         The neighbors of all queries, on every rank.
@@ -77,10 +82,10 @@ def nearest_neighbors(
         ConfigError: if the backend is unknown.
     """
     distances = FeatureDistances(queries, gallery, metric="euclidean", memory_budget_mb=memory_budget_mb)
-    return search_neighbors(distances, k, backend=backend)
+    return search_neighbors(distances, k, backend=backend, farthest=farthest)
 
 
-def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "auto") -> Neighbors:
+def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "auto", farthest: bool = True) -> Neighbors:
     """Find the nearest gallery features of each query from squared Euclidean distances; see ``nearest_neighbors``."""
     check_choice("TEST.KNN_BACKEND", backend, BACKENDS)
     queries, gallery = distances.query_features, distances.gallery_features
@@ -89,16 +94,25 @@ def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "aut
         return Neighbors(np.empty((len(queries), 0), dtype=np.int64), np.empty(0, dtype=np.float32))
     size = _FAISS_ROWS if backend == "faiss" else distances.block_rows
     start, stop = comm.shard_range(len(queries), size)
-    find = _faiss_candidates if backend == "faiss" else _torch_candidates
-    source = find(distances, min(k + _MARGIN, len(gallery)), start, stop)
-    indices, farthest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
+    count = min(k + _MARGIN, len(gallery))
+    axes = None
+    if backend == "auto" and not farthest and gallery.device.type == "cpu" and len(gallery) >= MIN_GALLERY:
+        axes = principal_axes(gallery)
+    source: Iterator[_Candidates]
+    if axes is not None:
+        found = projected_candidates(distances, axes, count, start, stop)
+        source = (_Candidates(*block, farthest=None, rows=None) for block in found)
+    else:
+        source = (_faiss_candidates if backend == "faiss" else _torch_candidates)(distances, count, start, stop)
+    indices, largest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
     for block in track(source, -(-(stop - start) // size), "nearest neighbors"):
         indices.append(_resolve_ties(distances, block, k).cpu())
-        farthest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
-    return Neighbors(
-        comm.gather_rows(torch.cat(indices)).numpy(),
-        comm.gather_rows(torch.cat(farthest)).numpy(),
-    )
+        if farthest and block.farthest is not None:
+            largest.append(pair_distances(queries, gallery, block.queries, block.farthest).cpu())
+    all_indices = comm.gather_rows(torch.cat(indices)).numpy()
+    if not farthest:
+        return Neighbors(all_indices, np.zeros(len(queries), dtype=np.float32))
+    return Neighbors(all_indices, comm.gather_rows(torch.cat(largest)).numpy())
 
 
 class _Candidates(NamedTuple):
@@ -108,14 +122,14 @@ class _Candidates(NamedTuple):
         queries: (B,) int64, query indices.
         found: (B, c) int64, gallery indices of the nearest c >= k features.
         values: (B, c) float32, squared distances to ``found``, ascending.
-        farthest: (B,) int64, gallery indices of the farthest features.
+        farthest: (B,) int64, gallery indices of the farthest features; None if they are not searched.
         rows: (B, G) float32, all distances; None if they are not available.
     """
 
     queries: torch.Tensor
     found: torch.Tensor
     values: torch.Tensor
-    farthest: torch.Tensor
+    farthest: torch.Tensor | None
     rows: torch.Tensor | None
 
 

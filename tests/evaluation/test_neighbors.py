@@ -7,9 +7,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from naive_ranking import random_set
 
-from fastamp.evaluation import neighbors
+from fastamp.evaluation import neighbors, projected_neighbors
 from fastamp.evaluation.neighbors import nearest_neighbors
-from fastamp.layers.distance import pair_distances
+from fastamp.layers.distance import FeatureDistances, pair_distances
 from fastamp.utils.errors import ConfigError
 
 
@@ -93,3 +93,59 @@ def test_nearest_neighbor_search_accepts_k_zero_and_rejects_unknown_backends():
     assert nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 0).indices.shape == (2, 0)
     with pytest.raises(ConfigError, match="TEST.KNN_BACKEND.*annoy"):
         nearest_neighbors(torch.ones(2, 2), torch.ones(2, 2), 1, backend="annoy")
+
+
+def low_rank(seed, count, width, rank, noise=0.0):
+    random = np.random.default_rng(seed)
+    features = random.standard_normal((count, rank)) @ random.standard_normal((rank, width))
+    features = features + noise * random.standard_normal((count, width))
+    features = features[random.integers(0, count, count)]  # with exact copies
+    return torch.from_numpy((features - features.mean(0)).astype(np.float32))
+
+
+@pytest.mark.parametrize("noise", [0, 0.3, 1e-6], ids=["exact bounds", "loose bounds", "shifted copies"])
+@pytest.mark.parametrize("k", [1, 12])
+def test_projected_search_finds_the_neighbors_of_the_full_search(noise, k, monkeypatch):
+    features = low_rank(5, 3000, 64, 9, noise)
+    expected = nearest_neighbors(features[40:240], features, k).indices
+    monkeypatch.setattr(neighbors, "MIN_GALLERY", 100)
+    calls = []
+    search = neighbors.projected_candidates
+    monkeypatch.setattr(neighbors, "projected_candidates", lambda *args: calls.append(1) or search(*args))
+    found = nearest_neighbors(features[40:240], features, k, farthest=False, memory_budget_mb=0.5)
+    assert calls
+    np.testing.assert_array_equal(found.indices, expected)
+    np.testing.assert_array_equal(found.farthest, np.zeros(200))
+
+
+def test_projected_search_computes_all_distances_where_bounds_exclude_too_few():
+    """Axes that hold little of the features: nearly every query needs all of its distances."""
+    features = torch.randn(2000, 40, generator=torch.Generator().manual_seed(3))
+    distances = FeatureDistances(features, features, metric="euclidean", memory_budget_mb=0.2)
+    parts = list(projected_neighbors.projected_candidates(distances, torch.eye(40)[:, :2], 5, 100, 160))
+    rows, found, values = (torch.cat(each) for each in zip(*parts, strict=True))
+    assert rows.tolist() == list(range(100, 160))
+    expected = exact(features[100:160], features, 5)[0]
+    np.testing.assert_array_equal(found.numpy(), expected)
+    wanted = torch.cdist(features[100:160].double(), features.double()).square().sort(1).values[:, :5]
+    np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_distances_of_projections_are_lower_bounds_and_flat_features_have_none():
+    features = low_rank(6, 500, 64, 9, 0.3)
+    axes = projected_neighbors.principal_axes(features)
+    torch.testing.assert_close(axes.t() @ axes, torch.eye(axes.shape[1]), rtol=0, atol=1e-6)
+    bounds = torch.cdist(*[projected_neighbors.project(features, axes).double()] * 2)
+    full = torch.cdist(features.double(), features.double())
+    assert (bounds <= full + 1e-5).all() and bounds.sum() > 0.9 * full.sum()
+    flat = torch.randn(500, 64, generator=torch.Generator().manual_seed(0))
+    assert projected_neighbors.principal_axes(flat) is None
+    assert projected_neighbors.principal_axes(torch.ones(500, 3)) is None
+
+
+@pytest.mark.parametrize("width", [50, 5000, 5001, 5063])
+def test_smallest_equals_topk(width):
+    block = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    values, columns = projected_neighbors.smallest(block, 9)
+    torch.testing.assert_close(values, block.topk(9, largest=False).values, rtol=0, atol=0)
+    torch.testing.assert_close(block.gather(1, columns), values, rtol=0, atol=0)

@@ -28,7 +28,9 @@ def test_variants_and_stages_give_the_same_labels(tmp_path, monkeypatch):
         (tmp_path / name).unlink()
     found = []
     search = MODULE.nearest_neighbors
-    monkeypatch.setattr(MODULE, "nearest_neighbors", lambda part, *rest: found.append(len(part)) or search(part, *rest))
+    monkeypatch.setattr(
+        MODULE, "nearest_neighbors", lambda part, *rest, **how: found.append(len(part)) or search(part, *rest, **how)
+    )
     again = MODULE.measure_in_stages(400, 32, tmp_path)
     assert found == [100] and again["labels"] == MODULE.measure("sparse", 400, 32)["labels"]
 

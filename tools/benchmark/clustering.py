@@ -158,7 +158,9 @@ def measure_in_stages(count: int, width: int, folder: Path) -> dict[str, Any]:
             file = folder / f"{count}x{width}.neighbors.{first}.npy"
             if not file.exists():
                 part = unit[first : first + PART]
-                found = stage(file.stem, lambda part=part: nearest_neighbors(part, unit, OPTIONS.k1).indices)
+                found = stage(
+                    file.stem, lambda part=part: nearest_neighbors(part, unit, OPTIONS.k1, farthest=False).indices
+                )
                 np.save(folder / "unfinished.npy", found.astype(np.int32))
                 (folder / "unfinished.npy").rename(file)
                 print(f"{first + len(part):,} of {count:,} images: {_left(state, count)} left", file=sys.stderr)
