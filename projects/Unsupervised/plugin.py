@@ -1,5 +1,22 @@
 """Register the components of Unsupervised and declare its config keys."""
 
-from unsupervised import cluster_contrast, head, sampler, trainer  # noqa: F401  register components
+from unsupervised import (  # noqa: F401  register components
+    camera_proxies,
+    cluster_contrast,
+    domain_norm,
+    head,
+    hybrid_memory,
+    memory,
+    pseudo_labels,
+    sampler,
+    trainer,
+)
 
-KEYS = (*cluster_contrast.KEYS, *sampler.KEYS, *trainer.KEYS)
+KEYS = (
+    *memory.KEYS,
+    *cluster_contrast.KEYS,
+    *camera_proxies.KEYS,
+    *sampler.KEYS,
+    *pseudo_labels.KEYS,
+    *trainer.KEYS,
+)

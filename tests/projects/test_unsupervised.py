@@ -12,18 +12,19 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from cluster_runs import METHODS, RUN, StopAt, trainer_of, write_table
 
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
 from fastamp.data.samplers import EpochBatchSampler
-from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.engine import HookBase
 from fastamp.inference import Predictor
 from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError, TrainingError
 
 ROOT = Path(__file__).parents[2]
-METHODS = Path(__file__).parents[1] / "reference/methods"
-RECIPES = sorted(path.stem for path in (ROOT / "projects/Unsupervised/configs").glob("*.yml") if path.stem != "demo")
+REFERENCE = Path(__file__).parents[1] / "reference/methods"
+RECIPES = ("Market1501", "DukeMTMC", "MSMT17", "VeRi")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -37,7 +38,7 @@ def unsupervised(unregistered):
 def test_loss_gradient_and_memory_equal_the_reference(name, update, momentum, temperature):
     from unsupervised.cluster_contrast import ClusterContrastLoss
 
-    data = np.load(METHODS / f"unsup_{name}.npz")
+    data = np.load(REFERENCE / f"unsup_{name}.npz")
     loss = ClusterContrastLoss(temperature=temperature, momentum=momentum, update=update)
     loss.set_memory(torch.from_numpy(data["memory0"]))
     prefix = f"{update}_m{momentum:g}_t{temperature:.2f}"
@@ -51,7 +52,8 @@ def test_loss_gradient_and_memory_equal_the_reference(name, update, momentum, te
 
 
 def test_memory_is_updated_one_image_after_the_other():
-    from unsupervised.cluster_contrast import update_hard, update_mean
+    from unsupervised.cluster_contrast import update_hard
+    from unsupervised.memory import update_mean
 
     torch.manual_seed(0)
     memory, features = F.normalize(torch.randn(4, 6), dim=1), F.normalize(torch.randn(20, 6), dim=1)
@@ -88,7 +90,7 @@ def test_memory_moves_only_in_training_with_gradients():
 
 
 def test_centroids_exclude_outliers():
-    from unsupervised.cluster_contrast import compute_centroids
+    from unsupervised.memory import compute_centroids
 
     features, labels = torch.randn(9, 5), np.array([0, 1, -1, 1, 0, 0, -1, 2, 2])
     unit = F.normalize(features, dim=1)
@@ -101,7 +103,7 @@ def test_centroids_exclude_outliers():
 def test_images_of_a_pass_equal_the_reference(size, kind):
     from unsupervised.sampler import draw_images
 
-    data = np.load(METHODS / "unsup_sampler.npz")
+    data = np.load(REFERENCE / "unsup_sampler.npz")
     images: dict[int, list[int]] = {}
     for row, pid in enumerate(data["pids"].tolist()):
         if pid >= 0:
@@ -151,21 +153,27 @@ def test_batches_are_full_with_few_or_small_clusters(labels, cameras):
         assert len(batch) == 16 and all(labels[row] >= 0 for row in batch)
 
 
-def test_two_processes_give_the_labels_and_the_memory_of_one(tmp_path):
+def test_two_processes_give_the_labels_and_the_memory_of_one(tmp_path, subtests):
     subprocess.run([sys.executable, cluster_ranks.__file__, tmp_path], check=True, timeout=120)
-    one = cluster_ranks.labels_and_memory()
+    one = cluster_ranks.labels_and_memories()
     first, second = (torch.load(tmp_path / f"{rank}.pth", weights_only=False) for rank in range(2))
-    for name in ("labels", "columns", "distances", "memory"):
+    for name in ("labels", "columns", "distances"):
         assert (first[name] == second[name]).all() and (first[name] == one[name]).all(), name
     assert len(set(one["labels"].tolist())) > 2
-    np.testing.assert_allclose(np.mean([first["losses"], second["losses"]], axis=0), one["losses"], rtol=1e-6)
-    for number, whole in enumerate(one["gradients"]):
-        parts = torch.cat([first["gradients"][number], second["gradients"][number]]) / 2
-        torch.testing.assert_close(parts, whole)
+    for name in ("loss_cluster", "loss_hybrid", "loss_proxy"):
+        with subtests.test(name):
+            whole, parts = one[name], (first[name], second[name])
+            assert torch.equal(parts[0]["memory"], parts[1]["memory"]) and torch.equal(
+                parts[0]["memory"], whole["memory"]
+            )
+            losses = np.mean([part["losses"] for part in parts], axis=0)
+            np.testing.assert_allclose(losses, whole["losses"], rtol=1e-6)
+            for number, gradient in enumerate(whole["gradients"]):
+                torch.testing.assert_close(torch.cat([part["gradients"][number] for part in parts]) / 2, gradient)
 
 
 def test_center_cameras():
-    from unsupervised.trainer import center_cameras
+    from unsupervised.extraction import center_cameras
 
     features, cameras = torch.randn(9, 4), np.array([5, 2, 2, 5, 5, 2, 7, 7, 5])
     found = center_cameras(features, cameras)
@@ -174,35 +182,10 @@ def test_center_cameras():
         torch.testing.assert_close(found[rows], features[rows] - features[rows].mean(0))
 
 
-RUN = ("PROJECTS", "[Unsupervised]", "MODEL.HEADS.NAME", "ClusterHead", "MODEL.HEADS.NECK_FEAT", "after",
-       "MODEL.LOSSES.NAME", "[ClusterContrastLoss]", "SOLVER.TRAINER", "ClusterTrainer", "DATALOADER.SAMPLER_TRAIN",
-       "ClusterSampler", "UNSUPERVISED.ITERS_PER_EPOCH", "4", "UNSUPERVISED.K1", "6", "UNSUPERVISED.K2", "2",
-       "UNSUPERVISED.EPS", "0.6", "UNSUPERVISED.MIN_SAMPLES", "2", "SOLVER.MAX_EPOCH", "3", "TEST.REPORT", "False",
-       "TEST.BASELINES", "False", "TEST.BOOTSTRAP", "0", "TEST.EVAL_PERIOD", "3")  # fmt: skip
-
-
 @pytest.fixture
 def data(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tiny.make_demo(tmp_path / "data").parent))
     return tmp_path
-
-
-def trainer_of(folder, *opts):
-    torch.manual_seed(0)
-    trainer = DefaultTrainer(read_config("", tiny.tiny_options(folder, *RUN, *opts)))
-    trainer.resume_or_load(resume=folder.exists())
-    return trainer
-
-
-class StopAt(HookBase):
-    """Raise an error before an iteration."""
-
-    def __init__(self, iteration):
-        self.iteration = iteration
-
-    def before_step(self):
-        if self.trainer.iter == self.iteration:
-            raise InterruptedError
 
 
 class Targets(HookBase):
@@ -215,14 +198,17 @@ class Targets(HookBase):
         self.seen.append((self.trainer.epoch, batch["indices"].clone(), batch["targets"].clone()))
 
 
-@pytest.mark.parametrize("iteration", [4, 6])
-def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration):
+@pytest.mark.parametrize(
+    "iteration, method", [(4, "cluster contrast"), (6, "cluster contrast"), (6, "spcl"), (6, "cap")]
+)
+def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration, method):
     """Iteration 4 is the first of an epoch, 6 is in the middle."""
-    whole, targets, labels = trainer_of(data / "whole"), Targets(), {}
+    method = METHODS[method]
+    whole, targets, labels = trainer_of(data / "whole", *method), Targets(), {}
 
     class Labels(HookBase):
         def before_step(self):
-            labels[self.trainer.epoch] = self.trainer.labels.copy()
+            labels[self.trainer.epoch] = self.trainer.targets.copy()
 
     whole.register_hooks([targets, Labels()])
     whole.train()
@@ -230,7 +216,7 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration):
         assert (labels[epoch][indices] == found.numpy()).all() and (found >= 0).all()
     state = whole.model.state_dict()
 
-    opts = ("SOLVER.CHECKPOINT_ITERS", "2", "SOLVER.CHECKPOINT_KEEP", "9")
+    opts = (*method, "SOLVER.CHECKPOINT_ITERS", "2", "SOLVER.CHECKPOINT_KEEP", "9")
     part = trainer_of(data / "part", *opts)
     part.register_hooks([StopAt(iteration)])
     with pytest.raises(InterruptedError):
@@ -239,7 +225,9 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration):
     assert again.trainer.start_iter == iteration
     again.train()
     assert [name for name, value in again.model.state_dict().items() if not torch.equal(value, state[name])] == []
-    assert torch.equal(again.trainer.loss.memory, whole.trainer.loss.memory)
+    memory = whole.trainer.loss.memory_state()
+    assert all(torch.equal(memory[name], value) for name, value in again.trainer.loss.memory_state().items())
+    assert again.trainer.pseudo_labels.threshold == whole.trainer.pseudo_labels.threshold
     assert again.trainer.history == whole.trainer.history and len(whole.trainer.history) == 3
     saved = torch.load(data / "part/model_final.pth", weights_only=True)["trainer"]["clusters"]
     assert saved["labels"].tolist() == whole.trainer.labels.tolist() and saved["history"][0]["clusters"] > 1
@@ -251,7 +239,8 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration):
     assert Predictor(data / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 
-def test_skipped_step_leaves_the_memory_unchanged(data):
+@pytest.mark.parametrize("method", METHODS)
+def test_skipped_step_leaves_the_memory_unchanged(data, method):
     memories = []
 
     class Spoil(HookBase):
@@ -262,7 +251,7 @@ def test_skipped_step_leaves_the_memory_unchanged(data):
             if self.trainer.iter == 1:
                 next(p for p in self.trainer.model.parameters() if p.grad is not None).grad.fill_(float("nan"))
 
-    trainer = trainer_of(data / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
+    trainer = trainer_of(data / "run", *METHODS[method], "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
     trainer.register_hooks([Spoil()])
     trainer.train()
     assert trainer.trainer.step.skipped_total == 1
@@ -280,11 +269,8 @@ def test_accumulated_bfloat16_steps_update_the_memory(data):
 
 
 def test_training_set_without_identities(data):
-    images = sorted((data / "data").glob("*/bounding_box_train/*.jpg"))
-    table = data / "unlabeled.csv"
-    rows = [f"{path},unknown,{path.name.split('_c')[1][0]},train" for path in images]
-    table.write_text("\n".join(["path,pid,camid,split", *rows]) + "\n")
-    trainer = trainer_of(data / "run", "DATASETS.NAMES", f"csv:{table}", "SOLVER.MAX_EPOCH", "1")
+    table = write_table(data, "unlabeled.csv", identities=False)
+    trainer = trainer_of(data / "run", "DATASETS.NAMES", table, "SOLVER.MAX_EPOCH", "1")
     trainer.train()
     assert trainer.trainer.history[0]["purity"] is None and trainer.trainer.history[0]["clusters"] > 1
 
@@ -310,7 +296,7 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
 
     opts = ("UNSUPERVISED.BASELINE_EPOCHS", "1", "UNSUPERVISED.CENTER_CAMERAS", "True")
     trainer = trainer_of(data / "run", *opts).trainer
-    from unsupervised.trainer import center_cameras
+    from unsupervised.extraction import center_cameras
 
     dataset = trainer.data_loader.dataset
     model, pixels, colors = trainer.extract_features(baselines=True)
@@ -320,11 +306,11 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
     trainer.move_to(0, 3)
     trainer.start_epoch()
     kinds = [F.normalize(center_cameras(each, dataset.camids), dim=1) for each in (pixels, colors)]
-    assert (trainer.labels == cluster_features(torch.cat(kinds, dim=1), trainer.clustering)).all()
+    assert (trainer.labels == cluster_features(torch.cat(kinds, dim=1), trainer.pseudo_labels.clustering)).all()
     trainer.move_to(4, 3)
     trainer.start_epoch()
     kind = F.normalize(center_cameras(model, dataset.camids), dim=1)
-    assert (trainer.labels == cluster_features(kind, trainer.clustering)).all()
+    assert (trainer.labels == cluster_features(kind, trainer.pseudo_labels.clustering)).all()
 
 
 def test_fewer_clusters_than_in_a_batch(data, caplog):
@@ -364,7 +350,7 @@ def test_head_has_no_classifier(tmp_path):
         model.class_logits({"images": torch.zeros(2, 3, 64, 32)})
 
 
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if not name.startswith("Base")])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_load_with_the_published_settings(recipe):
     cfg = read_config(f"Unsupervised/{recipe}", [])
     keys, solver = cfg.UNSUPERVISED, cfg.SOLVER

@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 
 from fastamp.config import Key
-from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, generator
+from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, batch_size_per_rank, generator
+from fastamp.utils.errors import ConfigError
 
 KEYS = (
     Key("UNSUPERVISED.ITERS_PER_EPOCH", 200, "ClusterSampler: batches in an epoch, between two clusterings.", low=1),
@@ -14,6 +15,12 @@ KEYS = (
         "UNSUPERVISED.CROSS_CAMERA",
         True,
         "ClusterSampler: draw the further images of a cluster from other cameras than the first.",
+    ),
+    Key(
+        "UNSUPERVISED.LABELED",
+        (),
+        "Datasets of DATASETS.NAMES whose identities are used: the source domain, half of each batch. The others are "
+        "clustered. Empty: all are clustered.",
     ),
 )
 
@@ -52,6 +59,9 @@ class ClusterSampler(EpochSampler):
     incomplete batch at the end of a pass over all clusters is dropped. Differs: if all clusters together do not fill a
     batch, the next pass continues it, where the program of the authors would wait forever.
 
+    If there are labeled images, they are at the even positions of the batches, and the others at the odd ones; both
+    are drawn independently.
+
     Args:
         camids (Sequence[int]): (N,) camera of each image.
         batch_size (int): images per batch over all ranks.
@@ -59,9 +69,11 @@ class ClusterSampler(EpochSampler):
         iters_per_epoch (int): batches per epoch.
         seed (int): seed of the random order; any integer.
         cross_camera (bool): prefer images of other cameras. Default True.
+        labeled (Sequence[bool], optional): (N,) whether the identity of each image is used. Default: none.
 
     Attributes:
         labels (np.ndarray): (N,) int64, cluster of each image; images with a negative label are not drawn.
+        labeled (np.ndarray): (N,) bool.
     """
 
     needs_identities = False
@@ -75,8 +87,10 @@ class ClusterSampler(EpochSampler):
         iters_per_epoch: int,
         seed: int,
         cross_camera: bool = True,
+        labeled: Sequence[bool] | None = None,
     ) -> None:
         self.camids = np.asarray(camids)
+        self.labeled = np.zeros(len(self.camids), dtype=bool) if labeled is None else np.asarray(labeled)
         self.batch_size, self.num_instances, self.seed = batch_size, num_instances, seed
         self.cross_camera = cross_camera
         self.images_per_epoch = iters_per_epoch * batch_size
@@ -84,9 +98,32 @@ class ClusterSampler(EpochSampler):
         self.set_labels(np.zeros(len(self.camids), dtype=np.int64))
 
     @classmethod
-    def from_config(cls, cfg: Any, *, camids: Sequence[int], **unused: Any) -> "ClusterSampler":
-        """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE, UNSUPERVISED and SEED."""
+    def from_config(
+        cls, cfg: Any, *, camids: Sequence[int], sets: Sequence[int], world_size: int, **unused: Any
+    ) -> "ClusterSampler":
+        """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE, UNSUPERVISED and SEED.
+
+        Raises:
+            ConfigError: if UNSUPERVISED.LABELED has a name that is not in DATASETS.NAMES, or all of them, or the batch
+                of a rank cannot be halved.
+        """
+        names, labeled = list(cfg.DATASETS.NAMES), list(cfg.UNSUPERVISED.LABELED)
+        unknown = [name for name in labeled if name not in names]
+        if unknown or (labeled and set(labeled) == set(names)):
+            found = f"{unknown[0]} is not in DATASETS.NAMES" if unknown else "all of DATASETS.NAMES are labeled"
+            raise ConfigError(
+                f"UNSUPERVISED.LABELED {', '.join(labeled)}: {found} ({', '.join(names)}).\n"
+                "  fix: list the labeled and the unlabeled datasets in DATASETS.NAMES, and only the labeled ones in "
+                "UNSUPERVISED.LABELED"
+            )
+        if labeled and batch_size_per_rank(cfg.SOLVER.IMS_PER_BATCH, world_size) % 2:
+            raise ConfigError(
+                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {world_size} ranks cannot be halved into labeled "
+                "and unlabeled images (UNSUPERVISED.LABELED).\n"
+                f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {2 * world_size}"
+            )
         return cls(
+            labeled=np.isin(sets, [names.index(name) for name in labeled]),
             camids=camids,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,
             num_instances=cfg.DATALOADER.NUM_INSTANCE,
@@ -98,17 +135,21 @@ class ClusterSampler(EpochSampler):
     def set_labels(self, labels: np.ndarray) -> None:
         """Set the cluster of each image, (N,) int64; iterators that were created before keep the former labels."""
         self.labels = labels
-        rows = np.flatnonzero(labels >= 0)
-        order = rows[np.argsort(labels[rows], kind="stable")]
-        starts = np.unique(labels[order], return_index=True)[1]
-        self._clusters = np.split(order, starts[1:]) if len(order) else []
+        kinds = [labels] if not self.labeled.any() else [np.where(self.labeled == kind, labels, -1) for kind in (1, 0)]
+        self._clusters = [_rows_of_clusters(each) for each in kinds]
 
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
-        rng, clusters = generator(self.seed, epoch), self._clusters
+        rng, size = generator(self.seed, epoch), self.batch_size // len(self._clusters)
+        streams = [self._stream(rng, clusters, size) for clusters in self._clusters]
+        for images in zip(*streams, strict=True):
+            yield from images
+
+    def _stream(self, rng: np.random.Generator, clusters: list[np.ndarray], size: int) -> Iterator[int]:
+        """Return the image indices of ``clusters`` for parts of batches with ``size`` images."""
         while clusters:
             images = [image for number in rng.permutation(len(clusters)) for image in self._draw(rng, clusters[number])]
-            whole = len(images) // self.batch_size * self.batch_size
+            whole = len(images) // size * size
             yield from images[: whole or len(images)]
 
     def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
@@ -117,3 +158,11 @@ class ClusterSampler(EpochSampler):
         return draw_images(
             images.tolist(), cameras, first, self.num_instances, lambda rows, k, repeat: rng.choice(rows, k, repeat)
         )
+
+
+def _rows_of_clusters(labels: np.ndarray) -> list[np.ndarray]:
+    """Return the rows of each cluster, in the order of their labels; negative labels are excluded."""
+    rows = np.flatnonzero(labels >= 0)
+    order = rows[np.argsort(labels[rows], kind="stable")]
+    starts = np.unique(labels[order], return_index=True)[1]
+    return np.split(order, starts[1:]) if len(order) else []
