@@ -31,7 +31,13 @@ PACKAGES = {
     "engine": ("training loop, hooks and trainers", ["engine", "engine.hooks"]),
     "inference": (
         "feature extraction, search, comparison and export with a trained model",
-        ["inference", *(f"inference.{name}" for name in ("extract", "index", "similarity", "export", "hub"))],
+        [
+            "inference",
+            *(
+                f"inference.{name}"
+                for name in ("extract", "index", "gallery", "gallery_store", "similarity", "export", "hub")
+            ),
+        ],
     ),
     "report": ("report.html", ["report"]),
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),

@@ -18,6 +18,7 @@ COMMANDS = {
     "train": "train a model",
     "eval": "evaluate a model on test datasets",
     "extract": "extract the features of images to a file",
+    "gallery": "add, remove and list the images of a mutable gallery",
     "search": "search a gallery for the images that are most similar to a query",
     "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",

@@ -1,7 +1,8 @@
 """Search a gallery for the images that are most similar to query images.
 
-The gallery is a folder of images, an extraction (.npz), for which an index is built first, or an index file. The
-features of a folder are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
+The gallery is a folder of images, an extraction (.npz), for which an index is built first, an index file, or a mutable
+gallery (`fastamp gallery`), which --camera, --identity, --after and --before can limit. The features of a folder of
+images are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
 calibrate`), the identity of a query is unknown if its best match is below the threshold.
 
 With a model of FastAttr, --attributes searches only the images with these attributes; without a query image, all images
@@ -11,6 +12,7 @@ examples:
   fastamp search logs/run/model_best.pth query.jpg --gallery photos/
   fastamp search logs/run query.jpg --gallery gallery.npz
   fastamp search logs/run/model_best.pth queries/ --gallery gallery.index --top 20 --json
+  fastamp search logs/run query.jpg --gallery people.gallery --camera entrance --after 2026-01-31T08:00
   fastamp search logs/run --gallery photos/ --attributes "red upper, hat"
 """
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 KINDS = ("flat", "ivf", "hnsw")
 PROBED, EF_SEARCH = 0.2, 128
+_PLURALS = {"camera": "cameras", "identity": "identities"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gallery",
         required=True,
         metavar="GALLERY",
-        help="folder of images, .npz output of `fastamp extract`, or an index file",
+        help="folder of images, .npz output of `fastamp extract`, an index file, or a mutable gallery",
     )
     parser.add_argument(
         "--index", metavar="FILE", help="index file to build or load (default: GALLERY with the suffix .index)"
@@ -72,6 +75,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TEXT",
         help='attributes of the images, separated by commas, e.g. "red upper, hat" (models of FastAttr)',
     )
+    for name in ("camera", "identity"):
+        parser.add_argument(
+            f"--{name}", nargs="+", metavar="NAME", help=f"search only these {_PLURALS[name]} (mutable)"
+        )
+    parser.add_argument("--after", metavar="TIME", help="search only images from this time, ISO 8601, UTC (mutable)")
+    parser.add_argument("--before", metavar="TIME", help="search only images before this time (mutable)")
     parser.add_argument("--exact", action="store_true", help="exact search instead of the index")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
@@ -112,6 +121,7 @@ def run(args: argparse.Namespace) -> int:
             effort=args.effort,
             exact=args.exact,
             attributes=args.attributes or "",
+            conditions=_conditions(args),
             camids=args.camids,
             viewids=args.viewids,
             modality=args.modality,
@@ -134,11 +144,21 @@ def run(args: argparse.Namespace) -> int:
         print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
         if result.known is not None:
             print(_describe_decision(result, number, len(gallery)))
+        if not rows:
+            print("no images in the gallery, or none that meets the conditions")
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
             if group_by:
                 print(f"{args.group_by} {'unknown' if value is None else value}:")
             print(_table(list(group)))
     return 0
+
+
+def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the conditions on the items of a mutable gallery, see ``MutableGallery.rows_where``."""
+    from fastamp.inference.gallery_store import parse_time
+
+    conditions: dict[str, Any] = {_PLURALS[name]: values for name in _PLURALS if (values := getattr(args, name))}
+    return conditions | {name: parse_time(text) for name in ("after", "before") if (text := getattr(args, name))}
 
 
 def _score_name(metric: str) -> str:

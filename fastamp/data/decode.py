@@ -96,6 +96,29 @@ def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int 
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
     except ValueError as error:  # invalid file name
         raise DataError(f"cannot read the image {path!r}: {error}") from error
+    return _decode_full_image(content, path, channels, max_pixels, least_side)
+
+
+def decode_image(
+    content: bytes, channels: int = 3, *, name: str = "", max_pixels: int = MAX_PIXELS, least_side: int | None = None
+) -> Tensor:
+    """Decode the content of an image file, as ``read_image`` does.
+
+    Args:
+        content (bytes): content of the file.
+        channels, max_pixels, least_side: see ``read_image``.
+        name (str): name of the image for messages. Default "".
+
+    Returns:
+        Tensor: (channels, H, W) uint8.
+
+    Raises:
+        DataError: if the content is corrupt or too large.
+    """
+    return _decode_full_image(bytearray(content), name or "(bytes)", channels, max_pixels, least_side)
+
+
+def _decode_full_image(content: bytearray, path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     is_jpeg = content[:2] == _JPEG
@@ -106,13 +129,13 @@ def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int 
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, has no scaled decoding, and cannot be limited if the declared size was not found.
     if torchvision_decode is None or not width * height or channels == 4 or least_side is not None:
-        image = _read_with_pil(path, "RGBA" if channels == 4 else "RGB", max_pixels, least_side)
+        image = _decode_with_pil(content, path, "RGBA" if channels == 4 else "RGB", max_pixels, least_side)
     else:
         try:
             encoded = torch.frombuffer(content, dtype=torch.uint8)
             image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
         except RuntimeError:
-            image = _read_with_pil(path, "RGB", max_pixels)
+            image = _decode_with_pil(content, path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image
 
 
@@ -224,8 +247,10 @@ def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
     return _luma(pixels) if channels == 1 else pixels
 
 
-def _read_with_pil(path: str, mode: str, max_pixels: int, least_side: int | None = None) -> Tensor:
-    with _pil_errors(path), open_with_pil(path) as image:
+def _decode_with_pil(
+    content: bytearray, path: str, mode: str, max_pixels: int, least_side: int | None = None
+) -> Tensor:
+    with _pil_errors(path), open_with_pil(io.BytesIO(content)) as image:
         check_pixels(path, *image.size, max_pixels)  # type: ignore[call-arg]
         if least_side is not None:
             image.draft(None, (least_side, least_side))

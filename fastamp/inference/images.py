@@ -1,4 +1,4 @@
-"""Conversion of input images: paths, PIL images, arrays, tensors, and boxes in a frame."""
+"""Conversion of input images: paths, contents of files, PIL images, arrays, tensors, and boxes in a frame."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +9,10 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fastamp.data.decode import image_from_pil, read_image, with_channels
+from fastamp.data.decode import decode_image, image_from_pil, read_image, with_channels
 from fastamp.utils.errors import DataError
 
-Image = str | os.PathLike[str] | PIL.Image.Image | np.ndarray | Tensor
+Image = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 
@@ -35,6 +35,8 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
         return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
+    if isinstance(image, bytes):
+        return decode_image(image, channels, max_pixels=max_pixels, least_side=least_side)
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels)
     return with_channels(_as_tensor(image, color), channels)
@@ -114,8 +116,6 @@ def _check_layout(image: Any) -> None:
         fix = "pass a file name, or a uint8 array (H, W, 3)"
         if hasattr(image, "__array_interface__"):
             fix = "convert it with numpy.asarray(image)"
-        elif isinstance(image, bytes):
-            fix = "decode it with PIL.Image.open(io.BytesIO(image))"
         raise DataError(
             f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"
         )

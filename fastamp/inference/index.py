@@ -31,6 +31,7 @@ from fastamp.inference.features_file import (
     write_arrays,
 )
 from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
+from fastamp.inference.gallery_store import DATABASE
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
 from fastamp.utils.files import write_atomically
@@ -121,7 +122,6 @@ class GalleryIndex:
         metric: ``"cosine"`` or ``"euclidean"``.
         config_hash, checkpoint: hash and checkpoint of the model, see ``Extraction``.
         fingerprint: fingerprint of the extraction, see ``Extraction``.
-        columns: further columns of the images, see ``Extraction``.
     """
 
     def __init__(self, path: Path, index: Any, meta: dict[str, np.ndarray]) -> None:
@@ -130,10 +130,15 @@ class GalleryIndex:
             str(meta[name]) for name in ("kind", "metric", "config_hash", "checkpoint", "fingerprint")
         )
         self._columns = {name: meta.get(name) for name in ("paths", "pids", "camids", "boxes", "cameras")}
-        self.columns = further_columns(meta)
+        self._further = further_columns(meta)
 
     def __len__(self) -> int:
         return int(self._index.ntotal)
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Further columns of the images, see ``Extraction``."""
+        return self._further
 
     @property
     def width(self) -> int:
@@ -220,6 +225,17 @@ class GalleryIndex:
         """
         probabilities = attribute_columns(self.columns, self.path)
         return np.flatnonzero(has_attributes(probabilities, parse_query(query, tuple(probabilities)), threshold))
+
+    def rows_where(self, **conditions: Any) -> np.ndarray:
+        """Return the rows of the images that meet conditions; only of a ``MutableGallery``.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"{self.path} cannot be limited by {', '.join(conditions)}: it is not a mutable gallery.\n"
+            "  fix: add the images to one (fastamp gallery add)"
+        )
 
     def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
         """Build the result with the scores (Q, k) and the rows (Q, k)."""
@@ -424,14 +440,14 @@ def check_gallery(gallery: str | PathLike[str]) -> Path:
 def open_gallery(
     gallery: str | PathLike[str], *, of: Any = None, index: str | PathLike[str] | None = None, kind: str = "auto"
 ) -> GalleryIndex:
-    """Load an index file, or the index of an extraction file, which is first built if it is missing or outdated.
+    """Load a mutable gallery, an index file, or the index of an extraction file, which is built if missing or outdated.
 
     The features of a folder of images are extracted to a file next to it, ``FOLDER.HASH.npz`` with the hash of the
     model, or next to ``index``, ``INDEX.HASH.npz``. Later calls use this file, unless the images have changed. If
     MODEL.BACKBONE.MODALITY is set, it precedes the hash.
 
     Args:
-        gallery: index file; extraction file, whose name ends in ``.npz``; or folder of images.
+        gallery: mutable gallery; index file; extraction file, whose name ends in ``.npz``; or folder of images.
         of: predictor whose model must match the model of the gallery; required for a folder. Default: None, no check.
         index: index file of an extraction. Default: the file next to the extraction with the suffix ``.index``.
         kind: kind of index to build, see ``build_index``. An existing index of a different kind is replaced.
@@ -442,9 +458,12 @@ def open_gallery(
 
     Raises:
         DataError: if a file cannot be read, or was created with a different model.
-        ConfigError: if the index cannot be written, or the features of a folder would overwrite a different file.
+        ConfigError: if the index cannot be written, the features of a folder would overwrite a different file, or
+            ``index`` or ``kind`` is given for a mutable gallery.
     """
     path = check_gallery(gallery)
+    if (path / DATABASE).is_file():
+        return _open_mutable(path, of, index, kind)
     if path.is_dir():
         if of is None:
             raise DataError(
@@ -466,6 +485,21 @@ def open_gallery(
             "rebuilding the index %s, because it was built from different features or is of a different kind", out
         )
     return build_index(extraction, out, kind=kind)
+
+
+def _open_mutable(path: Path, of: Any, index: str | PathLike[str] | None, kind: str) -> GalleryIndex:
+    """Open a mutable gallery; see ``open_gallery``."""
+    from fastamp.inference.gallery import MutableGallery  # a subclass of GalleryIndex
+
+    if index is not None or kind != "auto":
+        raise ConfigError(
+            f"{path} is a mutable gallery, which has its own index: --index and --kind do not apply.\n"
+            "  fix: remove --index and --kind"
+        )
+    gallery = MutableGallery(path)
+    if of is not None:
+        check_same_model(gallery, of.config_hash, of.checkpoint)
+    return gallery
 
 
 def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | None) -> Path:

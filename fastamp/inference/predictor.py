@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -206,9 +206,9 @@ class Predictor:
         The features of images without pixels, such as boxes outside the frame, are NaN; a warning lists their indices.
 
         Args:
-            images: one or more images. Each is a path, a PIL image, a uint8 array (H, W) or (H, W, C), or a uint8
-                tensor (C, H, W); arrays and tensors are gray, RGB or RGBA. A batch may also be an array (N, H, W, C) or
-                a tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
+            images: one or more images. Each is a path, the bytes of an image file, a PIL image, a uint8 array (H, W) or
+                (H, W, C), or a uint8 tensor (C, H, W); arrays and tensors are gray, RGB or RGBA. A batch may also be an
+                array (N, H, W, C) or a tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
             boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; coordinates
                 are rounded and clipped to the frame. Default: None, full images.
             color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
@@ -426,7 +426,22 @@ class Predictor:
                 model or contains no pairs.
             ConfigError: see ``features``.
         """
+        features = self.require_features(
+            [*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids, modality=modality
+        )
+        return self.compare_features(*features, reference=reference)
+
+    def compare_features(
+        self, a: Tensor, b: Tensor, *, reference: PairScores | str | os.PathLike[str] | None = None
+    ) -> Comparison:
+        """Compare two images by their features (D,); see ``compare``."""
         metric = self.cfg.TEST.METRIC
+        distance = pairwise_distance(a[None], b[None], metric).item()
+        # Rounding may increase the similarity of equal images above 1.
+        return self.compare_score(min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance, reference)
+
+    def compare_score(self, score: float, reference: PairScores | str | os.PathLike[str] | None = None) -> Comparison:
+        """Compare the score of two images, as in ``SearchResult.scores``, with the scores of pairs; see ``compare``."""
         source, pairs = next(iter(self.extra.get("pairs", {}).items()), ("", None))
         pairs = PairScores(**pairs) if pairs else None
         if isinstance(reference, PairScores):
@@ -437,16 +452,9 @@ class Predictor:
             protocol = Protocol.from_config(self.cfg)
             pairs = sample_pair_scores(extraction, junk=protocol.junk, seed=protocol.seed)
             source = str(reference)
-        if pairs is not None and pairs.metric != metric:  # opts changed TEST.METRIC
+        if pairs is not None and pairs.metric != self.cfg.TEST.METRIC:  # opts changed it
             pairs = None
-        features = self._features_of_all(
-            [*as_one(a), *as_one(b)], color=color, camids=camids, viewids=viewids, modality=modality
-        )
-        first, second = features.split(1)
-        distance = pairwise_distance(first, second, metric).item()
-        # Rounding may increase the similarity of equal images above 1.
-        score = min(max(1 - distance, -1.0), 1.0) if metric == "cosine" else distance
-        return Comparison(score, metric, pairs, source, self.calibration)
+        return Comparison(score, self.cfg.TEST.METRIC, pairs, source, self.calibration)
 
     def search(
         self,
@@ -457,6 +465,7 @@ class Predictor:
         effort: int | None = None,
         exact: bool = False,
         attributes: str = "",
+        conditions: Mapping[str, Any] | None = None,
         color: str = "rgb",
         camids: Sequence[int] | None = None,
         viewids: Sequence[int] | None = None,
@@ -466,11 +475,14 @@ class Predictor:
 
         Args:
             query: one or more images, see ``features``.
-            index: gallery index, index file, or extraction file, whose index is built and written next to it if needed.
+            index: gallery index, mutable gallery, index file, or extraction file, whose index is built and written next
+                to it if needed.
             k: number of results per query; limited to the size of the gallery. Default: 10.
             effort, exact: see ``GalleryIndex.search``.
             attributes: attributes of the gallery images to compare with, e.g. ``"red upper, hat"``, predicted with a
                 probability of at least TEST.THRES, for a model of FastAttr. Default: "", all gallery images.
+            conditions: conditions that the items of a mutable gallery must meet, the arguments of
+                ``MutableGallery.rows_where``. Default: None, all items.
             color: see ``features``.
             camids, viewids, modality: cameras, views and modalities of the queries, see ``features``.
 
@@ -481,8 +493,8 @@ class Predictor:
             TypeError: if ``index`` is neither a gallery index nor a path.
             DataError: if an image or the index cannot be read, the index was created with a different model, or no
                 gallery image has the attributes.
-            ConfigError: if ``k`` or ``effort`` is below 1, or the model does not recognize the attributes; see also
-                ``features``.
+            ConfigError: if ``k`` or ``effort`` is below 1, the model does not recognize the attributes, or the gallery
+                has no values for ``conditions``; see also ``features``.
         """
         if not isinstance(index, (GalleryIndex, str, os.PathLike)):
             raise TypeError(
@@ -491,8 +503,9 @@ class Predictor:
             )
         gallery = index if isinstance(index, GalleryIndex) else open_gallery(index, of=self)
         check_same_model(gallery, self.config_hash, self.checkpoint)
-        features = self._features_of_all(query, color=color, camids=camids, viewids=viewids, modality=modality)
+        features = self.require_features(query, color=color, camids=camids, viewids=viewids, modality=modality)
         rows = self._rows_with_attributes(gallery, attributes) if attributes else None
+        rows = gallery.rows_where(**conditions) if conditions else rows
         result = gallery.search(features, k, effort=effort, exact=exact, rows=rows)
         return self._with_decisions(result, len(gallery) if rows is None else len(rows))
 
@@ -532,7 +545,8 @@ class Predictor:
                 100 * rate,
                 100 * calibration.fpir,
             )
-        known = calibration.accepts(result.scores[:, 0])
+        # An empty gallery has no match.
+        known: np.ndarray = np.asarray(calibration.accepts(result.scores[:, :1]).any(1))
         return replace(result, known=known, threshold=calibration.search_threshold, fpir=rate)
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
@@ -570,11 +584,11 @@ class Predictor:
                 "  fix: extract the features of one frame per call"
             )
         frame = frames[0]
-        if isinstance(frame, (str, os.PathLike, PIL.Image.Image)):
+        if isinstance(frame, (str, os.PathLike, bytes, PIL.Image.Image)):
             frame, color = self._decode(frame, color), "rgb"
         return crop_boxes(frame, corners), color
 
-    def _features_of_all(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
+    def require_features(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
         """Extract the features of images; raise DataError if an image has no pixels.
 
         NaN always indicates an image without pixels, because ``features_of_batch`` rejects non-finite features.
@@ -584,6 +598,24 @@ class Predictor:
         if empty:
             raise DataError(f"image {empty[0]} has no pixels.\n  fix: remove this image, or pass at least 1 x 1 pixels")
         return features
+
+    def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
+        """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.
+
+        Args:
+            images: N images (C, H, W) uint8.
+
+        Returns:
+            (N, D) float32 on the CPU, not normalized.
+
+        Raises:
+            ConfigError: if the model requires cameras, views or modalities.
+            DataError: if the images have different sizes, or a feature is not finite.
+        """
+        batch: dict[str, Any] = self._inputs(len(images), camids=None, viewids=None, modality=None)
+        batch["images"] = self._transforms.stack(list(images))
+        with torch.inference_mode():
+            return self.features_of_batch(batch).cpu()
 
     @cached_property
     def feature_dim(self) -> int:

@@ -5,6 +5,7 @@ import errno
 import io
 import json
 import os
+import sqlite3
 import sys
 import zipfile
 from unittest import mock
@@ -19,11 +20,14 @@ from torch import nn
 
 import fastamp
 from fastamp.inference import extract as extract_module
+from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
+from fastamp.inference.gallery import MutableGallery
+from fastamp.inference.gallery_store import GalleryModel, Item
 from fastamp.inference.index import build_index, load_index, open_gallery
 from fastamp.inference.package import License, check_packaged, package
 from fastamp.inference.parity import compare
@@ -49,6 +53,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     gallery = record.root / "gallery.npz"
     features_files(record, gallery)
     indices(record, predictor, checkpoint, gallery)
+    galleries(record, predictor, checkpoint, folder)
     comparisons(record, predictor, checkpoint, folder)
     calibrations(record, checkpoint)
     exports(record, predictor, checkpoint)
@@ -135,6 +140,65 @@ def images(record, predictor, checkpoint):
         predictor.check_modality((), "csv:mine.csv")
     record.fastamp("compare", checkpoint, path, "nowhere.jpg", "--device", "cpu")
     record.fastamp("compare", checkpoint, path, path, "--device", "cpu", "--opts", "SEED")
+
+
+def galleries(record, predictor, checkpoint, folder):
+    """Change a mutable gallery with wrong items, and open damaged ones."""
+    path, image = record.root / "people.gallery", folder / "0.png"
+    options = ("--model", checkpoint, "--device", "cpu")
+    record.fastamp("gallery", "add", path, image, image, *options, output=True)
+    record.fastamp("gallery", "add", path, folder, *options, "--time", "2026-01-31", output=True)
+    record.fastamp("gallery", "add", path, image)
+    record.fastamp("gallery", "add", path, "nowhere.png", *options)
+    (record.root / "no_items").mkdir()
+    record.fastamp("gallery", "add", path, record.root / "no_items", *options)
+    record.fastamp("gallery", "add", path, image, *options, "--time", "noon")
+    record.fastamp("gallery", "add", folder, image, *options)
+    record.fastamp("gallery", "remove", path, "missing.png")
+    record.fastamp("gallery", "list", folder)
+    record.fastamp("search", checkpoint, image, "--gallery", path, "--kind", "flat", "--device", "cpu")
+    record.fastamp("search", checkpoint, image, "--gallery", path, "--camera", "door", "--device", "cpu", output=True)
+    record.fastamp("search", checkpoint, image, "--gallery", record.root / "gallery.npz", "--camera", "door",
+                   "--device", "cpu")  # fmt: skip
+    ones = np.ones((1, 16))
+    with MutableGallery(path) as gallery:
+        for title, change in {
+            "add an item that exists": lambda: gallery.add([gallery.items[0]], ones),
+            "add an item twice": lambda: gallery.add([Item("a"), Item("a")], np.ones((2, 16))),
+            "add an item with 15 values": lambda: gallery.add([Item("a")], np.ones((1, 15))),
+            "add an item without an id": lambda: Item(""),
+        }.items():
+            with record(title):
+                change()
+        with record("add to a full disk"), pytest.MonkeyPatch.context() as patch:
+            error = sqlite3.OperationalError("database or disk is full")
+            patch.setattr(type(gallery._store), "insert", mock.Mock(side_effect=error))
+            gallery.add([Item("a")], ones)
+    features = np.random.default_rng(0).standard_normal((300, 16))
+    other = record.root / "other.gallery"
+    with MutableGallery(other, GalleryModel(16, "cosine", "hash", "model.pth")) as gallery:
+        gallery.add([Item(str(row)) for row in range(300)], features)
+        for wanted in (1.1, 0.0):
+            with record(f"build_candidates, recall {wanted}"), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(gallery_module, "FLAT_UP_TO", 100)
+                patch.setattr(gallery_module, "WANTED_RECALL", wanted)
+                patch.setattr(MutableGallery, "_measure", lambda _, built: built.choose(1, 0.5))
+                gallery.build_candidates()
+    (other / "candidates.index").write_text("not an index")
+    with record("MutableGallery(damaged candidates)"):
+        MutableGallery(other)
+    for title, statement in {
+        "a damaged feature": "UPDATE items SET crc = 0",
+        "an unknown format": "UPDATE gallery SET format = 9",
+    }.items():
+        with contextlib.closing(sqlite3.connect(other / "items.db")) as connection:
+            connection.execute(statement)
+            connection.commit()
+        with record(f"MutableGallery({title})"):
+            MutableGallery(other)
+    (other / "items.db").write_text("not a database" * 100)
+    with record("MutableGallery(damaged)"):
+        MutableGallery(other)
 
 
 def extractions(record, predictor, folder):

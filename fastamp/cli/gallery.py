@@ -1,0 +1,120 @@
+"""Add images to a mutable gallery, remove and list them; search it with `fastamp search --gallery`.
+
+A gallery is a folder, such as people.gallery. Each batch is on the disk before the next one starts: after an
+interruption, the same command adds the rest, because it skips items that exist. The id of an item is the path of its
+image as given. Features that were extracted before (.npz) are added without the model.
+
+examples:
+  fastamp gallery add people.gallery photos/ --model logs/run
+  fastamp gallery add people.gallery a.jpg b.jpg --model logs/run --camera entrance --time 2026-01-31T14:30
+  fastamp gallery add people.gallery features.npz
+  fastamp gallery list people.gallery
+  fastamp gallery remove people.gallery a.jpg
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastamp.cli.model_arguments import SOURCE_HELP, predictor_of
+from fastamp.cli.options import add_plugin_argument
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.plural import plural
+from fastamp.utils.table import format_table
+
+if TYPE_CHECKING:
+    from fastamp.inference.gallery import MutableGallery
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands add, remove and list."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="add | remove | list")
+    adding = actions.add_parser("add", help="add images, folders of images, or extracted features (.npz)")
+    removing = actions.add_parser("remove", help="remove items by id")
+    listing = actions.add_parser("list", help="print the items")
+    for each in (adding, removing, listing):
+        each.add_argument("gallery", metavar="GALLERY", help="folder of the gallery; `add` creates it")
+    adding.add_argument("sources", nargs="+", metavar="SOURCE", help="image, folder of images, or .npz file")
+    adding.add_argument("--model", dest="checkpoint", metavar="MODEL", help=f"{SOURCE_HELP}; required for images")
+    adding.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
+    add_plugin_argument(adding)
+    adding.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="config keys and values")
+    adding.add_argument("--camera", default="", metavar="NAME", help="camera of all images")
+    adding.add_argument("--identity", default="", metavar="NAME", help="identity of all images")
+    adding.add_argument("--time", metavar="TIME", help="time of all images, ISO 8601, in UTC without an offset")
+    adding.add_argument("--replace", action="store_true", help="replace items that exist (default: skip them)")
+    adding.add_argument("--no-pictures", action="store_true", help="store no small pictures of the images")
+    removing.add_argument("ids", nargs="+", metavar="ID", help="ids of items")
+    listing.add_argument("--json", action="store_true", help="print the items as JSON, one per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Change or print the gallery."""
+    from fastamp.inference.gallery import MutableGallery
+
+    if args.action == "add":
+        return _add(args)
+    with MutableGallery(args.gallery) as gallery:
+        if args.action == "remove":
+            gallery.remove(args.ids)
+            print(f"removed {plural(len(args.ids), 'item')}; {len(gallery):,} remain")
+        else:
+            _list(gallery, args.json)
+    return 0
+
+
+def _add(args: argparse.Namespace) -> int:
+    from fastamp.data.datasets.custom import image_files
+    from fastamp.inference.gallery_source import Metadata, add_extraction, add_images
+    from fastamp.inference.gallery_store import parse_time
+
+    metadata = Metadata(args.camera, args.identity, parse_time(args.time) if args.time else None)
+    extractions = [each for each in args.sources if Path(each).suffix == ".npz"]
+    paths: list[str] = []
+    for source in (each for each in args.sources if each not in extractions):
+        if not Path(source).exists():
+            raise DataError(f"{source} not found.\n  fix: correct the path of the image or folder")
+        found = image_files(Path(source)) if Path(source).is_dir() else [source]
+        if not found:
+            raise DataError(f"no images found in the folder {source}.\n  fix: give a folder that contains images")
+        paths += found
+    if paths and not args.checkpoint:
+        raise ConfigError("images need a model.\n  fix: add --model CHECKPOINT, or add extracted features (.npz)")
+    predictor = predictor_of(args) if args.checkpoint else None
+    added = skipped = 0
+    for extraction in extractions:
+        counts = add_extraction(args.gallery, extraction, metadata, replace=args.replace)
+        added, skipped = added + counts[0], skipped + counts[1]
+    if paths and predictor is not None:
+        counts = add_images(
+            args.gallery, paths, predictor, metadata, replace=args.replace, pictures=not args.no_pictures
+        )
+        added, skipped = added + counts[0], skipped + counts[1]
+    existing = f"; skipped {skipped:,} that existed (--replace replaces them)" if skipped else ""
+    print(f"added {plural(added, 'item')} to {args.gallery}{existing}")
+    return 0
+
+
+def _list(gallery: "MutableGallery", as_json: bool) -> None:
+    from fastamp.inference.gallery_store import format_time
+
+    rows = [
+        {
+            "id": item.id,
+            "name": item.name,
+            "identity": item.identity,
+            "camera": item.camera,
+            "time": format_time(item.time),
+        }
+        for item in gallery.items
+    ]
+    if as_json:
+        for row in rows:
+            print(json.dumps(row))
+        return
+    search = "exact search" if gallery.recall is None else f"approximate search, recall {gallery.recall:.3f}"
+    print(f"{gallery.path}: {plural(len(gallery), 'item')}, {search}; model {gallery.checkpoint}")
+    if rows:
+        names = [name for name in rows[0] if any(row[name] for row in rows)]
+        print(format_table([[row[name] for name in names] for row in rows], names))

@@ -1,0 +1,461 @@
+"""Mutable gallery: a gallery index whose items can be added, updated and removed while it is searched."""
+
+import logging
+import threading
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.inference.candidates import WANTED_RECALL, Candidates, trained_on
+from fastamp.inference.features_file import check_same_model
+from fastamp.inference.gallery_store import DATABASE, GalleryModel, GalleryStore, Item, format_time
+from fastamp.inference.index import FLAT_UP_TO, GalleryIndex, SearchResult
+from fastamp.utils.errors import ConfigError, DataError, writing
+
+logger = logging.getLogger(__name__)
+
+_CANDIDATES_FILE = "candidates.index"
+_BLOCK = 8192
+_RECALL_QUERIES, _RECALL_RANKS = 200, 10
+# The candidate index is built again when it contains this many times as many features as then, or as the gallery.
+_GROWTH = 2
+
+
+class MutableGallery(GalleryIndex):
+    """Gallery in a folder, whose items can be added, updated and removed by id.
+
+    A method that changes the gallery returns after the change is on the disk, see ``GalleryStore``: if the process is
+    killed, no change that was acknowledged is lost, and no batch is stored in part. Features and metadata are kept in
+    memory; changes by other processes are read before each search. All methods may be called by several threads.
+
+    The search compares with all features, or, after ``build_candidates``, with the features that an approximate index
+    proposes; scores are always exact. In results, ``paths`` are the names of the items, or their ids without a name;
+    the columns are ``id`` and ``time``.
+
+    Args:
+        path: folder of the gallery.
+        model: model of a new gallery, whose folder is created. Default: None, the gallery exists.
+
+    Attributes:
+        model: dimension, metric, hash and checkpoint of the features.
+        items: items by row, without pictures.
+
+    Raises:
+        DataError: if there is no gallery, it is damaged, or a feature in it is not finite.
+        WriteError: if it cannot be written.
+    """
+
+    def __init__(self, path: str | PathLike[str], model: GalleryModel | None = None) -> None:
+        path = Path(path).expanduser()
+        if model is not None:
+            with writing(path):
+                path.mkdir(exist_ok=True)
+        self._store = GalleryStore(path, model)
+        self.model = self._store.model
+        meta = {name: np.array(getattr(self.model, name)) for name in ("metric", "config_hash", "checkpoint")}
+        super().__init__(path, None, meta | {"kind": np.array("flat"), "fingerprint": np.array("")})
+        self._lock = threading.RLock()
+        self._tried = 0  # number of items when no candidate index had a sufficient recall
+        file = path / _CANDIDATES_FILE
+        self._candidates = Candidates.read(file, self._store.token) if file.exists() else None
+        self._load()
+
+    def __enter__(self) -> "MutableGallery":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the database; the gallery cannot be used afterwards."""
+        self._store.close()
+
+    @property
+    def columns(self) -> dict[str, np.ndarray]:
+        """Columns ``id`` and ``time`` (ISO 8601 text, "" if unknown) of all items, (N,) str."""
+        return {
+            "id": np.array([item.id for item in self.items], dtype=str),
+            "time": np.array([format_time(item.time) for item in self.items], dtype=str),
+        }
+
+    @property
+    def recall(self) -> float | None:
+        """Measured recall of the search in 0..1, see ``build_candidates``; None if it is exact."""
+        return self._candidates.recall if self._candidates else None
+
+    def __contains__(self, item_id: str) -> bool:
+        return item_id in self._row_of_id
+
+    def item(self, item_id: str) -> Item:
+        """Return the item with an id.
+
+        Raises:
+            DataError: if there is none.
+        """
+        with self._lock:
+            self.refresh()
+            self._check_present([item_id])
+            return self.items[self._row_of_id[item_id]]
+
+    def picture(self, item_id: str) -> bytes | None:
+        """Return the picture of an item, a JPEG file; None if it has none."""
+        with self._lock:
+            return self._store.picture(item_id)
+
+    def add(self, items: Sequence[Item], features: Tensor | np.ndarray) -> None:
+        """Add items.
+
+        Args:
+            items: N new items.
+            features: (N, D) float, not normalized.
+
+        Raises:
+            DataError: if an id is not unique, or the features have a wrong shape or are not finite. No item is added.
+            WriteError: if the items cannot be written.
+        """
+        values = self._as_features(features, len(items))
+        with self._lock:
+            with self._transaction():
+                self._check_unique(items)
+                found = [item.id for item in items if item.id in self._row_of_id]
+                if found:
+                    raise DataError(
+                        f"{len(found)} of {len(items)} items are in the gallery already: {', '.join(found[:5])}\n"
+                        "  fix: choose other ids, or replace the items"
+                    )
+                numbers = self._store.reserve_numbers(len(items))
+                self._store.insert(items, numbers, values)
+            self._append(items, numbers, values)
+
+    def update(self, items: Sequence[Item], features: Tensor | np.ndarray | None = None) -> None:
+        """Replace items with the same ids.
+
+        Args:
+            items: N items with all their values; a picture is kept if the new item has none.
+            features: (N, D) new features. Default: None, the features are kept.
+
+        Raises:
+            DataError: if an id is missing or not unique, or the features are invalid. No item is changed.
+            WriteError: if the items cannot be written.
+        """
+        values = None if features is None else self._as_features(features, len(items))
+        with self._lock:
+            with self._transaction():
+                self._check_unique(items)
+                self._check_present([item.id for item in items])
+                numbers = self._store.reserve_numbers(0 if values is None else len(items))
+                self._store.update(items, numbers, values)
+            rows = [self._row_of_id[item.id] for item in items]
+            for row, item in zip(rows, items, strict=True):
+                self.items[row] = _without_picture(item)
+            if values is not None:
+                self._replace(rows, numbers, self._normalized(values))
+
+    def remove(self, ids: Sequence[str]) -> None:
+        """Remove items.
+
+        Raises:
+            DataError: if an id is missing or given twice. No item is removed.
+            WriteError: if the change cannot be written.
+        """
+        with self._lock:
+            with self._transaction():
+                self._check_unique([Item(each) for each in ids])
+                self._check_present(ids)
+                self._store.delete(ids)
+            self._delete([self._row_of_id[each] for each in ids])
+
+    def search(self, features: Tensor | np.ndarray, k: int = 10, **options: Any) -> SearchResult:
+        """Search for the nearest items; see ``GalleryIndex.search``, whose ``effort`` is a number of lists."""
+        with self._lock:
+            self.refresh()
+            if len(self) and (options.get("rows") is None or len(options["rows"])):
+                return super().search(features, k, **options)
+            count = len(torch.as_tensor(features))
+            return self._result(np.zeros((count, 0), np.float32), np.zeros((count, 0), np.int64), self.metric)
+
+    def rows_where(  # type: ignore[override]  # names the conditions
+        self,
+        *,
+        cameras: Collection[str] = (),
+        identities: Collection[str] = (),
+        after: float | None = None,
+        before: float | None = None,
+    ) -> np.ndarray:
+        """Return the rows (M,) int64 of the items that meet all conditions, for ``search``.
+
+        Args:
+            cameras, identities: accepted values. Default: (), all.
+            after, before: seconds since 1970-01-01 UTC; ``after`` is inclusive, ``before`` exclusive. An item without a
+                time meets neither. Default: None, no limit.
+        """
+        with self._lock:
+            self.refresh()
+            return np.array(
+                [
+                    row
+                    for row, item in enumerate(self.items)
+                    if (not cameras or item.camera in cameras)
+                    and (not identities or item.identity in identities)
+                    and (after is None or (item.time is not None and item.time >= after))
+                    and (before is None or (item.time is not None and item.time < before))
+                ],
+                dtype=np.int64,
+            )
+
+    def search_where(
+        self, features: Tensor | np.ndarray, k: int, conditions: dict[str, Any], *, exact: bool = False
+    ) -> tuple[SearchResult, int]:
+        """Search among the items that meet ``conditions``, see ``rows_where``; also return how many these are."""
+        with self._lock:  # no change between the two steps
+            self.refresh()
+            rows = self.rows_where(**conditions) if conditions else None
+            return self.search(features, k, rows=rows, exact=exact), len(self) if rows is None else len(rows)
+
+    @property
+    def wants_candidates(self) -> bool:
+        """True if the gallery is so large that ``build_candidates`` is useful, or has changed much since then."""
+        if len(self) <= FLAT_UP_TO or self._candidates is None:
+            return len(self) > max(FLAT_UP_TO, _GROWTH * self._tried)
+        return len(self._candidates.numbers) > _GROWTH * min(len(self), self._candidates.built)
+
+    def build_candidates(self) -> float | None:
+        """Build the approximate index of a large gallery (IVF-PQ), measure its recall, and store it.
+
+        Searches and changes in other threads continue. The recall is the fraction of the 10 nearest items of 200 items
+        of the gallery that a search finds; the number of probed lists is the smallest tried one with a recall of 0.98.
+
+        Returns:
+            The recall. None if no number of lists reaches it, or there are at most 50,000 items: the search is exact.
+        """
+        with self._lock:
+            self.refresh()
+            if len(self) <= FLAT_UP_TO:
+                self._candidates, self.kind = None, "flat"
+                return None
+            numbers = sorted(self._row_of_number)
+            chosen = np.random.default_rng(0).choice(len(self), trained_on(len(self)), replace=False)
+            sample = self._matrix[np.sort(chosen)]
+        built = Candidates.train(sample, len(numbers))
+        for start in range(0, len(numbers), _BLOCK):
+            with self._lock:
+                block = [each for each in numbers[start : start + _BLOCK] if each in self._row_of_number]
+                features = self._matrix[[self._row_of_number[each] for each in block]]
+            built.add(block, features)
+        with self._lock:
+            self._synchronize(built)
+            self._measure(built)
+            if built.recall < WANTED_RECALL:
+                logger.warning(
+                    "the search of %s remains exact: the approximate index has a recall of %.3f, below %.2f",
+                    self.path,
+                    built.recall,
+                    WANTED_RECALL,
+                )
+                self._candidates, self.kind, self._tried = None, "flat", len(self)
+                return None
+            built.write(self.path / _CANDIDATES_FILE, self._store.token)
+            self._candidates, self.kind = built, "ivfpq"
+            logger.info("%s: %d items, recall %.3f with %d lists", self.path, len(self), built.recall, built.probed)
+            return built.recall
+
+    def _measure(self, built: Candidates) -> None:
+        """Set the number of lists and the recall of a candidate index."""
+        chosen = np.random.default_rng(1).choice(len(self), _RECALL_QUERIES, replace=False)
+        queries, k = self._matrix[chosen], _RECALL_RANKS + 1  # the first is the query itself
+        expected = self._search_all(queries, k)[1]
+        for probed in built.fractions:
+            found = self._search_candidates(built, queries, k, probed)[1]
+            hits = sum(len({*a[1:]} & {*b}) for a, b in zip(expected.tolist(), found.tolist(), strict=True))
+            recall = hits / (_RECALL_QUERIES * _RECALL_RANKS)
+            built.choose(probed, recall)
+            if recall >= WANTED_RECALL:
+                break
+
+    def _search(self, features: np.ndarray, k: int, effort: int | None, exact: bool) -> tuple[np.ndarray, np.ndarray]:
+        if exact or self._candidates is None:
+            return self._search_all(features, k)
+        return self._search_candidates(self._candidates, features, k, effort)
+
+    def _search_candidates(
+        self, candidates: Candidates, features: np.ndarray, k: int, effort: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Compare the queries exactly with their candidates; with all items where there are fewer than k candidates."""
+        values, rows = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)
+        for query, proposed in enumerate(candidates.search(features, k, effort).tolist()):
+            found = (self._row_of_number.get(each, -1) for each in proposed)  # -1: removed
+            near = np.array([row for row in found if row >= 0], dtype=np.int64)
+            feature = features[query]
+            if len(near) < k:
+                values[query], rows[query] = (each[0] for each in self._search_all(feature[None], k))
+                continue
+            if self.metric == "cosine":
+                scores = self._matrix[near] @ feature
+            else:
+                scores = -np.square(self._matrix[near] - feature).sum(1)
+            order = np.argsort(-scores, kind="stable")[:k]
+            values[query], rows[query] = (
+                np.abs(scores[order]) if self.metric != "cosine" else scores[order],
+                near[order],
+            )
+        return values, rows
+
+    def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
+        found = [[self.items[row] for row in each] for each in rows.tolist()]
+
+        def column(values: Iterable[Iterable[Any]], kind: type = str) -> np.ndarray:
+            return np.array([list(each) for each in values], dtype=kind).reshape(rows.shape)
+
+        return SearchResult(
+            scores=scores,
+            rows=rows,
+            paths=column([item.name or item.id for item in each] for each in found),
+            pids=column([item.identity or "-1" for item in each] for each in found),
+            camids=np.full(rows.shape, -1),
+            boxes=None,
+            metric=metric,
+            cameras=column([item.camera for item in each] for each in found),
+            columns={
+                "id": column([item.id for item in each] for each in found),
+                "time": column([format_time(item.time) for item in each] for each in found),
+            },
+        )
+
+    def refresh(self) -> None:
+        """Read the gallery again if another process has changed it."""
+        with self._lock:
+            if self._store.version != self._version:
+                self._load()
+
+    def _load(self) -> None:
+        """Read all items into memory."""
+        import faiss
+
+        self._version = self._store.version
+        metric = faiss.METRIC_INNER_PRODUCT if self.metric == "cosine" else faiss.METRIC_L2
+        self._index = faiss.IndexFlat(self.model.width, metric)
+        self.items: list[Item] = []
+        self._numbers: list[int] = []
+        self._row_of_id: dict[str, int] = {}
+        self._row_of_number: dict[int, int] = {}
+        candidates, self._candidates = self._candidates, None
+        for items, numbers, features in self._store.read():
+            self._append(items, numbers, features)
+        if candidates is not None:
+            self._synchronize(candidates)
+            self._candidates = candidates
+        self.kind = "ivfpq" if self._candidates else "flat"
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Start a transaction, with the changes of other processes in memory."""
+        with self._store.transaction():
+            self.refresh()
+            yield
+
+    @property
+    def _matrix(self) -> np.ndarray:
+        """Features (N, D) of all items, normalized for cosine, in the memory of the flat index."""
+        import faiss
+
+        if not len(self):
+            return np.empty((0, self.width), np.float32)
+        matrix: np.ndarray = faiss.rev_swig_ptr(self._index.get_xb(), len(self) * self.width)
+        return matrix.reshape(len(self), self.width)
+
+    def _append(self, items: Sequence[Item], numbers: Sequence[int], features: np.ndarray) -> None:
+        first, normalized = len(self.items), self._normalized(features)
+        self._index.add(normalized)
+        self.items.extend(map(_without_picture, items))
+        self._numbers.extend(numbers)
+        self._row_of_id.update((item.id, row) for row, item in enumerate(items, first))
+        self._row_of_number.update((number, row) for row, number in enumerate(numbers, first))
+        if self._candidates:
+            self._candidates.add(list(numbers), normalized)
+
+    def _replace(self, rows: Sequence[int], numbers: Sequence[int], features: np.ndarray) -> None:
+        """Replace the features and numbers of rows."""
+        if self._candidates:
+            self._candidates.add(list(numbers), features)
+        self._matrix[rows] = features
+        for row, number in zip(rows, numbers, strict=True):
+            del self._row_of_number[self._numbers[row]]
+            self._numbers[row], self._row_of_number[number] = number, row
+
+    def _delete(self, rows: Sequence[int]) -> None:
+        """Delete rows: the last rows move to their places."""
+        import faiss
+
+        matrix = self._matrix
+        for row in sorted(rows, reverse=True):
+            del self._row_of_id[self.items[row].id], self._row_of_number[self._numbers[row]]
+            item, number, last = self.items.pop(), self._numbers.pop(), len(self.items)
+            if row != last:
+                matrix[row] = matrix[last]
+                self.items[row], self._numbers[row] = item, number
+                self._row_of_id[item.id] = self._row_of_number[number] = row
+        self._index.remove_ids(faiss.IDSelectorRange(len(self.items), len(matrix)))
+
+    def _synchronize(self, candidates: Candidates) -> None:
+        """Add the features that are not in a candidate index."""
+        added = sorted(self._row_of_number.keys() - candidates.numbers)
+        candidates.add(added, self._matrix[[self._row_of_number[each] for each in added]])
+
+    def _normalized(self, features: np.ndarray) -> np.ndarray:
+        if self.metric != "cosine":
+            return features
+        normalized: np.ndarray = torch.nn.functional.normalize(torch.from_numpy(features), dim=1).numpy()
+        return normalized
+
+    def _as_features(self, features: Tensor | np.ndarray, count: int) -> np.ndarray:
+        values: np.ndarray = np.ascontiguousarray(torch.as_tensor(features).float().cpu().numpy())
+        if values.shape != (count, self.model.width) or not np.isfinite(values).all():
+            raise DataError(
+                f"the features of {count} items must be finite and have shape ({count}, {self.model.width}); got shape "
+                f"{values.shape} with {np.count_nonzero(~np.isfinite(values))} non-finite values.\n"
+                "  fix: extract them with the model of the gallery"
+            )
+        return values
+
+    def _check_unique(self, items: Sequence[Item]) -> None:
+        ids = [item.id for item in items]
+        if len(set(ids)) < len(ids):
+            twice = next(each for each in ids if ids.count(each) > 1)
+            raise DataError(f"the id {twice!r} is given twice.\n  fix: give each item once")
+
+    def _check_present(self, ids: Sequence[str]) -> None:
+        missing = [each for each in ids if each not in self._row_of_id]
+        if missing:
+            raise MissingItemError(
+                f"{len(missing)} of {len(ids)} items are not in the gallery: {', '.join(missing[:5])}\n"
+                "  fix: correct the ids"
+            )
+
+
+class MissingItemError(DataError):
+    """An item is not in the gallery."""
+
+
+def create_or_open(path: str | PathLike[str], model: GalleryModel) -> MutableGallery:
+    """Open a gallery, which is created if it does not exist, and check its model.
+
+    Raises:
+        ConfigError: if the path exists and is not a gallery.
+        DataError: if the gallery has another model.
+    """
+    folder = Path(path).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE).exists():
+        raise ConfigError(f"{folder} exists and is not a gallery.\n  fix: choose another folder")
+    gallery = MutableGallery(folder, model)
+    check_same_model(gallery, model.config_hash, model.checkpoint)
+    return gallery
+
+
+def _without_picture(item: Item) -> Item:
+    return item if item.picture is None else Item(item.id, item.name, item.identity, item.camera, item.time)

@@ -1,0 +1,150 @@
+"""Add images and extractions to a mutable gallery, in batches that are each on the disk before the next one."""
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import torch
+from torch import Tensor
+
+from fastamp.data.decode import read_image
+from fastamp.inference.features_file import read_extraction
+from fastamp.inference.gallery import MutableGallery, create_or_open
+from fastamp.inference.gallery_store import GalleryModel, Item
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.progress import track
+
+_EXTRACTED_BATCH, _IMAGE_BATCH = 4096, 256
+_PICTURE_SIDE, _PICTURE_QUALITY = 192, 80
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """Values of all items that are added: camera, identity, and time in seconds since 1970-01-01 UTC."""
+
+    camera: str = ""
+    identity: str = ""
+    time: float | None = None
+
+
+def gallery_model(predictor: Predictor) -> GalleryModel:
+    """Return the description of a model that a gallery stores."""
+    width, metric = predictor.feature_dim, str(predictor.cfg.TEST.METRIC)
+    return GalleryModel(width, metric, predictor.config_hash, str(predictor.checkpoint))
+
+
+def make_picture(pixels: Tensor) -> bytes:
+    """Encode an image (C, H, W) uint8 as a small JPEG file without metadata, at most 192 pixels wide and high."""
+    array = pixels[:3].permute(1, 2, 0).numpy()
+    image = PIL.Image.fromarray(array[..., 0] if array.shape[2] == 1 else array)
+    image.thumbnail((_PICTURE_SIDE, _PICTURE_SIDE))
+    file = io.BytesIO()
+    image.convert("RGB").save(file, "JPEG", quality=_PICTURE_QUALITY)
+    return file.getvalue()
+
+
+def add_images(
+    gallery: str | PathLike[str],
+    paths: Sequence[str],
+    predictor: Predictor,
+    metadata: Metadata | None = None,
+    *,
+    replace: bool = False,
+    pictures: bool = True,
+) -> tuple[int, int]:
+    """Add images to a gallery, which is created if it does not exist; their ids are their paths.
+
+    Args:
+        gallery: folder of the gallery.
+        paths: image files.
+        predictor: model of the gallery.
+        metadata: values of all items. Default: None, unknown.
+        replace: if True, replace items that exist. Default: False, skip them.
+        pictures: if True, store a small picture of each image. Default: True.
+
+    Returns:
+        Numbers of added or replaced, and of skipped images.
+
+    Raises:
+        DataError: if an image cannot be read, or the gallery has another model. Earlier batches are stored.
+        WriteError: if the gallery cannot be written.
+    """
+    metadata = metadata or Metadata()
+    with create_or_open(gallery, gallery_model(predictor)) as opened:
+
+        def item(path: str) -> Item:
+            picture = make_picture(read_image(path, least_side=_PICTURE_SIDE)) if pictures else None
+            return Item(path, Path(path).name, metadata.identity, metadata.camera, metadata.time, picture)
+
+        def features(rows: list[int]) -> Tensor:
+            return predictor.require_features([paths[row] for row in rows])
+
+        return _add(opened, list(paths), item, features, replace=replace, size=_IMAGE_BATCH)
+
+
+def add_extraction(
+    gallery: str | PathLike[str],
+    extraction: str | PathLike[str],
+    metadata: Metadata | None = None,
+    *,
+    replace: bool = False,
+) -> tuple[int, int]:
+    """Add the features of an extraction to a gallery, see ``add_images``; their ids are the paths of the images.
+
+    Boxes are part of the ids: ``PATH#LEFT,TOP,RIGHT,BOTTOM``. Identities and cameras are those of the extraction,
+    unless ``metadata`` names others.
+    """
+    found = read_extraction(extraction)
+    metadata = metadata or Metadata()
+    model = GalleryModel(found.features.shape[1], found.metric, found.config_hash, found.checkpoint)
+    cameras = found.camids if found.cameras is None else found.cameras
+    ids = found.paths.tolist()
+    if found.boxes is not None:
+        ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, found.boxes.tolist(), strict=True)]
+    row_of_id = {each: row for row, each in enumerate(ids)}
+
+    def item(item_id: str) -> Item:
+        row = row_of_id[item_id]
+        identity, camera = (_known(values[row]) for values in (found.pids, cameras))
+        name = Path(str(found.paths[row])).name
+        return Item(item_id, name, metadata.identity or identity, metadata.camera or camera, metadata.time)
+
+    def features(rows: list[int]) -> np.ndarray:
+        return np.array(found.features[rows])
+
+    with create_or_open(gallery, model) as opened:
+        return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)
+
+
+def _known(value: object) -> str:
+    return "" if str(value) == "-1" else str(value)
+
+
+def _add(
+    gallery: MutableGallery,
+    ids: list[str],
+    item: Callable[[str], Item],
+    features: Callable[[list[int]], Tensor | np.ndarray],
+    *,
+    replace: bool,
+    size: int,
+) -> tuple[int, int]:
+    """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
+    added = 0
+    first_rows = list({each: row for row, each in reversed(list(enumerate(ids)))}.values())[::-1]
+    starts = range(0, len(first_rows), size)
+    for start in track(starts, len(starts), f"adding {len(first_rows)} items"):
+        block = first_rows[start : start + size]
+        old = [row for row in block if replace and ids[row] in gallery]
+        new = [row for row in block if ids[row] not in gallery]
+        for rows, change in ((new, gallery.add), (old, gallery.update)):
+            if rows:
+                change([item(ids[row]) for row in rows], torch.as_tensor(features(rows)))
+                added += len(rows)
+    if gallery.wants_candidates:
+        gallery.build_candidates()
+    return added, len(first_rows) - added

@@ -1,0 +1,356 @@
+"""Tests of the mutable gallery: equality with naive search after random changes, durability, filters and commands."""
+
+import io
+import json
+import os
+import signal
+import sqlite3
+import threading
+import time
+
+import gallery_writer
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from command import run_command
+from preloaded import Run
+
+from fastamp import Predictor
+from fastamp.cli import gallery as command
+from fastamp.cli import search as search_command
+from fastamp.data.build import build_dataset
+from fastamp.inference import gallery as module
+from fastamp.inference.candidates import Candidates
+from fastamp.inference.extract import extract
+from fastamp.inference.gallery import MissingItemError, MutableGallery, create_or_open
+from fastamp.inference.gallery_store import GalleryModel, Item, format_time, parse_time
+from fastamp.inference.index import open_gallery
+from fastamp.utils.errors import ConfigError, DataError, WriteError
+
+WIDTH = 16
+
+
+def model(metric="cosine", width=WIDTH):
+    return GalleryModel(width, metric, "hash", "model.pth")
+
+
+def naive_search(stored, queries, k, metric):
+    """Return ids (Q, k) and scores (Q, k) from a loop over all pairs."""
+    found = []
+    for query in queries.astype(np.float64):
+        scores = {}
+        for item_id, feature in stored.items():
+            each = feature.astype(np.float64)
+            cosine = query @ each / (np.linalg.norm(query) * np.linalg.norm(each))
+            scores[item_id] = cosine if metric == "cosine" else -np.linalg.norm(query - each)
+        found.append(sorted(scores.items(), key=lambda pair: -pair[1])[:k])
+    ids = [[item_id for item_id, _ in row] for row in found]
+    return ids, np.abs([[score for _, score in row] for row in found]) if metric != "cosine" else np.array(
+        [[score for _, score in row] for row in found]
+    )
+
+
+def check_equal(gallery, stored, random):
+    queries = random.standard_normal((3, WIDTH)).astype(np.float32)
+    ids, scores = naive_search(stored, queries, 5, gallery.metric)
+    found = gallery.search(queries, 5)
+    assert found.columns["id"].tolist() == ids
+    assert np.allclose(found.scores, scores, atol=1e-5)  # float32 sums of 16 products
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_search_equals_a_naive_search_after_random_changes(tmp_path, metric):
+    random, stored = np.random.default_rng(0), {}
+    gallery = MutableGallery(tmp_path / "a.gallery", model(metric))
+    other = MutableGallery(tmp_path / "a.gallery")  # as another process
+    for number in range(40):
+        action = random.choice(["add", "update", "remove"]) if len(stored) > 20 else "add"
+        size = int(random.integers(1, 9))
+        features = random.standard_normal((size, WIDTH)).astype(np.float32)
+        if action == "add":
+            ids = [f"{number}-{each}" for each in range(size)]
+        else:
+            ids = random.choice(sorted(stored), size, replace=False).tolist()
+        changing = gallery if number % 3 else other
+        if action == "remove":
+            changing.remove(ids)
+            stored = {each: feature for each, feature in stored.items() if each not in ids}
+        else:
+            getattr(changing, action)([Item(each, name=f"{number}") for each in ids], features)
+            stored |= dict(zip(ids, features, strict=True))
+            assert changing.item(ids[0]).name == f"{number}"
+        assert len(gallery.search(features, 1).rows) == size and len(gallery) == len(stored)
+        check_equal(gallery, stored, random)
+    check_equal(other, stored, random)
+    check_equal(MutableGallery(tmp_path / "a.gallery"), stored, random)
+
+
+def test_candidates_are_compared_exactly_and_follow_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FLAT_UP_TO", 1000)
+    random = np.random.default_rng(0)
+    centers = 3 * random.standard_normal((150, WIDTH))
+    features = (centers.repeat(10, 0) + random.standard_normal((1500, WIDTH))).astype(np.float32)
+    for metric in ("cosine", "euclidean"):
+        gallery = MutableGallery(tmp_path / metric, model(metric))
+        gallery.add([Item(f"{row}") for row in range(1500)], features)
+        assert gallery.wants_candidates and gallery.kind == "flat" and gallery.recall is None
+        recall = gallery.build_candidates()
+        assert not gallery.wants_candidates and gallery.kind == "ivfpq" and gallery.recall == recall >= 0.98
+        gallery.remove([f"{row}" for row in range(0, 300, 2)])
+        gallery.update([Item(f"{row}") for row in range(1, 100, 2)], features[:50])
+        gallery.add([Item(f"new {row}") for row in range(200)], features[300:500] + 0.01)
+        loaded = MutableGallery(tmp_path / metric)
+        assert loaded.kind == "ivfpq" and loaded.recall == recall
+        queries = (centers[:40] + random.standard_normal((40, WIDTH))).astype(np.float32)
+        exact = gallery.search(queries, 10, exact=True)
+        for each in (gallery, loaded):
+            found = each.search(queries, 10)
+            ids = zip(found.columns["id"].tolist(), exact.columns["id"].tolist(), strict=True)
+            assert np.mean([len({*a} & {*b}) for a, b in ids]) >= 9  # of 10
+            same = found.columns["id"] == exact.columns["id"]
+            assert same[:, 0].mean() > 0.9
+            assert np.allclose(found.scores[same], exact.scores[same], atol=1e-4)  # not of the product codes
+        assert gallery.search(queries[:1], 1500, effort=1).rows.shape == (1, 1500)  # fewer candidates than k
+
+
+def test_approximate_index_is_not_used_if_its_recall_is_low_or_its_file_is_wrong(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "FLAT_UP_TO", 1000)
+    features = np.random.default_rng(0).standard_normal((1200, WIDTH)).astype(np.float32)
+    for name in ("a", "b"):
+        gallery = MutableGallery(tmp_path / name, model())
+        gallery.add([Item(f"{row}") for row in range(1200)], features)
+    monkeypatch.setattr(module, "WANTED_RECALL", 1.1)
+    assert gallery.build_candidates() is None and gallery.kind == "flat"
+    assert "remains exact" in caplog.text
+    monkeypatch.setattr(module, "WANTED_RECALL", 0.0)
+    assert gallery.build_candidates() is not None
+    file = tmp_path / "b/candidates.index"
+    content = file.read_bytes()
+    (tmp_path / "a/candidates.index").write_bytes(content)
+    assert MutableGallery(tmp_path / "a").kind == "flat" and "of another gallery" in caplog.text
+    file.write_bytes(content[:-100])
+    assert MutableGallery(tmp_path / "b").kind == "flat" and "damaged" in caplog.text
+    assert Candidates.read(file, "") is None
+
+
+def test_candidates_are_built_while_the_gallery_changes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "FLAT_UP_TO", 1000)
+    random = np.random.default_rng(0)
+    features = random.standard_normal((1500, WIDTH)).astype(np.float32)
+    gallery = MutableGallery(tmp_path / "a", model())
+    gallery.add([Item(f"{row}") for row in range(1500)], features)
+    train = Candidates.train
+
+    def change_while_training(sample, count):
+        thread = threading.Thread(
+            target=lambda: (gallery.remove(["3"]), gallery.add([Item("new")], features[:1] + 0.1))
+        )
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
+        return train(sample, count)
+
+    monkeypatch.setattr(Candidates, "train", change_while_training)
+    monkeypatch.setattr(module, "WANTED_RECALL", 0.0)
+    gallery.build_candidates()
+    assert "3" not in gallery and len(gallery._candidates.numbers) == len(gallery) == 1500
+    assert gallery.search(features[:1] + 0.1, 1, effort=1000).columns["id"].tolist() == [["new"]]
+
+
+def acknowledged(lines, stored):
+    """Apply printed changes to item -> version; return the result, and the change that was not acknowledged or {}."""
+    started = {}
+    for line in lines:
+        if line.startswith("start"):
+            started = {word.partition(":")[0]: int(word.partition(":")[2]) for word in line.split()[1:]}
+        elif line == "done":
+            stored = {each: version for each, version in (stored | started).items() if version >= 0}
+            started = {}
+    return stored, started
+
+
+def kill_writer(folder, seed, seconds):
+    """Run the writer, kill it ``seconds`` after its first change, and return the lines that it printed."""
+    reader, writer = os.pipe()
+    run = Run([gallery_writer.__file__, str(folder), str(seed)], {}, stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader) as output:
+        first = output.readline()
+        time.sleep(seconds)
+        os.kill(run.pid, signal.SIGKILL)
+        # A line that was cut off by the kill was not acknowledged.
+        lines = [line.strip() for line in [first, *output] if line.endswith("\n")]
+    run.finish()
+    return lines
+
+
+def check_contents(folder, lines, stored):
+    """Check that all acknowledged changes are stored, and all or nothing of the last one; return the items."""
+    expected, started = acknowledged(lines, stored)
+    after = {each: version for each, version in (expected | started).items() if version >= 0}
+    with MutableGallery(folder) as gallery:
+        found = {item.id: int(item.name) for item in gallery.items}
+        assert found in (expected, after)
+        queries = np.stack([gallery_writer.feature(each, version) for each, version in found.items()])
+        result = gallery.search(queries, 1)
+    assert result.columns["id"][:, 0].tolist() == list(found) and np.allclose(result.scores, 1, atol=1e-5)
+    return found
+
+
+@pytest.mark.slow
+def test_no_acknowledged_change_is_lost_if_the_process_is_killed(tmp_path):
+    folder, stored, changes, random = tmp_path / "a.gallery", {}, 0, np.random.default_rng(0)
+    for seed in range(8):
+        lines = kill_writer(folder, seed, random.uniform(0, 0.5))
+        changes += lines.count("done")
+        stored = check_contents(folder, lines, stored)
+    assert changes > 20
+
+
+@pytest.mark.slow
+def test_check_for_lost_changes_detects_a_lost_change(tmp_path):
+    folder = tmp_path / "a.gallery"
+    lines = kill_writer(folder, 0, 0.3)
+    lost, _ = acknowledged(lines, {})
+    with MutableGallery(folder) as gallery:
+        gallery.remove([next(iter(lost))])
+    with pytest.raises(AssertionError):
+        check_contents(folder, lines, {})
+
+
+def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
+    gallery = MutableGallery(tmp_path / "a.gallery", model())
+    features = np.eye(3, WIDTH, dtype=np.float32)
+    gallery.add([Item(each) for each in "abc"], features)
+    for change in (
+        lambda: gallery.add([Item("d"), Item("a")], features[:2]),
+        lambda: gallery.add([Item("d"), Item("d")], features[:2]),
+        lambda: gallery.add([Item("d")], features),
+        lambda: gallery.add([Item("d")], features[:1] * np.nan),
+        lambda: gallery.update([Item("a", "x"), Item("d")]),
+        lambda: gallery.remove(["a", "d"]),
+        lambda: gallery.remove(["a", "a"]),
+        lambda: gallery.item("d"),
+        lambda: Item(""),
+        lambda: Item("a" * 501),
+    ):
+        with pytest.raises(DataError):
+            change()
+    with pytest.raises(MissingItemError):
+        gallery.remove(["d"])
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+        patch.setattr(type(gallery._store), "insert", lambda *_: 1 / 0)
+        gallery.add([Item("d")], features[:1])
+    for each in (gallery, MutableGallery(tmp_path / "a.gallery")):
+        assert [item.id for item in each.items] == ["a", "b", "c"] and each.items[0].name == ""
+        assert each.search(features, 1).columns["id"][:, 0].tolist() == ["a", "b", "c"]
+
+
+def test_metadata_pictures_and_conditions(tmp_path):
+    gallery = MutableGallery(tmp_path / "a.gallery", model())
+    times = [0.0, 10.5, None, 30.0]
+    items = [Item(f"{n}", f"n{n}", f"p{n % 2}", f"c{n // 2}", times[n], b"jpeg") for n in range(4)]
+    gallery.add(items, np.eye(4, WIDTH))
+    gallery.update([Item("3", "new", camera="c9")])  # keeps feature and picture
+    loaded = MutableGallery(tmp_path / "a.gallery")
+    for each in (gallery, loaded):
+        assert [each.picture(item_id) for item_id in ("0", "3", "none")] == [b"jpeg", b"jpeg", None]
+        assert each.item("3") == Item("3", "new", camera="c9") and each.item("1").time == 10.5
+        found = each.search(np.eye(4, WIDTH)[3:], 1)
+        assert (found.paths[0, 0], found.pids[0, 0], found.cameras[0, 0]) == ("new", "-1", "c9")
+        assert each.rows_where(cameras=["c0"]).tolist() == [0, 1]
+        assert each.rows_where(identities=["p0"], cameras=["c1"]).tolist() == [2]
+        assert each.rows_where(after=0.0, before=10.5).tolist() == [0]
+        assert each.rows_where(after=10.5).tolist() == [1]
+        result, count = each.search_where(np.ones((1, WIDTH)), 5, {"cameras": ["c0"]})
+        assert sorted(result.columns["id"][0].tolist()) == ["0", "1"] and count == 2
+        result, count = each.search_where(np.ones((2, WIDTH)), 5, {"cameras": ["c8"]})
+        assert result.rows.shape == (2, 0) and count == 0
+    gallery.remove(["0"])
+    assert gallery.picture("0") is None
+    assert parse_time(format_time(1769862600.5)) == 1769862600.5
+    assert parse_time("2026-01-31T14:30") == parse_time("2026-01-31T16:30:00+02:00") == parse_time("2026-01-31T14:30Z")
+    with pytest.raises(ConfigError):
+        parse_time("yesterday")
+
+
+def test_damaged_galleries_and_other_models_are_errors(tmp_path):
+    folder = tmp_path / "a.gallery"
+    with MutableGallery(folder, model()) as gallery:
+        gallery.add([Item("a")], np.ones((1, WIDTH)))
+    with pytest.raises(DataError, match="different model"):
+        create_or_open(folder, GalleryModel(WIDTH, "cosine", "other", "other.pth"))
+    assert len(create_or_open(folder, model())) == 1
+    with sqlite3.connect(folder / "items.db") as connection:
+        connection.execute("UPDATE items SET feature = zeroblob(64)")
+    connection.close()
+    with pytest.raises(DataError, match="'a' is damaged"):
+        MutableGallery(folder)
+    (folder / "items.db").write_bytes(b"no database, but text that is long enough" * 100)
+    with pytest.raises(DataError, match="damaged"):
+        MutableGallery(folder)
+    with pytest.raises(DataError, match="not a gallery"):
+        MutableGallery(tmp_path)
+    with pytest.raises(ConfigError, match="not a gallery"):
+        create_or_open(tmp_path, model())
+    with pytest.raises(WriteError):
+        create_or_open(tmp_path / "missing" / "a.gallery", model())
+
+
+@pytest.fixture(scope="module")
+def predictor(checkpoint):
+    return Predictor(checkpoint, device="cpu")
+
+
+def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, capsys):
+    images = [item.path for item in build_dataset("Demo").query[:4]]
+    folder = tmp_path / "people.gallery"
+    options = ("--model", checkpoint, "--device", "cpu")
+    assert run_command(command, "add", folder, *images[:2], *options, "--camera", "door", "--time", "2026-01-31") == 0
+    assert run_command(command, "add", folder, *images, *options) == 0
+    assert "added 2 items" in (out := capsys.readouterr().out) and "skipped 2 that existed" in out
+    assert run_command(command, "list", folder, "--json") == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["id"] for row in rows] == images and [row["camera"] for row in rows] == ["door", "door", "", ""]
+    gallery = open_gallery(folder, of=predictor)
+    assert isinstance(gallery, MutableGallery)
+    assert PIL.Image.open(io.BytesIO(gallery.picture(images[0]))).format == "JPEG"
+    expected = predictor.features(images)
+    assert torch.allclose(torch.tensor(gallery._matrix), torch.nn.functional.normalize(expected), atol=1e-5)
+    search = (checkpoint, images[2], "--gallery", folder, "-k", 2, "--device", "cpu", "--json")
+    assert run_command(search_command, *search) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["found"][0]["id"] == images[2] and found["found"][0]["score"] == pytest.approx(1, abs=1e-5)
+    assert run_command(search_command, *search, "--camera", "door", "--before", "2026-02-01") == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert {row["id"] for row in found["found"]} == {*images[:2]} and found["found"][0]["camera"] == "door"
+    assert run_command(search_command, *search[:-1], "--camera", "none") == 0
+    assert "no images" in capsys.readouterr().out
+    assert run_command(command, "remove", folder, images[2]) == 0 and run_command(command, "list", folder) == 0
+    assert "3 items, exact search" in capsys.readouterr().out
+    for wrong in (("--index", tmp_path / "a.index"), ("--kind", "ivf")):
+        with pytest.raises(ConfigError, match="mutable"):
+            run_command(search_command, *search, *wrong)
+    with pytest.raises(MissingItemError):
+        run_command(command, "remove", folder, "x")
+    with pytest.raises(ConfigError, match="--model"):
+        run_command(command, "add", folder, images[0])
+    with pytest.raises(DataError, match="not found"):
+        run_command(command, "add", folder, "x.jpg", *options)
+
+
+def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_path, capsys):
+    extraction, _ = extract(predictor, "Demo", tmp_path / "a.npz", splits=["query", "gallery"])
+    folder = tmp_path / "a.gallery"
+    assert run_command(command, "add", folder, extraction.path) == 0
+    count = len(extraction.paths)
+    assert f"added {count} items" in capsys.readouterr().out
+    result = predictor.search(extraction.paths[0], folder, 5)
+    flat = predictor.search(extraction.paths[0], extraction.path, 5)
+    assert np.array_equal(result.columns["id"], flat.paths) and np.allclose(result.scores, flat.scores)
+    assert result.pids[0, 0] == str(flat.pids[0, 0]) and len(result.cameras[0, 0])
+    assert run_command(command, "add", folder, extraction.path, "--replace", "--camera", "x") == 0
+    assert {item.camera for item in MutableGallery(folder).items} == {"x"}
+    with pytest.raises(ConfigError, match="mutable"):
+        predictor.search(extraction.paths[0], extraction.path, conditions={"cameras": ["x"]})
