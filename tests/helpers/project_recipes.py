@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 FILES = json.loads((ROOT / "tests/reference/fastreid_project_configs.json").read_text())
 """Path in FastReID's repository -> content of the YAML file, at commit c9bc3ce.
 
-The files face_base, r50_ir, inshop, cars, nest101-base and submit are from the public copy dashengge/pet-biometrics,
-commit dd9b53d, whose other files have the same values.
+The files face_base, r50_ir, inshop, cars, nest101-base, submit, dukemtmc and pa100 are from the public copy
+dashengge/pet-biometrics, commit dd9b53d, whose other files have the same values. No copy contains sbs_r101ibn.
 """
 
 

@@ -23,7 +23,7 @@ from fastamp.data.columns import EncodedColumn
 from fastamp.data.datasets import data_root
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.items import PackedItems
-from fastamp.modeling import build_model
+from fastamp.modeling import META_ARCH_REGISTRY, build_model
 
 TOOLS = ("plain_train_net", "soak")
 SITES = ["projects", *(f"tools/{name}.py" for name in TOOLS)]
@@ -229,6 +229,10 @@ def faces(record):
         DATASET_REGISTRY.get("FaceFolder")(root).train  # noqa: B018
     with record("FaceRecords without DATASETS.REC_PATH"):
         DATASET_REGISTRY.get("FaceRecords")("")
+    with record("DATASETS.REC_PATH for another training set"):
+        values = {"PROJECTS": ["FastFace"], "DATASETS.REC_PATH": "faces/train.rec", "DATASETS.NAMES": ["DemoFaces"]}
+        cfg = get_cfg().with_values(values)
+        META_ARCH_REGISTRY.get("FaceBaseline").adapt_to_training_set(cfg, SimpleNamespace(sources=[None]))
     with record("a missing .rec file"):
         (root / "a.idx").write_text("0 0\n")
         list(read_records(root / "a.rec"))
@@ -277,6 +281,7 @@ def faces(record):
     with pytest.MonkeyPatch.context() as patch, record("unpack.py: --bgr for a file"):
         patch.setattr(sys, "argv", ["unpack.py", "--bgr", str(root / "a.rec"), str(root / "new")])
         unpack["main"]()
+    templates(record, root)
     evaluator = FaceEvaluator(get_cfg())
     with record("FaceEvaluator without the column"):
         evaluator.process({}, torch.zeros(2, 4))
@@ -285,6 +290,34 @@ def faces(record):
     evaluator.process({"indices": torch.arange(4), "same": torch.tensor([1, 1, 0, 0])}, torch.eye(4))
     with record("FaceEvaluator with two pairs"):
         evaluator.evaluate()
+
+
+def templates(record, root):
+    """Verify templates by lists that do not fit the features."""
+    from fastface.templates import true_accept_rates
+
+    verify = runpy.run_path(str(REPOSITORY / "projects/FastFace/verify_templates.py"))
+    rows = {"features": np.eye(2, 4, dtype=np.float32), "pids": np.zeros(2, int), "camids": np.zeros(2, int)}
+    rows |= {"config_hash": "0", "checkpoint": "x", "metric": "cosine"}
+    two = "1.jpg 0 0\n2.jpg 1 0\n"
+    for label, names, images, pairs in (
+        ("an invalid row", ["1.jpg", "2.jpg"], "1.jpg 0\n", "0 1 0\n"),
+        ("an empty list", ["1.jpg", "2.jpg"], two, ""),
+        ("images of the same name", ["a/1.jpg", "b/1.jpg"], two, "0 1 0\n"),
+        ("missing features", ["1.jpg", "3.jpg"], two, "0 1 0\n"),
+        ("pairs of other templates", ["1.jpg", "2.jpg"], two, "0 5 0\n"),
+    ):
+        np.savez(root / "templates.npz", **rows, paths=np.array(names))
+        (root / "images.txt").write_text(images)
+        (root / "template_pairs.txt").write_text(pairs)
+        with record(f"verify_templates: {label}"):
+            lists = {"templates": root / "images.txt", "pairs": root / "template_pairs.txt"}
+            verify["main"](SimpleNamespace(features=str(root / "templates.npz"), normalize=False, **lists))
+    with record("verify_templates: missing list"):
+        lists = {"templates": root / "missing.txt", "pairs": root / "template_pairs.txt"}
+        verify["main"](SimpleNamespace(features=str(root / "templates.npz"), normalize=False, **lists))
+    with record("true_accept_rates: pairs of one kind"):
+        true_accept_rates(np.ones(3), np.ones(3, dtype=bool), np.array([0.1]))
 
 
 def challenge(record):

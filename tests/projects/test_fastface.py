@@ -385,6 +385,12 @@ def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeyp
         (tmp_path / "train.rec").unlink(missing_ok=True)
 
 
+def test_record_file_that_no_training_set_reads_is_a_config_error(tmp_path, demo):
+    opts = ("DATASETS.REC_PATH", "train.rec", "DATASETS.TESTS", "DemoFaces", "DATASETS.NAMES", "DemoFaces")
+    with pytest.raises(ConfigError, match="is not read by the training sets DemoFaces"):
+        DefaultTrainer(tiny_recipe(tmp_path / "run", *opts))
+
+
 def test_evaluator_requires_pairs_of_equal_labels(caplog):
     from fastface.face_evaluator import FaceEvaluator
 
@@ -592,6 +598,23 @@ def test_templates_are_verified_from_a_features_file(tmp_path):
     (tmp_path / "t.txt").write_text("missing.jpg 0 0\n")
     process = verify()
     assert process.returncode == 2 and "1 of 1 images, e.g. missing.jpg" in process.stderr
-    (tmp_path / "p.txt").write_text("0 1 same\n")
-    process = verify()
-    assert process.returncode == 2 and "template, template, label, got '0 1 same'" in process.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["0 1 same\n", "0 1\n", "0 1 --1\n", "0 1 1\n0 1\n", "", "\n", f"0 1 {2**64}\n", "\x00"]
+)
+def test_damaged_lists_of_templates_are_data_errors(tmp_path, text):
+    from fastface.templates import read_table
+
+    path = tmp_path / "list.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match="expected rows of template, template, label"):
+        read_table(path, ("template", "template", "label"))
+    with pytest.raises(DataError, match="expected rows of image, template, medium"):
+        read_table(path, ("image", "template", "medium"))
+    path.write_text("0 1 1\n5 -7 0\n")
+    columns = read_table(path, ("template", "template", "label"))
+    assert [each.tolist() for each in columns] == [[0, 5], [1, -7], [1, 0]]
+    path.unlink()
+    with pytest.raises(DataError, match="cannot read"):
+        read_table(path, ("template", "template", "label"))

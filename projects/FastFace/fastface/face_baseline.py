@@ -1,10 +1,14 @@
 """Model of face recognition that loads insightface's files."""
 
+from typing import Any
+
 import torch
 
 from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.modeling.heads import HEADS_REGISTRY, EmbeddingHead
 from fastamp.modeling.meta_arch import Baseline
+from fastamp.utils.errors import ConfigError
+from fastface.datasets import FaceRecords
 
 
 @HEADS_REGISTRY.register()
@@ -18,6 +22,21 @@ class FaceBaseline(Baseline):
 
     evaluator = "FaceEvaluator"
     supports_partial_fc = True
+
+    @classmethod
+    def adapt_to_training_set(cls, cfg: Any, dataset: Any) -> tuple[Any, int]:
+        """Return the config and the number of identities.
+
+        Raises:
+            ConfigError: if ``DATASETS.REC_PATH`` is set, and no training set reads it.
+        """
+        if cfg.DATASETS.REC_PATH and not any(isinstance(source, FaceRecords) for source in dataset.sources):
+            raise ConfigError(
+                f"DATASETS.REC_PATH={cfg.DATASETS.REC_PATH} is not read by the training sets "
+                f"{', '.join(cfg.DATASETS.NAMES)}.\n"
+                "  fix: set DATASETS.NAMES FaceFolder, or DATASETS.REC_PATH to an empty text"
+            )
+        return cfg, dataset.num_classes
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert insightface's names, a linear layer ``fc`` and a batch norm ``features``, to those of the head.
