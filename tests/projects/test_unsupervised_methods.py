@@ -7,10 +7,11 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from cluster_runs import METHODS, StopAt, trainer_of, write_table
+from cluster_runs import METHODS, RUN, StopAt, trainer_of, write_table
 
 from fastamp.config import read_config
 from fastamp.config.projects import import_project
+from fastamp.data.build import build_dataset, find_training_problems
 from fastamp.data.samplers import EpochBatchSampler
 from fastamp.evaluation.clustering import Clustering, dbscan, jaccard_distances
 from fastamp.utils.errors import ConfigError, TrainingError
@@ -223,6 +224,11 @@ def test_adaptation_to_an_unlabeled_dataset(data, method):
 def test_unusable_settings(data, opts, message):
     with pytest.raises(ConfigError, match=message):
         trainer_of(data / "run", *opts)
+
+
+def test_labeled_dataset_is_checked_by_itself(data):
+    cfg = read_config("", tiny.tiny_options(data / "run", *RUN, "UNSUPERVISED.LABELED", "[Other]"))
+    assert find_training_problems(build_dataset("Demo", cfg), cfg) == []
 
 
 def test_odd_batches_cannot_be_halved(data):

@@ -104,18 +104,9 @@ class ClusterSampler(EpochSampler):
         """Build the sampler from SOLVER.IMS_PER_BATCH, DATALOADER.NUM_INSTANCE, UNSUPERVISED and SEED.
 
         Raises:
-            ConfigError: if UNSUPERVISED.LABELED has a name that is not in DATASETS.NAMES, or all of them, or the batch
-                of a rank cannot be halved.
+            ConfigError: if the batch of a rank cannot be halved into labeled and unlabeled images.
         """
         names, labeled = list(cfg.DATASETS.NAMES), list(cfg.UNSUPERVISED.LABELED)
-        unknown = [name for name in labeled if name not in names]
-        if unknown or (labeled and set(labeled) == set(names)):
-            found = f"{unknown[0]} is not in DATASETS.NAMES" if unknown else "all of DATASETS.NAMES are labeled"
-            raise ConfigError(
-                f"UNSUPERVISED.LABELED {', '.join(labeled)}: {found} ({', '.join(names)}).\n"
-                "  fix: list the labeled and the unlabeled datasets in DATASETS.NAMES, and only the labeled ones in "
-                "UNSUPERVISED.LABELED"
-            )
         if labeled and batch_size_per_rank(cfg.SOLVER.IMS_PER_BATCH, world_size) % 2:
             raise ConfigError(
                 f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {world_size} ranks cannot be halved into labeled "
@@ -123,7 +114,7 @@ class ClusterSampler(EpochSampler):
                 f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {2 * world_size}"
             )
         return cls(
-            labeled=np.isin(sets, [names.index(name) for name in labeled]),
+            labeled=np.isin(sets, [names.index(name) for name in labeled if name in names]),
             camids=camids,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,
             num_instances=cfg.DATALOADER.NUM_INSTANCE,

@@ -34,6 +34,18 @@ PAGE = "clusters.html"
 _PAGE_CLUSTERS, _PAGE_IMAGES = 40, 10
 
 
+def _check_labeled_names(names: list[str], labeled: list[str]) -> None:
+    """Raise a ``ConfigError`` if ``UNSUPERVISED.LABELED`` is not a part of ``DATASETS.NAMES``."""
+    unknown = [name for name in labeled if name not in names]
+    if unknown or (labeled and set(labeled) == set(names)):
+        found = f"{unknown[0]} is not in DATASETS.NAMES" if unknown else "all of DATASETS.NAMES are labeled"
+        raise ConfigError(
+            f"UNSUPERVISED.LABELED {', '.join(labeled)}: {found} ({', '.join(names)}).\n"
+            "  fix: list the labeled and the unlabeled datasets in DATASETS.NAMES, and only the labeled ones in "
+            "UNSUPERVISED.LABELED"
+        )
+
+
 class _Relabel(HookBase):
     """Cluster the training set before each epoch."""
 
@@ -97,6 +109,7 @@ class ClusterTrainer(AMPTrainer):
                 "SOLVER.TRAINER=ClusterTrainer requires a sampler of clusters, found DATALOADER.SAMPLER_TRAIN "
                 f"{cfg.DATALOADER.SAMPLER_TRAIN}.\n  fix: set DATALOADER.SAMPLER_TRAIN to ClusterSampler"
             )
+        _check_labeled_names(list(cfg.DATASETS.NAMES), list(cfg.UNSUPERVISED.LABELED))
         if not sampler.labeled.any() and any(isinstance(module, DomainBatchNorm2d) for module in model.modules()):
             raise ConfigError(
                 "MODEL.BACKBONE.NORM or MODEL.HEADS.NORM is DomainBN, which requires labeled and unlabeled datasets, "
