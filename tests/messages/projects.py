@@ -20,9 +20,11 @@ from fastamp.config import get_cfg, read_config
 from fastamp.config.projects import import_project
 from fastamp.data.build import build_dataset
 from fastamp.data.columns import EncodedColumn
+from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import data_root
 from fastamp.data.datasets.base import DATASET_REGISTRY
-from fastamp.data.datasets.items import PackedItems
+from fastamp.data.datasets.items import ImageItem, PackedItems
+from fastamp.data.transforms import build_transforms
 from fastamp.modeling import META_ARCH_REGISTRY, build_model
 
 TOOLS = ("plain_train_net", "soak")
@@ -40,6 +42,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     partial_queries(record, request.getfixturevalue("run_folder"))
     attributes(record)
     clip_reid(record)
+    unsupervised(record)
     open_loop(record)
     soak(record)
 
@@ -534,6 +537,65 @@ def clip_reid(record):
     for title, found in {"unknown": [0, 0], "other": [1, 3]}.items():
         with record(f"prompts of {title} identities"):
             check_identities(torch.tensor(found), torch.tensor([1, 2]))
+
+
+def unsupervised(record):
+    """Cluster features and build the parts of ClusterTrainer with invalid settings."""
+    import_project("Unsupervised")
+    from unsupervised.cluster_contrast import ClusterContrastLoss
+    from unsupervised.domain_norm import DomainBatchNorm2d
+    from unsupervised.pseudo_labels import PseudoLabels
+    from unsupervised.sampler import ClusterSampler
+    from unsupervised.trainer import ClusterTrainer
+
+    def cfg_of(*opts):
+        return read_config("", tiny_options(record.root / "run", "PROJECTS", "[Unsupervised]", *opts))
+
+    items = [ImageItem(f"{row}.png", row // 4, row % 2) for row in range(24)]
+    dataset = ReidDataset(items, build_transforms(cfg_of(), is_train=False), relabel=True)
+    no_labels = np.zeros(24, dtype=bool)
+    loss, features = ClusterContrastLoss(), torch.eye(6).repeat_interleave(4, dim=0)
+    with record("ClusterContrastLoss without a memory"):
+        loss({"features": features}, torch.zeros(24, dtype=torch.int64))
+    with record("UNSUPERVISED.EPS_GAP above EPS"):
+        PseudoLabels.from_config(cfg_of("UNSUPERVISED.EPS_GAP", "0.7"), dataset, no_labels)
+    cases = {
+        "no cluster": (9, 4, features, None),
+        "one cluster": (2, 24, torch.ones(24, 6), None),
+        "no reliable cluster": (2, 4, features, -1),
+    }
+    for title, (min_samples, k1, vectors, threshold) in cases.items():
+        opts = (
+            "UNSUPERVISED.EPS_GAP",
+            "0.02",
+            "UNSUPERVISED.MIN_SAMPLES",
+            str(min_samples),
+            "UNSUPERVISED.K1",
+            str(k1),
+        )
+        labels = PseudoLabels.from_config(cfg_of(*opts, "UNSUPERVISED.K2", "1"), dataset, no_labels)
+        labels.set_threshold(threshold)
+        with record(f"pseudo labels: {title}"):
+            labels.compute([vectors], 0, torch.device("cpu"))
+    adapt = ("DATASETS.NAMES", "[Demo, Market1501]", "UNSUPERVISED.LABELED", "[Demo]")
+    with record("half of a batch of 15"):
+        cfg = cfg_of(*adapt, "SOLVER.IMS_PER_BATCH", "15")
+        ClusterSampler.from_config(cfg, camids=dataset.camids, sets=no_labels, world_size=1)
+    sampler = ClusterSampler.from_config(cfg_of(), camids=dataset.camids, sets=no_labels, world_size=1)
+    loaders = [
+        SimpleNamespace(dataset=each, batch_sampler=SimpleNamespace(sampler=sampling))
+        for each, sampling in ((None, None), (dataset, None), (dataset, sampler))
+    ]
+    trainers = {
+        "without a memory": (nn.Identity(), None, ()),
+        "with a custom training set": (loss, loaders[0], ()),
+        "with another sampler": (loss, loaders[1], ()),
+        "with an unknown labeled dataset": (loss, loaders[2], ("UNSUPERVISED.LABELED", "[Market1501]")),
+        "with DomainBN and no labeled dataset": (nn.Sequential(loss, DomainBatchNorm2d(4)), loaders[2], ()),
+    }
+    for title, (model, loader, opts) in trainers.items():
+        with record(f"ClusterTrainer {title}"):
+            ClusterTrainer.from_config(cfg_of(*opts), model=model, data_loader=loader, optimizers=[])
 
 
 def open_loop(record):
