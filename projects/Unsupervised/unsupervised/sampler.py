@@ -8,6 +8,7 @@ import numpy as np
 from fastamp.config import Key
 from fastamp.data.samplers import SAMPLER_REGISTRY, EpochSampler, batch_size_per_rank, generator
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.plural import plural
 
 KEYS = (
     Key("UNSUPERVISED.ITERS_PER_EPOCH", 200, "ClusterSampler: batches in an epoch, between two clusterings.", low=1),
@@ -109,8 +110,8 @@ class ClusterSampler(EpochSampler):
         names, labeled = list(cfg.DATASETS.NAMES), list(cfg.UNSUPERVISED.LABELED)
         if labeled and batch_size_per_rank(cfg.SOLVER.IMS_PER_BATCH, world_size) % 2:
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {world_size} ranks cannot be halved into labeled "
-                "and unlabeled images (UNSUPERVISED.LABELED).\n"
+                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {plural(world_size, 'rank')} cannot be halved into "
+                "labeled and unlabeled images (UNSUPERVISED.LABELED).\n"
                 f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {2 * world_size}"
             )
         return cls(
