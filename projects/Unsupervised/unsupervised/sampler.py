@@ -110,8 +110,8 @@ class ClusterSampler(EpochSampler):
         names, labeled = list(cfg.DATASETS.NAMES), list(cfg.UNSUPERVISED.LABELED)
         if labeled and batch_size_per_rank(cfg.SOLVER.IMS_PER_BATCH, world_size) % 2:
             raise ConfigError(
-                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {plural(world_size, 'rank')} cannot be halved into "
-                "labeled and unlabeled images (UNSUPERVISED.LABELED).\n"
+                f"SOLVER.IMS_PER_BATCH {cfg.SOLVER.IMS_PER_BATCH} on {plural(world_size, 'rank')} cannot be halved: "
+                "UNSUPERVISED.LABELED requires as many labeled as unlabeled images.\n"
                 f"  fix: set SOLVER.IMS_PER_BATCH to a multiple of {2 * world_size}"
             )
         return cls(
