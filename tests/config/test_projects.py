@@ -126,3 +126,21 @@ def test_projects_of_the_repository_load_in_a_process_of_their_own():
         "read_config('', ['PROJECTS', list(list_projects())])\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_without_a_project_imports_none_and_has_none_of_their_keys():
+    code = (
+        "import sys\n"
+        "import fastamp.cli, fastamp.engine, fastamp.inference\n"
+        "from fastamp.config import read_config\n"
+        "from fastamp.utils.resources import resource_folder\n"
+        "cfg = read_config('Demo/quickstart')\n"
+        "files = [getattr(module, '__file__', None) or '' for module in list(sys.modules.values())]\n"
+        "assert not [file for file in files if file.startswith(str(resource_folder('projects')))]\n"
+        "assert 'OVERHAUL' not in cfg.KD and 'REC_PATH' not in cfg.DATASETS and 'DSR' not in cfg.TEST\n"
+        "cfg = read_config('FastFace/demo')\n"  # control
+        "files = [getattr(module, '__file__', None) or '' for module in list(sys.modules.values())]\n"
+        "assert [file for file in files if file.startswith(str(resource_folder('projects')))]\n"
+        "assert 'REC_PATH' in cfg.DATASETS\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
