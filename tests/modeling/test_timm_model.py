@@ -35,6 +35,11 @@ def build(name, *opts, size=(64, 32)):
         ("mixer_s32_224", (512, 8, 4)),
         ("beit_base_patch16_224", (768, 1, 1)),
         ("swin_tiny_patch4_window7_224", (768, 8, 4)),
+        ("swinv2_tiny_window8_256", (768, 8, 4)),
+        ("pvt_v2_b0", (256, 8, 4)),
+        ("hiera_tiny_224", (768, 8, 4)),
+        ("maxvit_tiny_rw_224", (512, 8, 4)),
+        ("mobilenetv4_hybrid_medium", (1280, 8, 4)),  # attention and convolutions
     ],
 )
 def test_timm_backbone_returns_feature_map_for_each_model_family(name, shape):
