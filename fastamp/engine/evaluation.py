@@ -97,7 +97,7 @@ def evaluate_sets(
         if getattr(evaluator, "pairs", None) is not None:
             found.pairs[name] = evaluator.pairs.state_dict()
     if found.results:
-        print_results(found.results, protocol=describe_protocol(cfg, policy))
+        print_results(found.results, protocol=describe_protocol(cfg, policy), trained_on=cfg.DATASETS.NAMES)
     for each in found.sets:
         if each.calibration_check is not None:
             logger.info("open-set decisions on %s: %s", each.name, each.calibration_check.describe())

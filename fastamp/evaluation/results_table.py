@@ -1,6 +1,7 @@
 """Formatting of evaluation results as a table in the log."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from fastamp.utils.plural import plural
@@ -12,12 +13,14 @@ logger = logging.getLogger(__name__)
 _NUM_GROUPS = 30
 
 
-def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
+def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_on: Sequence[str] = ()) -> None:
     """Log a table of the results of all test sets and their baselines.
 
     Args:
         results: dataset name -> metrics returned by ``ReidEvaluator.evaluate``.
         protocol: one-line description of the evaluation, see ``Protocol.describe``.
+        trained_on: names of the training sets. If they differ from the test sets, the table names them, and has a row
+            with the mean over the test sets of other names, if there are several. Default: unknown.
     """
     columns = _columns(results)
     rows = []
@@ -28,6 +31,13 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str) -> None:
             *_group_rows(metrics),
         ):
             rows.append([title, *(f"{values[column]:.2f}" if column in values else "" for column in columns)])
+    others = [name for name in results if name not in trained_on] if trained_on else []
+    if others:
+        protocol += f"; trained on {', '.join(trained_on)}"
+    if len(others) > 1:
+        values = {name: [results[each].get(name) for each in others] for name in columns}
+        means = (f"{sum(each) / len(each):.2f}" if None not in each else "" for each in values.values())
+        rows.append([f"mean of {len(others)} other datasets", *means])
     table = format_table(rows, ["dataset", *columns])
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))
     logger.info("evaluation results in percent (%s)\n%s\n%s", protocol, table, notes)

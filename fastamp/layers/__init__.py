@@ -3,6 +3,7 @@
 from fastamp.layers.attention import NonLocal, SELayer
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
+from fastamp.layers.mixstyle import MixStyle
 from fastamp.layers.norm import IBN, build_norm
 from fastamp.layers.partial_fc import PartialFC, PartialLogits
 from fastamp.layers.pooling import POOL_LAYER_REGISTRY, pooled_width
@@ -11,6 +12,7 @@ __all__ = [
     "CLS_LAYER_REGISTRY",
     "IBN",
     "POOL_LAYER_REGISTRY",
+    "MixStyle",
     "NonLocal",
     "PartialFC",
     "PartialLogits",

@@ -41,6 +41,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     faces(record)
     partial_queries(record, request.getfixturevalue("run_folder"))
     attributes(record)
+    domains(record)
     clip_reid(record)
     unsupervised(record)
     open_loop(record)
@@ -424,6 +425,37 @@ def partial_queries(record, run_folder):
             OccludedDemo, "_write", lambda self: (_ for _ in ()).throw(PermissionError(13, "Permission denied"))
         )
         OccludedDemo(demo, 0)
+
+
+def domains(record):
+    """Train and evaluate DomainGeneralization with settings and models that it does not support."""
+    cfg = read_config("DomainGeneralization/demo", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
+    from domaingeneralization.evaluation import MatchingEvaluator
+    from domaingeneralization.graph_sampler import GraphSampler
+    from domaingeneralization.matcher import PairwiseMatchingLoss
+    from domaingeneralization.trainer import GraphTrainer
+
+    for values in ({"MODEL.HEADS.TEMPORAL_POOL": "avg"}, {"MODEL.HEADS.NAME": "EmbeddingHead"}):
+        with record(f"MatchingBaseline with {values}"):
+            build_model(cfg.with_values(values))
+    with record("PairwiseMatchingLoss without scores"):
+        PairwiseMatchingLoss()({}, torch.zeros(2))
+    with record("MatchingEvaluator with {'TEST.RERANK.ENABLED': True}"):
+        MatchingEvaluator(cfg.with_values({"TEST.RERANK.ENABLED": True}), num_query=2)
+    evaluator = MatchingEvaluator(cfg, num_query=2)
+    with record("MatchingEvaluator with a linear layer"):
+        evaluator.extract(nn.Linear(2, 2), {}, None)
+    with record("MatchingEvaluator with tracklets"):
+        evaluator.process({"tracklet": torch.zeros(2)}, (torch.zeros(2, 4), torch.zeros(2, 4, 2, 2)))
+    with record("GraphSampler with one identity in a batch"):
+        GraphSampler(labels=[0, 0, 1, 1], camids=[0] * 4, batch_size=2, num_instances=2, seed=0)
+    loader = SimpleNamespace()
+    with record("GraphTrainer with a custom training set"):
+        GraphTrainer.from_config(cfg, model=nn.Linear(2, 2), data_loader=loader, optimizers=[])
+    loader = SimpleNamespace(dataset=object.__new__(ReidDataset), batch_sampler=SimpleNamespace(sampler=None))
+    with record("GraphTrainer with another sampler"):
+        other = cfg.with_values({"DATALOADER.SAMPLER_TRAIN": "TrainingSampler"})
+        GraphTrainer.from_config(other, model=nn.Linear(2, 2), data_loader=loader, optimizers=[])
 
 
 def attributes(record):

@@ -73,10 +73,13 @@ def build_backbone(cfg: Any) -> nn.Module:
     """
     name = cfg.MODEL.BACKBONE.NAME
     if name.startswith(_TIMM):
+        warn_ignored_options(cfg, "MIXSTYLE")
         return with_adapters(cfg, build_timm_backbone(cfg, name.removeprefix(_TIMM)))
     backbone = BACKBONE_REGISTRY.build(name, cfg)
     if not getattr(backbone, "takes_cameras", False):
         warn_ignored_options(cfg, "SIE_CAMERAS", "SIE_VIEWS", disabled=0)
+    if getattr(backbone, "mixstyle", None) is None:
+        warn_ignored_options(cfg, "MIXSTYLE")
     if not hasattr(backbone, "checkpointing"):
         warn_ignored_options(cfg, "CHECKPOINTING")
     width = getattr(backbone, "feature_dim", cfg.MODEL.BACKBONE.FEAT_DIM)

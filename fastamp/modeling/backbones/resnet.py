@@ -9,7 +9,7 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.config import Key
-from fastamp.layers import IBN, NonLocal, SELayer, build_norm
+from fastamp.layers import IBN, MixStyle, NonLocal, SELayer, build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import LayerGroups, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
@@ -26,6 +26,14 @@ KEYS = (
         "padded.",
         choices=("ceil", "padded"),
     ),
+    Key(
+        "MODEL.BACKBONE.MIXSTYLE",
+        False,
+        "ResNet: mix the channel means and deviations of the images of a batch after stages 1 and 2 in training "
+        "(MixStyle, Zhou et al. 2021), for test sets of other domains.",
+    ),
+    Key("MODEL.BACKBONE.MIXSTYLE_PROB", 0.5, "MixStyle: probability for a batch and stage.", low=0, high=1),
+    Key("MODEL.BACKBONE.MIXSTYLE_ALPHA", 0.1, "MixStyle: parameter of the Beta distribution of the weights.", above=0),
 )
 
 STEM_POOLS = {
@@ -170,6 +178,7 @@ class ResNet(nn.Module):
         se (bool): add squeeze-and-excitation in all stages.
         stem_pool (str): max pooling of the stem, a key of ``STEM_POOLS``.
         groups, base_width (int): see ``BlockParts``.
+        mixstyle (MixStyle | None): module applied after stages 1 and 2. Default None: no module.
     """
 
     def __init__(
@@ -186,6 +195,7 @@ class ResNet(nn.Module):
         stem_pool: str = "ceil",
         groups: int = 1,
         base_width: int = 64,
+        mixstyle: MixStyle | None = None,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
@@ -205,6 +215,7 @@ class ResNet(nn.Module):
         for stage, count in enumerate(non_local, start=1):
             width = 64 * 2 ** (stage - 1) * block.expansion
             self.add_module(f"NL_{stage}", nn.ModuleList(NonLocal(width, norm) for _ in range(count)))
+        self.mixstyle = mixstyle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute feature maps (B, feature_dim, h, w) from normalized images (B, in_channels, H, W).
@@ -219,17 +230,19 @@ class ResNet(nn.Module):
 
     def stages(self, x: torch.Tensor) -> torch.Tensor:
         """Compute feature maps from the output (B, 64, h, w) of the stem."""
-        for blocks, attention in (
-            (self.layer1, self.NL_1),
-            (self.layer2, self.NL_2),
-            (self.layer3, self.NL_3),
-            (self.layer4, self.NL_4),
+        for blocks, attention, mix in (
+            (self.layer1, self.NL_1, self.mixstyle),
+            (self.layer2, self.NL_2, self.mixstyle),
+            (self.layer3, self.NL_3, None),
+            (self.layer4, self.NL_4, None),
         ):
             first = len(blocks) - len(attention)
             for number, block in enumerate(blocks):
                 x = block(x)
                 if number >= first:
                     x = attention[number - first](x)
+            if mix is not None:
+                x = mix(x)
         return x
 
 
@@ -301,4 +314,5 @@ def resnet_options(cfg: Any) -> dict[str, Any]:
         "ibn_stages": 3 if backbone.WITH_IBN else 0,
         "se": backbone.WITH_SE,
         "stem_pool": backbone.STEM_POOL,
+        "mixstyle": MixStyle(backbone.MIXSTYLE_PROB, backbone.MIXSTYLE_ALPHA) if backbone.MIXSTYLE else None,
     }

@@ -73,6 +73,11 @@ class MGN(ImageModel):
         branch_norm: str = "",
         **pixels: Any,
     ) -> None:
+        if backbone.mixstyle is not None:
+            logger.warning(
+                "MODEL.BACKBONE.MIXSTYLE is ignored: MGN does not support it.\n"
+                "  fix: set MODEL.BACKBONE.MIXSTYLE to False"
+            )
         trunk = nn.Sequential(
             backbone.conv1,
             backbone.bn1,

@@ -1,0 +1,1 @@
+"""Graph sampling and query-adaptive matching for test sets of other domains."""

@@ -1,0 +1,182 @@
+"""Trainer that computes the graph of identities for ``GraphSampler`` before each epoch."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
+from fastamp.amp import PrecisionPolicy
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.loader import TestLoader, worker_count
+from fastamp.data.samplers import InferenceSampler
+from fastamp.data.transforms import build_transforms
+from fastamp.engine.hooks import HookBase
+from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
+from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
+from fastamp.layers import pairwise_distance
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
+
+
+class _OutputCollector(DatasetEvaluator):
+    """Collect the maps for the matcher, or without one the features, of all images on every rank: ``outputs``."""
+
+    def __init__(self) -> None:
+        self._batches: list[torch.Tensor] = []
+        self.outputs = torch.empty(0)
+
+    def reset(self) -> None:
+        self._batches = []
+
+    def extract(self, model: nn.Module, batch: dict[str, Any], policy: PrecisionPolicy, flip_test: bool = False) -> Any:
+        if hasattr(model, "features_and_maps"):
+            return model.features_and_maps(batch, policy)[1]
+        return super().extract(model, batch, policy, flip_test)
+
+    def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
+        self._batches.append(outputs.float().cpu())
+
+    def evaluate(self) -> dict[str, Any]:
+        self.outputs = comm.gather_rows(torch.cat(self._batches))
+        return {}
+
+
+class _BuildGraph(HookBase):
+    """Compute the graph of identities before each epoch."""
+
+    def before_epoch(self) -> None:
+        assert isinstance(self.trainer, GraphTrainer)
+        self.trainer.start_epoch()
+
+
+@TRAINER_REGISTRY.register()
+class GraphTrainer(AMPTrainer):
+    """Trainer for ``GraphSampler``: before each epoch, the distances between identities are computed.
+
+    They are those of one random image of each identity, without augmentation: the negative matching scores if the model
+    has a matcher, else the cosine distances of features. Checkpoints contain the nearest identities of the epoch. The
+    precision is that of ``SOLVER.AMP``.
+
+    Attributes:
+        graph_epoch (int): epoch of the graph; -1 before the first one.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.config: Any = None
+        self.graph_epoch = -1
+        self._plain: ReidDataset | None = None
+        self.attach_internal_hooks(_BuildGraph())
+
+    @classmethod
+    def from_config(
+        cls, cfg: Any, *, model: nn.Module, data_loader: Iterable[dict[str, Any]], optimizers: list[Optimizer]
+    ) -> "GraphTrainer":
+        """Build the trainer.
+
+        Raises:
+            ConfigError: if the sampler is not that of the project, or the training set is not one of
+                ``DATASETS.NAMES``.
+        """
+        if not isinstance(getattr(data_loader, "dataset", None), ReidDataset):
+            raise ConfigError(
+                "SOLVER.TRAINER=GraphTrainer does not support a custom training set: it loads the images again without "
+                "augmentation.\n  fix: set DATASETS.NAMES, e.g. to csv:FILE"
+            )
+        if not isinstance(data_loader.batch_sampler.sampler, GraphSampler):
+            raise ConfigError(
+                "SOLVER.TRAINER=GraphTrainer requires the sampler GraphSampler, found DATALOADER.SAMPLER_TRAIN "
+                f"{cfg.DATALOADER.SAMPLER_TRAIN}.\n  fix: set DATALOADER.SAMPLER_TRAIN to GraphSampler"
+            )
+        trainer = super().from_config(cfg, model=model, data_loader=data_loader, optimizers=optimizers)
+        assert isinstance(trainer, cls)
+        trainer.config = cfg
+        return trainer
+
+    @classmethod
+    def build_policy(cls, cfg: Any, device: torch.device) -> PrecisionPolicy:
+        """Build the precision policy from ``SOLVER.AMP``; float32 if it is not enabled."""
+        enabled = cfg.SOLVER.AMP.ENABLED
+        return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)
+
+    @property
+    def sampler(self) -> GraphSampler:
+        """Sampler of the training set."""
+        return self.data_loader.batch_sampler.sampler
+
+    def start_epoch(self) -> None:
+        """Compute the graph, unless a checkpoint of this epoch has been loaded, and start the loader."""
+        if self.graph_epoch != self.epoch:
+            distances = self.identity_distances(self.sampler.choose_images(self.epoch)).cpu().numpy()
+            nearest = nearest_identities(distances, self.sampler.identities_per_batch - 1)
+            # The sums may differ between machines: all ranks use the graph of the first.
+            shared = torch.from_numpy(nearest).to(self.model.device)
+            comm.broadcast([shared])
+            self.sampler.set_nearest(shared.cpu().numpy())
+            self.graph_epoch = self.epoch
+        # The workers prefetch batches of the former graph: start again at the first batch of the epoch.
+        self._batches = None
+        self.data_loader.start_at(self.batches_before(self.iter))
+
+    def identity_distances(self, images: list[int]) -> torch.Tensor:
+        """Compute the distances (N, N) float32 between training images, for their order only."""
+        comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
+        collector = _OutputCollector()
+        policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
+        inference_on_dataset(self.model, self._loader(images), collector, policy=policy)
+        outputs = collector.outputs.to(self.model.device)
+        matcher = getattr(self.model.heads, "matcher", None)
+        return pairwise_distance(outputs, outputs, "cosine") if matcher is None else -matcher.all_scores(outputs)
+
+    def _loader(self, images: list[int]) -> TestLoader:
+        cfg = self.config
+        if self._plain is None:
+            dataset = self.data_loader.dataset
+            self._plain = ReidDataset(
+                dataset.items,
+                build_transforms(cfg, is_train=False),
+                relabel=True,
+                skip_corrupt=dataset.skip_corrupt,
+                sources=dataset.sources,
+                categories=cfg.DATASETS.CATEGORIES,
+            )
+        world_size = comm.get_world_size()
+        sampler = InferenceSampler(
+            size=len(images),
+            batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
+            rank=comm.get_rank(),
+            world_size=world_size,
+            images=images,
+        )
+        workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
+        return TestLoader(self._plain, sampler, num_workers=workers, device=self.model.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the trainer and the graph."""
+        graph = None  # before the first epoch
+        if self.sampler.nearest is not None:
+            graph = {"epoch": self.graph_epoch, "nearest": torch.from_numpy(self.sampler.nearest)}
+        return super().state_dict() | {"graph": graph}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that ``state_dict`` returned.
+
+        Raises:
+            ValueError: if the number of training identities, or of those in a batch, has changed.
+        """
+        super().load_state_dict(state)
+        graph = state.get("graph")
+        if graph is None:
+            return
+        expected = (len(self.sampler.identities), self.sampler.identities_per_batch - 1)
+        if tuple(graph["nearest"].shape) != expected:
+            raise ValueError(
+                f"the checkpoint has a graph of {graph['nearest'].shape[0]} identities with "
+                f"{graph['nearest'].shape[1]} neighbors, expected {expected[0]} and {expected[1]}: DATASETS, "
+                "SOLVER.IMS_PER_BATCH or the training data changed"
+            )
+        self.sampler.set_nearest(graph["nearest"].numpy())
+        self.graph_epoch = graph["epoch"]
