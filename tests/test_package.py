@@ -66,6 +66,7 @@ LINTED = [
     # Linter, file, and an error to plant: text and its replacement.
     (("cffconvert", "--validate", "-i"), "CITATION.cff", "type: software", "type: programs"),
     (("hadolint",), "Dockerfile", "USER 10001", "USER root"),
+    (("hadolint",), "Dockerfile.serve", "USER 10001", "USER root"),
     (("pre-commit", "validate-config"), ".pre-commit-config.yaml", "rev:", "revision:"),
     (WORKFLOW_LINTER, ".github/workflows/ci.yml", "runs-on:", "run-on:"),
     (WORKFLOW_LINTER, ".github/workflows/release.yml", "runs-on:", "run-on:"),

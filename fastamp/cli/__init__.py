@@ -20,6 +20,7 @@ COMMANDS = {
     "extract": "extract the features of images to a file",
     "gallery": "add, remove and list the images of a mutable gallery",
     "search": "search a gallery for the images that are most similar to a query",
+    "serve": "answer HTTP requests: features, comparison, and search in a mutable gallery",
     "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",
     "calibrate": "choose thresholds for wanted error rates: same, different or unknown",

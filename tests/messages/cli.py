@@ -1,6 +1,6 @@
 """Messages of fastamp/cli and fastamp/utils: commands, registries, files and old names."""
 
-import importlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from torch import nn
 import fastamp
 from fastamp.config import get_cfg
 from fastamp.modeling import BACKBONE_REGISTRY
+from fastamp.serving.options import Limits, read_api_key
 from fastamp.utils.compiled import compile_parts
 from fastamp.utils.errors import check_choice, writing
 from fastamp.utils.files import check_not_device
@@ -23,12 +24,13 @@ from fastamp.utils.moved import MODULES
 from fastamp.utils.plugins import GROUP, naming_distribution
 from fastamp.utils.trackers.tracker_process import start_tracker
 
-SITES = ["fastamp/cli", "fastamp/utils", "fastamp/__init__.py"]
+SITES = ["fastamp/cli", "fastamp/utils", "fastamp/__init__.py", "fastamp/serving/options.py"]
 
 
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     run = request.getfixturevalue("run_folder")
     commands(record, run)
+    service(record, run)
     files(record)
     trackers(record)
     names(record)
@@ -39,6 +41,26 @@ class Parts(nn.Module):
 
     trunks = ("backbone",)
     backbone = nn.Identity()
+
+
+def service(record, run):
+    """Start the service with invalid options; it needs packages that are not installed."""
+    found = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+        record.fastamp("serve", run)
+    key = record.file("key.txt", "secret")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FASTAMP_API_KEY", raising=False)
+        for title, call in {
+            "the limit images=0": lambda: Limits(images=0),
+            "the limit queue=8": lambda: Limits(queue=8),
+            "an API key in a missing file": lambda: read_api_key("missing.txt", "127.0.0.1"),
+            "a short API key": lambda: read_api_key(str(key), "127.0.0.1"),
+            "a service for other machines without an API key": lambda: read_api_key(None, "0.0.0.0"),
+        }.items():
+            with record(title):
+                call()
 
 
 def commands(record, run):

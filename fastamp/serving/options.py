@@ -1,0 +1,84 @@
+"""Limits and API key of the service."""
+
+import os
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from fastamp.utils.errors import ConfigError
+
+KEY_VARIABLE = "FASTAMP_API_KEY"
+_SHORTEST_KEY = 16
+LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of requests, and of the memory that they may use.
+
+    Attributes:
+        images: images per request.
+        megabytes: size of a request, in 10**6 bytes.
+        megapixels: size of an image, in 10**6 pixels; checked before it is decoded.
+        results: results per image of a search.
+        receive_seconds: time to receive a request.
+        queue: images that wait or are computed; further requests get status 429.
+        batch: images that the model computes at once.
+        wait_ms: time that the first image of a batch waits for further images, in milliseconds.
+    """
+
+    images: int = 32
+    megabytes: float = 32.0
+    megapixels: float = 50.0
+    results: int = 1000
+    receive_seconds: float = 30.0
+    queue: int = 256
+    batch: int = 32
+    wait_ms: float = 2.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            lowest = 0 if each.name == "wait_ms" else 1
+            if not lowest <= value < float("inf"):
+                raise ConfigError(
+                    f"the limit {each.name} is {value:g}; it must be at least {lowest}.\n"
+                    f"  fix: increase --{each.name.replace('_', '-')}"
+                )
+        if self.queue < self.images:
+            raise ConfigError(
+                f"the queue has {self.queue} places, less than the {self.images} images of one request.\n"
+                "  fix: increase --queue or decrease --images"
+            )
+
+
+def read_api_key(file: str | None, host: str, *, no_key: bool = False) -> str:
+    """Return the API key from a file or the environment variable FASTAMP_API_KEY; "" if there is none.
+
+    Raises:
+        ConfigError: if the file cannot be read, the key is short or has other than visible ASCII characters, or there
+            is none although other machines can reach the service.
+    """
+    key, source = os.environ.get(KEY_VARIABLE, "").strip(), KEY_VARIABLE
+    if file is not None:
+        source = file
+        try:
+            key = Path(file).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            cause = getattr(error, "strerror", None) or "it is not text"
+            raise ConfigError(
+                f"cannot read the API key from {file}: {cause}.\n  fix: correct --api-key-file"
+            ) from error
+    if key or file is not None:
+        if len(key) < _SHORTEST_KEY or not all("!" <= each <= "~" for each in key):
+            raise ConfigError(
+                f"the API key in {source} must have at least {_SHORTEST_KEY} visible ASCII characters, without spaces; "
+                f"it has {len(key)} characters.\n"
+                '  fix: choose another one, e.g. with python -c "import secrets; print(secrets.token_hex())"'
+            )
+        return key
+    if host not in LOCAL_HOSTS and not no_key:
+        raise ConfigError(
+            f"other machines can reach the service at {host}, but it has no API key.\n"
+            f"  fix: set {KEY_VARIABLE} or --api-key-file; --no-api-key starts it without one"
+        )
+    return ""

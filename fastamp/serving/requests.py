@@ -1,0 +1,170 @@
+"""What a request may contain: API key, origin, size, images and form fields."""
+
+import asyncio
+import hmac
+import json
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ValidationError
+from starlette.datastructures import FormData, Headers, UploadFile
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message, Receive, Scope
+
+from fastamp.serving.errors import RequestError
+from fastamp.serving.options import LOCAL_HOSTS, Limits
+
+_METADATA_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An uploaded image file: its content, and its name without folders."""
+
+    content: bytes
+    name: str
+
+
+def check_access(headers: Headers, api_key: str, *, local: bool) -> None:
+    """Check the API key, and that no page of another site sent the request.
+
+    Args:
+        headers: headers of the request.
+        api_key: expected key, as ``X-API-Key`` or ``Authorization: Bearer``; "" if none is required.
+        local: True if only this machine can reach the service, which is then addressed by a local name.
+
+    Raises:
+        RequestError: with status 401 or 403.
+    """
+    given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+    # In constant time. Headers are latin-1, which all keys can be encoded to.
+    if api_key and not hmac.compare_digest(given.encode("latin-1", "replace"), api_key.encode()):
+        raise RequestError(401, "unauthorized", "missing or wrong API key", "send it in the header X-API-Key")
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    # A browser sends pages of other sites' requests without asking the user; a key protects from these.
+    if origin is not None and not api_key and urlsplit(origin).netloc != host:
+        raise RequestError(403, "other_origin", f"the request comes from a page of {origin[:100]}")
+    if local and not api_key and urlsplit(f"//{host}").hostname not in LOCAL_HOSTS:
+        raise RequestError(403, "other_host", f"the request is for {host[:100]}", "use http://127.0.0.1 with the port")
+
+
+def limited(receive: Receive, headers: Headers, limits: Limits) -> Receive:
+    """Wrap ``receive`` so that a larger body than the limit is an error with status 413."""
+    largest, received = int(limits.megabytes * 1e6), 0
+
+    def check(count: int) -> None:
+        if count > largest:
+            raise RequestError(
+                413, "request_too_large", f"the request has more than {limits.megabytes:g} MB", "send fewer images"
+            )
+
+    declared = headers.get("content-length", "")
+    check(int(declared) if declared.isdecimal() else 0)
+
+    async def counted() -> Message:
+        nonlocal received
+        message = await receive()
+        received += len(message.get("body", b""))
+        check(received)
+        return message
+
+    return counted
+
+
+async def discard_body(scope: Scope, receive: Receive, limits: Limits) -> None:
+    """Receive the body of a rejected request, so that the client reads the answer instead of a closed connection."""
+    limited_receive = limited(receive, Headers(scope=scope), limits)
+
+    async def receive_all() -> None:
+        while (message := await limited_receive())["type"] == "http.request" and message.get("more_body"):
+            pass
+
+    await asyncio.wait_for(receive_all(), limits.receive_seconds)
+
+
+async def read_form(request: Request, limits: Limits) -> FormData:
+    """Receive a form within the limits; the caller closes it.
+
+    Raises:
+        RequestError: if it is too large, too slow, or no form.
+    """
+    kind = request.headers.get("content-type", "")
+    if not kind.startswith("multipart/form-data"):
+        raise RequestError(415, "not_a_form", f"expected multipart/form-data, got {kind[:100] or 'no content type'}")
+    try:
+        form = request.form(max_files=limits.images, max_fields=100, max_part_size=_METADATA_BYTES)
+        return await asyncio.wait_for(_as_coroutine(form), limits.receive_seconds)
+    except asyncio.TimeoutError as error:
+        raise RequestError(
+            408, "too_slow", f"the request was not received in {limits.receive_seconds:g} seconds"
+        ) from error
+    except HTTPException as error:  # of the parser
+        fix = f"send at most {limits.images} images per request"
+        raise RequestError(400, "invalid_form", str(error.detail), fix) from error
+
+
+async def _as_coroutine(form: Any) -> FormData:
+    found: FormData = await form
+    return found
+
+
+async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Upload]:
+    """Return the files of the field ``images``.
+
+    Raises:
+        RequestError: if there are fewer than ``least`` or more than ``most``, or a value is not a file.
+    """
+    parts = form.getlist("images")
+    files = [each for each in parts if isinstance(each, UploadFile)]
+    if len(files) < len(parts):
+        raise RequestError(
+            422, "not_a_file", "a value of the field images is text, not a file", "upload the content of the image"
+        )
+    if not least <= len(files) <= most:
+        wanted = f"{least}" if least == most else f"{least} to {most}"
+        raise RequestError(422, "wrong_count", f"expected {wanted} files in the field images, got {len(files)}")
+    names = ["".join(filter(str.isprintable, (each.filename or "").replace("\\", "/"))) for each in files]
+    return [Upload(await each.read(), name.rsplit("/", 1)[-1][:200]) for each, name in zip(files, names, strict=True)]
+
+
+def number_of(form: FormData, name: str, default: int, largest: int) -> int:
+    """Return an integer from 1 to ``largest`` of a form."""
+    text = form.get(name, str(default))
+    if (
+        not isinstance(text, str)
+        or not (text.isascii() and text.isdecimal())
+        or len(text) > 9
+        or not 1 <= int(text) <= largest
+    ):
+        raise RequestError(422, "invalid_field", f"{name}: expected an integer from 1 to {largest}, got {text!r:.50}")
+    return int(text)
+
+
+def texts_of(form: FormData, name: str) -> list[str]:
+    """Return the values of a text field that are not empty."""
+    return [each for each in form.getlist(name) if isinstance(each, str) and each]
+
+
+def models_of(form: FormData, name: str, kind: type[BaseModel], count: int) -> list[Any]:
+    """Parse a field with a JSON list of ``count`` objects; without the field, the objects have default values.
+
+    Raises:
+        RequestError: if the field is not such a list.
+    """
+    text = form.get(name)
+    if text is None:
+        return [kind() for _ in range(count)]
+    try:
+        values = json.loads(text) if isinstance(text, str) else None
+        if not isinstance(values, list) or len(values) != count:
+            raise ValueError(f"expected a list of {count} objects, one per image")
+        return [kind.model_validate(each) for each in values]
+    except (ValidationError, RecursionError, ValueError) as error:
+        detail = str(error)
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise RequestError(422, "invalid_field", f"{name}: {detail[:300]}") from error

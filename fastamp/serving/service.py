@@ -1,0 +1,243 @@
+"""What the service computes: features, comparisons, searches and changes of the gallery."""
+
+import asyncio
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fastamp.data.decode import decode_image
+from fastamp.inference import Predictor
+from fastamp.inference.gallery import MutableGallery
+from fastamp.inference.gallery_source import make_picture
+from fastamp.inference.gallery_store import Item, format_time, parse_time
+from fastamp.serving.batching import Batcher
+from fastamp.serving.errors import RequestError, split_fix
+from fastamp.serving.metrics import Metrics
+from fastamp.serving.options import Limits
+from fastamp.serving.requests import Upload
+from fastamp.serving.schemas import ItemIn
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import DataError
+
+T = TypeVar("T")
+
+
+class Service:
+    """Model, gallery and queue of the service.
+
+    Args:
+        predictor: model; it must not require cameras, views or modalities.
+        gallery: gallery of this model. Default: None, only features and comparisons.
+        limits: limits of requests.
+        pictures: if True, store a small picture of each added image. Default: True.
+
+    Attributes:
+        received, answered: numbers of requests.
+        receiving: number of requests whose form is being received.
+
+    Raises:
+        ConfigError: if the model requires cameras, views or modalities.
+    """
+
+    def __init__(
+        self, predictor: Predictor, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
+    ) -> None:
+        # Raises an error now instead of at the first request, and loads what the first batch needs.
+        height, width = predictor.preprocess(torch.zeros(3, 256, 128, dtype=torch.uint8)).shape[1:]
+        predictor.features_of_preprocessed(
+            [torch.zeros(predictor.cfg.INPUT.CHANNELS, height, width, dtype=torch.uint8)]
+        )
+        self.predictor, self.gallery, self.limits, self.pictures = predictor, gallery, limits, pictures
+        self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
+        self.batcher = Batcher(
+            predictor.features_of_preprocessed,
+            batch=limits.batch,
+            queue=limits.queue,
+            wait=limits.wait_ms / 1000,
+            observe=self.metrics.batches.observe,
+        )
+        self._decoders = ThreadPoolExecutor(available_cores(), "decode")
+        self._gallery_thread = ThreadPoolExecutor(1, "gallery")
+        self._building: asyncio.Future[Any] | None = None
+        self.received = self.answered = self.receiving = 0
+
+    def start(self) -> None:
+        """Start to compute, in the running event loop."""
+        self.batcher.start()
+        self._build_candidates()
+
+    async def stop(self) -> None:
+        """Compute what waits, and stop."""
+        await self.batcher.stop()
+        if self._building is not None:
+            await asyncio.wait([self._building])
+        for pool in (self._decoders, self._gallery_thread):
+            pool.shutdown()
+        if self.gallery is not None:
+            self.gallery.close()
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request as received, and as answered after the context."""
+        self.received += 1
+        try:
+            yield
+        finally:
+            self.answered += 1
+
+    @contextmanager
+    def receiving_form(self) -> Iterator[None]:
+        """Count a request whose form is received inside the context."""
+        self.receiving += 1
+        try:
+            yield
+        finally:
+            self.receiving -= 1
+
+    async def features(self, uploads: Sequence[Upload]) -> tuple[Tensor, list[bytes]]:
+        """Compute the features (N, D) of uploads, and their pictures if the gallery stores them.
+
+        Raises:
+            RequestError: if the queue is full, or an image is invalid.
+        """
+        with self.batcher.places(len(uploads)):
+            loop = asyncio.get_running_loop()
+            decoding = [loop.run_in_executor(self._decoders, self._decode, each, n) for n, each in enumerate(uploads)]
+            decoded = await asyncio.gather(*decoding)
+            try:
+                found = await self.batcher.features([image for image, _ in decoded])
+            except DataError as error:
+                raise RequestError(422, "invalid_image", *split_fix(str(error))) from error
+            return found, [picture for _, picture in decoded]
+
+    def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
+        """Decode and preprocess an image, and make its picture."""
+        predictor, name = self.predictor, f"{number} ({upload.name})"
+        try:
+            limit = min(int(self.limits.megapixels * 1e6), predictor.cfg.INPUT.MAX_PIXELS)
+            side = predictor.resize.least_side
+            pixels = decode_image(
+                upload.content, predictor.cfg.INPUT.CHANNELS, name=name, max_pixels=limit, least_side=side
+            )
+            picture = make_picture(pixels) if self.pictures and self.gallery is not None else b""
+            return predictor.preprocess(pixels), picture
+        except DataError as error:
+            message, _ = split_fix(str(error))
+            raise RequestError(
+                422, "invalid_image", message, "send a JPEG, PNG or WebP file within the limits"
+            ) from error
+
+    def require_gallery(self) -> MutableGallery:
+        """Return the gallery; raise RequestError with status 404 if there is none."""
+        if self.gallery is None:
+            raise RequestError(404, "no_gallery", "the service has no gallery", "start it with --gallery")
+        return self.gallery
+
+    async def in_gallery(self, function: Callable[[MutableGallery], T]) -> T:
+        """Call a function with the gallery in its thread; a started change is completed if the client disconnects.
+
+        Raises:
+            RequestError: with status 404 if there is no gallery.
+        """
+        gallery = self.require_gallery()
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self._gallery_thread, function, gallery))
+
+    async def add(self, uploads: Sequence[Upload], items: Sequence[ItemIn]) -> list[str]:
+        """Add images to the gallery and return their ids, after they are on the disk."""
+        times = [parse_time(item.time) if item.time else None for item in items]
+        features, pictures = await self.features(uploads)
+        added = [
+            Item(
+                item.id or uuid.uuid4().hex,
+                upload.name if item.name is None else item.name,
+                item.identity,
+                item.camera,
+                time,
+                picture or None,
+            )
+            for item, upload, time, picture in zip(items, uploads, times, pictures, strict=True)
+        ]
+        await self.in_gallery(lambda gallery: gallery.add(added, features))
+        self._build_candidates()
+        return [item.id for item in added]
+
+    async def update(self, item_id: str, values: ItemIn | None, uploads: Sequence[Upload]) -> dict[str, str]:
+        """Replace the metadata of an item if ``values`` are given, and its image if there is an upload; return it."""
+        features, pictures = (None, [b""]) if not uploads else await self.features(uploads)
+
+        def change(gallery: MutableGallery) -> Item:
+            old = gallery.item(item_id)
+            if values is not None:
+                name = old.name if values.name is None else values.name
+                time = parse_time(values.time) if values.time else None
+                old = Item(item_id, name, values.identity, values.camera, time)
+            new = replace(old, picture=pictures[0] or None)
+            gallery.update([new], features)
+            return new
+
+        return item_values(await self.in_gallery(change))
+
+    async def search(self, features: Tensor, k: int, conditions: dict[str, Any]) -> dict[str, Any]:
+        """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
+        result, searched = await self.in_gallery(lambda gallery: gallery.search_where(features, k, conditions))
+        calibration, queries = self.predictor.calibration, []
+        for query in range(len(features)):
+            columns = {name: values[query].tolist() for name, values in result.columns.items()}
+            found = [
+                {
+                    "rank": rank + 1,
+                    **self.compared(float(score)),
+                    "id": columns["id"][rank],
+                    "name": str(result.paths[query, rank]),
+                    "identity": "" if result.pids[query, rank] == "-1" else str(result.pids[query, rank]),
+                    "camera": "" if result.cameras is None else str(result.cameras[query, rank]),
+                    "time": columns["time"][rank],
+                }
+                for rank, score in enumerate(result.scores[query].tolist())
+            ]
+            decision: dict[str, Any] = dict.fromkeys(("decision", "threshold", "fpir"))
+            if calibration is not None:
+                known = bool(calibration.accepts(result.scores[query, :1]).any())
+                decision = {
+                    "decision": "match" if known else "unknown",
+                    "threshold": calibration.search_threshold,
+                    "fpir": calibration.expected_fpir(searched),
+                }
+            queries.append({**decision, "found": found})
+        recall = None if conditions or self.gallery is None else self.gallery.recall
+        return {"metric": result.metric, "searched": searched, "recall": recall, "queries": queries}
+
+    def compared(self, score: float) -> dict[str, Any]:
+        """Return a score with the decision and probability of the calibration, and its percentiles."""
+        found = self.predictor.compare_score(score)
+        return {
+            "score": score,
+            "decision": found.decision,
+            "probability": found.probability,
+            "genuine_fraction": found.genuine_fraction,
+            "impostor_fraction": found.impostor_fraction,
+        }
+
+    def _build_candidates(self) -> None:
+        """Build the approximate index of a large gallery in the background."""
+        gallery = self.gallery
+        if gallery is not None and gallery.wants_candidates and (self._building is None or self._building.done()):
+            self._building = asyncio.ensure_future(asyncio.to_thread(gallery.build_candidates))
+
+
+def item_values(item: Item) -> dict[str, str]:
+    """Return an item as a dict of texts."""
+    return {
+        "id": item.id,
+        "name": item.name,
+        "identity": item.identity,
+        "camera": item.camera,
+        "time": format_time(item.time),
+    }

@@ -1,0 +1,130 @@
+"""Tests of the running service: a stop under load, and its page in a browser."""
+
+import base64
+import os
+import re
+import signal
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tiny
+from browser import PROGRAM, Browser
+from preloaded import Run
+
+from fastamp import Predictor
+from fastamp.data.build import build_dataset
+from fastamp.inference.gallery import MutableGallery
+from fastamp.inference.gallery_source import add_images
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+
+pytestmark = [pytest.mark.extras, pytest.mark.slow]
+KEY = "0123456789abcdef"
+
+
+class Server:
+    """Running service: its address, process id, and its output after the end."""
+
+    def __init__(self, run, output):
+        self.run, self.output = run, output
+        first = output.readline()
+        assert first.startswith("serving"), first + str(run.finish())
+        self.address, self.pid = re.search(r"http://[\d.:]+", first)[0], run.pid
+
+    def stop(self):
+        """Send SIGTERM; return the exit code and the last line."""
+        os.kill(self.pid, signal.SIGTERM)
+        done = self.run.finish(60)
+        return done.returncode, self.output.read().splitlines()[-1], done.stderr
+
+
+@contextmanager
+def serving(checkpoint, *options):
+    reader, writer = os.pipe()
+    words = ["-m", "fastamp", "serve", checkpoint, "--device", "cpu", "--port", 0, "--plugin", tiny.__file__, *options]
+    run = Run(list(map(str, words)), {"FASTAMP_API_KEY": ""}, stdout=writer)
+    os.close(writer)
+    with os.fdopen(reader) as output:
+        server = Server(run, output)
+        yield server
+
+
+def test_every_received_request_is_answered_when_the_service_stops_under_load(demo, checkpoint, tmp_path):
+    content = Path(build_dataset("Demo").query[0].path).read_bytes()
+    folder, lock = tmp_path / "a.gallery", threading.Lock()
+    statuses, acknowledged = [], []
+    warm = threading.Barrier(13)
+
+    def send(number, address):
+        route = "/v1/gallery/items" if number % 2 else "/v1/features"
+        with httpx.Client(base_url=address, timeout=30) as client:
+            for step in range(10_000):
+                try:
+                    answer = client.post(route, files={"images": ("a.jpg", content)})
+                except httpx.TransportError:  # the service has stopped before it received the request
+                    return
+                with lock:
+                    statuses.append(answer.status_code)
+                    acknowledged.extend(answer.json().get("ids", ()))
+                if step == 3:
+                    warm.wait(60)
+
+    with serving(checkpoint, "--gallery", folder, "--queue", 4, "--images", 4, "--batch", 2) as server:
+        threads = [threading.Thread(target=send, args=(number, server.address)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        warm.wait(60)
+        code, last, errors = server.stop()
+        for thread in threads:
+            thread.join(30)
+    assert code == 0 and "Traceback" not in errors, errors
+    assert last == f"stopped: answered {len(statuses):,} of {len(statuses):,} requests"
+    assert {*statuses} == {200, 201, 429}  # overloaded
+    with MutableGallery(folder) as gallery:
+        assert {item.id for item in gallery.items} == {*acknowledged}
+
+
+# Drops a picture on the page, as a browser does for a file of the user.
+DROP = """(content => {
+  const bytes = Uint8Array.from(atob(content), c => c.charCodeAt(0)), data = new DataTransfer();
+  data.items.add(new File([bytes], 'query.jpg', {type: 'image/jpeg'}));
+  for (const name of ['dragenter', 'dragover', 'drop'])
+    document.getElementById('drop').dispatchEvent(
+      new DragEvent(name, {dataTransfer: data, bubbles: true, cancelable: true}));
+})"""
+SHOWN = "[...document.querySelectorAll('#matches img')].filter(i => i.naturalWidth > 0).length"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="needs Chromium or Chrome (apt-get install chromium)")
+def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path):
+    images = [item.path for item in build_dataset("Demo").query[:5]]
+    add_images(tmp_path / "a.gallery", images, Predictor(checkpoint, device="cpu"))
+    (tmp_path / "key").write_text(KEY)
+    options = ("--gallery", tmp_path / "a.gallery", "--api-key-file", tmp_path / "key")
+    with serving(checkpoint, *options) as server, Browser(tmp_path / "profile") as browser:
+        browser.call("Page.navigate", url=server.address)
+        browser.wait_for("document.readyState === 'complete' && location.protocol === 'http:'")
+        browser.wait_for("!document.getElementById('key-line').hidden")  # asks for the key
+        browser.value(
+            f"(k => {{k.value = '{KEY}'; k.dispatchEvent(new Event('change'))}})(document.getElementById('key'))"
+        )
+        browser.wait_for("document.getElementById('gallery').textContent === '5 images'")
+        picture = base64.b64encode(Path(images[2]).read_bytes()).decode()
+        browser.value(f"{DROP}('{picture}')")
+        browser.wait_for(f"{SHOWN} === 5")
+        assert Path(images[2]).name in browser.value("document.querySelector('#matches li').textContent")
+        assert "5 of 5 images" in browser.value("document.getElementById('status').textContent")
+        assert browser.value("document.documentElement.scrollWidth <= window.innerWidth")
+        broken = base64.b64encode(b"not an image").decode()
+        browser.value(f"{DROP}('{broken}')")
+        browser.wait_for("document.getElementById('status').className === 'error'")
+        assert browser.value("document.querySelectorAll('#matches li').length") == 0
+        assert all(each.startswith((server.address, f"blob:{server.address}", "data:,")) for each in browser.requests)
+        # The browser reports the answers 401 and 422; there are no other messages, such as violations of the policy.
+        assert all("status of 4" in each for each in browser.complaints), browser.complaints
+        browser.call("Page.navigate", url=f"{server.address}/docs")
+        browser.wait_for("document.body.textContent.includes('POST /v1/search')")
+        assert server.stop()[0] == 0

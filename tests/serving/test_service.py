@@ -1,0 +1,362 @@
+"""Tests of the HTTP service: equality with the Predictor, access, limits, errors and the bounded queue."""
+
+import asyncio
+import io
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+from fastamp import Predictor
+from fastamp.cli.serve import _LIMITS
+from fastamp.data.build import build_dataset
+from fastamp.evaluation import Identities
+from fastamp.evaluation.protocol import SAME_CAMERA
+from fastamp.evaluation.thresholds import calibrate
+from fastamp.inference.gallery import create_or_open
+from fastamp.inference.gallery_source import gallery_model
+from fastamp.utils.errors import ConfigError, DataError
+
+pytest.importorskip("fastapi")
+pytest.importorskip("httpx")
+pytest.importorskip("prometheus_client")
+
+from fastapi.testclient import TestClient
+
+from fastamp.serving.app import create_app
+from fastamp.serving.batching import Batcher
+from fastamp.serving.errors import RequestError
+from fastamp.serving.options import Limits, read_api_key
+from fastamp.serving.service import Service
+
+pytestmark = pytest.mark.extras
+KEY = "0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def predictor(checkpoint):
+    return Predictor(checkpoint, device="cpu")
+
+
+@pytest.fixture
+def images(demo):
+    return [item.path for item in build_dataset("Demo").query[:6]]
+
+
+@pytest.fixture
+def start(predictor, tmp_path):
+    """Function that starts a service with a new gallery, and returns its client."""
+    clients = []
+
+    def start_service(*, gallery=True, api_key="", local=False, **limits):
+        opened = create_or_open(tmp_path / "a.gallery", gallery_model(predictor)) if gallery else None
+        service = Service(predictor, opened, Limits(**limits))
+        client = TestClient(create_app(service, api_key=api_key, local=local), raise_server_exceptions=False)
+        clients.append(client.__enter__())
+        return client
+
+    yield start_service
+    for client in clients:
+        client.__exit__(None, None, None)
+
+
+def upload(*paths, name="images"):
+    return [(name, (Path(path).name, Path(path).read_bytes())) for path in paths]
+
+
+def error_of(answer, status):
+    assert answer.status_code == status, answer.text
+    assert answer.json().keys() == {"error"} and answer.json()["error"].keys() == {"code", "message", "fix"}
+    return answer.json()["error"]["code"]
+
+
+def test_features_and_comparisons_equal_those_of_the_predictor(start, predictor, images):
+    client = start(gallery=False)
+    answer = client.post("/v1/features", files=upload(*images)).json()
+    # Float32 sums in batches of other sizes.
+    assert torch.allclose(torch.tensor(answer["features"]), predictor.features(images), rtol=1e-4, atol=1e-5)
+    assert answer["model"] == predictor.config_hash and answer["metric"] == "cosine"
+    found = client.post("/v1/compare", files=upload(*images[:2])).json()
+    expected = predictor.compare(*images[:2])
+    assert found["score"] == pytest.approx(expected.score, abs=1e-5)
+    assert found["impostor_fraction"] == pytest.approx(expected.impostor_fraction, abs=1e-3)
+    assert found["genuine_fraction"] == pytest.approx(expected.genuine_fraction, abs=1e-3)
+    assert found["decision"] is None and found["probability"] is None  # not calibrated
+
+
+def test_added_images_are_found_updated_and_removed(start, predictor, images, tmp_path):
+    client = start()
+    items = [{"id": "a/../b", "camera": "door", "time": "2026-01-31T10:00"}, {"name": "second"}, {}]
+    answer = client.post("/v1/gallery/items", files=upload(*images[:3]), data={"items": json.dumps(items)})
+    assert answer.status_code == 201
+    ids = answer.json()["ids"]
+    assert ids[0] == "a/../b" and len({*ids}) == 3
+    assert client.get("/v1/gallery").json() == {
+        "items": 3, "metric": "cosine", "model": predictor.config_hash, "recall": None
+    }  # fmt: skip
+    found = client.post("/v1/search", files=upload(*images[:3]), data={"k": 2}).json()
+    assert [query["found"][0]["id"] for query in found["queries"]] == ids and found["searched"] == 3
+    best = found["queries"][0]["found"][0]
+    assert best["score"] == pytest.approx(1, abs=1e-5) and best["camera"] == "door" and best["rank"] == 1
+    assert best["time"] == "2026-01-31T10:00:00+00:00" and best["name"] == Path(images[0]).name
+    assert 0 <= best["impostor_fraction"] <= 1 and best["decision"] is None
+    for conditions, count in (({"camera": ["door"]}, 1), ({"camera": ["x"]}, 0), ({"after": "2026-01-31T11:00"}, 0)):
+        found = client.post("/v1/search", files=upload(images[0]), data=conditions).json()
+        assert found["searched"] == count == len(found["queries"][0]["found"])
+    picture = client.get("/v1/gallery/pictures/a%2F..%2Fb")
+    assert picture.headers["content-type"] == "image/jpeg" and PIL.Image.open(io.BytesIO(picture.content)).size
+    changed = client.put(f"/v1/gallery/items/{ids[1]}", files=upload(images[4]), data={"items": '[{"camera": "c"}]'})
+    assert changed.json() == {"id": ids[1], "name": "second", "identity": "", "camera": "c", "time": ""}
+    assert client.post("/v1/search", files=upload(images[4])).json()["queries"][0]["found"][0]["id"] == ids[1]
+    assert client.put(f"/v1/gallery/items/{ids[1]}", files=upload(images[1])).json()["camera"] == "c"
+    assert client.delete(f"/v1/gallery/items/{ids[2]}").status_code == 204
+    assert client.get("/v1/gallery/items?limit=5").json()["total"] == 2
+    assert client.get(f"/v1/gallery/items/{ids[1]}").json()["camera"] == "c"
+    with create_or_open(tmp_path / "a.gallery", gallery_model(predictor)) as other:  # what is on the disk
+        assert [item.id for item in other.items] == ids[:2]
+        other.remove([ids[0]])
+    assert client.get("/v1/gallery").json()["items"] == 1
+    for method, path in (("get", "items/x"), ("delete", "items/x"), ("get", "pictures/x")):
+        assert error_of(client.request(method, f"/v1/gallery/{path}"), 404) in ("no_item", "no_picture")
+    assert error_of(client.put("/v1/gallery/items/x", files=upload(images[0])), 404) == "no_item"
+
+
+def some_calibration(predictor):
+    """Return a calibration of random scores, which distinguishes equal images from others."""
+    random = np.random.default_rng(0)
+    features = torch.tensor(random.standard_normal((40, 16)).repeat(4, 0) + 0.3 * random.standard_normal((160, 16)))
+    identities = Identities(torch.arange(40).repeat_interleave(4), torch.arange(40).repeat_interleave(4),
+                            torch.arange(4).repeat(40), torch.arange(4).repeat(40))  # fmt: skip
+    options = {"far": 0.05, "frr": 0.2, "fpir": 0.2}
+    return calibrate(features.float(), identities, metric="cosine", junk=SAME_CAMERA, source="random",
+                     config_hash=predictor.config_hash, **options)  # fmt: skip
+
+
+def test_calibrated_models_return_decisions_and_probabilities(start, predictor, images, monkeypatch):
+    client = start()
+    calibration = some_calibration(predictor)
+    monkeypatch.setitem(vars(predictor), "calibration", calibration)
+    client.post("/v1/gallery/items", files=upload(*images[:3]))
+    found = client.post("/v1/search", files=upload(images[0])).json()["queries"][0]
+    assert found["decision"] == "match" and found["threshold"] == calibration.search_threshold
+    assert found["fpir"] == pytest.approx(calibration.expected_fpir(3))
+    for match in found["found"]:
+        assert match["decision"] == calibration.decide(match["score"])
+        assert match["probability"] == pytest.approx(float(calibration.probability(match["score"])))
+    compared = client.post("/v1/compare", files=upload(images[0], images[0])).json()
+    assert compared["decision"] == "same" and compared["probability"] > 0.5
+
+
+def test_an_empty_gallery_has_no_matches(start, images):
+    found = start().post("/v1/search", files=upload(images[0])).json()
+    assert found["searched"] == 0 and found["queries"][0]["found"] == []
+
+
+def test_requests_need_the_api_key(start, images):
+    client = start(api_key=KEY)
+    routes = [("post", "/v1/features"), ("post", "/v1/search"), ("post", "/v1/gallery/items"), ("get", "/v1/gallery"),
+              ("get", "/v1/gallery/items"), ("delete", "/v1/gallery/items/a"), ("put", "/v1/gallery/items/a"),
+              ("get", "/v1/gallery/pictures/a"), ("get", "/metrics"), ("post", "/v1/compare")]  # fmt: skip
+    described = {(method, path) for path, methods in client.get("/openapi.json").json()["paths"].items()
+                 for method in methods}  # fmt: skip
+    assert len(described) == len(routes) + 2  # GET items/{item_id} and /health
+    for method, path in routes:
+        for headers in ({}, {"X-API-Key": KEY[:-1]}, {"X-API-Key": "\xe9"}, {"Authorization": f"Basic {KEY}"}):
+            encoded = {name: value.encode("latin-1") for name, value in headers.items()}
+            assert error_of(client.request(method, path, headers=encoded), 401) == "unauthorized"
+    for headers in ({"X-API-Key": KEY}, {"Authorization": f"Bearer {KEY}"}):
+        assert client.post("/v1/features", files=upload(images[0]), headers=headers).status_code == 200
+    for path in ("/", "/docs", "/health", "/page.js", "/page.css"):
+        assert client.get(path).status_code == 200
+
+
+def test_without_a_key_requests_of_other_sites_are_rejected(start, images):
+    client = start(local=True)
+    local = {"Host": "127.0.0.1:8000"}
+    assert client.get("/v1/gallery", headers=local | {"Origin": "http://127.0.0.1:8000"}).status_code == 200
+    assert error_of(client.get("/v1/gallery", headers=local | {"Origin": "http://evil.test"}), 403) == "other_origin"
+    assert error_of(client.get("/v1/gallery", headers={"Host": "evil.test"}), 403) == "other_host"
+    files = upload(images[0])
+    answer = client.post("/v1/gallery/items", files=files, headers=local | {"Origin": "null"})
+    assert error_of(answer, 403) == "other_origin" and client.get("/v1/gallery", headers=local).json()["items"] == 0
+
+
+def test_limits_and_invalid_requests_have_structured_errors(start, images):
+    client = start(images=2, megabytes=1, megapixels=1, results=5)
+    one = upload(images[0])
+    buffer = io.BytesIO()
+    PIL.Image.new("L", (2000, 1000)).save(buffer, "PNG")
+    large = [("images", ("large.png", buffer.getvalue()))]
+    script = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n"
+    for files, data, status, code in (
+        (upload(*images[:3]), {}, 400, "invalid_form"),  # count
+        ([("images", ("a.jpg", bytes(1_100_000)))], {}, 413, "request_too_large"),
+        (large, {}, 422, "invalid_image"),  # pixels
+        ([("images", ("a.jpg", b""))], {}, 422, "invalid_image"),
+        ([("images", ("a.eps", script))], {}, 422, "invalid_image"),  # would run Ghostscript
+        ([("images", ("a.jpg", Path(images[0]).read_bytes()[:200]))], {}, 422, "invalid_image"),
+        ([("other", ("a.jpg", b"x"))], {}, 422, "wrong_count"),
+        (one, {"k": "6"}, 422, "invalid_field"),
+        (one, {"k": "-1"}, 422, "invalid_field"),
+        (one, {"k": "\u0663"}, 422, "invalid_field"),
+        (one, {"after": "noon"}, 422, "invalid_value"),
+    ):
+        assert error_of(client.post("/v1/search", files=files, data=data), status) == code
+    # A path on the server is not read, as text or as the name of a file.
+    answer = client.post("/v1/features", files=[("images", (None, "/etc/passwd"))])
+    assert error_of(answer, 422) == "not_a_file"
+    for items in ("{}", "[]", "[1]", '[{"path": "/etc/passwd"}]', '[{"time": "noon"}]', '[{"id": ""}]', "[" * 100_000):
+        answer = client.post("/v1/gallery/items", files=one, data={"items": items})
+        assert error_of(answer, 422) in ("invalid_field", "invalid_value")
+    assert error_of(client.post("/v1/features", content=b"x"), 415) == "not_a_form"
+    assert error_of(client.post("/v1/compare", files=one), 422) == "wrong_count"
+    assert error_of(client.get("/v1/gallery/items?limit=6"), 422) == "invalid_field"
+    assert error_of(client.get("/v1/gallery/items?limit=x"), 422) == "invalid_field"
+    assert error_of(client.get("/nowhere"), 404) == "http_error"
+    assert client.get("/v1/gallery").json()["items"] == 0
+    named = [("images", ("../../etc/\x00pass\nwd", Path(images[0]).read_bytes()))]
+    (item_id,) = client.post("/v1/gallery/items", files=named).json()["ids"]
+    assert "/" not in client.get(f"/v1/gallery/items/{item_id}").json()["name"]
+    answer = client.post("/v1/gallery/items", files=one, data={"items": json.dumps([{"id": item_id}])})
+    assert error_of(answer, 422) == "invalid_value"
+
+
+def test_without_a_gallery_only_features_and_comparisons_work(start, images):
+    client = start(gallery=False)
+    for answer in (
+        client.get("/v1/gallery"),
+        client.post("/v1/search", files=upload(images[0])),
+        client.post("/v1/gallery/items", files=upload(images[0])),
+    ):
+        assert error_of(answer, 404) == "no_gallery"
+    assert client.get("/health").json() == {"status": "ok", "pending": 0}
+
+
+def test_bugs_are_answered_without_details(start, images, monkeypatch):
+    client = start()
+    monkeypatch.setattr(Predictor, "features_of_batch", lambda *_: 1 / 0)
+    assert "division" not in (answer := client.post("/v1/features", files=upload(images[0]))).text
+    assert error_of(answer, 500) == "internal_error"
+
+
+def test_metrics_count_requests_and_images(start, images):
+    client = start()
+    client.post("/v1/gallery/items", files=upload(*images[:3]))
+    client.post("/v1/features", files=upload(images[0]))
+    client.get("/nowhere")
+    lines = client.get("/metrics").text.splitlines()
+    for line in (
+        'fastamp_requests_total{method="POST",route="/v1/features",status="200"} 1.0',
+        'fastamp_requests_total{method="GET",route="other",status="404"} 1.0',
+        "fastamp_batch_images_sum 4.0",
+        "fastamp_gallery_items 3.0",
+        "fastamp_pending_images 0.0",
+    ):
+        assert line in lines
+
+
+def test_pages_contain_only_their_own_scripts(start):
+    client = start()
+    for path in ("/", "/docs"):
+        answer = client.get(path)
+        assert "http://" not in answer.text and "https://" not in answer.text and "<script>" not in answer.text
+        assert answer.headers["content-security-policy"].startswith("default-src 'none'")
+    routes = client.get("/docs").text
+    assert "POST /v1/search" in routes and "impostor_fraction" in routes
+
+
+def run_batches(work, compute, **options):
+    """Run a coroutine function with a batcher, and return its result."""
+
+    async def main():
+        batcher = Batcher(compute, **{"batch": 4, "queue": 8, "wait": 0.0} | options)
+        batcher.start()
+        try:
+            return await asyncio.wait_for(work(batcher), 30)
+        finally:
+            await batcher.stop()
+
+    return asyncio.run(main())
+
+
+async def request(batcher, *images):
+    with batcher.places(len(images)):
+        return (await batcher.features(images)).tolist()
+
+
+def test_batches_collect_concurrent_images_and_keep_their_order():
+    sizes = []
+
+    def compute(images):
+        sizes.append(len(images))
+        return torch.tensor([[float(each)] for each in images])
+
+    async def work(batcher):
+        return await asyncio.gather(*(request(batcher, 2 * n, 2 * n + 1) for n in range(4)))
+
+    found = run_batches(work, compute, wait=0.05)
+    assert found == [[[2.0 * n], [2.0 * n + 1]] for n in range(4)] and sizes == [4, 4]
+
+
+def test_an_invalid_image_fails_only_its_own_request():
+    def compute(images):
+        if 13 in images:
+            raise DataError("unlucky")
+        return torch.tensor([[float(each)] for each in images])
+
+    async def work(batcher):
+        requests = (request(batcher, 1, 2), request(batcher, 13), request(batcher, 3))
+        return await asyncio.gather(*requests, return_exceptions=True)
+
+    first, second, third = run_batches(work, compute, wait=0.05)
+    assert first == [[1.0], [2.0]] and isinstance(second, DataError) and third == [[3.0]]
+
+
+def test_a_full_queue_rejects_requests_and_answers_all_others():
+    release = threading.Event()
+
+    def compute(images):
+        assert release.wait(20)
+        return torch.tensor([[float(each)] for each in images])
+
+    async def work(batcher):
+        tasks = [asyncio.create_task(request(batcher, n)) for n in range(80)]
+        await asyncio.sleep(0.1)
+        assert batcher.pending == 8
+        tasks[1].cancel()  # a client that disconnects
+        release.set()
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        assert batcher.pending == 0
+        assert await request(batcher, 99) == [[99.0]]
+        return found
+
+    found = run_batches(work, compute)
+    assert [each for each in found if isinstance(each, list)] == [[[float(n)]] for n in range(8) if n != 1]
+    rejected = [each for each in found if isinstance(each, RequestError)]
+    assert len(rejected) == 72 and {each.status for each in rejected} == {429}
+
+
+def test_options_are_checked(tmp_path, monkeypatch):
+    assert {name.replace("-", "_"): value for name, (value, _) in _LIMITS.items()} == vars(Limits())
+    for wrong in ({"images": 0}, {"megabytes": float("inf")}, {"wait_ms": -1}, {"queue": 31}):
+        with pytest.raises(ConfigError):
+            Limits(**wrong)
+    monkeypatch.delenv("FASTAMP_API_KEY", raising=False)
+    file = tmp_path / "key"
+    file.write_text(f"{KEY}\n")
+    assert read_api_key(str(file), "0.0.0.0") == KEY
+    assert read_api_key(None, "127.0.0.1") == "" == read_api_key(None, "0.0.0.0", no_key=True)
+    with pytest.raises(ConfigError, match="API key"):
+        read_api_key(None, "0.0.0.0")
+    monkeypatch.setenv("FASTAMP_API_KEY", KEY)
+    assert read_api_key(None, "0.0.0.0") == KEY
+    for content in (b"", b"short", b"0123456789 abcdef", b"\xff" * 20):
+        file.write_bytes(content)
+        with pytest.raises(ConfigError):
+            read_api_key(str(file), "127.0.0.1")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_api_key(str(tmp_path / "none"), "127.0.0.1")

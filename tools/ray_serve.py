@@ -1,0 +1,116 @@
+#!/usr/bin/env python
+"""Run the service on several machines with Ray Serve: replicas of the model, and one process with the gallery.
+
+Replicas compute features, and scale with the machines of the Ray cluster. The gallery is one process, which adds and
+searches features. Needs `pip install "ray[serve]" python-multipart`.
+
+    python tools/ray_serve.py logs/run/model_best.pth --gallery people.gallery --replicas 4
+
+Routes: POST /features and POST /search with images (multipart/form-data, field `images`), POST /add with images and the
+field `ids`. There are no API key, limits and pages, as in `fastamp serve`: put the routes behind a proxy that has them.
+"""
+
+import argparse
+import signal
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from fastamp import Predictor
+from fastamp.inference.gallery import create_or_open
+from fastamp.inference.gallery_source import gallery_model
+from fastamp.inference.gallery_store import Item
+from fastamp.utils.errors import DataError
+
+
+class Model:
+    """Compute features of images; ``main`` adds dynamic batches."""
+
+    def __init__(self, checkpoint: str, device: str) -> None:
+        self._predictor = Predictor(checkpoint, device=device)
+
+    async def features(self, images: list[bytes]) -> list[np.ndarray | str]:
+        """Return the feature of each image, or the message of its error."""
+        try:
+            return list(self._predictor.require_features(images).numpy())
+        except DataError as error:
+            return [str(error)] if len(images) == 1 else [self._alone(image) for image in images]
+
+    def _alone(self, image: bytes) -> np.ndarray | str:
+        try:
+            return self._predictor.require_features([image]).numpy()[0]
+        except DataError as error:
+            return str(error)
+
+
+class Gallery:
+    """The gallery, in one process."""
+
+    def __init__(self, checkpoint: str, gallery: str) -> None:
+        self._gallery = create_or_open(gallery, gallery_model(Predictor(checkpoint, device="cpu")))
+
+    def add(self, ids: list[str], features: np.ndarray) -> int:
+        """Add items; return their number when they are on the disk."""
+        self._gallery.add([Item(each) for each in ids], features)
+        return len(ids)
+
+    def search(self, features: np.ndarray, k: int) -> list[list[dict[str, Any]]]:
+        """Return the k nearest items of each feature (Q, D)."""
+        found = self._gallery.search(features, k)
+        rows = zip(found.columns["id"].tolist(), found.scores.tolist(), strict=True)
+        return [[{"id": each, "score": score} for each, score in zip(*row, strict=True)] for row in rows]
+
+
+class Routes:
+    """Receive requests; more than 256 that wait get status 503."""
+
+    def __init__(self, model: Any, gallery: Any) -> None:
+        self._model, self._gallery = model, gallery
+
+    async def __call__(self, request: Request) -> Any:
+        form = await request.form(max_files=32)
+        images = [await each.read() for each in form.getlist("images") if not isinstance(each, str)]
+        if not images:
+            return JSONResponse({"error": "no images in the field images"}, status_code=422)
+        answers = [self._model.features.remote(image) for image in images]
+        found = [await each for each in answers]
+        wrong = next((each for each in found if isinstance(each, str)), None)
+        if wrong is not None:
+            return JSONResponse({"error": wrong}, status_code=422)
+        features = np.stack(found)
+        if request.url.path.endswith("/search"):
+            return {"found": await self._gallery.search.remote(features, int(str(form.get("k", 10))))}
+        if request.url.path.endswith("/add"):
+            return {"added": await self._gallery.add.remote([str(each) for each in form.getlist("ids")], features)}
+        return {"features": features.tolist()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", help="checkpoint, on a path that all machines can read")
+    parser.add_argument("--gallery", required=True, help="folder of the gallery, on the machine of its process")
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the model (default: %(default)s)")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of each replica (default: 0, CPU)")
+    parser.add_argument("--port", type=int, default=8000, help="port (default: %(default)s)")
+    args = parser.parse_args()
+    from ray import serve
+
+    Model.features = serve.batch(max_batch_size=32, batch_wait_timeout_s=0.002)(Model.features)
+    resources = {"num_cpus": 1, "num_gpus": args.gpus}
+    model = serve.deployment(Model, num_replicas=args.replicas, max_ongoing_requests=64, ray_actor_options=resources)
+    # These need little time of a CPU.
+    light = {"num_cpus": 0.1}
+    gallery = serve.deployment(Gallery, num_replicas=1, max_ongoing_requests=16, ray_actor_options=light)
+    routes = serve.deployment(Routes, max_ongoing_requests=64, max_queued_requests=256, ray_actor_options=light)
+    device = "cuda" if args.gpus else "cpu"
+    serve.start(http_options={"host": "127.0.0.1", "port": args.port})
+    serve.run(routes.bind(model.bind(args.checkpoint, device), gallery.bind(args.checkpoint, args.gallery)))
+    print(f"serving at http://127.0.0.1:{args.port}", flush=True)
+    signal.sigwait({signal.SIGINT, signal.SIGTERM})
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()
