@@ -380,10 +380,11 @@ class Protocol:
         keys = dict(zip(self.ranking_rule.columns, self.ranking_rule.column_keys, strict=False))
         for name, needed_by in self.columns.items():
             if name not in names:
+                usable = [CAMERA, *names] if name == self.group_by else names
                 raise DataError(
                     f"{needed_by} needs the column {name!r} with one number or text for each image, which the test set "
-                    f"does not have.{did_you_mean(name, names)}\n"
-                    f"  available columns: {', '.join(names) or 'none'}\n"
+                    f"does not have.{did_you_mean(name, usable)}\n"
+                    f"  available columns: {', '.join(usable) or 'none'}\n"
                     f"  fix: add the column to the test set, or {keys.get(name) or 'change ' + needed_by.split('=')[0]}"
                 )
 

@@ -75,6 +75,14 @@ def test_missing_column_is_an_error_that_lists_the_available_ones(same_outfit):
         compute_metrics(queries, gallery, with_columns(ids, species=1), Protocol(group_by="specie"))
 
 
+def test_group_by_a_missing_column_also_offers_the_camera():
+    with pytest.raises(DataError, match=r"TEST.GROUP_BY=Camera(.|\n)*available columns: camera, species"):
+        Protocol(group_by="Camera").check_columns(["species"])
+    # Protocols cannot use the camera as a column.
+    with pytest.raises(DataError, match=r"available columns: species\n"):
+        Protocol(rule="cloth_changing").check_columns(["species"])
+
+
 def evaluator(protocol, num_query):
     found = ReidEvaluator(get_cfg(), num_query)
     found.protocol = protocol
