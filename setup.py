@@ -27,6 +27,7 @@ EXTRAS = {
     "vis": ["matplotlib"],
     "parquet": ["pyarrow"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
+    "openvino": ["openvino"],
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
     "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],

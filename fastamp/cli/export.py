@@ -1,22 +1,31 @@
-"""Export a trained model to ONNX or torch.export, and compare the exported model with PyTorch.
+"""Export a trained model to ONNX, OpenVINO, torch.export or TorchScript, and compare the exported model with PyTorch.
 
 examples:
   fastamp export logs/run model.onnx
   fastamp export logs/run/model_best.pth model.pt2 --precision fp16 --l2
+  fastamp export logs/run model --format openvino
 """
 
 import argparse
+from pathlib import Path
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, dataset_argument
+from fastamp.utils.errors import ConfigError
 
 PRECISIONS = ("float32", "fp16")
+FORMATS = {"onnx": ".onnx", "openvino": ".xml", "torch-export": ".pt2", "torchscript": ".ts"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     add_model_arguments(parser)
-    parser.add_argument("output", metavar="OUT", help="output file: OUT.onnx, or OUT.pt2 for torch.export")
+    parser.add_argument(
+        "output", metavar="OUT", help=f"output file; its suffix selects the format: {', '.join(FORMATS.values())}"
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, help="format; appends its suffix to OUT without one (default: that of the suffix)"
+    )
     parser.add_argument(
         "--precision",
         choices=PRECISIONS,
@@ -59,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     with dataset_argument("--data"):
         report = export(
             predictor_of(args, args.key_values),
-            args.output,
+            _path(args.output, args.format),
             precision=args.precision,
             normalization=args.normalization,
             l2=args.l2,
@@ -71,3 +80,15 @@ def run(args: argparse.Namespace) -> int:
     print(report.table())
     print(f"wrote {report.path} ({report.format}, {report.size / 2**20:.1f} MiB)")
     return 0
+
+
+def _path(output: str, format: str | None) -> Path:
+    """Return the output file, with the suffix of ``--format`` if it has none."""
+    path, suffix = Path(output), FORMATS.get(format or "", "")
+    if suffix and not path.suffix:
+        return path.with_suffix(suffix)
+    if suffix and path.suffix != suffix:
+        raise ConfigError(
+            f"--format {format} writes {suffix} files; got {output}.\n  fix: omit the suffix, or omit --format"
+        )
+    return path

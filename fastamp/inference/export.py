@@ -1,4 +1,4 @@
-"""Export of trained models to ONNX and torch.export, with a parity check against PyTorch before the file is written."""
+"""Export of trained models, with a parity check against PyTorch before the file is written."""
 
 import contextlib
 import copy
@@ -6,14 +6,15 @@ import logging
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
@@ -21,7 +22,7 @@ from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.evaluator import extract_features
-from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, quiet
+from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, Source, quiet
 from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling.meta_arch.image_model import ImageModel
@@ -55,7 +56,7 @@ class ExportReport:
         path: exported file.
         format: name of the format.
         metadata: metadata stored in the file.
-        size: file size in bytes.
+        size: size in bytes, of all files.
         comparisons: comparisons of features on random images and on the test set.
         data: description of the test images for the mAP comparison; "" if only random images were compared.
         expected_map, found_map: mAP of the PyTorch model and of the exported model, in percent; None without ``data``.
@@ -102,7 +103,7 @@ def export(
     tolerance: float = 0.1,
     opset: int | None = None,
 ) -> ExportReport:
-    """Export a model to an ONNX or torch.export file if its features pass a parity check.
+    """Export a model to an ONNX, OpenVINO, torch.export or TorchScript file if its features pass a parity check.
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
     if ``INPUT.CROP`` is on. The batch size B is dynamic. Models with camera or view embeddings have the additional
@@ -115,7 +116,8 @@ def export(
 
     Args:
         predictor: trained model.
-        path: output file; its name must end in .onnx or .pt2.
+        path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file beside
+            it) or .ts (TorchScript).
         precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for modules
             that require float32 (``to_float16``).
         normalization: if True (default), the exported model takes images in 0..255 and normalizes them; otherwise the
@@ -140,18 +142,23 @@ def export(
     fixed_input_size(predictor.cfg, is_train=False, needed_by=_NEEDED_BY)
     images = _load_test_images(predictor, data, max_images)
     extractor = _FeatureExtractor(predictor, precision=precision, normalization=normalization, l2=l2)
-    program = _trace(extractor, predictor)
+    source = _trace(extractor, predictor)
     metadata = _metadata(predictor, precision=precision, normalization=normalization, l2=l2)
-    (outputs,) = next(iter(reversed(program.graph.nodes))).args
+    (outputs,) = next(iter(reversed(source.program.graph.nodes))).args
     metadata["feature_width"] = outputs[0].meta["val"].shape[1]
-    content = format.content(program, metadata, opset)
-    report = ExportReport(path, format.title, metadata, len(content))
-    found = _exported_features(format.runner(content), predictor, metadata)
+    files = format.content(source, metadata, opset)
+    report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
+    found = _exported_features(format.runner(files), predictor, metadata)
     _compare(report, predictor, found, images, l2)
     _check_quality(report, tolerance)
-    with writing(path):
-        write_atomically(path, lambda file: file.write(content))
+    for suffix, content in files.items():
+        with writing(path):
+            write_atomically(path.with_suffix(suffix), partial(_write, content))
     return report
+
+
+def _write(content: bytes, file: IO[bytes]) -> None:
+    file.write(content)
 
 
 class _FeatureExtractor(nn.Module):
@@ -212,7 +219,7 @@ def _to_deploy_form(model: nn.Module) -> nn.Module:
     return model
 
 
-def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgram:
+def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> Source:
     """Trace the module with a dynamic batch size."""
     cfg = predictor.cfg
     # Two images, because torch.export specializes on a batch size of 1.
@@ -222,9 +229,10 @@ def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> ExportedProgra
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in _label_inputs(predictor)}
     batch = Dim("batch", min=1, max=2**31 - 1)  # PyTorch 2.6 requires an upper bound
     with quiet("torch.export cannot trace the model"), torch.no_grad():
-        return torch.export.export(
+        program = torch.export.export(
             extractor, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs}, strict=False
         )
+    return Source(extractor, inputs, program)
 
 
 def _label_inputs(predictor: Predictor) -> dict[str, str]:
@@ -239,7 +247,7 @@ def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: f
     """Validate the arguments of ``export`` and return the format for the suffix of ``path``."""
     if path.suffix not in FORMATS:
         raise ConfigError(
-            f"cannot export to {path}: expected a file name that ends in {' or '.join(FORMATS)}.\n"
+            f"cannot export to {path}: expected a file name that ends in {', '.join(FORMATS)}.\n"
             "  fix: choose a file name such as model.onnx"
         )
     check_choice("--precision", precision, PRECISIONS)

@@ -1,4 +1,4 @@
-"""Export formats: serialization and execution of ONNX and torch.export files."""
+"""Export formats: serialization and execution of ONNX, OpenVINO, torch.export and TorchScript files."""
 
 import contextlib
 import importlib
@@ -6,29 +6,49 @@ import io
 import json
 import logging
 import re
+import tempfile
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from fastamp.utils.errors import ConfigError, UserError
 
 logger = logging.getLogger(__name__)
 
+Files = dict[str, bytes]
+"""Suffix -> content of an exported file; OpenVINO writes its weights to a second file."""
+
 Run = Callable[[dict[str, Tensor]], Tensor]
 """Function: dict of input tensors on the CPU -> (B, D) float32 features."""
 
 _PROTOBUF_LIMIT = 2**31
 _LOWEST_OPSET = 18  # lowest opset of PyTorch's exporter
-_LOWEST_TORCH = (2, 7)  # for ONNX export
 
 
 class ExportError(UserError):
     """Raised if a model cannot be exported, or the exported model fails the parity check."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Module to export.
+
+    Attributes:
+        module: module in evaluation mode on the CPU.
+        inputs: example inputs, a batch of two images.
+        program: the module traced by torch.export, with a dynamic batch size.
+    """
+
+    module: nn.Module
+    inputs: dict[str, Tensor]
+    program: ExportedProgram
 
 
 @dataclass(frozen=True)
@@ -37,15 +57,19 @@ class Format:
 
     Attributes:
         title: name of the format.
-        packages: packages that the format requires, from the extra ``export``.
-        content: function (program, metadata, opset or None) -> content of the file as bytes.
-        runner: function (content of the file) -> function that runs the exported model.
+        packages: packages that the format requires.
+        content: function (source, metadata, opset or None) -> content of the files.
+        runner: function (content of the files) -> function that runs the exported model.
+        extra: extra of fastamp that installs the packages.
+        lowest_torch: lowest version of PyTorch.
     """
 
     title: str
     packages: tuple[str, ...]
-    content: Callable[[ExportedProgram, dict[str, Any], int | None], bytes]
-    runner: Callable[[bytes], Run]
+    content: Callable[[Source, dict[str, Any], int | None], Files]
+    runner: Callable[[Files], Run]
+    extra: str = "export"
+    lowest_torch: tuple[int, ...] = ()
 
     def check(self, opset: int | None) -> None:
         """Raise ConfigError if a package is missing or too old, or the opset is not supported."""
@@ -55,17 +79,17 @@ class Format:
             except ImportError as error:
                 raise ConfigError(
                     f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
-                    '  fix: pip install "fastamp[export]"'
+                    f'  fix: pip install "fastamp[{self.extra}]"'
                 ) from error
-        if self.packages and tuple(map(int, torch.__version__.split(".")[:2])) < _LOWEST_TORCH:
+        if tuple(map(int, torch.__version__.split(".")[:2])) < self.lowest_torch:
             raise ConfigError(
-                f"{self.title} export requires PyTorch {'.'.join(map(str, _LOWEST_TORCH))} or later; found "
+                f"{self.title} export requires PyTorch {'.'.join(map(str, self.lowest_torch))} or later; found "
                 f"{torch.__version__}, which cannot export batch norm with current onnxscript versions.\n"
                 "  fix: upgrade PyTorch, or export a .pt2 file"
             )
         if opset is None:
             return
-        if not self.packages:
+        if "onnx" not in self.packages:
             raise ConfigError(
                 f"--opset {opset} is not supported for {self.title} files, because only ONNX files have an opset.\n"
                 "  fix: omit --opset, or export an .onnx file"
@@ -113,7 +137,8 @@ def quiet(what: str) -> Iterator[None]:
         logger.debug("%s", each.message)
 
 
-def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int | None) -> bytes:
+def _onnx_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    program = source.program
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size >= _PROTOBUF_LIMIT:
         raise ExportError(
@@ -138,8 +163,13 @@ def _onnx_content(program: ExportedProgram, metadata: dict[str, Any], opset: int
     _forget_source(model)
     for key, value in metadata.items():
         entry = model.metadata_props.add()
-        entry.key, entry.value = key, value if isinstance(value, str) else json.dumps(value)
-    return bytes(model.SerializeToString())
+        entry.key, entry.value = key, _text(value)
+    return {".onnx": model.SerializeToString()}
+
+
+def _text(value: Any) -> str:
+    """Return a string as it is, and another value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _name_batch(model: Any) -> None:
@@ -163,13 +193,13 @@ def _forget_source(model: Any) -> None:
             part.ClearField("doc_string")
 
 
-def _onnx_runner(content: bytes) -> Run:
+def _onnx_runner(files: Files) -> Run:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # log only errors
     with quiet("onnxruntime cannot load the exported model"):
-        session = onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(files[".onnx"], options, providers=["CPUExecutionProvider"])
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         (features,) = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
@@ -178,19 +208,73 @@ def _onnx_runner(content: bytes) -> Run:
     return run
 
 
-def _pt2_content(program: ExportedProgram, metadata: dict[str, Any], opset: int | None) -> bytes:
-    file = io.BytesIO()
+def _pt2_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    program, file = source.program, io.BytesIO()
     for part in program.graph_module.modules():
         for node in getattr(part, "graph", torch.fx.Graph()).nodes:
             node.meta.pop("stack_trace", None)  # contains local paths
     with quiet("torch.export cannot save the model"):
         torch.export.save(program, file, extra_files={"metadata.json": json.dumps(metadata, indent=2)})
-    return file.getvalue()
+    return {".pt2": file.getvalue()}
 
 
-def _pt2_runner(content: bytes) -> Run:
+def _pt2_runner(files: Files) -> Run:
     with quiet("torch.export cannot load the exported model"):
-        module = torch.export.load(io.BytesIO(content)).module()
+        module = torch.export.load(io.BytesIO(files[".pt2"])).module()
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad():
+            features: Tensor = module(**inputs)
+        return features
+
+    return run
+
+
+def _openvino_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    import openvino
+
+    with quiet("OpenVINO conversion failed"), tempfile.TemporaryDirectory() as folder:
+        model = openvino.convert_model(source.program)
+        model.reshape({name: [-1, *tensor.shape[1:]] for name, tensor in source.inputs.items()})
+        model.outputs[0].set_names({"features"})
+        for key, value in metadata.items():
+            model.set_rt_info(_text(value), ["fastamp", key])
+        path = Path(folder) / "model.xml"
+        openvino.save_model(model, path, compress_to_fp16=False)  # --precision decides
+        return {suffix: path.with_suffix(suffix).read_bytes() for suffix in (".bin", ".xml")}
+
+
+def _openvino_runner(files: Files) -> Run:
+    import openvino
+
+    with quiet("OpenVINO cannot load the exported model"):
+        core = openvino.Core()
+        model = core.read_model(files[".xml"], files[".bin"])
+        # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
+        compiled = core.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        features = compiled({name: tensor.numpy() for name, tensor in inputs.items()})[0]
+        return torch.from_numpy(features.copy())  # the next call overwrites the output
+
+    return run
+
+
+def _torchscript_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    saved, cleaned = io.BytesIO(), io.BytesIO()
+    with quiet("torch.jit cannot trace the model"), torch.no_grad():
+        traced = torch.jit.trace(source.module, example_kwarg_inputs=source.inputs, check_trace=False)
+        torch.jit.save(traced, saved, _extra_files={"metadata.json": json.dumps(metadata, indent=2)})
+        with zipfile.ZipFile(saved) as old, zipfile.ZipFile(cleaned, "w") as new:
+            for entry in old.infolist():
+                if not entry.filename.endswith(".debug_pkl"):  # contains local paths
+                    new.writestr(entry, old.read(entry))
+    return {".ts": cleaned.getvalue()}
+
+
+def _torchscript_runner(files: Files) -> Run:
+    with quiet("torch.jit cannot load the exported model"):
+        module = torch.jit.load(io.BytesIO(files[".ts"]))
 
     def run(inputs: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
@@ -201,7 +285,9 @@ def _pt2_runner(content: bytes) -> Run:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner),
+    ".onnx": Format("ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner, lowest_torch=(2, 7)),
     ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
+    ".xml": Format("OpenVINO", ("openvino",), _openvino_content, _openvino_runner, extra="openvino"),
+    ".ts": Format("TorchScript", (), _torchscript_content, _torchscript_runner),
 }
 """File suffix -> format."""

@@ -54,6 +54,7 @@ def test_command_choices_match_the_inference_api():
     from fastamp.inference import extract as extracting
     from fastamp.inference import index
 
+    assert {*export.FORMATS.values()} == {*exporting.FORMATS}
     assert export.PRECISIONS == exporting.PRECISIONS and extract.SPLITS == extracting.SPLITS
     assert search.KINDS == index.KINDS and (search.PROBED, search.EF_SEARCH) == (index.PROBED, index.EF_SEARCH)
 

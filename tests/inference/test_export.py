@@ -96,7 +96,7 @@ def loaded(path):
         files = {"metadata.json": ""}
         torch.export.load(path, extra_files=files)
         metadata = json.loads(files["metadata.json"])
-    return FORMATS[path.suffix].runner(path.read_bytes()), metadata
+    return FORMATS[path.suffix].runner({path.suffix: path.read_bytes()}), metadata
 
 
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
@@ -164,6 +164,77 @@ def test_fp16_export_with_external_normalization_returns_unit_features(demo, che
     torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
 
 
+def files_at(path):
+    """Read an exported file, and the weights beside it."""
+    return {
+        suffix: path.with_suffix(suffix).read_bytes()
+        for suffix in (path.suffix, ".bin")
+        if path.with_suffix(suffix).exists()
+    }
+
+
+def openvino_metadata(path):
+    import openvino
+
+    entries = openvino.Core().read_model(path).get_rt_info()["fastamp"]
+    texts = {key: value.astype(str) for key, value in entries.items()}
+    return texts | {"input_size": json.loads(texts["input_size"]), "pixel_mean": json.loads(texts["pixel_mean"])}
+
+
+def torchscript_metadata(path):
+    files = {"metadata.json": ""}
+    torch.jit.load(path, _extra_files=files)
+    return json.loads(files["metadata.json"])
+
+
+@pytest.mark.parametrize(
+    "name, suffix, read_metadata",
+    [
+        pytest.param("openvino", ".xml", openvino_metadata, marks=pytest.mark.extras),
+        ("torchscript", ".ts", torchscript_metadata),
+    ],
+)
+@pytest.mark.parametrize("precision", ["float32", "fp16"])
+def test_openvino_and_torchscript_files_reproduce_features_and_carry_metadata(
+    demo, checkpoint, predictor, tmp_path, capfd, name, suffix, read_metadata, precision
+):
+    arguments = (checkpoint, tmp_path / "model", "--format", name, "--precision", precision, "--tolerance", "5")
+    assert run(*arguments, "--device", "cpu") == 0
+    assert "Demo, 30 images" in capfd.readouterr().out
+    path = tmp_path / f"model{suffix}"
+    files, metadata = files_at(path), read_metadata(path)
+    assert not any(str(Path(fastamp.__file__).parent).encode() in content for content in files.values())
+    assert metadata["config_hash"] == predictor.config_hash and metadata["precision"] == precision
+    assert metadata["input_size"] == [64, 32] and len(metadata["pixel_mean"]) == 3
+    batch = first_batch(predictor)
+    expected = predictor.features(batch["img_paths"])
+    bound = (1e-4 if precision == "float32" else 0.02) * expected.abs().max().item()
+    model = FORMATS[suffix].runner(files)
+    for count in (1, 5):
+        found = model({"images": batch["images"][:count].float()})
+        torch.testing.assert_close(found, expected[:count], rtol=0, atol=bound)
+
+
+def test_format_and_suffix_must_agree(checkpoint, tmp_path, capsys):
+    assert run(checkpoint, tmp_path / "model.onnx", "--format", "torchscript", "--device", "cpu") == 2
+    assert "--format torchscript" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.extras
+def test_openvino_export_keeps_training_statistics_and_instance_norm(tmp_path):
+    """Instance norm must normalize with the statistics of each image, and batch norm with those of the training."""
+    opts = (
+        "MODEL.BACKBONE.NAME",
+        "build_resnet_backbone",
+        "MODEL.BACKBONE.DEPTH",
+        "18x",
+        "MODEL.BACKBONE.WITH_IBN",
+        "True",
+    )
+    report = export(untrained(tmp_path / "ibn.pth", *opts, "MODEL.BACKBONE.FEAT_DIM", "512"), tmp_path / "ibn.xml")
+    assert max(each.difference for each in report.comparisons) < 1e-4
+
+
 def test_exported_model_selects_camera_embeddings_by_the_camids_input(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
@@ -190,8 +261,8 @@ def distorted(monkeypatch, change):
     """Patch the .pt2 format so that exported models return ``change(features)``."""
     plain = FORMATS[".pt2"]
 
-    def runner(content):
-        model = plain.runner(content)
+    def runner(files):
+        model = plain.runner(files)
         return lambda inputs: change(model(inputs))
 
     monkeypatch.setitem(FORMATS, ".pt2", Format(plain.title, plain.packages, plain.content, runner))

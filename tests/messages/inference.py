@@ -477,6 +477,7 @@ def exports(record, predictor, checkpoint):
         ("missing/model.onnx",),
         ("model.pt2", "--opset", "18"),
         ("model.onnx", "--opset", "3"),
+        ("model.onnx", "--format", "torchscript"),
         ("model.onnx", "--tolerance", "200"),
         ("model.pt2", "--data", "Demoo"),
         ("model.pt2", "INPUT.SIZE_TEST", "(0,)"),
