@@ -39,6 +39,7 @@ PACKAGES = {
             ),
         ],
     ),
+    "tracking": ("tracking of detections, and its metrics", ["tracking", "tracking.track", "tracking.frames"]),
     "report": ("report.html", ["report"]),
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),
     "compat": (

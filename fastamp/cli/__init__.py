@@ -23,6 +23,7 @@ COMMANDS = {
     "serve": "answer HTTP requests: features, comparison, and search in a mutable gallery",
     "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",
+    "track": "track detections through a video, and find the boxes of each identity",
     "calibrate": "choose thresholds for wanted error rates: same, different or unknown",
     "visualize": "draw rank lists, curves and similarity maps",
     "export": "export a model to ONNX or torch.export",

@@ -16,7 +16,7 @@ from fastamp.demo.scene import crop_scene, paint_ground, paint_scene
 from fastamp.demo.wardrobe import Appearance, draw_appearance
 
 # Figures are painted at this multiple of the size and averaged down for antialiasing.
-_SUPERSAMPLING = 3
+SUPERSAMPLING = 3
 
 OCCLUDERS = ("stranger", "pole", "bin", "hedge")
 _POLE_COLORS = ((72, 74, 78), (150, 148, 142), (56, 70, 60), (104, 84, 74), (60, 66, 82))
@@ -109,7 +109,7 @@ def draw_picture(
     height, width = image_size
     shot = shot or Shot()
     picture = compose(rng, person, camera_index, seed=seed, image_size=image_size, bad_box=bad_box, shot=shot)
-    canvas = Image.new("RGBA", (width * _SUPERSAMPLING, height * _SUPERSAMPLING))
+    canvas = Image.new("RGBA", (width * SUPERSAMPLING, height * SUPERSAMPLING))
     for paint in picture.layers:
         paint(canvas)
     background = picture.background
@@ -117,10 +117,10 @@ def draw_picture(
         canvas = canvas.rotate(rng.uniform(-40, 40), Image.Resampling.BILINEAR)
         background = _cast_shadow(rng, background, canvas)
     foot_x, foot_y = picture.foot
-    ground_shadow = (foot_x / _SUPERSAMPLING, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
+    ground_shadow = (foot_x / SUPERSAMPLING, foot_y / SUPERSAMPLING, picture.tall / SUPERSAMPLING)
     if shot.aerial:
-        ground_shadow = (-9 * width, foot_y / _SUPERSAMPLING, picture.tall / _SUPERSAMPLING)
-    blended = _composite(rng, background, canvas, ground_shadow)
+        ground_shadow = (-9 * width, foot_y / SUPERSAMPLING, picture.tall / SUPERSAMPLING)
+    blended = composite(rng, background, canvas, ground_shadow)
     if shot.infrared:
         return expose_infrared(rng, blended)
     return expose(rng, blended, make_camera(camera_index, seed), sequence)
@@ -143,21 +143,21 @@ def compose(
     view = rng if shot.background is None else np.random.default_rng([seed, 2, shot.background])
     background = paint_ground(view, width, height) if shot.aerial else crop_scene(view, scene, camera, width, height)
 
-    canvas_size = (width * _SUPERSAMPLING, height * _SUPERSAMPLING)
-    tall = height * _SUPERSAMPLING * camera.person_height * rng.uniform(0.93, 1.07)
-    foot_x = width * _SUPERSAMPLING * (0.5 + rng.uniform(-0.07, 0.07))
-    foot_y = height * _SUPERSAMPLING * (0.965 + rng.uniform(-0.03, 0.03))
+    canvas_size = (width * SUPERSAMPLING, height * SUPERSAMPLING)
+    tall = height * SUPERSAMPLING * camera.person_height * rng.uniform(0.93, 1.07)
+    foot_x = width * SUPERSAMPLING * (0.5 + rng.uniform(-0.07, 0.07))
+    foot_y = height * SUPERSAMPLING * (0.965 + rng.uniform(-0.03, 0.03))
     if person is None:
-        foot_x += width * _SUPERSAMPLING * rng.choice((-0.6, 0.6))
+        foot_x += width * SUPERSAMPLING * rng.choice((-0.6, 0.6))
     if shot.shift is not None:
-        foot_x = width * _SUPERSAMPLING * (0.5 + shot.shift[0])
-        foot_y = height * _SUPERSAMPLING * (0.965 + shot.shift[1])
+        foot_x = width * SUPERSAMPLING * (0.5 + shot.shift[0])
+        foot_y = height * SUPERSAMPLING * (0.965 + shot.shift[1])
     if shot.aerial and shot.pose is not None:
         tall *= 0.8
-        foot_y = height * _SUPERSAMPLING / 2 + 0.5 * tall * math.cos(shot.pose.pitch)
+        foot_y = height * SUPERSAMPLING / 2 + 0.5 * tall * math.cos(shot.pose.pitch)
     if bad_box:
-        foot_x += width * _SUPERSAMPLING * rng.choice((-0.45, 0.45))
-        foot_y += height * _SUPERSAMPLING * rng.choice((-0.5, 0.4))
+        foot_x += width * SUPERSAMPLING * rng.choice((-0.45, 0.45))
+        foot_y += height * SUPERSAMPLING * rng.choice((-0.5, 0.4))
 
     layers: list[Paint] = []
     if rng.random() < 0.09 and not shot.aerial:
@@ -238,16 +238,16 @@ def _cast_shadow(rng: np.random.Generator, background: np.ndarray, canvas: Image
     lean, fall = rng.uniform(0.5, 1.0) * rng.choice((-1.0, 1.0)), rng.uniform(0.05, 0.2)
     matrix = (1, -lean, lean * height * 0.72, 0, 1 / (0.7 + fall), -0.3 * height / 2)
     silhouette = canvas.getchannel("A").transform(canvas.size, Image.Transform.AFFINE, matrix)
-    mask = np.asarray(silhouette.reduce(_SUPERSAMPLING).filter(ImageFilter.GaussianBlur(0.8)), dtype=np.float32) / 255
+    mask = np.asarray(silhouette.reduce(SUPERSAMPLING).filter(ImageFilter.GaussianBlur(0.8)), dtype=np.float32) / 255
     return background * (1 - np.float32(0.5) * mask[:, :, None])
 
 
-def _composite(
+def composite(
     rng: np.random.Generator, background: np.ndarray, canvas: Image.Image, shadow: tuple[float, float, float]
 ) -> np.ndarray:
     """Blend background, shadow on the ground and shaded figures into a (H, W, 3) float32 image."""
     height, width = background.shape[:2]
-    layer = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.float32)
+    layer = np.asarray(canvas.reduce(SUPERSAMPLING), dtype=np.float32)
     color, alpha = layer[:, :, :3], layer[:, :, 3:] / 255
 
     x, y, tall = shadow

@@ -128,6 +128,8 @@ def commands(record, run):
         ("push", best, "--to", record.root / "model", "--license", "other"),
         ("push", best, "--to", empty.parent, "--license", "mit"),
         ("push", "Market1501/sbs_R50-ibn", "--to", record.root / "model"),
+        ("track", empty),
+        ("track", empty, "--detections", record.file("det.txt", "1,-1,0,0,5,5,0.5"), "--min-confidence", "0.9"),
     ):
         record.fastamp(*argv)
     record.fastamp("extract", best, "Demo", "-o", record.root / "gallery.npz", "--splits", "gallery", "--device", "cpu")

@@ -1,0 +1,96 @@
+"""Metrics of multi-object tracking: identity switches, MOTA and IDF1."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from fastamp.tracking.mot_file import Boxes
+from fastamp.tracking.tracker import iou
+
+MIN_IOU = 0.5
+"""Smallest IoU of a ground-truth box and a tracked box that match."""
+
+
+@dataclass(frozen=True)
+class TrackingMetrics:
+    """Result of ``tracking_metrics``.
+
+    Attributes:
+        switches (int): matches of an identity with another track than at its previous match.
+        misses (int): ground-truth boxes without a match.
+        false_positives (int): tracked boxes without a match.
+        boxes (int): ground-truth boxes.
+        mota (float): 100 (1 - (misses + false positives + switches) / boxes), in percent, at most 100; NaN without
+            boxes.
+        idf1 (float): F1 of the boxes with the correct identity, in percent, 0..100; NaN without boxes.
+    """
+
+    switches: int
+    misses: int
+    false_positives: int
+    boxes: int
+    mota: float
+    idf1: float
+
+    def __str__(self) -> str:
+        return f"{self.switches} identity switches, MOTA {self.mota:.2f}, IDF1 {self.idf1:.2f}"
+
+
+def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
+    """Compute identity switches, MOTA (Bernardin and Stiefelhagen 2008) and IDF1 (Ristani et al. 2016).
+
+    In each frame, an identity keeps the track of its previous match while they overlap; the other boxes are matched
+    for the largest number of matches, and then for the largest sum of IoUs. For IDF1 (arXiv:1609.01775), each identity
+    is matched with at most one track for the whole sequence. Ground truth with confidence 0 is not counted, but a
+    track on it is a false positive.
+
+    Args:
+        truth (Boxes): ground truth.
+        found (Boxes): tracks.
+    """
+    truth = truth.select(truth.confidences != 0)
+    last: dict[int, int] = {}
+    switches = matches = 0
+    identities, rows = np.unique(truth.ids, return_inverse=True)
+    tracks, columns = np.unique(found.ids, return_inverse=True)
+    together = np.zeros((len(identities), len(tracks)), dtype=np.int64)
+    for frame in np.union1d(truth.frames, found.frames).tolist():
+        here, there = np.flatnonzero(truth.frames == frame), np.flatnonzero(found.frames == frame)
+        overlaps = np.array([iou(truth.boxes[row], found.boxes[there]) for row in here]).reshape(len(here), len(there))
+        for row, column in np.argwhere(overlaps >= MIN_IOU).tolist():
+            together[rows[here[row]], columns[there[column]]] += 1
+        for row, column in _matches(overlaps, truth.ids[here], found.ids[there], last):
+            identity, track = int(truth.ids[here[row]]), int(found.ids[there[column]])
+            matches += 1
+            switches += last.get(identity, track) != track
+            last[identity] = track
+    misses, false_positives, count = len(truth) - matches, len(found) - matches, len(truth)
+    correct = int(together[linear_sum_assignment(together, maximize=True)].sum())
+    mota = 100 * (1 - (misses + false_positives + switches) / count) if count else np.nan
+    idf1 = 200 * correct / (count + len(found)) if count else np.nan
+    return TrackingMetrics(switches, misses, false_positives, count, float(mota), float(idf1))
+
+
+def _matches(
+    overlaps: NDArray[np.float64], identities: NDArray[np.int64], tracks: NDArray[np.int64], last: dict[int, int]
+) -> list[tuple[int, int]]:
+    """Match the boxes of one frame; ``last`` contains the track of the previous match of each identity."""
+    kept = [
+        (row, column)
+        for row, identity in enumerate(identities.tolist())
+        for column in np.flatnonzero(tracks == last.get(identity)).tolist()
+        if overlaps[row, column] >= MIN_IOU
+    ]
+    # Two identities may have been matched with one track: the first keeps it.
+    kept = list({column: (row, column) for row, column in reversed(kept)}.values())
+    rows = [row for row in range(len(identities)) if row not in {each[0] for each in kept}]
+    columns = [column for column in range(len(tracks)) if column not in {each[1] for each in kept}]
+    free = overlaps[np.ix_(rows, columns)]
+    # A match counts more than any sum of IoUs.
+    gain = np.where(free >= MIN_IOU, free + len(identities) + 1, 0)
+    for row, column in zip(*linear_sum_assignment(gain, maximize=True), strict=True):
+        if free[row, column] >= MIN_IOU:
+            kept.append((rows[row], columns[column]))
+    return kept

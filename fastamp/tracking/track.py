@@ -1,0 +1,205 @@
+"""Tracking of detections in a sequence of frames with the features of a model."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageOps
+
+from fastamp.tracking.frames import Frame, Frames, track_color
+from fastamp.tracking.mot_file import Boxes
+from fastamp.tracking.tracker import Tracker, TrackerOptions
+from fastamp.utils.errors import DataError
+from fastamp.utils.files import write_atomically
+from fastamp.utils.fonts import load_font
+from fastamp.utils.plural import plural
+from fastamp.utils.progress import ProgressBar
+
+Embed = Callable[[list[Frame]], NDArray[np.float32]]
+"""Function: list of N images (H, W, 3) uint8 RGB -> (N, D) float32 features."""
+
+
+class Model(Protocol):
+    """Model with the method ``features`` of ``fastamp.Predictor``."""
+
+    def features(self, images: Any, **options: Any) -> Any:
+        """Return the features (N, D) of images."""
+        ...
+
+
+def embedder(model: Model, **options: Any) -> Embed:
+    """Return a function that computes the features of crops with a ``Predictor``.
+
+    Args:
+        model: predictor.
+        options: further arguments of ``Predictor.features`` with one value for all images: ``camids``, ``viewids``.
+    """
+
+    def embed(crops: list[Frame]) -> NDArray[np.float32]:
+        ids = {name: [value] * len(crops) for name, value in options.items()}
+        return np.asarray(model.features(crops, **ids), dtype=np.float32)
+
+    return embed
+
+
+def check_frames(frames: Frames, detections: Boxes) -> None:
+    """Check that a folder contains the frames of all detections, before a model is loaded.
+
+    Raises:
+        DataError: if a frame is missing; the message names the line of its first detection.
+    """
+    missing = frames.missing(np.unique(detections.frames).tolist())
+    if missing:
+        line = int(detections.lines[detections.frames == missing[0]].min())
+        raise DataError(
+            f"{detections.path}, line {line}: frame {missing[0]} is not in {frames.path} "
+            f"({plural(frames.count, 'frame')}; {plural(len(missing), 'frame')} with detections missing).\n"
+            "  fix: pass the frames of these detections"
+        )
+
+
+def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: int) -> NDArray[np.float32]:
+    """Extract the features of detections, in batches across frames.
+
+    Args:
+        frames (Frames): frames of all detections.
+        detections (Boxes): detections; parts outside a frame are cut off.
+        embed (Callable): function from crops to features, e.g. ``embedder(predictor)``.
+        batch (int): largest number of crops of a call, at least 1.
+
+    Returns:
+        np.ndarray: (N, D) float32.
+
+    Raises:
+        DataError: if a box is outside its frame; the message names the line. See also ``Frames.read``.
+    """
+    features: list[NDArray[np.float32]] = []
+    crops: list[Frame] = []
+    bar = ProgressBar(len(detections), "extracting features")
+    try:
+        for number, frame in frames.read(np.unique(detections.frames).tolist()):
+            crops += _crops(frame, detections, np.flatnonzero(detections.frames == number))
+            while len(crops) >= batch:
+                features.append(embed(crops[:batch]))
+                crops = crops[batch:]
+                bar.update(bar.done + batch)
+        if crops:
+            features.append(embed(crops))
+    finally:
+        bar.close()
+    return np.concatenate(features)
+
+
+def _crops(frame: Frame, detections: Boxes, rows: NDArray[np.int64]) -> list[Frame]:
+    """Return copies of the boxes of a frame."""
+    height, width = frame.shape[:2]
+    crops = []
+    for row in rows.tolist():
+        left, top, right, bottom = _corners(detections.boxes[row], width, height)
+        if left >= right or top >= bottom:
+            box = ",".join(f"{value:g}" for value in detections.boxes[row])
+            raise DataError(
+                f"{detections.path}, line {detections.lines[row]}: the box {box} is outside the frame of "
+                f"{width} x {height} pixels, or smaller than a pixel.\n"
+                "  fix: remove this line; columns are left,top,width,height in pixels of the frame"
+            )
+        crops.append(frame[top:bottom, left:right].copy())
+    return crops
+
+
+def _corners(box: NDArray[np.float64], width: int, height: int) -> tuple[int, int, int, int]:
+    """Round a box to whole pixels within the frame: left, top, right and bottom, as ``Predictor.features``."""
+    left, top, right, bottom = np.rint([*box[:2], *(box[:2] + box[2:])]).clip(0, (width, height) * 2).astype(int)
+    return int(left), int(top), int(right), int(bottom)
+
+
+def track(
+    detections: Boxes, features: NDArray[np.float32] | None = None, options: TrackerOptions | None = None
+) -> Boxes:
+    """Associate detections to tracks.
+
+    Args:
+        detections (Boxes): detections.
+        features (np.ndarray, optional): (N, D) features of the detections. Default: None, motion only.
+        options (TrackerOptions, optional): options of the tracker.
+
+    Returns:
+        Boxes: detections that belong to a confirmed track, with the number of the track, from 1, as id.
+    """
+    tracker = Tracker(options)
+    numbers = np.full(len(detections), -1, dtype=np.int64)
+    last = int(detections.frames.max(initial=0))
+    bounds = np.searchsorted(detections.frames, np.arange(1, last + 2))
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        rows = slice(start, end)
+        numbers[rows] = tracker.update(detections.boxes[rows], None if features is None else features[rows])
+    names = {number: name for name, number in enumerate(tracker.confirmed, start=1)}
+    ids = np.array([names.get(number, -1) for number in numbers.tolist()], dtype=np.int64)
+    arrays = (detections.lines, detections.frames, ids, detections.boxes, detections.confidences)
+    return Boxes(detections.path, *arrays).select(ids > 0)
+
+
+def write_csv(path: Path, tracks: Boxes) -> None:
+    """Write ``frame,track,left,top,width,height,confidence,line``; line is that of the detection in its file.
+
+    Raises:
+        WriteError: if the file cannot be written.
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["frame", "track", "left", "top", "width", "height", "confidence", "line"])
+    for row in range(len(tracks)):
+        box = [f"{value:g}" for value in tracks.boxes[row]]
+        confidence = f"{tracks.confidences[row]:g}"
+        writer.writerow([tracks.frames[row], tracks.ids[row], *box, confidence, tracks.lines[row]])
+    write_atomically(path, lambda file: file.write(text.getvalue().encode()))
+
+
+def write_sheet(
+    path: Path, frames: Iterable[tuple[int, Frame]], tracks: Boxes, *, rows: int = 40, columns: int = 12
+) -> None:
+    """Write a PNG with one row of crops for each of the longest tracks, at even intervals of time.
+
+    Args:
+        path (Path): PNG file.
+        frames: number and pixels of the frames, at least those that ``sheet_rows`` selects.
+        tracks (Boxes): tracks.
+        rows, columns (int): largest number of tracks, and crops per track. Default 40 and 12.
+
+    Raises:
+        WriteError: if the file cannot be written.
+    """
+    width, height, gap, line = 48, 96, 4, 14
+    shown = sheet_rows(tracks, rows=rows, columns=columns)
+    sheet = Image.new("RGB", (columns * (width + gap) + gap, len(shown) * (height + gap + line) + gap), "white")
+    draw = ImageDraw.Draw(sheet)
+    cells = {row: (line_number, column) for line_number, each in enumerate(shown) for column, row in enumerate(each)}
+    for number, frame in frames:
+        for row in sorted(set(np.flatnonzero(tracks.frames == number).tolist()) & cells.keys()):
+            line_number, column = cells[row]
+            left, top, right, bottom = _corners(tracks.boxes[row], frame.shape[1], frame.shape[0])
+            if left < right and top < bottom:
+                crop = ImageOps.contain(Image.fromarray(frame[top:bottom, left:right]), (width, height))
+                corner = (gap + column * (width + gap), gap + line + line_number * (height + gap + line))
+                sheet.paste(crop, corner)
+    for line_number, each in enumerate(shown):
+        number = int(tracks.ids[each[0]])
+        top = gap + line_number * (height + gap + line)
+        draw.rectangle((gap, top + 1, gap + line - 4, top + line - 3), fill=track_color(number))
+        total = int((tracks.ids == number).sum())
+        first, final = (int(tracks.frames[each[index]]) for index in (0, -1))
+        text = f"track {number}: {plural(total, 'detection')}, frames {first} to {final}"
+        draw.text((gap + line, top), text, fill="black", font=load_font(None, 11))
+    write_atomically(path, lambda file: sheet.save(file, format="PNG"))
+
+
+def sheet_rows(tracks: Boxes, *, rows: int = 40, columns: int = 12) -> list[list[int]]:
+    """Select the detections of a contact sheet: those of each shown track; see ``write_sheet``."""
+    numbers, counts = np.unique(tracks.ids, return_counts=True)
+    shown = sorted(numbers[np.argsort(-counts, kind="stable")[:rows]].tolist())
+    members = [np.flatnonzero(tracks.ids == number) for number in shown]
+    return [each[np.linspace(0, len(each) - 1, min(columns, len(each))).astype(int)].tolist() for each in members]
