@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = ["utils", "config", "amp", "layers", "checkpoint", "demo", "data modeling solver evaluation", "diagnostics"]
-LAYERS += ["report", "engine inference", "serving tracking", "cli"]
+LAYERS += ["report", "engine inference", "integrations", "serving tracking", "cli"]
 LEVEL = {name: number for number, layer in enumerate(LAYERS) for name in layer.split()}
 
 

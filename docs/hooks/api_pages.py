@@ -35,10 +35,11 @@ PACKAGES = {
             "inference",
             *(
                 f"inference.{name}"
-                for name in ("extract", "index", "gallery", "gallery_store", "similarity", "export", "hub")
+                for name in ("extract", "exported", "index", "gallery", "gallery_store", "similarity", "export", "hub")
             ),
         ],
     ),
+    "integrations": ("adapters for the trackers of BoxMOT and Ultralytics", ["integrations"]),
     "tracking": ("tracking of detections, and its metrics", ["tracking", "tracking.track", "tracking.frames"]),
     "report": ("report.html", ["report"]),
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),

@@ -8,6 +8,7 @@ import os
 import sqlite3
 import sys
 import zipfile
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,7 @@ from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
 from fastamp.inference.export import export
+from fastamp.inference.exported import ExportedModel
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.gallery import MutableGallery
@@ -57,6 +59,7 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     comparisons(record, predictor, checkpoint, folder)
     calibrations(record, checkpoint)
     exports(record, predictor, checkpoint)
+    exported_files(record, predictor)
     saved_features(record)
     clusters(record, gallery)
     imports(record, checkpoint)
@@ -507,6 +510,28 @@ def exports(record, predictor, checkpoint):
         record.fastamp(
             "export", checkpoint, record.root / "model.pt2", "--device", "cpu", "DATASETS.TESTS", "Market1501"
         )
+
+
+def exported_files(record, predictor):
+    """Run exported files that are damaged, foreign, or that a tracker cannot use."""
+    path = record.file("damaged.onnx", "x")
+    with record("damaged ONNX file"):
+        ExportedModel(path)
+    with record("ONNX file without onnxruntime"), mock.patch.dict(sys.modules, {"onnxruntime": None}):
+        ExportedModel(path)
+    metadata = {"config_hash": "0", "resize": "[64, 32]", "center_crop": "null", "interpolation": "bicubic"}
+    metadata |= {"channels": "3", "normalization": "inside", "pixel_mean": "[0]", "pixel_std": "[1]"}
+    for names, values in ((["images"], {}), (["images", "camids"], metadata), (["images"], metadata)):
+        session = mock.Mock()
+        session.get_modelmeta.return_value.custom_metadata_map = values
+        session.get_inputs.return_value = [SimpleNamespace(name=name) for name in names]
+        with (
+            record(f"ONNX file with inputs {', '.join(names)} and {len(values)} values of metadata"),
+            mock.patch("onnxruntime.InferenceSession", return_value=session),
+        ):
+            ExportedModel(path).features([], boxes=[[0, 0, 1, 1]])
+    with record("two frames with boxes"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+        ExportedModel(path).features(np.zeros((2, 8, 8, 3), dtype=np.uint8), boxes=[[0, 0, 1, 1]])
 
 
 def saved_features(record):

@@ -9,11 +9,12 @@ import pytest
 from messages import Recorder
 
 from fastamp.demo.sequence import generate_sequence
+from fastamp.integrations import UltralyticsReID
 from fastamp.tracking import read_boxes
 from fastamp.tracking.frames import Frames, write_video
 from fastamp.tracking.track import check_frames, extract_features
 
-SITES = ["fastamp/tracking"]
+SITES = ["fastamp/tracking", "fastamp/integrations"]
 
 
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
@@ -22,6 +23,8 @@ def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
     detections(record, street)
     frames(record)
     videos(record, street)
+    with record("tracker of Ultralytics without a ReID model"):
+        UltralyticsReID(Model()).attach(Model())
 
 
 def detections(record, street):
