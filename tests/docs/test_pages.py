@@ -141,7 +141,11 @@ def test_architecture_shows_all_packages_in_the_import_order():
     contributing = PAGES["CONTRIBUTING.md"].replace("\n", " ")
     order = contributing.split("Imports point down: `")[1].split("`")[0].removesuffix(" < tools")
     (chain,) = re.findall(r"^    (cli --> .*)", PAGES["docs/architecture.md"], re.MULTILINE)
-    frames = {"{data, modeling, solver, evaluation}": "parts", "{engine, inference}": "run"}
+    frames = {
+        "{data, modeling, solver, evaluation}": "parts",
+        "{engine, inference}": "run",
+        "{serving, tracking}": "use",
+    }
     expected = [frames.get(name, name) for name in reversed(order.split(" < "))]
     assert chain.split(" --> ") == expected
     shown = set(re.findall(r"^ +(\w+)\[", PAGES["docs/architecture.md"].partition("## Data flow")[0], re.MULTILINE))
