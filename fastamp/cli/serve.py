@@ -29,7 +29,7 @@ _LIMITS = {
     "receive-seconds": (30.0, "time to receive a request"),
     "queue": (256, "images that wait or are computed; further requests get status 429"),
     "batch": (32, "images that the model computes at once"),
-    "wait-ms": (2.0, "time that the first image of a batch waits for others, in milliseconds"),
+    "wait-ms": (10.0, "time that the first image of a batch waits for others, in milliseconds"),
 }
 
 

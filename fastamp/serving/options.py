@@ -33,7 +33,7 @@ class Limits:
     receive_seconds: float = 30.0
     queue: int = 256
     batch: int = 32
-    wait_ms: float = 2.0
+    wait_ms: float = 10.0
 
     def __post_init__(self) -> None:
         for each in fields(self):

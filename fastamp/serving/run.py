@@ -3,6 +3,7 @@
 import logging
 import signal
 import socket
+import sys
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,8 @@ def serve(service: Service, *, host: str, port: int, api_key: str = "", local: b
     Raises:
         ConfigError: if the address cannot be used.
     """
+    # The thread of the model takes Python's lock for each operation; at the default of 5 ms it waits for long.
+    sys.setswitchinterval(0.0005)
     app = create_app(service, api_key=api_key, local=local)
     listening = _listen(host, port)
     name = f"[{host}]" if ":" in host else host

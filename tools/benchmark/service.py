@@ -2,15 +2,17 @@
 """Measure the HTTP service: throughput and latency of concurrent clients, against the Predictor, and an overload.
 
 The Predictor computes the features of the same JPEG files (bytes) in batches as large as TEST.IMS_PER_BATCH. The
-service runs in a process of its own, and the clients (httpx, asyncio) in another one on the same machine, so the three
-share its cores; rounds of both alternate. The model has random weights. The overload sends ten times as many requests
-at once as the queue has places: each must be answered, with status 200 or 429, and each image that was added (201) must
-be in the gallery.
+service runs in a process of its own, and the clients (httpx, asyncio) in another one on the same machine. They share
+its cores, so the CPU time per image is printed too (Linux); rounds of both alternate. The model has random weights.
+
+The overload sends ten times as many requests at once as the queue has places: each must be answered, with status 200 or
+429, and each image that was added (201) must be in the gallery.
 """
 
 import argparse
 import asyncio
 import io
+import os
 import re
 import signal
 import statistics
@@ -70,11 +72,13 @@ def jpeg_files(count: int) -> list[bytes]:
 async def load(address: str, files: list[bytes], clients: int, per_request: int, seconds: float) -> dict[str, float]:
     """Send requests from concurrent clients; return images per second, and percentiles of the latency in ms."""
     latencies: list[float] = []
-    end = time.perf_counter() + seconds
+    # Without certificates, whose reading takes longer than many requests.
+    connected = [httpx.AsyncClient(base_url=address, timeout=120, verify=False) for _ in range(clients)]
     start = time.perf_counter()
+    end = start + seconds
 
     async def run(number: int) -> None:
-        async with httpx.AsyncClient(base_url=address, timeout=120) as client:
+        async with connected[number] as client:
             position = number * per_request
             while time.perf_counter() < end:
                 chosen = [files[(position + each) % len(files)] for each in range(per_request)]
@@ -85,9 +89,9 @@ async def load(address: str, files: list[bytes], clients: int, per_request: int,
                 latencies.append(time.perf_counter() - begin)
 
     await asyncio.gather(*map(run, range(clients)))
-    images = len(latencies) * per_request / (time.perf_counter() - start)
+    images, passed = len(latencies) * per_request, time.perf_counter() - start
     points = statistics.quantiles(latencies, n=100)
-    return {"images/s": images, "p50": 1000 * points[49], "p99": 1000 * points[98]}
+    return {"images": images, "images/s": images / passed, "p50": 1000 * points[49], "p99": 1000 * points[98]}
 
 
 async def overload(address: str, files: list[bytes], count: int) -> tuple[Counter[int], list[str]]:
@@ -129,7 +133,7 @@ def main() -> None:
         predictor = Predictor(checkpoint, device="cpu")
         process, address = start_service(checkpoint, "--gallery", gallery, "--queue", 1024)
         try:
-            compare(predictor, address, files, args)
+            compare(process, predictor, address, files, args)
         finally:
             process.send_signal(signal.SIGTERM)
             print(process.communicate()[0].strip().splitlines()[-1])
@@ -143,28 +147,44 @@ def main() -> None:
             print(f"{len(ids)} images acknowledged, {len(opened)} in the gallery, {len(missing)} lost")
 
 
-def compare(predictor: Predictor, address: str, files: list[bytes], args: argparse.Namespace) -> None:
+def cpu_seconds(process: "subprocess.Popen[str]") -> float:
+    """Return the CPU time of a process in seconds (Linux)."""
+    values = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(values[11]) + int(values[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(
+    process: "subprocess.Popen[str]", predictor: Predictor, address: str, files: list[bytes], args: argparse.Namespace
+) -> None:
     """Print the throughput of the Predictor and of the service, in turns."""
     predictor.features(files)
     plain: list[float] = []
+    plain_cpu: list[float] = []
     served: dict[int, list[dict[str, float]]] = {count: [] for count in args.per_request}
     for _ in range(args.rounds):
-        start, computed = time.perf_counter(), 0
+        start, computed, before = time.perf_counter(), 0, time.process_time()
         while time.perf_counter() - start < args.seconds:
             predictor.features(files)
             computed += len(files)
         plain.append(computed / (time.perf_counter() - start))
+        plain_cpu.append(1000 * (time.process_time() - before) / computed)
         for count, found in served.items():
+            before, own = cpu_seconds(process), time.process_time()
             found.append(asyncio.run(load(address, files, args.clients, count, args.seconds)))
-    base = statistics.median(plain)
+            found[-1]["cpu"] = 1000 * (cpu_seconds(process) - before) / found[-1]["images"]
+            found[-1]["client cpu"] = 1000 * (time.process_time() - own) / found[-1]["images"]
+    base, base_cpu = statistics.median(plain), statistics.median(plain_cpu)
     print(f"{args.backbone}, {torch.get_num_threads()} threads; medians of {args.rounds} rounds")
-    print(f"Predictor: {base:.0f} images/s ({min(plain):.0f} to {max(plain):.0f})")
+    print(f"Predictor: {base:.0f} images/s ({min(plain):.0f} to {max(plain):.0f}), CPU {base_cpu:.1f} ms per image")
     for count, found in served.items():
         rates = [each["images/s"] for each in found]
-        rate, p50, p99 = (statistics.median(each[name] for each in found) for name in ("images/s", "p50", "p99"))
+        rate, p50, p99, cpu, client = (
+            statistics.median(each[name] for each in found) for name in ("images/s", "p50", "p99", "cpu", "client cpu")
+        )
         print(
             f"service, {args.clients} clients x {count} images: {rate:.0f} images/s ({min(rates):.0f} to "
-            f"{max(rates):.0f}), {100 * rate / base:.0f} % of the Predictor; p50 {p50:.0f} ms, p99 {p99:.0f} ms"
+            f"{max(rates):.0f}), {100 * rate / base:.0f} % of the Predictor; p50 {p50:.0f} ms, p99 {p99:.0f} ms; "
+            f"CPU per image: service {cpu:.1f} ms ({cpu / base_cpu:.2f} x Predictor), clients {client:.1f} ms"
         )
 
 
