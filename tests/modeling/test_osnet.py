@@ -231,3 +231,13 @@ def test_error_for_unknown_osnet_depth_suggests_nearest_depth(name):
 def test_osnet_ain_warns_about_ignored_options(caplog):
     build(AIN, "x0_25", 128, *IBN, "MODEL.BACKBONE.WITH_SE", "True")
     assert "MODEL.BACKBONE.WITH_IBN" in caplog.text and "MODEL.BACKBONE.WITH_SE" in caplog.text
+
+
+def test_gate_in_float16_is_traced_with_a_dynamic_batch_size():
+    gate = osnet.ChannelGate(32).eval().requires_grad_(False).half()
+    streams = tuple(torch.randn(2, 32, 4, 2).half() for _ in range(4))
+    batch = torch.export.Dim("batch", min=1, max=2**31 - 1)
+    shapes = {"streams": tuple({0: batch} for _ in streams)}
+    program = torch.export.export(gate, streams, dynamic_shapes=shapes, strict=False)
+    streams = tuple(torch.randn(5, 32, 4, 2).half() for _ in range(4))
+    assert torch.equal(program.module()(*streams), gate(*streams))

@@ -123,7 +123,8 @@ class ChannelGate(nn.Module):
         streams, averages = zip(*map(_pool, streams), strict=True)
         if averages[0].dtype in (torch.float16, torch.bfloat16):
             # One pass for all streams is faster. In float32, it would change the rounding of the gradients.
-            gates = self._gate(torch.cat(averages)).chunk(len(streams))
+            # No ``chunk``, for which torch.export fixes the batch size.
+            gates = self._gate(torch.cat(averages)).unflatten(0, (len(streams), -1)).unbind()
         else:
             gates = [self._gate(average) for average in averages]
         first, *rest = (x * gate for x, gate in zip(streams, gates, strict=True))
