@@ -25,6 +25,7 @@ EXTRAS = {
     ],
     "cuhk03": ["h5py"],
     "vis": ["matplotlib"],
+    "cluster": ["scikit-learn>=1.3"],
     "parquet": ["pyarrow"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "openvino": ["openvino"],

@@ -279,6 +279,7 @@ class DefaultTrainer(FastReIDMethods):
             train=items_of(self.data_loader),
             history=history_of(cfg.OUTPUT_DIR),
             train_source=source_of(self.data_loader),
+            clusters=self.trainer.cluster_sheets(),
         )
 
     def _checkpoint_notes(self) -> dict[str, Any]:

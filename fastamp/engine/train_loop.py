@@ -18,6 +18,7 @@ from fastamp.amp.step import Clip
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook
+from fastamp.report import ClusterSheets
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
 from fastamp.utils.events import MetricStore
@@ -149,6 +150,10 @@ class TrainerBase:
     def run_step(self) -> None:
         """Run one iteration."""
         raise NotImplementedError
+
+    def cluster_sheets(self) -> ClusterSheets | None:
+        """Return the clusters of the training images for the report. Default: None, a training with labels."""
+        return None
 
     def batches_before(self, iteration: int) -> int:
         """Return the number of batches consumed before ``iteration``. This class uses one batch per iteration."""

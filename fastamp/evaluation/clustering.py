@@ -5,18 +5,19 @@ memory grows with the number of close pairs, not with the square of the number o
 """
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from fastamp.evaluation.hierarchical import LARGEST_BELOW_ONE, check_hdbscan, hdbscan
 from fastamp.evaluation.metrics import check_finite_features
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weights
 from fastamp.utils import comm
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.progress import track
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+METHODS = ("dbscan", "hdbscan")
 OUTLIER = -1
 """Label of images that are in no cluster."""
 # More rows per block do not make it faster.
@@ -32,25 +34,30 @@ _MAX_BLOCK_ROWS = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Clustering:
-    """Settings of the clustering of features by k-reciprocal Jaccard distances and DBSCAN.
+    """Settings of the clustering of features by k-reciprocal Jaccard distances and DBSCAN or HDBSCAN.
 
     Attributes:
-        eps: largest Jaccard distance of neighbors, inclusive, in 0..1 without both. Default: 0.6.
-        min_samples: number of neighbors of a core image, itself included. Default: 4.
+        eps: largest Jaccard distance of neighbors, inclusive, in 0..1 without both; not used by HDBSCAN. Default: 0.6.
+        min_samples: number of neighbors of a core image, itself included; for HDBSCAN see ``hdbscan``. Default: 4.
         k1: number of nearest neighbors for the reciprocity test, the image itself included. Default: 30.
         k2: number of nearest neighbors, the image itself included, whose weights are averaged; 1 disables averaging.
             Default: 6.
+        method: ``"dbscan"`` (default), or ``"hdbscan"``, which needs no ``eps`` but scikit-learn.
 
     Raises:
-        ConfigError: if a value is out of range.
+        ConfigError: if a value is out of range, or scikit-learn is needed and not installed.
     """
 
     eps: float = 0.6
     min_samples: int = 4
     k1: int = 30
     k2: int = 6
+    method: str = "dbscan"
 
     def __post_init__(self) -> None:
+        check_choice("clustering method", self.method, METHODS)
+        if self.method == "hdbscan":
+            check_hdbscan()
         if not 0 < self.eps < 1:
             raise ConfigError(
                 f"eps must be above 0 and below 1, the largest Jaccard distance; got {self.eps}.\n"
@@ -63,13 +70,19 @@ class Clustering:
             )
 
     def __str__(self) -> str:
+        if self.method == "hdbscan":
+            return f"HDBSCAN, min_samples {self.min_samples}, k1 {self.k1}, k2 {self.k2}"
         return f"DBSCAN, eps {self.eps:g}, min_samples {self.min_samples}, k1 {self.k1}, k2 {self.k2}"
 
 
 def cluster_features(
     features: torch.Tensor, options: Clustering, *, backend: str = "auto", memory_budget_mb: float = 256
 ) -> np.ndarray:
-    """Cluster features with DBSCAN on their k-reciprocal Jaccard distances; see ``jaccard_distances``, ``dbscan``."""
+    """Cluster features by their k-reciprocal Jaccard distances; see ``jaccard_distances``, ``dbscan``, ``hdbscan``."""
+    if options.method == "hdbscan":
+        everything = replace(options, eps=LARGEST_BELOW_ONE)
+        distances = jaccard_distances(features, everything, backend=backend, memory_budget_mb=memory_budget_mb)
+        return hdbscan(distances, min_samples=options.min_samples)
     distances = jaccard_distances(features, options, backend=backend, memory_budget_mb=memory_budget_mb)
     return dbscan(distances, min_samples=options.min_samples)
 
@@ -277,18 +290,21 @@ def describe_few_clusters(quality: ClusterQuality, options: Clustering, *, eps: 
         options: settings of the clustering.
         eps, min_samples: names of the two settings, as the user sets them.
     """
-    images, used = quality.images, f"{eps} {options.eps:g}, {min_samples} {options.min_samples}"
+    images, used, by_density = quality.images, f"{min_samples} {options.min_samples}", options.method == "hdbscan"
+    if not by_density:
+        used = f"{eps} {options.eps:g}, {used}"
+    more = "" if by_density else f"increase {eps}, "
     if quality.clusters == 0:
         return (
             f"no cluster found: all {images} images are outliers ({used}).\n"
             "  cause: the features of an identity are not similar enough, or each identity has too few images\n"
-            f"  fix:   increase {eps}, reduce {min_samples}, or use a model that was trained on similar data"
+            f"  fix:   {more}reduce {min_samples}, or use a model that was trained on similar data"
         )
     if quality.clusters == 1:
         return (
             f"only one cluster found: it has {images - quality.outliers} of {images} images ({used}).\n"
             "  cause: the features of different identities are too similar, e.g. those of an untrained model\n"
-            f"  fix:   reduce {eps}, or use a model that was trained on similar data"
+            f"  fix:   reduce {min_samples if by_density else eps}, or use a model that was trained on similar data"
         )
     return ""
 

@@ -2,10 +2,11 @@
 
 from fastamp.report.history import History, read_history
 from fastamp.report.page import write_report
-from fastamp.report.run import EvaluatedSet, Run, evaluated_set, items_of, source_of
+from fastamp.report.run import ClusterSheets, EvaluatedSet, Run, evaluated_set, items_of, source_of
 from fastamp.report.worst_queries import rank_list_image
 
 __all__ = [
+    "ClusterSheets",
     "EvaluatedSet",
     "History",
     "Run",

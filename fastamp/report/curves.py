@@ -128,6 +128,8 @@ def training_panels(history: History) -> list[Panel]:
         names = [name for name in history.names(suffix=suffix) if "/baseline " not in name and "/floor " not in name]
         titles = {name: name.removesuffix(suffix) for name in names[:_MAX_LINES]}
         panels.append(_over_iterations(history, title, "%", list(titles), titles=titles, dots=True, y_range=_PERCENT))
+    panels.append(_over_iterations(history, "Clusters", "number", ["clusters", "outliers"], dots=True))
+    panels.append(_over_iterations(history, "Clusters and identities", "agreement", ["purity", "nmi"], dots=True))
     panels.append(_over_iterations(history, "Learning rate", "rate", ["lr"]))
     panels.append(_over_iterations(history, "Speed", "images/s", ["images_per_second"]))
     return [panel for panel in panels if panel.lines]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
@@ -63,6 +64,32 @@ class EvaluatedSet:
 
 
 @dataclass(frozen=True)
+class SheetImage:
+    """Image of a contact sheet: its path, a thumbnail, and the thumbnail as a ``data:`` URL."""
+
+    path: str
+    picture: Image.Image
+    source: str
+
+
+@dataclass(frozen=True)
+class SheetGroup:
+    """Contact sheet with a title and a note."""
+
+    title: str
+    note: str
+    images: Sequence[SheetImage]
+
+
+@dataclass(frozen=True)
+class ClusterSheets:
+    """Contact sheets of clusters, and a line above them; see ``fastamp.report.cluster_page.cluster_sheets``."""
+
+    summary: str
+    groups: Sequence[SheetGroup]
+
+
+@dataclass(frozen=True)
 class Run:
     """Training run, or evaluation of given weights.
 
@@ -76,6 +103,7 @@ class Run:
         train (Sequence[ImageItem]): training images; empty if there was no training.
         history (History | None): training metrics; None if there are none.
         train_source (ImageDataset | None): dataset of the training images; None if there are several or none.
+        clusters (ClusterSheets | None): clusters of the training images; None for a training with labels.
     """
 
     cfg: CfgNode
@@ -87,6 +115,7 @@ class Run:
     train: Sequence[ImageItem] = ()
     history: History | None = None
     train_source: ImageDataset | None = None
+    clusters: ClusterSheets | None = None
 
 
 def evaluated_set(

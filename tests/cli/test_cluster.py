@@ -1,6 +1,7 @@
 """`fastamp cluster`: CSV, page, purity and NMI, and degenerate results."""
 
 import csv
+import sys
 
 import numpy as np
 import pytest
@@ -66,8 +67,44 @@ def test_page_shows_the_images_that_can_be_read(tmp_path):
     source = str(extraction(tmp_path / "x.npz", pids=pids))
     assert main(["cluster", source, "--k1", "8", "--page", str(page), "--device", "cpu"]) == 0
     text = page.read_text(encoding="utf-8")
-    assert text.count("<img") == 8 and "<script>" not in text and "&lt;script&gt; (8)" in text
+    assert text.count("<img") == 14 and "<script>" not in text and "&lt;script&gt; (8)" in text
     assert text.index("Cluster 1") < text.index("Cluster 0")  # clusters with several identities first
+    assert "Split identity &lt;script&gt;" in text and "in 2 clusters: 0 (8), 1 (1)" in text
+
+
+def test_hdbscan_finds_the_identities_without_eps(tmp_path, capsys):
+    source = str(extraction(tmp_path / "x.npz"))
+    assert main(["cluster", source, "--method", "hdbscan", "--k1", "8", "--k2", "3", "--device", "cpu"]) == 0
+    assert "6 clusters, 0 of 48 images are outliers, purity 1.000" in capsys.readouterr().out
+    source = str(extraction(tmp_path / "y.npz", noise=9.0))
+    assert main(["cluster", source, "--method", "hdbscan", "--min-samples", "40", "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert "no cluster found" in error and "--eps" not in error
+
+
+def test_hdbscan_without_scikit_learn(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.cluster", None)
+    source = str(extraction(tmp_path / "x.npz"))
+    assert main(["cluster", source, "--method", "hdbscan", "--device", "cpu"]) == 2
+    assert 'pip install "fastamp[cluster]"' in capsys.readouterr().err
+
+
+def test_folder_of_images_with_a_model(tmp_path, run_folder, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    random = np.random.default_rng(0)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    for number in range(12):
+        pixels = np.full((64, 32, 3), 80 * (number % 3) + 20) + random.integers(0, 20, (64, 32, 3))
+        Image.fromarray(pixels.astype(np.uint8)).save(photos / f"{number:02d}.png")
+    (photos / "broken.jpg").write_bytes(b"no image")
+    options = ["--k1", "4", "--k2", "2", "--min-samples", "2", "--device", "cpu"]
+    code = main(["cluster", "photos", "--model", str(run_folder), "--page", "page.html", *options])
+    out = capsys.readouterr().out
+    assert code in (0, 1) and "skipped 1 unreadable image" in out and "wrote photos_clusters.npz" in out
+    assert len(read(tmp_path / "photos_clusters.csv")) == 12 and (tmp_path / "page.html").exists()
+    assert main(["cluster", "photos", *options]) == 2
+    assert "add --model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

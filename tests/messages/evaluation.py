@@ -1,6 +1,7 @@
 """Messages of fastamp/evaluation and fastamp/report: features, protocols, metrics and figures."""
 
 import logging
+import sys
 from dataclasses import replace
 
 import pytest
@@ -264,5 +265,8 @@ def clusters(record):
             Clustering(**options)
     with record("clustering of no features"):
         cluster_features(torch.empty(0, 4), Clustering())
+    with pytest.MonkeyPatch.context() as patch, record("HDBSCAN without scikit-learn"):
+        patch.setitem(sys.modules, "sklearn.cluster", None)
+        Clustering(method="hdbscan")
     with record("clustering of fewer images than k1"):
         cluster_features(torch.eye(4), Clustering())

@@ -74,6 +74,8 @@ def clusters(record, gallery):
         with record(f"fastamp cluster --min-samples {min_samples}"):
             options = ("--eps", eps, "--min-samples", min_samples, "--device", "cpu")
             record.fastamp("cluster", gallery, *options)
+    with record("fastamp cluster of a folder without --model"):
+        record.fastamp("cluster", record.root)
 
 
 def checkpoints(record, checkpoint):

@@ -239,6 +239,18 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration, method)
     assert Predictor(data / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 
+def test_report_and_tensorboard_show_the_clusters_of_hdbscan(data):
+    opts = ("UNSUPERVISED.METHOD", "hdbscan", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", "TEST.REPORT", "True")
+    trainer = trainer_of(data / "run", *opts)
+    trainer.train()
+    text = (data / "run/report.html").read_text(encoding="utf-8")
+    section = text[text.index("Clusters of the training images") :]
+    assert f"{trainer.trainer.history[0]['clusters']} clusters" in section and "Split identity" in section
+    assert "<img" in section[: section.index("Mixed precision")] and "Clusters and identities" in text
+    events = b"".join(path.read_bytes() for path in (data / "run").rglob("*tfevents*"))
+    assert all(tag in events for tag in (b"clusters", b"outliers", b"purity", b"nmi", b"JFIF"))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_skipped_step_leaves_the_memory_unchanged(data, method):
     memories = []
@@ -325,6 +337,7 @@ def test_fewer_clusters_than_in_a_batch(data, caplog):
         (("MODEL.LOSSES.NAME", "[TripletLoss]"), "ClusterContrastLoss"),
         (("DATALOADER.SAMPLER_TRAIN", "TrainingSampler"), "ClusterSampler"),
         (("UNSUPERVISED.EPS", "1.0"), "UNSUPERVISED.EPS"),
+        (("UNSUPERVISED.METHOD", "hdbscan", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP"),
         (("UNSUPERVISED.UPDATE", "median"), "UNSUPERVISED.UPDATE"),
         (("UNSUPERVISED.TEMPERATURE", "0"), "UNSUPERVISED.TEMPERATURE"),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.reporting import write_training_report
 from fastamp.report import Run, rank_list_image
+from fastamp.report.cluster_page import sheet_image
 
 
 class ReportHook(HookBase):
@@ -14,7 +15,7 @@ class ReportHook(HookBase):
     Args:
         run (Callable): returns the data of the last evaluation, or None if its report has already been written.
         writers (Sequence): those with a method ``write_image`` receive the images of the worst queries of each test
-            set. Default: none.
+            set, and of the clusters of the training images. Default: none.
     """
 
     saves = True
@@ -29,6 +30,9 @@ class ReportHook(HookBase):
             return
         write_training_report(run)
         writers = [writer for writer in self.writers if hasattr(writer, "write_image")]
+        clusters = sheet_image(run.clusters) if run.clusters is not None else None
+        for writer in writers if clusters is not None else ():
+            writer.write_image(self.trainer.iter, "clusters", clusters)
         for each in run.sets if writers else ():
             image = rank_list_image(each)
             if image is not None:

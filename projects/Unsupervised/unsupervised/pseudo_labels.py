@@ -14,6 +14,7 @@ from fastamp.evaluation.clustering import (
     OUTLIER,
     Clustering,
     ClusterQuality,
+    cluster_features,
     cluster_quality,
     dbscan,
     describe_few_clusters,
@@ -25,6 +26,12 @@ from unsupervised.extraction import center_cameras
 from unsupervised.reliability import distances_up_to, reliable_labels, without_own_labels
 
 KEYS = (
+    Key(
+        "UNSUPERVISED.METHOD",
+        "dbscan",
+        "Clustering: dbscan, or hdbscan, which does not use EPS and requires scikit-learn.",
+        choices=("dbscan", "hdbscan"),
+    ),
     Key("UNSUPERVISED.EPS", 0.6, "Clustering: largest Jaccard distance of neighbors.", above=0, high=0.9999),
     Key("UNSUPERVISED.MIN_SAMPLES", 4, "Clustering: neighbors of a core image, itself included.", low=1),
     Key("UNSUPERVISED.K1", 30, "Clustering: nearest neighbors for the reciprocity test, itself included.", low=1),
@@ -98,8 +105,14 @@ class PseudoLabels:
                 "clusterings at EPS minus and plus EPS_GAP require distances above 0 and below 1.\n"
                 "  fix: reduce UNSUPERVISED.EPS_GAP, e.g. to 0.02"
             )
+        if keys.EPS_GAP and keys.METHOD != "dbscan":
+            raise ConfigError(
+                f"UNSUPERVISED.EPS_GAP {keys.EPS_GAP:g} compares clusterings of different UNSUPERVISED.EPS, which "
+                f"UNSUPERVISED.METHOD {keys.METHOD} does not use.\n"
+                "  fix: set UNSUPERVISED.EPS_GAP to 0, or UNSUPERVISED.METHOD to dbscan"
+            )
         return cls(
-            Clustering(eps=keys.EPS, min_samples=keys.MIN_SAMPLES, k1=keys.K1, k2=keys.K2),
+            Clustering(eps=keys.EPS, min_samples=keys.MIN_SAMPLES, k1=keys.K1, k2=keys.K2, method=keys.METHOD),
             gap=keys.EPS_GAP,
             center=keys.CENTER_CAMERAS,
             cameras=dataset.camids,
@@ -160,9 +173,12 @@ class PseudoLabels:
     def _cluster(self, features: torch.Tensor) -> np.ndarray:
         """Return the clusters at eps and, with a gap, at eps - gap and eps + gap; (1 or 3, U) int64."""
         options = self.clustering
-        distances = jaccard_distances(features, replace(options, eps=options.eps + self.gap))
-        sizes = (options.eps, options.eps - self.gap, options.eps + self.gap) if self.gap else (options.eps,)
-        found = [dbscan(distances_up_to(distances, eps), min_samples=options.min_samples) for eps in sizes]
+        if self.gap:
+            distances = jaccard_distances(features, replace(options, eps=options.eps + self.gap))
+            sizes = (options.eps, options.eps - self.gap, options.eps + self.gap)
+            found = [dbscan(distances_up_to(distances, eps), min_samples=options.min_samples) for eps in sizes]
+        else:
+            found = [cluster_features(features, options)]
         # The sums of distances may differ between machines: all ranks use the clusters of the first.
         shared = torch.from_numpy(np.stack(found)).to(features.device)
         comm.broadcast([shared])

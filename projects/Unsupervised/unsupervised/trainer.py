@@ -15,8 +15,9 @@ from fastamp.config import Key
 from fastamp.data.dataset import ReidDataset
 from fastamp.engine.hooks import HookBase
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
-from fastamp.evaluation.clustering import ClusterQuality
-from fastamp.report.cluster_page import write_cluster_page
+from fastamp.evaluation.clustering import cluster_quality
+from fastamp.report import ClusterSheets
+from fastamp.report.cluster_page import cluster_sheets, write_cluster_page
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 from unsupervised.domain_norm import DomainBatchNorm2d
@@ -31,7 +32,7 @@ KEYS = (
     Key("UNSUPERVISED.PAGE", True, "Write OUTPUT_DIR/clusters.html with images of the clusters of the last epoch."),
 )
 PAGE = "clusters.html"
-_PAGE_CLUSTERS, _PAGE_IMAGES = 40, 10
+_PAGE_CLUSTERS, _REPORT_CLUSTERS, _PAGE_IMAGES = 40, 15, 10
 
 
 def _check_labeled_names(names: list[str], labeled: list[str]) -> None:
@@ -185,7 +186,7 @@ class ClusterTrainer(AMPTrainer):
         self.history.append({"epoch": self.epoch, **found, **agreement})
         self.metrics.latest(**found, **{name: value for name, value in agreement.items() if value is not None})
         if keys.PAGE and comm.is_main_process() and Path(self.config.OUTPUT_DIR).is_dir():
-            self._write_page(quality)
+            self._write_page()
 
     def _warn_of_few_classes(self) -> None:
         """Warn if the classes of the unlabeled images do not fill a batch."""
@@ -201,20 +202,28 @@ class ClusterTrainer(AMPTrainer):
                 per_batch,
             )
 
-    def _write_page(self, quality: ClusterQuality) -> None:
-        """Write the page of the clusters of the unlabeled images."""
+    def _sheet_options(self) -> dict[str, Any]:
+        """Return the arguments of ``cluster_sheets`` for the unlabeled images."""
         pseudo, dataset = self.pseudo_labels, self.data_loader.dataset
-        rows = np.flatnonzero(~pseudo.labeled)
-        write_cluster_page(
-            Path(self.config.OUTPUT_DIR) / PAGE,
-            pseudo.clusters_of(self.labels),
-            dataset.items.take(rows),
-            title=f"{', '.join(self.config.DATASETS.NAMES)}, epoch {self.epoch + 1}",
-            summary=str(quality),
-            identities=None if pseudo.identities is None else pseudo.identities.astype(str),
-            clusters=_PAGE_CLUSTERS,
-            images=_PAGE_IMAGES,
-        )
+        clusters = pseudo.clusters_of(self.labels)
+        return {
+            "labels": clusters,
+            "items": dataset.items.take(np.flatnonzero(~pseudo.labeled)),
+            "summary": str(cluster_quality(clusters, pseudo.identities)),
+            "identities": None if pseudo.identities is None else pseudo.identities.astype(str),
+        }
+
+    def _write_page(self) -> None:
+        """Write the page of the clusters."""
+        title = f"{', '.join(self.config.DATASETS.NAMES)}, epoch {self.epoch + 1}"
+        path = Path(self.config.OUTPUT_DIR) / PAGE
+        write_cluster_page(path, title=title, clusters=_PAGE_CLUSTERS, images=_PAGE_IMAGES, **self._sheet_options())
+
+    def cluster_sheets(self) -> ClusterSheets | None:
+        """Return the clusters of the last epoch for the report; None without ``UNSUPERVISED.PAGE``."""
+        if not self.config.UNSUPERVISED.PAGE or not self.history or not comm.is_main_process():
+            return None
+        return cluster_sheets(clusters=_REPORT_CLUSTERS, images=_PAGE_IMAGES, **self._sheet_options())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer, the pseudo labels, the memory and the history of the clusters."""

@@ -1,0 +1,93 @@
+"""HDBSCAN (Campello et al. 2013) by scikit-learn, on the k-reciprocal Jaccard distances below 1.
+
+The Jaccard distance of images without common neighbors is exactly 1. HDBSCAN needs a connected graph: the components
+of the sparse graph are connected by edges of this distance, which changes no distance.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastamp.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
+
+LARGEST_BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
+"""Largest distance below 1 in float32: the ``eps`` for which ``jaccard_distances`` returns all of them."""
+
+
+def check_hdbscan() -> None:
+    """Check that scikit-learn is installed.
+
+    Raises:
+        ConfigError: if scikit-learn 1.3 or later is not installed.
+    """
+    try:
+        from sklearn.cluster import HDBSCAN  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "HDBSCAN requires scikit-learn 1.3 or later, which is not installed.\n"
+            '  fix: pip install "fastamp[cluster]", or choose the method dbscan'
+        ) from error
+
+
+def hdbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
+    """Cluster images with scikit-learn's ``HDBSCAN``.
+
+    Args:
+        distances: (N, N) sparse, symmetric, all Jaccard distances below 1; see ``jaccard_distances`` with ``eps`` of
+            ``LARGEST_BELOW_ONE``.
+        min_samples: smallest number of images of a cluster, and number of neighbors for the density, itself included.
+            Default: 4.
+
+    Returns:
+        (N,) int64, clusters numbered by their first image; -1 for images in no cluster. The labels are those of the
+        dense matrix, in which the other distances are 1, except that equal distances may be merged in another order.
+
+    Raises:
+        ConfigError: if scikit-learn is not installed.
+    """
+    check_hdbscan()
+    from sklearn.cluster import HDBSCAN
+
+    count, size = distances.shape[0], max(2, min_samples)
+    if count < size:
+        return np.full(count, -1, dtype=np.int64)
+    model = HDBSCAN(
+        min_cluster_size=size,
+        min_samples=min_samples,
+        metric="precomputed",
+        metric_params={"max_distance": 1.0},
+        copy=True,
+    )
+    found = model.fit_predict(_connected(distances).astype(np.float64)).astype(np.int64)
+    found[found < 0] = -1
+    names, first = np.unique(found, return_index=True)
+    numbers = np.full(len(names), -1, dtype=np.int64)
+    clusters = np.flatnonzero(names >= 0)
+    numbers[clusters[np.argsort(first[clusters])]] = np.arange(len(clusters))
+    labels: np.ndarray = numbers[np.searchsorted(names, found)]
+    return labels
+
+
+def _connected(distances: "csr_matrix") -> "csr_matrix":
+    """Connect the components of a graph by edges with the distance 1 between their first images.
+
+    Explicit zeros become the smallest positive number: sparse graph algorithms regard a zero as no edge.
+    """
+    from scipy.sparse import coo_matrix
+    from scipy.sparse.csgraph import connected_components
+
+    graph = distances.tocoo()
+    components = connected_components(distances, directed=False)[1]
+    first = np.unique(components, return_index=True)[1]
+    rows, columns = np.full(len(first) - 1, first[0]), first[1:]
+    values = np.maximum(graph.data, np.finfo(np.float32).tiny)
+    return coo_matrix(
+        (
+            np.concatenate((values, np.ones(2 * len(rows), dtype=values.dtype))),
+            (np.concatenate((graph.row, rows, columns)), np.concatenate((graph.col, columns, rows))),
+        ),
+        shape=distances.shape,
+    ).tocsr()
