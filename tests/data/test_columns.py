@@ -301,7 +301,7 @@ def test_evaluation_groups_queries_by_a_column_of_the_csv_file(csv_set):
     groups = evaluator.evaluate()["groups"]
     assert list(groups) == [f"{pid}_0" for pid in range(4, 8)] and groups["4_0"]["num_query"] == 1
     cfg = config(csv_set, "TEST.GROUP_BY", "species")
-    with pytest.raises(DataError, match=r"'species'.*\n.*available columns: age, clothes, code, modality"):
+    with pytest.raises(DataError, match=r"'species'.*\n.*available columns: camera, age, clothes, code, modality"):
         loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))
 
 
