@@ -97,9 +97,13 @@ def main() -> None:
     args = parser.parse_args()
     from ray import serve
 
-    Model.features = serve.batch(max_batch_size=32, batch_wait_timeout_s=0.002)(Model.features)
+    class BatchedModel(Model):
+        features = serve.batch(max_batch_size=32, batch_wait_timeout_s=0.002)(Model.features)
+
     resources = {"num_cpus": 1, "num_gpus": args.gpus}
-    model = serve.deployment(Model, num_replicas=args.replicas, max_ongoing_requests=64, ray_actor_options=resources)
+    model = serve.deployment(
+        BatchedModel, num_replicas=args.replicas, max_ongoing_requests=64, ray_actor_options=resources
+    )
     # These need little time of a CPU.
     light = {"num_cpus": 0.1}
     gallery = serve.deployment(Gallery, num_replicas=1, max_ongoing_requests=16, ray_actor_options=light)
