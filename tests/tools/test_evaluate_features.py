@@ -284,7 +284,7 @@ def test_columns_of_an_extraction_are_found(capsys, tmp_path, features):
     _, expected, _ = run(capsys, save(tmp_path / "plain.npz", **named), "--json", "TEST.PROTOCOL", "same_clothes")
     assert json.loads(found) == json.loads(expected)
     code, _, err = run(capsys, str(path), "TEST.GROUP_BY", "species")
-    assert code == 2 and "available columns: clothes" in err
+    assert code == 2 and "available columns: camera, clothes" in err
 
 
 @pytest.mark.parametrize("changes", [{"query_clothes": np.zeros(2)}, {"gallery_clothes": np.zeros((4, 2))}])
