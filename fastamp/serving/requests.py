@@ -1,4 +1,4 @@
-"""What a request may contain: API key, origin, size, images and form fields."""
+"""Checks of a request: API key, origin, size, images and form fields."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""What the service computes: features, comparisons, searches and changes of the gallery."""
+"""Computations of the service: features, comparisons, searches and changes of the gallery."""
 
 import asyncio
 import uuid

@@ -128,5 +128,5 @@ def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path)
         complaints = [each for each in browser.complaints if not each.startswith("verbose:")]
         assert all("status of 4" in each for each in complaints), complaints
         browser.call("Page.navigate", url=f"{server.address}/docs")
-        browser.wait_for("document.body.textContent.includes('POST /v1/search')")
+        browser.wait_for("document.body?.textContent.includes('POST /v1/search')")
         assert server.stop()[0] == 0
