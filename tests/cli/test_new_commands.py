@@ -130,7 +130,7 @@ def complete(script, *words):
 def test_completion_script_completes_commands_flags_recipes_and_keys(capsys):
     assert main(["completion"]) == 0
     script = capsys.readouterr().out
-    assert complete(script, "fastamp", "tr") == ["train"]
+    assert complete(script, "fastamp", "trai") == ["train"]
     assert complete(script, "fastamp", "help", "extr") == ["extract"]
     assert complete(script, "fastamp", "train", "Market1501/sbs_R50-") == ["Market1501/sbs_R50-ibn"]
     assert complete(script, "fastamp", "train", "x.yml", "SOLVER.AMP.DT") == ["SOLVER.AMP.DTYPE"]
