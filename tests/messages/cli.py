@@ -138,6 +138,8 @@ def commands(record, run):
     record.fastamp("search", best, empty, "--gallery", record.root / "gallery.npz", *group_by)
     record.fastamp("push", best, "user/name", "--to", record.root / "model", "--license", "mit", output=True)
     record.fastamp("push", record.root / "model", "user/name", "--license", "apache-2.0")
+    record.fastamp("cluster", record.root)
+    record.fastamp("export", best, record.root / "model.onnx", "--format", "openvino", "--device", "cpu")
     record.fastamp("help", output=True)
     record.fastamp("init", record.root / "project", output=True)
     record.fastamp("config", "explain", "SOLVER.BASE_LR", output=True)
