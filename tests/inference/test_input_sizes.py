@@ -59,7 +59,7 @@ def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped
     assert report.metadata["input_size"] == [48, 24] and report.expected_map == pytest.approx(
         report.found_map, abs=0.01
     )
-    model = FORMATS[".pt2"].runner((tmp_path / "model.pt2").read_bytes())
+    model = FORMATS[".pt2"].runner({".pt2": (tmp_path / "model.pt2").read_bytes()})
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
