@@ -761,8 +761,9 @@ _LATER_KEYS = {
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
     """Return the values of the config keys that determine the features, in addition to the weights."""
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
-    # Whether the bias of the neck is trained does not matter, only its value; dropout is for training only.
+    # Whether the bias of the neck is trained does not matter, only its value. Dropout and MixStyle are for training.
     excluded |= {"MODEL.HEADS.NECK_BIAS", "MODEL.BACKBONE.DROPOUT"}
+    excluded |= {"MODEL.BACKBONE.MIXSTYLE", "MODEL.BACKBONE.MIXSTYLE_PROB", "MODEL.BACKBONE.MIXSTYLE_ALPHA"}
     # Describes images, not the model: features of visible and infrared images are compared with each other.
     excluded |= {"MODEL.BACKBONE.MODALITY"}
     # Features of single images do not depend on the pooling of frames and on the classifier.
