@@ -153,6 +153,7 @@ class LaST(ClothesDataset):
     layout = ("**", r"^(?P<pid>\d+)_(?:[^.]*_)?(?P<clothes>[^_.]*)\.")
     test_layout = ("**", r"^(?P<pid>\d+)_")
     example = "000001/000001_0001_A.jpg (identity 1, clothes A)"
+    protocols = ("market1501", "no_camera")
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {
         "train": (71248, 5000),
         "query": (10176, 0),
