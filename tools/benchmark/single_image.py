@@ -21,6 +21,7 @@ from tabulate import tabulate
 from torch import Tensor
 from torchvision import transforms as v1
 
+from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import read_config
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.inference.predictor import Predictor
@@ -42,7 +43,7 @@ def make_predictor(folder: Path, dtype: str) -> Predictor:
             "MODEL.HEADS.NUM_CLASSES": 10,
         }
     )
-    torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, folder / "osnet.pth")
+    write_checkpoint(folder / "osnet.pth", {"model": build_model(cfg).state_dict(), "config": cfg.dump()})
     return Predictor(folder / "osnet.pth", device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", dtype])
 
 

@@ -19,6 +19,7 @@ import torch
 from tabulate import tabulate
 
 from fastamp import Predictor
+from fastamp.checkpoint.weights_file import write_checkpoint
 from fastamp.config import get_cfg
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.inference.export import export
@@ -40,7 +41,7 @@ def boxmot_weights(folder: Path) -> Path | None:
     torch.manual_seed(0)
     path = folder / f"{NAME}_msmt17.pt"
     model = ReIDModelRegistry.build_model(NAME, path, num_classes=1, pretrained=False, use_gpu=False)
-    torch.save(model.state_dict(), path)
+    write_checkpoint(path, model.state_dict())
     return path
 
 
@@ -51,7 +52,7 @@ def make_predictor(weights: Path | None, folder: Path) -> Predictor:
     cfg.merge_from_list(["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", "cpu", *OPTIONS])
     if weights is None:
         weights = folder / "fastamp.pth"
-        torch.save({"model": build_model(cfg).state_dict()}, weights)
+        write_checkpoint(weights, {"model": build_model(cfg).state_dict()})
         cfg.MODEL.WEIGHTS = str(weights)
         return Predictor(cfg, device="cpu")
     from fastamp.inference.import_checkpoint import import_checkpoint

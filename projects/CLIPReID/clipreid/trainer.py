@@ -16,9 +16,7 @@ from clipreid.model import CLIPReID
 from fastamp.amp import LossScaler, PrecisionPolicy
 from fastamp.config import Key
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.loader import TestLoader, worker_count
-from fastamp.data.samplers import InferenceSampler
-from fastamp.data.transforms import build_transforms
+from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.hooks import HookBase, LRScheduler, StopOnSignal
@@ -273,16 +271,7 @@ class CLIPReIDTrainer(AMPTrainer):
     def _cache_features(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the projections (N, D) float32 and the targets (N,) of the training set, without augmentation."""
         cfg, model, dataset = self.config, self.model, self.data_loader.dataset
-        plain = ReidDataset(
-            dataset.items,
-            build_transforms(cfg, is_train=False),
-            relabel=True,
-            sources=dataset.sources,
-            categories=cfg.DATASETS.CATEGORIES,
-        )
-        sampler = InferenceSampler(size=len(plain), batch_size=cfg.TEST.IMS_PER_BATCH, rank=0, world_size=1)
-        workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-        loader = TestLoader(plain, sampler, num_workers=workers, device=model.device)
+        loader = build_unaugmented_loader(cfg, dataset, model.device, all_on_each_rank=True)
         features, targets, training = [], [], model.training
         model.eval()
         try:
@@ -294,7 +283,7 @@ class CLIPReIDTrainer(AMPTrainer):
                     targets.append(batch["targets"].to(model.device))
         finally:
             model.train(training)
-        logger.info("cached the features of %s", plural(len(plain), "training image"))
+        logger.info("cached the features of %s", plural(len(dataset), "training image"))
         return torch.cat(features), torch.cat(targets)
 
     def state_dict(self) -> dict[str, Any]:

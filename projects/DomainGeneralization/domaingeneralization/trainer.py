@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
 from fastamp.amp import PrecisionPolicy
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.loader import TestLoader, worker_count
-from fastamp.data.samplers import InferenceSampler
-from fastamp.data.transforms import build_transforms
+from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.engine.hooks import HookBase
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
@@ -68,7 +66,6 @@ class GraphTrainer(AMPTrainer):
         super().__init__(*args, **options)
         self.config: Any = None
         self.graph_epoch = -1
-        self._plain: ReidDataset | None = None
         self.attach_internal_hooks(_BuildGraph())
 
     @classmethod
@@ -126,33 +123,11 @@ class GraphTrainer(AMPTrainer):
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
         collector = _OutputCollector()
         policy = self.policy.for_evaluation(self.config.SOLVER.AMP.EVAL_DTYPE)
-        inference_on_dataset(self.model, self._loader(images), collector, policy=policy)
+        loader = build_unaugmented_loader(self.config, self.data_loader.dataset, self.model.device, images=images)
+        inference_on_dataset(self.model, loader, collector, policy=policy)
         outputs = collector.outputs.to(self.model.device)
         matcher = getattr(self.model.heads, "matcher", None)
         return pairwise_distance(outputs, outputs, "cosine") if matcher is None else -matcher.all_scores(outputs)
-
-    def _loader(self, images: list[int]) -> TestLoader:
-        cfg = self.config
-        if self._plain is None:
-            dataset = self.data_loader.dataset
-            self._plain = ReidDataset(
-                dataset.items,
-                build_transforms(cfg, is_train=False),
-                relabel=True,
-                skip_corrupt=dataset.skip_corrupt,
-                sources=dataset.sources,
-                categories=cfg.DATASETS.CATEGORIES,
-            )
-        world_size = comm.get_world_size()
-        sampler = InferenceSampler(
-            size=len(images),
-            batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
-            rank=comm.get_rank(),
-            world_size=world_size,
-            images=images,
-        )
-        workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-        return TestLoader(self._plain, sampler, num_workers=workers, device=self.model.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the trainer and the graph."""

@@ -7,9 +7,7 @@ import torch
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.loader import TestLoader, worker_count
-from fastamp.data.samplers import InferenceSampler
-from fastamp.data.transforms import build_transforms
+from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.utils import comm
@@ -63,23 +61,7 @@ class FeatureExtraction:
     """
 
     def __init__(self, cfg: Any, dataset: ReidDataset, device: torch.device) -> None:
-        plain = ReidDataset(
-            dataset.items,
-            build_transforms(cfg, is_train=False),
-            relabel=True,
-            skip_corrupt=dataset.skip_corrupt,
-            sources=dataset.sources,
-            categories=cfg.DATASETS.CATEGORIES,
-        )
-        world_size = comm.get_world_size()
-        sampler = InferenceSampler(
-            size=len(plain),
-            batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
-            rank=comm.get_rank(),
-            world_size=world_size,
-        )
-        workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
-        self._loader = TestLoader(plain, sampler, num_workers=workers, device=device)
+        self._loader = build_unaugmented_loader(cfg, dataset, device)
 
     def __call__(self, model: Any, policy: PrecisionPolicy, *, baselines: bool = False) -> list[torch.Tensor]:
         """Compute the features; see ``_FeatureCollector.features``."""

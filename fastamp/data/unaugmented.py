@@ -1,0 +1,49 @@
+"""Loader of the training images without augmentation, for methods that compute features of the training set."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.loader import TestLoader, worker_count
+from fastamp.data.samplers import InferenceSampler
+from fastamp.data.transforms import build_transforms
+from fastamp.utils import comm
+
+
+def build_unaugmented_loader(
+    cfg: Any,
+    dataset: ReidDataset,
+    device: torch.device,
+    *,
+    images: Sequence[int] | None = None,
+    all_on_each_rank: bool = False,
+) -> TestLoader:
+    """Build a loader of training images in the order of the dataset, with the transforms of the evaluation.
+
+    Args:
+        cfg: config of the run; batches have ``TEST.IMS_PER_BATCH`` images on all ranks together.
+        dataset (ReidDataset): training set, whose identities and columns the batches have.
+        device (torch.device): device of the batches.
+        images (Sequence[int], optional): indices of the images. Default: all.
+        all_on_each_rank (bool): load all images on each rank, instead of a part of them. Default False.
+    """
+    plain = ReidDataset(
+        dataset.items,
+        build_transforms(cfg, is_train=False),
+        relabel=True,
+        skip_corrupt=dataset.skip_corrupt,
+        sources=dataset.sources,
+        categories=cfg.DATASETS.CATEGORIES,
+    )
+    rank, world_size = (0, 1) if all_on_each_rank else (comm.get_rank(), comm.get_world_size())
+    sampler = InferenceSampler(
+        size=len(plain if images is None else images),
+        batch_size=max(1, cfg.TEST.IMS_PER_BATCH // world_size),
+        rank=rank,
+        world_size=world_size,
+        images=images,
+    )
+    workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
+    return TestLoader(plain, sampler, num_workers=workers, device=device)
