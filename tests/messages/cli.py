@@ -46,8 +46,9 @@ class Parts(nn.Module):
 def service(record, run):
     """Start the service with invalid options; it needs packages that are not installed."""
     found = importlib.util.find_spec
+    installed = dict.fromkeys(("fastapi", "python_multipart", "prometheus_client"), True) | {"uvicorn": None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else found(name))
+        patch.setattr(importlib.util, "find_spec", lambda name: installed[name] if name in installed else found(name))
         record.fastamp("serve", run)
     key = record.file("key.txt", "secret")
     with pytest.MonkeyPatch.context() as patch:
