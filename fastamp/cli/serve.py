@@ -53,8 +53,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the service."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ConfigError(
-            f'fastamp serve needs {", ".join(missing)}, which is not installed.\n  fix: pip install "fastamp[serve]"'
+            f"fastamp serve needs {', '.join(missing)}, which {verb} not installed.\n"
+            '  fix: pip install "fastamp[serve]"'
         )
     from fastamp.inference.gallery import create_or_open
     from fastamp.inference.gallery_source import gallery_model

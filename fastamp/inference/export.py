@@ -116,7 +116,7 @@ def export(
 
     Args:
         predictor: trained model.
-        path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file beside
+        path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file next to
             it) or .ts (TorchScript).
         precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for modules
             that require float32 (``to_float16``).

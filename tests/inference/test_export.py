@@ -165,7 +165,7 @@ def test_fp16_export_with_external_normalization_returns_unit_features(demo, che
 
 
 def files_at(path):
-    """Read an exported file, and the weights beside it."""
+    """Read an exported file, and the file of its weights."""
     return {
         suffix: path.with_suffix(suffix).read_bytes()
         for suffix in (path.suffix, ".bin")

@@ -2,7 +2,7 @@
 """Measure the HTTP service: throughput and latency of concurrent clients, against the Predictor, and an overload.
 
 The Predictor computes the features of the same JPEG files (bytes) in batches as large as TEST.IMS_PER_BATCH. The
-service runs in a process of its own, and the clients (httpx, asyncio) in another one on the same machine. They share
+service runs in a separate process, and the clients (httpx, asyncio) in another one on the same machine. They share
 its cores, so the CPU time per image is printed too (Linux); rounds of both alternate. The model has random weights.
 
 The overload sends ten times as many requests at once as the queue has places: each must be answered, with status 200 or

@@ -1,4 +1,4 @@
-"""Pseudo labels of an epoch: clusters of the unlabeled images, beside the identities of the labeled ones."""
+"""Pseudo labels of an epoch: clusters of the unlabeled images, and identities of the labeled ones."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -40,7 +40,7 @@ def distances_up_to(distances: "csr_matrix", eps: float) -> "csr_matrix":
 
 
 def with_own_labels(labels: np.ndarray) -> np.ndarray:
-    """Give each outlier, a negative label, a label of its own: (N,) int64, larger than those of the clusters."""
+    """Replace the negative label of each outlier by a unique one above those of the clusters; (N,) int64."""
     labels = labels.copy()
     outliers = np.flatnonzero(labels < 0)
     labels[outliers] = labels.max(initial=-1) + 1 + np.arange(len(outliers))

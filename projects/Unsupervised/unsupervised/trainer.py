@@ -61,7 +61,7 @@ class ClusterTrainer(AMPTrainer):
 
     Before each epoch, the features of the training images are extracted without augmentation and clustered, and the
     loss, a ``MemoryLoss``, sets its memory. Images of ``UNSUPERVISED.LABELED`` are not clustered: their identities are
-    classes beside the clusters. Identities of the other images are only used to log the purity and NMI of the clusters.
+    further classes. Identities of the other images are only used to log the purity and NMI of the clusters.
     Checkpoints contain the pseudo labels, the memory, and the numbers of clusters and outliers of each epoch. The
     precision is that of ``SOLVER.AMP``.
 
