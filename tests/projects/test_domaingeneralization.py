@@ -1,8 +1,11 @@
 """projects/DomainGeneralization: graph sampler and matcher against the reference program, training, resume, recipes."""
 
 import random
+import subprocess
+import sys
 from pathlib import Path
 
+import graph_ranks
 import numpy as np
 import pytest
 import tiny
@@ -170,20 +173,10 @@ class StopAt(HookBase):
             raise InterruptedError
 
 
-class Graphs(HookBase):
-    """Record the graph of each step."""
-
-    def __init__(self):
-        self.seen = []
-
-    def before_step(self):
-        self.seen.append(self.trainer.sampler.nearest.copy())
-
-
 @pytest.mark.parametrize("iteration", [16, 19])
 def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
     """Iteration 16 is the first of an epoch (16 identities), 19 is in the middle."""
-    whole, graphs = trainer_of(demo / "whole"), Graphs()
+    whole, graphs = trainer_of(demo / "whole"), graph_ranks.Graphs()
     whole.register_hooks([graphs])
     metrics = whole.train()
     assert len(graphs.seen) == 32 and (graphs.seen[0] == graphs.seen[15]).all()
@@ -200,6 +193,21 @@ def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
     again.train()
     assert [name for name, value in again.model.state_dict().items() if not torch.equal(value, state[name])] == []
     assert Predictor(demo / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_graph_which_is_that_of_one(demo):
+    options = [*RUN, "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP.ENABLED", "False"]
+    subprocess.run([sys.executable, graph_ranks.__file__, demo, *options], check=True, timeout=120)
+    ranks = [torch.load(demo / f"{rank}.pth") for rank in range(2)]
+    graphs = [rank["graphs"] for rank in ranks]
+    assert len(graphs[0]) == len(graphs[1]) == 32
+    assert all(torch.equal(*pair) for pair in zip(*graphs, strict=True))
+    assert not torch.equal(graphs[0][0], graphs[0][16])
+    assert all(torch.equal(value, ranks[1]["parameters"][name]) for name, value in ranks[0]["parameters"].items())
+    one = trainer_of(demo / "one", *options[len(RUN) :]).trainer
+    one.start_epoch()
+    assert torch.equal(torch.from_numpy(one.sampler.nearest), graphs[0][0])
 
 
 def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(demo):
