@@ -329,6 +329,16 @@ def test_training_with_each_meta_architecture_reads_the_device_once_per_step(nam
             "INPUT.SIZE_TEST",
             "(192, 64)",
         ],
+        "LightMBN": [
+            "MODEL.BACKBONE.NAME",
+            "build_osnet_backbone",
+            "MODEL.BACKBONE.DEPTH",
+            "x0_25",
+            "MODEL.BACKBONE.FEAT_DIM",
+            "128",
+            "MODEL.HEADS.EMBEDDING_DIM",
+            "32",
+        ],
         "MoCo": ["MODEL.QUEUE_SIZE", "64"],
         "Distiller": ["KD.EMA.ENABLED", "True"],
     }

@@ -13,7 +13,7 @@ from fastamp.checkpoint.state_dict_conversion import agw_names, is_agw
 from fastamp.config import CfgNode, get_cfg
 from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head, part_token_head
-from fastamp.modeling.meta_arch import mgn
+from fastamp.modeling.meta_arch import lightmbn, mgn
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.moved import moved_names
 
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 # Prefixes of tensors that do not belong to the backbone, in files without a prefix for the backbone.
 _HEAD_PREFIXES = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
+# Prefixes of the first head of meta-architectures with several heads.
+_FIRST_HEADS = {"MGN": "b1_head.", "LightMBN": "global_head."}
 _DERIVED_SUFFIXES = ("num_batches_tracked", "relative_position_index", "attn_mask")
 # More than twice as many as in ResNeSt 269x, the largest. The time per candidate grows with the number of tensors.
 _MAX_TENSORS = 5000
@@ -50,12 +52,14 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     """
     if is_agw(state):
         state = agw_names(state)
-    is_mgn = any(name.startswith("b1_head.") for name in state)
+    state = lightmbn.published_names(state)
+    found = (name for name, head in _FIRST_HEADS.items() if any(key.startswith(head) for key in state))
+    architecture = next(found, "Baseline")
     is_transreid = any(name.startswith("base.") for name in state)
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
-    if is_mgn:
-        trunk = mgn.backbone_state(state)
+    if architecture != "Baseline":
+        trunk = {"MGN": mgn, "LightMBN": lightmbn}[architecture].backbone_state(state)
     elif "b1.0.norm1.weight" in state:  # JPM's copies of the last block
         number = sum(name.startswith("blocks.") and name.endswith(".norm1.weight") for name in trunk)
         if is_transreid:
@@ -63,13 +67,13 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
         trunk |= jpm_head.last_block_state(state, number=number)
     defaults = get_cfg() if defaults is None else defaults
     keys, width = _find_backbone(trunk, source, defaults)
-    keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": "MGN" if is_mgn else "Baseline"}
+    keys |= {"MODEL.BACKBONE.FEAT_DIM": str(width), "MODEL.META_ARCHITECTURE": architecture}
     if any(name.startswith("heads_extra_bn_") for name in state):
         keys["MODEL.BACKBONE.EXTRA_BN"] = "True"
     return (
         keys
         | _keys_from_tensors(keys, trunk)
-        | _head_keys(state, is_mgn=is_mgn, is_transreid=is_transreid)
+        | _head_keys(state, prefix=_FIRST_HEADS.get(architecture, "heads."), is_transreid=is_transreid)
         | interpolation_keys(state)
     )
 
@@ -224,9 +228,8 @@ def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tu
     return matching / (len(own) + len(unexpected)), width
 
 
-def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, str]:
+def _head_keys(state: State, *, prefix: str, is_transreid: bool) -> dict[str, str]:
     """Infer the config keys of the head and, for TransReID, of the image normalization."""
-    prefix = "b1_head." if is_mgn else "heads."
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
     keys: dict[str, str] = {}
@@ -239,7 +242,7 @@ def _head_keys(state: State, *, is_mgn: bool, is_transreid: bool) -> dict[str, s
             "MODEL.HEADS.EMBEDDING_DIM": str(len(head["fc.0.weight"])),
             "MODEL.HEADS.NECK_FEAT": "after",
         }
-    reduction = head.get("bottleneck.0.weight")
+    reduction = state.get("reductions.global.weight", head.get("bottleneck.0.weight"))
     if reduction is not None and reduction.dim() == 4:
         keys["MODEL.HEADS.EMBEDDING_DIM"] = str(len(reduction))
     jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)

@@ -197,7 +197,7 @@ def test_config_convert_lists_keys_without_counterpart_and_accepts_a_release(tmp
 @pytest.mark.parametrize(
     "key, choices",
     [
-        ("MODEL.META_ARCHITECTURE", "Baseline MGN MoCo Distiller"),
+        ("MODEL.META_ARCHITECTURE", "Baseline LightMBN MGN MoCo Distiller"),
         ("MODEL.BACKBONE.NAME", "build_resnet_backbone build_vit_backbone timm/NAME"),
         ("MODEL.BACKBONE.NORM", "BN syncBN GN"),
         ("MODEL.HEADS.NORM", "BN syncBN"),

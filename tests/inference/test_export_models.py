@@ -17,6 +17,7 @@ MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
     "FCHead": ("osnet x0_25", ("MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "64")),
     "JPMHead": ("vit deit_small", ("MODEL.HEADS.NAME", "JPMHead", "MODEL.HEADS.JPM.PARTS", "2", *_HIGHER)),
     "MGN": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "MGN", *_HIGHER)),
+    "LightMBN": ("osnet x0_25", ("MODEL.META_ARCHITECTURE", "LightMBN", "MODEL.HEADS.EMBEDDING_DIM", "16")),
     "MoCo": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "MoCo")),
     "Distiller": ("resnet 18x", ("MODEL.META_ARCHITECTURE", "Distiller", "KD.EMA.ENABLED", "True")),
     "cameras": ("vit deit_small", ("MODEL.BACKBONE.SIE_CAMERAS", "6", "MODEL.BACKBONE.SIE_VIEWS", "2")),

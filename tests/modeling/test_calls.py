@@ -14,6 +14,8 @@ KINDS = {
     "Distiller": ("KD.EMA.ENABLED", "True"),
     "MGN": ("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM",
             "512", "MODEL.HEADS.EMBEDDING_DIM", "8"),
+    "LightMBN": ("MODEL.BACKBONE.NAME", "build_osnet_backbone", "MODEL.BACKBONE.DEPTH", "x0_25",
+                 "MODEL.BACKBONE.FEAT_DIM", "128", "MODEL.HEADS.EMBEDDING_DIM", "8"),
 }  # fmt: skip
 
 

@@ -56,7 +56,7 @@ def build_model(cfg: Any) -> nn.Module:
     check_is_config(cfg)
     device = resolve_device(requested_device(cfg))
     name = cfg.MODEL.META_ARCHITECTURE
-    if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "MGN", "MoCo"):
+    if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "LightMBN", "MGN", "MoCo"):
         logger.warning("KD.* is ignored: MODEL.META_ARCHITECTURE is %s; only Distiller uses teachers", name)
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
     with explain_out_of_memory(cfg):

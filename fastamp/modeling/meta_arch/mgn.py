@@ -14,9 +14,9 @@ from fastamp.modeling.backbones import ResNet, build_backbone
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import check_shareable
-from fastamp.modeling.losses.compute import compute_losses, over_pairs
 from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
-from fastamp.modeling.meta_arch.image_model import ImageModel, normalization
+from fastamp.modeling.meta_arch.image_model import normalization
+from fastamp.modeling.meta_arch.multi_branch import MultiBranchModel
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.moved import moved_names
 
@@ -41,7 +41,7 @@ _PAIR_LOSS_PARTS = {"b1": ("b1",), "b2": ("b2",), "b3": ("b3",), "b22": ("b21", 
 
 
 @META_ARCH_REGISTRY.register()
-class MGN(ImageModel):
+class MGN(MultiBranchModel):
     """Multiple Granularity Network (Wang et al. 2018, arXiv:1804.01438).
 
     A ResNet up to the first block of its third stage is followed by three branches, which are copies of the remaining
@@ -62,6 +62,8 @@ class MGN(ImageModel):
     """
 
     trunks = ("backbone", "b1", "b2", "b3")
+    head_names = HEADS
+    pair_features = _PAIR_LOSS_PARTS
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class MGN(ImageModel):
             backbone.layer2,
             backbone.layer3[0],
         )
-        super().__init__(backbone=trunk, **pixels)
+        super().__init__(backbone=trunk, losses=losses, gather=gather, **pixels)
         stage3, stage4 = nn.Sequential(*list(backbone.layer3)[1:]), backbone.layer4
         for branch, last in (
             ("b1", stage4),
@@ -102,8 +104,6 @@ class MGN(ImageModel):
         if branch_norm:
             for branch in BRANCHES:
                 self.add_module(f"heads_extra_bn_{branch}", build_norm(branch_norm, backbone.feature_dim))
-        self.losses = losses
-        self.gather = gather
 
     @classmethod
     def from_config(cls, cfg: Any) -> "MGN":
@@ -139,41 +139,7 @@ class MGN(ImageModel):
             **normalization(cfg),
         )
 
-    def forward(self, batch: dict[str, Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
-        """Compute features or losses.
-
-        Args:
-            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
-                ``"targets": (B,) int64``. In evaluation mode, ``batch`` may also be the tensor of images.
-
-        Returns:
-            In evaluation mode the features of all heads, (B, 8 D), float32, concatenated in the order of ``HEADS``. In
-            training mode a dict, ``<loss name>_<head>`` -> scalar float32.
-        """
-        batch = self.as_batch(batch)
-        maps = self._head_maps(batch)
-        if not self.training:
-            return torch.cat([self.get_submodule(f"{name}_head")(maps[name]) for name in HEADS], dim=1)
-        targets = self.targets(batch)
-        outputs = {name: self.get_submodule(f"{name}_head")(maps[name], targets) for name in HEADS}
-        pair_losses = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
-        image_losses = {name: loss for name, loss in self.losses.items() if name not in pair_losses}
-        losses = {}
-        for head in HEADS:
-            values = compute_losses(image_losses, outputs[head], targets, gather=self.gather)
-            losses |= {f"{name}_{head}": value / len(HEADS) for name, value in values.items()}
-        for head, parts in _PAIR_LOSS_PARTS.items():
-            concatenated = outputs[head] | {"features": torch.cat([outputs[part]["features"] for part in parts], dim=1)}
-            values = compute_losses(pair_losses, concatenated, targets, gather=self.gather)
-            losses |= {f"{name}_{head}": value / len(_PAIR_LOSS_PARTS) for name, value in values.items()}
-        return losses
-
-    def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Compute the mean class logits over all heads, (B, K) float32; works in both training and evaluation mode."""
-        maps = self._head_maps(batch)
-        return torch.stack([self.get_submodule(f"{name}_head").logits(maps[name]) for name in HEADS]).mean(0)
-
-    def _head_maps(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+    def head_inputs(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Compute the feature map of each head: head name -> (B, D, h, w)."""
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in BRANCHES}
