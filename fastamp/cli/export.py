@@ -4,6 +4,7 @@ examples:
   fastamp export logs/run model.onnx
   fastamp export logs/run/model_best.pth model.pt2 --precision fp16 --l2
   fastamp export logs/run model --format openvino
+  fastamp export logs/run model.onnx --preprocess inside --color-order bgr
 """
 
 import argparse
@@ -33,6 +34,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="precision of the exported model; with fp16, the features are still float32 (default: %(default)s)",
     )
     parser.add_argument(
+        "--preprocess",
+        choices=("outside", "inside"),
+        default="outside",
+        help="resize images outside or inside of the exported model; inside, it takes uint8 images (B, H, W, C) of any "
+        "size (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--color-order",
+        choices=("rgb", "bgr"),
+        default="rgb",
+        help="order of the channels with --preprocess inside: rgb, or bgr as in OpenCV (default: %(default)s)",
+    )
+    parser.add_argument(
         "--normalization",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -57,6 +71,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POINTS",
         help="maximum loss of mAP, in percentage points (default: %(default)s)",
     )
+    parser.add_argument(
+        "--license",
+        default="",
+        help="license of the weights, for the metadata (default: of the model card, or unknown)",
+    )
+    parser.add_argument("--license-name", default="", metavar="NAME", help="name of the license, for --license other")
+    parser.add_argument("--license-link", default="", metavar="URL", help="URL of the license, for --license other")
     parser.add_argument("--opset", type=int, help="ONNX opset version (default: chosen by PyTorch)")
     add_key_values(parser, dest="key_values")
 
@@ -64,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Export the model and print the comparison."""
     from fastamp.inference.export import export
+    from fastamp.inference.package import License
 
+    given = {"name": args.license, "title": args.license_name, "link": args.license_link}
     with dataset_argument("--data"):
         report = export(
             predictor_of(args, args.key_values),
@@ -76,6 +99,9 @@ def run(args: argparse.Namespace) -> int:
             max_images=args.max_images,
             tolerance=args.tolerance,
             opset=args.opset,
+            preprocess=args.preprocess,
+            color_order=args.color_order,
+            license=License(**given) if any(given.values()) else None,
         )
     print(report.table())
     print(f"wrote {report.path} ({report.format}, {report.size / 2**20:.1f} MiB)")

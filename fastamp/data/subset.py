@@ -23,19 +23,24 @@ def subsample_identities(
     """
     dataset = loader.dataset
     total = len(dataset)
-    chosen = list(range(total))
-    if 0 < max_images < total:
-        chosen = []
-        by_identity: dict[int, list[int]] = {}
-        for index, label in enumerate(dataset.labels):
-            by_identity.setdefault(label, []).append(index)
-        for label in dict.fromkeys(dataset.labels[:num_query]):
-            if chosen and len(chosen) + len(by_identity[label]) > max_images:
-                break
-            chosen += by_identity[label]
-        chosen.sort()
+    chosen = identity_subset(dataset, num_query, max_images)
     starts = range(0, len(chosen), batch_size)
     batches = [dataset.__getitems__([(0, i, i) for i in chosen[start : start + batch_size]]) for start in starts]
     for start, batch in zip(starts, batches, strict=True):
         batch["indices"] = torch.arange(start, start + len(batch["indices"]))
     return batches, sum(index < num_query for index in chosen), (len(chosen), total)
+
+
+def identity_subset(dataset: Any, num_query: int, max_images: int) -> list[int]:
+    """List the indices, sorted, of all images of the first query identities; see ``subsample_identities``."""
+    if not 0 < max_images < len(dataset):
+        return list(range(len(dataset)))
+    by_identity: dict[int, list[int]] = {}
+    for index, label in enumerate(dataset.labels):
+        by_identity.setdefault(label, []).append(index)
+    chosen: list[int] = []
+    for label in dict.fromkeys(dataset.labels[:num_query]):
+        if chosen and len(chosen) + len(by_identity[label]) > max_images:
+            break
+        chosen += by_identity[label]
+    return sorted(chosen)

@@ -16,14 +16,15 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.export import Dim
 
-import fastamp
 from fastamp.amp import PrecisionPolicy, force_fp32
 from fastamp.amp.fp16_export import to_float16
 from fastamp.config import fixed_input_size
-from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.inference.export_formats import FORMATS, ExportError, Format, Run, Source, quiet
-from fastamp.inference.parity import Comparison, Features, RankedImages, compare, compare_on_random_images
+from fastamp.inference.export_metadata import NEEDED_BY, export_metadata
+from fastamp.inference.export_preprocessing import COLOR_ORDERS, Preprocessing, for_each_size
+from fastamp.inference.package import License
+from fastamp.inference.parity import Batch, Comparison, Features, RankedImages, compare, compare_on_random_images
 from fastamp.inference.predictor import Predictor
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
@@ -39,13 +40,9 @@ __getattr__ = moved_names(
 
 logger = logging.getLogger(__name__)
 
-_NEEDED_BY = "an exported model"
-
 PRECISIONS = ("float32", "fp16")
 MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
 """Minimum cosine similarity to the features of PyTorch; measured differences from 1: float32 1e-6, fp16 1e-4."""
-
-_COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 @dataclass
@@ -102,17 +99,22 @@ def export(
     max_images: int = 1000,
     tolerance: float = 0.1,
     opset: int | None = None,
+    preprocess: str = "outside",
+    color_order: str = "rgb",
+    license: License | None = None,
 ) -> ExportReport:
     """Export a model to an ONNX, OpenVINO, torch.export or TorchScript file if its features pass a parity check.
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
-    if ``INPUT.CROP`` is on. The batch size B is dynamic. Models with camera or view embeddings have the additional
+    if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic.
+    Models with camera or view embeddings have the additional
     inputs ``camids`` and ``viewids``: (B,) int64. Models with a stem for each modality have the additional input
     ``modality``: (B,) int64, 0 visible, 1 infrared; with MODEL.BACKBONE.MODALITY, the file is for this modality.
     Output: ``features``: (B, D) float32, averaged over the image and its mirror image if ``TEST.FLIP`` is on.
 
     The parity check compares the exported model with the PyTorch model in float32, on random images in batches of 1, 3
-    and 32, and on a test set.
+    and 32, and on a test set. With ``preprocess="inside"``, it compares with the preprocessing of the evaluator too, on
+    images of several sizes and on the image files of the test set.
 
     Args:
         predictor: trained model.
@@ -127,6 +129,11 @@ def export(
         max_images: approximate maximum number of test images; 0 for all. Default: 1000.
         tolerance: maximum decrease of mAP in percentage points. Default: 0.1.
         opset: ONNX opset. Default: PyTorch's choice.
+        preprocess: ``"outside"`` (default): the caller resizes and crops images; or ``"inside"``: the exported model.
+        color_order: order of the channels of the images if ``preprocess`` is ``"inside"``: ``"rgb"`` (default) or
+            ``"bgr"``, as in OpenCV.
+        license: license of the weights, for the metadata. Default: that of the model card of a packaged model;
+            otherwise the metadata says ``unknown``.
 
     Returns:
         A report with the comparisons and the metadata.
@@ -139,11 +146,20 @@ def export(
     """
     path = Path(path).expanduser()
     format = _check_arguments(path, precision, opset, tolerance)
-    fixed_input_size(predictor.cfg, is_train=False, needed_by=_NEEDED_BY)
+    fixed_input_size(predictor.cfg, is_train=False, needed_by=NEEDED_BY)
+    preprocessing = _preprocessing(predictor, preprocess, color_order, normalization)
+    extractor = _FeatureExtractor(predictor, preprocessing, precision=precision, normalization=normalization, l2=l2)
+    metadata = export_metadata(
+        predictor,
+        precision=precision,
+        normalization=normalization,
+        l2=l2,
+        preprocess=preprocess,
+        color_order=color_order,
+        license=license,
+    )
     images = _load_test_images(predictor, data, max_images)
-    extractor = _FeatureExtractor(predictor, precision=precision, normalization=normalization, l2=l2)
     source = _trace(extractor, predictor)
-    metadata = _metadata(predictor, precision=precision, normalization=normalization, l2=l2)
     (outputs,) = next(iter(reversed(source.program.graph.nodes))).args
     metadata["feature_width"] = outputs[0].meta["val"].shape[1]
     files = format.content(source, metadata, opset)
@@ -164,8 +180,17 @@ def _write(content: bytes, file: IO[bytes]) -> None:
 class _FeatureExtractor(nn.Module):
     """Module to export, which maps images to features on the CPU."""
 
-    def __init__(self, predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> None:
+    def __init__(
+        self,
+        predictor: Predictor,
+        preprocessing: Preprocessing | None,
+        *,
+        precision: str,
+        normalization: bool,
+        l2: bool,
+    ) -> None:
         super().__init__()
+        self.preprocessing = preprocessing
         self.model = _to_deploy_form(predictor.model)
         if not isinstance(self.model, ImageModel):
             raise ExportError(
@@ -190,6 +215,8 @@ class _FeatureExtractor(nn.Module):
         modality: Tensor | None = None,
     ) -> Tensor:
         """Compute (B, D) float32 features."""
+        if self.preprocessing is not None:
+            images = self.preprocessing(images)
         batch = {"images": images, "camids": camids, "viewids": viewids, self.modality_column: modality}
         if viewids is not None and camids is None:
             batch["camids"] = viewids  # required by the model, but not used
@@ -222,16 +249,17 @@ def _to_deploy_form(model: nn.Module) -> nn.Module:
 def _trace(extractor: _FeatureExtractor, predictor: Predictor) -> Source:
     """Trace the module with a dynamic batch size."""
     cfg = predictor.cfg
+    height, width = fixed_input_size(cfg, is_train=False, needed_by=NEEDED_BY)
     # Two images, because torch.export specializes on a batch size of 1.
-    inputs = {
-        "images": torch.zeros(2, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY))
-    }
+    inputs = {"images": torch.zeros(2, cfg.INPUT.CHANNELS, height, width)}
     inputs |= {name: torch.zeros(2, dtype=torch.int64) for name in _label_inputs(predictor)}
     batch = Dim("batch", min=1, max=2**31 - 1)  # PyTorch 2.6 requires an upper bound
+    dynamic = {name: {0: batch} for name in inputs}
+    if extractor.preprocessing is not None:
+        inputs["images"] = torch.zeros(2, height + 3, width + 5, cfg.INPUT.CHANNELS, dtype=torch.uint8)
+        dynamic["images"] |= {1: Dim("height", min=1, max=2**16), 2: Dim("width", min=1, max=2**16)}
     with quiet("torch.export cannot trace the model"), torch.no_grad():
-        program = torch.export.export(
-            extractor, (), inputs, dynamic_shapes={name: {0: batch} for name in inputs}, strict=False
-        )
+        program = torch.export.export(extractor, (), inputs, dynamic_shapes=dynamic, strict=False)
     return Source(extractor, inputs, program)
 
 
@@ -286,57 +314,49 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
         return None
 
 
-def _metadata(predictor: Predictor, *, precision: str, normalization: bool, l2: bool) -> dict[str, Any]:
-    """Build the metadata to store in an exported file."""
-    cfg = predictor.cfg
-    model: Any = predictor.model
-    resize = predictor.resize
-    modalities = {"modalities": list(predictor.modalities)} if predictor.modalities else {}
-    if modalities and cfg.MODEL.BACKBONE.MODALITY:
-        modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
-    calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
-    return (
-        calibration
-        | modalities
-        | {
-            "fastamp_version": fastamp.__version__,
-            "config_hash": predictor.config_hash,
-            "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=_NEEDED_BY)),
-            "resize": list(resize.size),
-            "aspect": "stretched" if len(resize.size) == 2 else "kept",
-            "interpolation": resize.interpolation,
-            "antialias": resize.interpolation != "nearest",
-            "center_crop": None if resize.crop is None else list(resize.crop),
-            "channels": cfg.INPUT.CHANNELS,
-            "color_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
-            "colour_order": _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, ""),
-            "normalization": "inside" if normalization else "outside",
-            "pixel_mean": model.pixel_mean.flatten().tolist(),
-            "pixel_std": model.pixel_std.flatten().tolist(),
-            "l2": l2,
-            "flip": cfg.TEST.FLIP.ENABLED,
-            "metric": cfg.TEST.METRIC,
-            "precision": precision,
-        }
-    )
-
-
-def _calibration_values(calibration: Calibration) -> dict[str, Any]:
-    """Return a calibration as plain values, with lists instead of tensors, and without folders."""
-    state = calibration.state_dict() | {"source": calibration.source.rpartition("/")[2]}
-    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}
+def _preprocessing(
+    predictor: Predictor, preprocess: str, color_order: str, normalization: bool
+) -> Preprocessing | None:
+    """Build the preprocessing inside of the exported model; return None if it is outside."""
+    check_choice("--preprocess", preprocess, ("outside", "inside"))
+    check_choice("--color-order", color_order, COLOR_ORDERS)
+    inside, channels = preprocess == "inside", predictor.cfg.INPUT.CHANNELS
+    if inside and not normalization:
+        raise ConfigError(
+            "--preprocess inside includes the normalization, but --no-normalization was given.\n"
+            "  fix: omit one of the two options"
+        )
+    if color_order == "bgr" and not (inside and channels == 3):
+        found = f"INPUT.CHANNELS is {channels}" if inside else "--preprocess is outside"
+        raise ConfigError(
+            f"--color-order bgr requires --preprocess inside and 3 channels; {found}.\n"
+            "  fix: omit --color-order" + ("" if inside else ", or add --preprocess inside")
+        )
+    return Preprocessing(predictor.resize, reverse_channels=color_order == "bgr") if inside else None
 
 
 def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:
-    """Return a function that computes the features of a batch in 0..255 with the exported model."""
+    """Return a function that computes the features of a batch with the exported model.
+
+    The images of the batch are resized images in 0..255, or a list of images if the preprocessing is inside.
+    """
     mean, std = (predictor.model.get_buffer(name).cpu() for name in ("pixel_mean", "pixel_std"))
 
-    def features(batch: dict[str, Any]) -> Tensor:
+    def features(batch: Batch) -> Tensor:
+        labels = {name: batch[column] for name, column in _label_inputs(predictor).items()}
+        if metadata["preprocess"] == "inside":
+            return for_each_size(
+                batch["images"],
+                lambda images, rows: checked_run(images, {name: values[rows] for name, values in labels.items()}),
+            )
         images = batch["images"].float()
-        if metadata["normalization"] == "outside":
-            images = (images - mean) / std
+        return checked_run((images - mean) / std if metadata["normalization"] == "outside" else images, labels)
+
+    def checked_run(images: Tensor, labels: dict[str, Tensor]) -> Tensor:
+        if metadata["color_order"] == "BGR":
+            images = images.flip(-1)
         with quiet(f"the exported model fails on a batch of {len(images)} images"):
-            return run({"images": images} | {name: batch[column] for name, column in _label_inputs(predictor).items()})
+            return run({"images": images} | labels)
 
     return features
 
@@ -349,18 +369,19 @@ def _compare(
 
     ignored = {predictor.modality_column} if predictor.cfg.MODEL.BACKBONE.MODALITY else set()
 
-    def raw_features(batch: dict[str, Any]) -> Tensor:
+    def unscaled(batch: Batch) -> Tensor:
         batch = {name: values for name, values in batch.items() if name not in ignored}
         with torch.inference_mode():
             return extract_features(predictor.model, batch, policy, predictor.cfg.TEST.FLIP.ENABLED).cpu()
 
     def expected(batch: dict[str, Any]) -> Tensor:
-        return _normalized(raw_features(batch)) if l2 else raw_features(batch)
+        return _normalized(unscaled(batch)) if l2 else unscaled(batch)
 
-    report.comparisons = compare_on_random_images(predictor, expected, found)
+    raw = report.metadata["preprocess"] == "inside"
+    report.comparisons = compare_on_random_images(predictor, expected, found, raw=raw)
     if images is None or _differs_too_much(report):
         return
-    rows = images.features(raw_features), images.features(found)
+    rows = images.features(unscaled), images.features(found, raw=raw)
     report.data = images.title
     joined = [torch.cat(each) for each in rows]
     report.comparisons.append(compare(images.title, _normalized(joined[0]) if l2 else joined[0], joined[1]))

@@ -50,6 +50,12 @@ class Source:
     inputs: dict[str, Tensor]
     program: ExportedProgram
 
+    @property
+    def shapes(self) -> dict[str, list[int]]:
+        """Shape of each input, with -1 for the dynamic dimensions."""
+        nodes = [node for node in self.program.graph.nodes if node.op == "placeholder" and node.name in self.inputs]
+        return {node.name: [size if isinstance(size, int) else -1 for size in node.meta["val"].shape] for node in nodes}
+
 
 @dataclass(frozen=True)
 class Format:
@@ -159,7 +165,7 @@ def _onnx_content(source: Source, metadata: dict[str, Any], opset: int | None) -
         )
         assert exported is not None  # because of dynamo=True
         model = exported.model_proto
-    _name_batch(model)
+    _name_dimensions(model)
     _forget_source(model)
     for key, value in metadata.items():
         entry = model.metadata_props.add()
@@ -172,13 +178,18 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _name_batch(model: Any) -> None:
-    """Rename the batch dimension to ``batch``; PyTorch names it after a symbol, e.g. ``s34``."""
-    symbol = model.graph.input[0].type.tensor_type.shape.dim[0].dim_param
+def _name_dimensions(model: Any) -> None:
+    """Rename the dynamic dimensions of the images to ``batch``, ``height`` and ``width``.
+
+    PyTorch names them after symbols, e.g. ``s34``.
+    """
+    dims = model.graph.input[0].type.tensor_type.shape.dim
+    symbols = {dim.dim_param: name for dim, name in zip(dims, ("batch", "height", "width"), strict=False)}
+    pattern = re.compile("|".join(rf"\b{re.escape(symbol)}\b" for symbol in symbols if symbol))
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param:
-                dim.dim_param = re.sub(rf"\b{re.escape(symbol)}\b", "batch", dim.dim_param)
+                dim.dim_param = pattern.sub(lambda match: symbols[match[0]], dim.dim_param)
 
 
 def _forget_source(model: Any) -> None:
@@ -235,7 +246,7 @@ def _openvino_content(source: Source, metadata: dict[str, Any], opset: int | Non
 
     with quiet("OpenVINO conversion failed"), tempfile.TemporaryDirectory() as folder:
         model = openvino.convert_model(source.program)
-        model.reshape({name: [-1, *tensor.shape[1:]] for name, tensor in source.inputs.items()})
+        model.reshape(source.shapes)
         model.outputs[0].set_names({"features"})
         for key, value in metadata.items():
             model.set_rt_info(_text(value), ["fastamp", key])

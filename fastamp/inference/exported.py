@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fastamp.data.decode import LARGEST_PIXELS
 from fastamp.data.transforms import Resize
+from fastamp.inference.export_preprocessing import for_each_size
 from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
 from fastamp.utils.files import check_not_device, expand
@@ -59,6 +60,7 @@ class ExportedModel:
             for name in ("pixel_mean", "pixel_std")
         )
         self._normalize = (mean, std) if self.metadata["normalization"] == "outside" else None
+        self._inside = self.metadata.get("preprocess") == "inside"
 
     @property
     def feature_dim(self) -> int:
@@ -94,11 +96,19 @@ class ExportedModel:
         rows = [row for row, image in enumerate(pixels) if image.numel()]
         for start in range(0, len(rows), _BATCH):
             part = rows[start : start + _BATCH]
-            batch = torch.stack([self._resize(pixels[row]) for row in part]).float()
-            if self._normalize is not None:
-                batch = (batch - self._normalize[0]) / self._normalize[1]
-            features[part] = torch.from_numpy(self._session.run(["features"], {"images": batch.numpy()})[0])
+            features[part] = self._compute([pixels[row] for row in part])
         return features
+
+    def _compute(self, images: list[Tensor]) -> Tensor:
+        """Compute the features of images of any sizes, each (C, H, W) uint8."""
+        if self._inside:
+            bgr = self.metadata["color_order"] == "BGR"
+            return for_each_size(images, lambda batch, _: self._run(batch.flip(-1) if bgr else batch))
+        batch = torch.stack([self._resize(image) for image in images]).float()
+        return self._run(batch if self._normalize is None else (batch - self._normalize[0]) / self._normalize[1])
+
+    def _run(self, batch: Tensor) -> Tensor:
+        return torch.from_numpy(self._session.run(["features"], {"images": batch.numpy()})[0])
 
     def _decode(self, image: Image, color: str) -> Tensor:
         return decode(image, color, self.metadata["channels"], max_pixels=LARGEST_PIXELS)

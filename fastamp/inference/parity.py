@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fastamp.config import fixed_input_size
 from fastamp.data import build_reid_test_loader
-from fastamp.data.subset import subsample_identities
+from fastamp.data.subset import identity_subset, subsample_identities
 from fastamp.evaluation import ReidEvaluator
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import DataError
@@ -26,6 +26,7 @@ __getattr__ = moved_names(
 
 BATCH_SIZES = (1, 3, 32)
 """Batch sizes of random images; several, because tracing may have fixed the batch size."""
+_RAW_BATCHES = (1, 3, 1, 3, 32)
 
 Batch = dict[str, Any]
 Features = Callable[[Batch], Tensor]
@@ -65,19 +66,46 @@ def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
     return Comparison(images, len(expected), cosines.min().item(), cosines.mean().item(), difference.item())
 
 
-def compare_on_random_images(predictor: Predictor, expected: Features, found: Features) -> list[Comparison]:
-    """Compare two models on random pixels, once for each batch size in ``BATCH_SIZES``."""
+def compare_on_random_images(
+    predictor: Predictor, expected: Features, found: Features, *, raw: bool = False
+) -> list[Comparison]:
+    """Compare two models on random pixels, once for each batch size in ``BATCH_SIZES``.
+
+    Args:
+        predictor: predictor that defines the preprocessing.
+        expected: reference model.
+        found: exported model.
+        raw: if True, ``found`` takes a list of images before resizing, here of each size in ``_sizes``. Default: False.
+    """
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
+    size = fixed_input_size(cfg, is_train=False, needed_by="an exported model")
     comparisons = []
-    for size in BATCH_SIZES:
-        shape = (size, cfg.INPUT.CHANNELS, *fixed_input_size(cfg, is_train=False, needed_by="an exported model"))
-        batch = {"images": torch.randint(256, shape, dtype=torch.uint8, generator=generator)}
+    shapes = zip(_RAW_BATCHES, _sizes(size), strict=True) if raw else ((count, size) for count in BATCH_SIZES)
+    for count, (height, width) in shapes:
+        shape = (count, cfg.INPUT.CHANNELS, height, width)
+        images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
+        batch: Batch = {}
         for name in ("camids", "viewids"):
-            batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (size,), generator=generator)
+            batch[name] = torch.randint(predictor.camera_view_counts.get(name, 1), (count,), generator=generator)
         if predictor.modality_column and not cfg.MODEL.BACKBONE.MODALITY:
-            batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (size,), generator=generator)
-        comparisons.append(compare(f"random, batch of {size}", expected(batch), found(batch)))
+            batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (count,), generator=generator)
+        title = f"random, batch of {count}" + (f", {width} x {height} pixels" if raw else "")
+        resized = torch.stack([predictor.resize(image) for image in images]) if raw else images
+        rows = expected(batch | {"images": resized}), found(batch | {"images": list(images) if raw else images})
+        comparisons.append(compare(title, *rows))
     return comparisons
+
+
+def _sizes(size: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return the sizes of random images before resizing: smaller and larger, narrower and wider, and equal."""
+    height, width = size
+    return [
+        (height // 2 + 1, width // 3 + 2),
+        (2 * height + 37, 3 * width + 5),
+        (height - 1, 2 * width + 1),
+        (3 * height, width // 2 + 1),
+        size,
+    ]
 
 
 class RankedImages:
@@ -99,16 +127,30 @@ class RankedImages:
     def __init__(self, predictor: Predictor, name: str, limit: int) -> None:
         self.cfg = predictor.cfg.with_values({"TEST.BASELINES": False, "TEST.PER_QUERY": False})
         loader, num_query = build_reid_test_loader(self.cfg, name, requires_gallery=False)
+        self._dataset = loader.dataset
+        self._rows = identity_subset(loader.dataset, num_query, limit)
         self.batches, self.num_query, (count, total) = subsample_identities(
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
         self.has_gallery = self.num_query < count
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
-    def features(self, model: Features) -> list[Tensor]:
-        """Compute the features of the images of each batch, not of their tracklets."""
+    def features(self, model: Features, *, raw: bool = False) -> list[Tensor]:
+        """Compute the features of the images of each batch, not of their tracklets.
+
+        Args:
+            model: function from a batch to features.
+            raw: if True, the batches have a list of images (C, H, W) before resizing. Default: False.
+        """
         batches = track(self.batches, len(self.batches), "comparing")
-        return [model({name: value for name, value in batch.items() if name != "tracklet"}) for batch in batches]
+        return [model(self._raw(batch) if raw else _without_tracklets(batch)) for batch in batches]
+
+    def _raw(self, batch: Batch) -> Batch:
+        """Replace the images of a batch by those before resizing."""
+        read, items = self._dataset.transforms.read_original, self._dataset.items
+        rows = [self._rows[index] for index in batch["indices"].tolist()]
+        images = [read(items.path(row), box=items.box(row)) for row in rows]
+        return _without_tracklets(batch) | {"images": images}
 
     def mean_average_precision(self, features: Iterable[Tensor]) -> float | None:
         """Compute mAP in percent from the features of each batch, under the protocol of the config.
@@ -124,3 +166,7 @@ class RankedImages:
         metrics = evaluator.evaluate()
         assert metrics is not None  # one process
         return float(metrics["mAP"])
+
+
+def _without_tracklets(batch: Batch) -> Batch:
+    return {name: value for name, value in batch.items() if name != "tracklet"}

@@ -484,6 +484,8 @@ def exports(record, predictor, checkpoint):
         ("model.onnx", "--opset", "3"),
         ("model.onnx", "--format", "torchscript"),
         ("model.onnx", "--tolerance", "200"),
+        ("model.onnx", "--preprocess", "inside", "--no-normalization"),
+        ("model.onnx", "--color-order", "bgr"),
         ("model.pt2", "--data", "Demoo"),
         ("model.pt2", "INPUT.SIZE_TEST", "(0,)"),
     ):

@@ -64,8 +64,11 @@ class Transforms(NamedTuple):
         Raises:
             DataError: if the image cannot be read.
         """
-        image = read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
-        return self.resize(image)
+        return self.resize(self.read_original(path, box=box))
+
+    def read_original(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
+        """Read an image as ``read`` does, but do not resize it."""
+        return read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
 
     def __call__(self, image: Any) -> Tensor:
         """Resize and augment one decoded image, with random numbers from PyTorch's global generator.

@@ -328,17 +328,27 @@ def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, in
     center = start[:, None, None] + scale * (torch.arange(output, device=start.device)[:, None] + 0.5)
     if interpolation == "nearest":
         return (pixel - 0.5 == center.floor()).float()
-    distance = ((pixel - center) / stretch).abs()
-    if interpolation == "bilinear":
-        weights = (1 - distance).clamp(min=0)
-    else:
-        # Keys 1981 with a = -1/2.
-        near = (1.5 * distance - 2.5) * distance * distance + 1
-        far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
-        weights = torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
+    weights = interpolation_kernel(((pixel - center) / stretch).abs(), interpolation)
     inside = (pixel > start[:, None, None]) & (pixel < (start + length)[:, None, None])
     weights = weights * inside
     return weights / weights.sum(dim=2, keepdim=True)
+
+
+def interpolation_kernel(distance: Tensor, interpolation: str) -> Tensor:
+    """Compute the weight of a pixel, not normalized, from its distance to the center, as in PIL and torchvision.
+
+    Args:
+        distance (Tensor): float32 distance of any shape, in input pixels, or in output pixels if these are larger.
+        interpolation (str): ``bicubic`` (Keys 1981 with a = -1/2) or ``bilinear``.
+
+    Returns:
+        Tensor: float32 weights of the shape of ``distance``.
+    """
+    if interpolation == "bilinear":
+        return (1 - distance).clamp(min=0)
+    near = (1.5 * distance - 2.5) * distance * distance + 1
+    far = ((2.5 - 0.5 * distance) * distance - 4) * distance + 2
+    return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
 
 
 def _round_to_bytes(values: Tensor) -> Tensor:

@@ -1,0 +1,80 @@
+"""Metadata of exported files: preprocessing, features, model and license."""
+
+from typing import Any
+
+from torch import Tensor
+
+import fastamp
+from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
+from fastamp.config import fixed_input_size
+from fastamp.evaluation.calibration import Calibration
+from fastamp.inference.package import CARD_NAME, License, check_packaged
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.files import file_sha256
+
+NEEDED_BY = "an exported model"
+UNKNOWN_LICENSE = {"license": "unknown"}
+
+_COLOR_ORDERS = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+def export_metadata(
+    predictor: Predictor,
+    *,
+    precision: str,
+    normalization: bool,
+    l2: bool,
+    preprocess: str,
+    color_order: str,
+    license: License | None,
+) -> dict[str, Any]:
+    """Build the metadata to store in an exported file; for the arguments see ``export``."""
+    cfg = predictor.cfg
+    model: Any = predictor.model
+    resize = predictor.resize
+    modalities = {"modalities": list(predictor.modalities)} if predictor.modalities else {}
+    if modalities and cfg.MODEL.BACKBONE.MODALITY:
+        modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
+    calibration = {} if predictor.calibration is None else {"calibration": _calibration_values(predictor.calibration)}
+    colors = "BGR" if color_order == "bgr" else _COLOR_ORDERS.get(cfg.INPUT.CHANNELS, "")
+    return (
+        calibration
+        | modalities
+        | {
+            "fastamp_version": fastamp.__version__,
+            "config_hash": predictor.config_hash,
+            "model_hash": file_sha256(predictor.checkpoint),
+            **(license.metadata() if license is not None else _license_of(predictor)),
+            "preprocess": preprocess,
+            "input_size": list(fixed_input_size(cfg, is_train=False, needed_by=NEEDED_BY)),
+            "resize": list(resize.size),
+            "aspect": "stretched" if len(resize.size) == 2 else "kept",
+            "interpolation": resize.interpolation,
+            "antialias": resize.interpolation != "nearest",
+            "center_crop": None if resize.crop is None else list(resize.crop),
+            "channels": cfg.INPUT.CHANNELS,
+            "color_order": colors,
+            "colour_order": colors,
+            "normalization": "inside" if normalization else "outside",
+            "pixel_mean": model.pixel_mean.flatten().tolist(),
+            "pixel_std": model.pixel_std.flatten().tolist(),
+            "l2": l2,
+            "flip": cfg.TEST.FLIP.ENABLED,
+            "metric": cfg.TEST.METRIC,
+            "precision": precision,
+        }
+    )
+
+
+def _license_of(predictor: Predictor) -> dict[str, str]:
+    """Return the license in the model card of a packaged model; otherwise ``UNKNOWN_LICENSE``."""
+    folder = predictor.checkpoint.parent
+    if predictor.checkpoint.name != WEIGHTS_NAME or not (folder / CARD_NAME).is_file():
+        return UNKNOWN_LICENSE
+    return check_packaged(folder).metadata()
+
+
+def _calibration_values(calibration: Calibration) -> dict[str, Any]:
+    """Return a calibration as plain values, with lists instead of tensors, and without folders."""
+    state = calibration.state_dict() | {"source": calibration.source.rpartition("/")[2]}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in state.items()}

@@ -1,0 +1,109 @@
+"""Preprocessing inside of an exported model: uint8 images of any size are resized, cropped and converted to float32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fastamp.data.transforms import Resize
+from fastamp.data.transforms.geometry import interpolation_kernel
+
+COLOR_ORDERS = ("rgb", "bgr")
+_BORDER = 3
+
+
+class Preprocessing(nn.Module):
+    """Resize and crop images as ``Resize`` does, in operators that every export format supports.
+
+    Each pass multiplies by the matrix of the interpolation weights, because the resizing operators of the runtimes do
+    not agree: OpenVINO on CPUs ignores ``antialias`` of an ONNX ``Resize`` with mode ``cubic`` (issue 35893), and
+    PyTorch exported bicubic resizing with a = -3/4 (issue 177138) instead of -1/2, the value of PIL.
+
+    Args:
+        resize (Resize): transform of the evaluator, with a fixed output size.
+        reverse_channels (bool): if True, the images are BGR. Default False, RGB.
+    """
+
+    def __init__(self, resize: Resize, *, reverse_channels: bool = False) -> None:
+        super().__init__()
+        assert resize.output_size is not None
+        self.resize = resize
+        self.height, self.width = resize.output_size
+        self.reverse_channels = reverse_channels
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Convert images (B, H, W, C) uint8 to (B, C, height, width) float32, integers in 0..255."""
+        pixels = images.permute(0, 3, 1, 2).float()
+        if self.reverse_channels:
+            pixels = pixels.flip(1)
+        rows, columns = (torch.arange(pixels.shape[dim]) for dim in (2, 3))
+        sides = rows.amax(dim=0) + 1, columns.amax(dim=0) + 1
+        resized = self._resized(*sides)
+        down = self._weights(rows, sides[0], resized[0], self.height)
+        across = self._weights(columns, sides[1], resized[1], self.width)
+        # As torchvision and PIL on uint8: rounded after each of the two passes, the horizontal one first.
+        narrowed = _round_to_bytes(pixels @ across.T)
+        return _round_to_bytes(down @ narrowed)
+
+    def _resized(self, height: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the height and width before the center crop, int64."""
+        size = self.resize.size
+        if size == (0,):
+            return height, width
+        if len(size) == 2:
+            return torch.full_like(height, size[0]), torch.full_like(width, size[1])
+        shorter = torch.minimum(height, width)
+        return size[0] * height // shorter, size[0] * width // shorter
+
+    def _weights(self, pixels: Tensor, side: Tensor, resized: Tensor, output: int) -> Tensor:
+        """Compute the (output, side) matrix that resizes a row of pixels and crops its center."""
+        positions = torch.arange(output)
+        if self.resize.crop is not None:
+            # torchvision pads images that are smaller than the crop, and rounds a half to the even number.
+            half = (resized - output) / 2
+            positions = positions + torch.where(half < 0, half.ceil(), half.round())
+            # The largest weight, on which their rounding depends, is often that of a pixel at the border.
+            positions = torch.cat((torch.arange(_BORDER), positions))
+        scale = side / resized
+        centers = ((positions + 0.5) * scale)[:, None]
+        if self.resize.interpolation == "nearest":
+            weights = (pixels == centers.floor()).float()
+        else:
+            distance = (pixels + 0.5 - centers).abs() / scale.clamp(min=1)
+            weights = interpolation_kernel(distance, self.resize.interpolation)
+        inside = ((positions >= 0) & (positions < resized)).float()[:, None]
+        weights = inside * weights / weights.sum(dim=1, keepdim=True).clamp(min=1e-6)
+        return _as_fixed_point(weights)[-output:]
+
+
+def _as_fixed_point(weights: Tensor) -> Tensor:
+    """Round weights as PyTorch does to resize uint8 images, to integers of 15 bits times a power of two.
+
+    Exact weights change 1 % of the pixels by one, which changes the features of random images at a cosine of 0.9998.
+    """
+    scales = 2.0 ** torch.arange(23)
+    scale = torch.where(scales * weights.amax(dim=(0, 1)) < 2**15 - 0.5, scales, 1.0).amax(dim=0)
+    return weights.sign() * (weights.abs() * scale + 0.5).floor() / scale
+
+
+def _round_to_bytes(values: Tensor) -> Tensor:
+    return (values + 0.5).floor().clamp(0, 255)  # half up, as in torchvision
+
+
+def for_each_size(images: Sequence[Tensor], features: Callable[[Tensor, list[int]], Tensor]) -> Tensor:
+    """Compute the features of images of different sizes, in a batch for each size.
+
+    Args:
+        images: N images, each (C, H, W) uint8.
+        features: function ((B, H, W, C) uint8 images, their B indices) -> (B, D) features.
+
+    Returns:
+        (N, D) features in the order of the images.
+    """
+    by_size: dict[Any, list[int]] = {}
+    for index, image in enumerate(images):
+        by_size.setdefault(image.shape, []).append(index)
+    rows = [index for indices in by_size.values() for index in indices]
+    found = [features(torch.stack([images[i] for i in each]).movedim(1, -1), each) for each in by_size.values()]
+    return torch.cat(found)[torch.tensor(rows).argsort()]
