@@ -29,7 +29,7 @@ ASSIGNED = {
     # Standard library.
     "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
     "logging.getLogger(other).parent",
-    "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level",  # ONNX
+    "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level", "options.intra_op_num_threads",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
     "in_float32.is_fp32_region", "backbone.variants",  # set on functions by decorators

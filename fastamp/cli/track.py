@@ -36,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument("source", metavar="SOURCE", help="folder of frames, sequence of the MOT Challenge, or video")
     parser.add_argument("--detections", metavar="DET.txt", help="detections (default: SOURCE/det/det.txt)")
-    parser.add_argument("--model", dest="checkpoint", default="", metavar="MODEL", help=f"{SOURCE_HELP}; or ONNX file")
+    parser.add_argument(
+        "--model", dest="checkpoint", default="", metavar="MODEL", help=f"{SOURCE_HELP}; or exported .onnx or .xml file"
+    )
     parser.add_argument("--output", "-o", default="tracks", metavar="FOLDER", help="output folder (default: tracks)")
     parser.add_argument("--video", action="store_true", help="also write a video with the tracks")
     parser.add_argument(
@@ -128,11 +130,10 @@ def _detections(args: argparse.Namespace) -> "Boxes":
 
 def _features(args: argparse.Namespace, frames: "Frames", detections: "Boxes") -> "NDArray[np.float32]":
     """Extract the features of the detections."""
+    from fastamp.inference.runtime import ExportedModel, is_exported
     from fastamp.tracking.track import embedder, extract_features
 
-    if args.checkpoint.endswith(".onnx"):
-        from fastamp.inference.exported import ExportedModel
-
+    if is_exported(args.checkpoint):
         return extract_features(frames, detections, embedder(ExportedModel(args.checkpoint)), batch=32)
     predictor = predictor_of(args, args.key_values)
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}

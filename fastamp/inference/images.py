@@ -119,10 +119,12 @@ def _check_layout(image: Any) -> None:
         raise DataError(
             f"an image must be a path, PIL image, array or tensor; got {type(image).__name__}.\n  fix: {fix}"
         )
-    dtype, shape = str(image.dtype).removeprefix("torch."), tuple(image.shape)
+    shape = tuple(image.shape)
     channels = shape[0 if isinstance(image, Tensor) else -1] if len(shape) == 3 else 0
     gray = len(shape) == 2 and not isinstance(image, Tensor)
-    if dtype != "uint8" or not (gray or channels in (1, 3, 4)):
+    is_uint8 = image.dtype == (torch.uint8 if isinstance(image, Tensor) else np.uint8)
+    if not is_uint8 or not (gray or channels in (1, 3, 4)):
+        dtype = str(image.dtype).removeprefix("torch.")
         layout = "(C, H, W)" if isinstance(image, Tensor) else "(H, W) or (H, W, C)"
         convert = "to(torch.uint8)" if isinstance(image, Tensor) else "astype('uint8')"
         scale = f"; for values in 0..1: (255 * image).round().{convert}" if "float" in dtype else ""

@@ -1,4 +1,4 @@
-"""ReID models of the trackers of BoxMOT and Ultralytics, from a checkpoint or an exported ONNX file.
+"""ReID models of the trackers of BoxMOT and Ultralytics, from a checkpoint or an exported ONNX or OpenVINO file.
 
 The adapters have the methods that these trackers call, and import neither package. Both packages have the license
 AGPL-3.0; see the guide "Tracking" in the documentation.
@@ -6,14 +6,13 @@ AGPL-3.0; see the guide "Tracking" in the documentation.
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastamp.inference import Predictor
-from fastamp.inference.exported import ExportedModel
+from fastamp.inference.runtime import ExportedModel, is_exported
 from fastamp.utils.errors import ConfigError
 
 
@@ -21,8 +20,9 @@ class ReID:
     """Function from a frame and boxes to features of unit length, on which the adapters are built.
 
     Args:
-        model: checkpoint, run folder or packaged model; ONNX file of `fastamp export`; or a ``Predictor``.
-        device: device of a checkpoint: ``auto`` (default), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. ONNX files are
+        model: checkpoint, run folder or packaged model; ONNX file (.onnx) or OpenVINO file (.xml) of `fastamp
+            export`; ``Predictor`` or ``ExportedModel``.
+        device: device of a checkpoint: ``auto`` (default), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Exported files are
             run on the CPU.
 
     Raises:
@@ -32,8 +32,7 @@ class ReID:
     def __init__(self, model: str | os.PathLike[str] | Predictor | ExportedModel, *, device: str = "auto") -> None:
         self.model: Predictor | ExportedModel
         if isinstance(model, (str, os.PathLike)):
-            exported = Path(model).suffix == ".onnx"
-            self.model = ExportedModel(model) if exported else Predictor(model, device=device)
+            self.model = ExportedModel(model) if is_exported(model) else Predictor(model, device=device)
         else:
             self.model = model
 
@@ -51,17 +50,20 @@ class ReID:
         corners = np.asarray(corners, dtype=np.float64)
         if not corners.size:
             return np.zeros((0, self.model.feature_dim), dtype=np.float32)
-        boxes = _inside(corners.reshape(len(corners), -1)[:, :4], *frame.shape[:2])
-        features: NDArray[np.float32] = self.model.features(frame, boxes=boxes, color="bgr").numpy()
+        crops = _crop(frame, corners.reshape(len(corners), -1)[:, :4])
+        features: NDArray[np.float32] = self.model.features(crops, color="bgr").numpy()
         norms = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.maximum(norms, np.finfo(np.float32).tiny)
 
 
-def _inside(corners: NDArray[np.float64], height: int, width: int) -> NDArray[np.float64]:
-    """Round boxes and cut off what is outside the frame, but keep at least one pixel."""
-    rounded = np.rint(np.nan_to_num(corners))
-    first = np.clip(rounded[:, :2], 0, (width - 1, height - 1))
-    return np.concatenate([first, np.clip(np.maximum(rounded[:, 2:], first + 1), 0, (width, height))], axis=1)
+def _crop(frame: NDArray[np.uint8], corners: NDArray[np.float64]) -> list[NDArray[np.uint8]]:
+    """Crop boxes, rounded to whole pixels; those outside the frame are moved to its border."""
+    height, width = frame.shape[:2]
+    crops = []
+    for left, top, right, bottom in np.rint(np.nan_to_num(corners)).clip(0, 2**31).astype(np.int64).tolist():
+        left, top = min(left, width - 1), min(top, height - 1)
+        crops.append(frame[top : max(bottom, top + 1), left : max(right, left + 1)])
+    return crops
 
 
 class BoxmotReID(ReID):

@@ -48,13 +48,16 @@ def test_boxes_without_pixels_and_no_boxes(predictor, frame):
     assert UltralyticsReID(predictor)(frame, np.zeros((0, 4))) == []
 
 
-def test_exported_file_gives_the_same_features(predictor, frame, tmp_path):
-    pytest.importorskip("onnxruntime")
-    export(predictor, tmp_path / "model.onnx", data="")
-    found = BoxmotReID(tmp_path / "model.onnx").get_features(BOXES, frame)
+@pytest.mark.parametrize("suffix", [".onnx", pytest.param(".xml", marks=pytest.mark.extras)])
+@pytest.mark.parametrize("normalization", [True, False])
+def test_exported_file_gives_the_same_features(predictor, frame, tmp_path, suffix, normalization):
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino"}[suffix])
+    export(predictor, tmp_path / f"model{suffix}", data="", normalization=normalization)
+    boxes = np.concatenate([BOXES + shift for shift in range(5)])  # more than one batch
+    found = BoxmotReID(tmp_path / f"model{suffix}").get_features(boxes, frame)
     expected = fastamp.Predictor(predictor.checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
     # The parity check of the export allows a cosine of 0.9999.
-    assert (found * BoxmotReID(expected).get_features(BOXES, frame)).sum(axis=1).min() > 0.9999
+    assert (found * BoxmotReID(expected).get_features(boxes, frame)).sum(axis=1).min() > 0.9999
 
 
 def test_attach_makes_the_adapter_the_encoder_of_an_ultralytics_tracker(predictor):

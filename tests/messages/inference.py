@@ -25,7 +25,6 @@ from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
 from fastamp.inference.export import export
-from fastamp.inference.exported import ExportedModel
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.gallery import MutableGallery
@@ -33,6 +32,7 @@ from fastamp.inference.gallery_store import GalleryModel, Item
 from fastamp.inference.index import build_index, load_index, open_gallery
 from fastamp.inference.package import License, check_packaged, package
 from fastamp.inference.parity import compare
+from fastamp.inference.runtime import ExportedModel
 from fastamp.inference.similarity import sample_pair_scores
 from fastamp.utils.errors import WriteError
 from fastamp.utils.files import file_sha256
@@ -517,14 +517,17 @@ def exports(record, predictor, checkpoint):
 
 
 def exported_files(record, predictor):
-    """Run exported files that are damaged, foreign, or that a tracker cannot use."""
+    """Run exported files that are damaged or foreign, or that require more than images."""
     path = record.file("damaged.onnx", "x")
-    with record("damaged ONNX file"):
-        ExportedModel(path)
+    for damaged in (path, record.file("model.pt2", "x")):
+        with record(f"damaged file {damaged.name}"):
+            ExportedModel(damaged)
     with record("ONNX file without onnxruntime"), mock.patch.dict(sys.modules, {"onnxruntime": None}):
         ExportedModel(path)
     metadata = {"config_hash": "0", "resize": "[64, 32]", "center_crop": "null", "interpolation": "bicubic"}
     metadata |= {"channels": "3", "normalization": "inside", "pixel_mean": "[0]", "pixel_std": "[1]"}
+    metadata |= {"feature_width": "4"}
+    frames = np.zeros((2, 8, 8, 3), dtype=np.uint8)
     for names, values in ((["images"], {}), (["images", "camids"], metadata), (["images"], metadata)):
         session = mock.Mock()
         session.get_modelmeta.return_value.custom_metadata_map = values
@@ -533,9 +536,9 @@ def exported_files(record, predictor):
             record(f"ONNX file with inputs {', '.join(names)} and {len(values)} values of metadata"),
             mock.patch("onnxruntime.InferenceSession", return_value=session),
         ):
-            ExportedModel(path).features([], boxes=[[0, 0, 1, 1]])
-    with record("two frames with boxes"), mock.patch("onnxruntime.InferenceSession", return_value=session):
-        ExportedModel(path).features(np.zeros((2, 8, 8, 3), dtype=np.uint8), boxes=[[0, 0, 1, 1]])
+            ExportedModel(path).features(frames, boxes=[[0, 0, 1, 1]])
+    with record("image without pixels"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+        ExportedModel(path).preprocess(frames[:, :0][0])
 
 
 def saved_features(record):

@@ -9,6 +9,7 @@ from PIL import Image
 import fastamp
 from fastamp.cli import main
 from fastamp.demo.sequence import generate_sequence
+from fastamp.inference.export import export
 from fastamp.tracking import Tracker, TrackerOptions, read_boxes, tracking_metrics
 from fastamp.tracking.frames import Frames
 from fastamp.tracking.track import extract_features, track
@@ -96,6 +97,20 @@ def test_command_with_a_model_equals_features_by_hand(sequence, checkpoint, tmp_
         features.append(predictor.features(sequence / f"img1/{frame:06d}.jpg", boxes=corners))
     expected = track(detections, np.concatenate(features), TrackerOptions(max_distance=0.5))
     found = read_boxes(out / "tracks.txt")
+    assert found.ids.tolist() == expected.ids.tolist() and len(found) > 30
+
+
+@pytest.mark.parametrize("suffix", [".onnx", pytest.param(".xml", marks=pytest.mark.extras)])
+def test_command_with_an_exported_model_gives_the_tracks_of_the_checkpoint(suffix, sequence, checkpoint, tmp_path):
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino"}[suffix])
+    det, model = tmp_path / "det.txt", tmp_path / f"model{suffix}"
+    det.write_text("".join((sequence / "det/det.txt").read_text().splitlines(keepends=True)[:60]))
+    float32 = ["SOLVER.AMP.EVAL_DTYPE", "float32"]
+    export(fastamp.Predictor(checkpoint, device="cpu", opts=float32), model, data="")
+    for name, source, options in (("exported", model, []), ("checkpoint", checkpoint, ["--device", "cpu", *float32])):
+        command = ["track", str(sequence), "--detections", str(det), "--model", str(source), "--max-distance", "0.5"]
+        assert main([*command, "-o", str(tmp_path / name), *options]) == 0
+    found, expected = (read_boxes(tmp_path / name / "tracks.txt") for name in ("exported", "checkpoint"))
     assert found.ids.tolist() == expected.ids.tolist() and len(found) > 30
 
 

@@ -1,0 +1,241 @@
+"""Features of the ONNX and OpenVINO files of `fastamp export`, with the preprocessing in their metadata."""
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastamp.data.decode import LARGEST_PIXELS
+from fastamp.data.transforms import Resize
+from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
+from fastamp.utils.env import available_cores
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
+from fastamp.utils.files import check_not_device, expand
+
+# Larger batches do not fit the cache: 32 images of 256 x 128 took 2 % longer at once, and one by one 15 to 40 % longer
+# (OSNet x0.25, ONNX Runtime and OpenVINO, one thread).
+_BATCH = 8
+
+Run = Callable[[NDArray[Any]], NDArray[np.float32]]
+"""Function: batch of images -> (B, D) features."""
+
+
+class ExportedModel:
+    """Exported model with the methods of a ``Predictor`` that compute features.
+
+    Args:
+        path: ONNX file (.onnx) or OpenVINO file (.xml, with its .bin file) of `fastamp export`, which contains the
+            preprocessing.
+        threads: number of threads of the runtime. Default: None, the cores that are available to this process.
+
+    Attributes:
+        checkpoint (Path): the file.
+        metadata (dict): metadata of the file.
+        resize (Resize): transform that resizes and crops input images.
+
+    Raises:
+        ConfigError: if the suffix is unknown, the runtime is not installed, or the model requires cameras, views or a
+            modality.
+        WeightsError: if the file cannot be read, or was not written by `fastamp export`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
+        self.checkpoint = expand(path)
+        texts, inputs, self._run = _open(self.checkpoint, threads or available_cores())
+        if "config_hash" not in texts or "resize" not in texts:
+            raise WeightsError(
+                f"{self.checkpoint} has no description of its preprocessing, so it was not written by `fastamp "
+                f"export`.\n  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
+            )
+        others = [name for name in inputs if name != "images"]
+        if others:
+            raise ConfigError(
+                f"{self.checkpoint} requires {' and '.join(others)} for each image, which is not supported here.\n"
+                "  fix: use the checkpoint, or a model without camera, view or modality inputs"
+            )
+        self.metadata: dict[str, Any] = {name: _value(text) for name, text in texts.items()}
+        size, crop = self.metadata["resize"], self.metadata["center_crop"]
+        self.resize = Resize(
+            size=tuple(size),
+            crop=None if crop is None else (crop[0], crop[1]),
+            interpolation=self.metadata["interpolation"],
+        )
+        mean, std = (
+            torch.tensor(self.metadata[name], dtype=torch.float32).view(-1, 1, 1)
+            for name in ("pixel_mean", "pixel_std")
+        )
+        self._normalization = (mean, std) if self.metadata["normalization"] == "outside" else None
+
+    @property
+    def feature_dim(self) -> int:
+        """Dimension D of the features."""
+        return int(self.metadata["feature_width"])
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of input images."""
+        return int(self.metadata["channels"])
+
+    def features(self, images: Image | Sequence[Image], *, boxes: Any = None, color: str = "rgb") -> Tensor:
+        """Extract the features of images, or of boxes in one frame; those of images without pixels are NaN.
+
+        Args:
+            images, boxes, color: see ``Predictor.features``.
+
+        Returns:
+            (N, D) float32 on the CPU, as exported.
+
+        Raises:
+            DataError, ConfigError: see ``Predictor.features``.
+        """
+        check_choice("color", color, COLORS)
+        found = as_list(images)
+        if boxes is not None:
+            if len(found) != 1:
+                raise DataError(
+                    f"boxes require exactly one image, the frame; got {len(found)} images.\n"
+                    "  fix: extract the features of one frame per call"
+                )
+            frame = found[0]
+            if not isinstance(frame, (np.ndarray, Tensor)):
+                frame, color = self._decode(frame, color), "rgb"
+            found = list(crop_boxes(frame, as_boxes(boxes)))
+        # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
+        later = color == "bgr" and all(self._is_color_array(image) for image in found)
+        color = "rgb" if later else color
+        features, rows = [torch.empty(0, self.feature_dim)], []
+        for start in range(0, len(found), _BATCH):
+            loaded = {start + row: self._load(each, color) for row, each in enumerate(found[start : start + _BATCH])}
+            pixels = {row: each for row, each in loaded.items() if each is not None}
+            if pixels:
+                batch = torch.stack(list(pixels.values()))
+                features.append(self._compute(batch.flip(1) if later else batch))
+                rows += pixels
+        if len(rows) == len(found):
+            return torch.cat(features)
+        result = torch.full((len(found), self.feature_dim), torch.nan)
+        result[rows] = torch.cat(features)
+        return result
+
+    def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
+        """Decode and resize an image; see ``Predictor.preprocess``."""
+        check_choice("color", color, COLORS)
+        pixels = self._load(image, color)
+        if pixels is None:
+            raise DataError("the image has no pixels.\n  fix: pass an image of at least 1 x 1 pixels")
+        return pixels
+
+    def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
+        """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
+        starts = range(0, len(images), _BATCH)
+        return torch.cat([self._compute(torch.stack(list(images[start : start + _BATCH]))) for start in starts])
+
+    def _is_color_array(self, image: Any) -> bool:
+        return self.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
+
+    def _load(self, image: Image, color: str) -> Tensor | None:
+        """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
+        pixels = self._decode(image, color)
+        return self.resize(pixels) if pixels.numel() else None
+
+    def _decode(self, image: Image, color: str) -> Tensor:
+        return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self.resize.least_side)
+
+    def _compute(self, batch: Tensor) -> Tensor:
+        """Compute the features of resized images (B, C, H, W) uint8."""
+        if self.metadata.get("preprocess") == "inside":  # which does not change images of the input size
+            if self.metadata["color_order"] == "BGR":
+                batch = batch.flip(1)
+            return torch.from_numpy(self._run(batch.movedim(1, -1).contiguous().numpy()))
+        values = batch.float()
+        if self._normalization is not None:
+            values.sub_(self._normalization[0]).div_(self._normalization[1])
+        return torch.from_numpy(self._run(values.numpy()))
+
+
+def is_exported(path: str | os.PathLike[str]) -> bool:
+    """Return True if a file name has a suffix of the exported files that ``ExportedModel`` runs."""
+    return Path(path).suffix in _RUNTIMES
+
+
+def _open(path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
+    """Return the metadata of a file, the names of its inputs, and a function that runs it on the CPU."""
+    if not is_exported(path):
+        raise ConfigError(
+            f"{path} cannot be run.\n  fix: export the model to a file that ends in {' or '.join(_RUNTIMES)}"
+        )
+    package, extra, open_file = _RUNTIMES[path.suffix]
+    try:
+        runtime = importlib.import_module(package)
+    except ImportError as error:
+        raise ConfigError(
+            f'{path} requires {package}, which cannot be imported ({error}).\n  fix: pip install "fastamp[{extra}]"'
+        ) from error
+    return open_file(runtime, path, threads)
+
+
+@contextmanager
+def _reading(path: Path, title: str) -> Iterator[None]:
+    """Convert exceptions of a runtime, which have no common base class, to WeightsError."""
+    try:
+        check_not_device(path)
+        yield
+    except Exception as error:
+        raise WeightsError(
+            f"{path} cannot be read as an {title} file: {type(error).__name__}.\n"
+            f"  fix: export the model again: fastamp export MODEL {path.name}"
+        ) from error
+
+
+def _open_onnx(onnxruntime: Any, path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # log only errors
+    # The default is all cores of the machine, also if this process may use fewer: the threads then wait for each other.
+    options.intra_op_num_threads = threads
+    with _reading(path, "ONNX"):
+        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
+
+    def run(images: NDArray[Any]) -> NDArray[np.float32]:
+        features: NDArray[np.float32] = session.run(["features"], {"images": images})[0]
+        return features
+
+    return session.get_modelmeta().custom_metadata_map, [each.name for each in session.get_inputs()], run
+
+
+def _open_openvino(openvino: Any, path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
+    core = openvino.Core()
+    # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
+    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(threads)}
+    with _reading(path, "OpenVINO"):
+        model = core.read_model(path)
+        request = core.compile_model(model, "CPU", settings).create_infer_request()
+    entries = model.get_rt_info()["fastamp"] if model.has_rt_info(["fastamp"]) else {}
+
+    def run(images: NDArray[Any]) -> NDArray[np.float32]:
+        # The next call overwrites the output.
+        features: NDArray[np.float32] = request.infer({"images": images}, share_inputs=True)["features"].copy()
+        return features
+
+    return {name: each.astype(str) for name, each in entries.items()}, [each.any_name for each in model.inputs], run
+
+
+_RUNTIMES: dict[str, tuple[str, str, Callable[..., tuple[dict[str, str], list[str], Run]]]] = {
+    ".onnx": ("onnxruntime", "export", _open_onnx),
+    ".xml": ("openvino", "openvino", _open_openvino),
+}
+"""Suffix -> package, extra of fastamp that installs it, and function that opens a file."""
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
