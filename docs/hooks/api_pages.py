@@ -35,7 +35,7 @@ PACKAGES = {
             "inference",
             *(
                 f"inference.{name}"
-                for name in ("extract", "exported", "index", "gallery", "gallery_store", "similarity", "export", "hub")
+                for name in ("extract", "index", "gallery", "gallery_store", "similarity", "export", "runtime", "hub")
             ),
         ],
     ),

@@ -15,9 +15,9 @@ from fastamp.inference.export import export
 from fastamp.inference.export_formats import FORMATS, ExportError
 from fastamp.inference.export_metadata import export_metadata
 from fastamp.inference.export_preprocessing import Preprocessing
-from fastamp.inference.exported import ExportedModel
 from fastamp.inference.package import License, package
 from fastamp.inference.parity import RankedImages
+from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import file_sha256
 
