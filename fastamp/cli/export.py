@@ -5,6 +5,7 @@ examples:
   fastamp export logs/run/model_best.pth model.pt2 --precision fp16 --l2
   fastamp export logs/run model --format openvino
   fastamp export logs/run model.onnx --preprocess inside --color-order bgr
+  fastamp export logs/run model.onnx --precision int8
 """
 
 import argparse
@@ -14,7 +15,7 @@ from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, dataset_argument
 from fastamp.utils.errors import ConfigError
 
-PRECISIONS = ("float32", "fp16")
+PRECISIONS = ("float32", "fp16", "int8")
 FORMATS = {"onnx": ".onnx", "openvino": ".xml", "torch-export": ".pt2", "torchscript": ".ts"}
 
 
@@ -31,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         default="float32",
-        help="precision of the exported model; with fp16, the features are still float32 (default: %(default)s)",
+        help="precision of the exported model, whose features are always float32; int8 for ONNX and OpenVINO "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--preprocess",
@@ -67,9 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance",
         type=float,
-        default=0.1,
         metavar="POINTS",
-        help="maximum loss of mAP, in percentage points (default: %(default)s)",
+        help="maximum loss of mAP, in percentage points (default: 0.1; for int8 0.5)",
+    )
+    parser.add_argument(
+        "--calibration-images",
+        type=int,
+        metavar="N",
+        help="number of images of the training set with which int8 is calibrated (default: 256)",
     )
     parser.add_argument(
         "--license",
@@ -102,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
             preprocess=args.preprocess,
             color_order=args.color_order,
             license=License(**given) if any(given.values()) else None,
+            calibration_images=args.calibration_images,
         )
     print(report.table())
     print(f"wrote {report.path} ({report.format}, {report.size / 2**20:.1f} MiB)")

@@ -3,9 +3,10 @@
 import contextlib
 import copy
 import logging
+import math
 import os
 import tempfile
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,13 @@ from fastamp.inference.export_preprocessing import COLOR_ORDERS, Preprocessing, 
 from fastamp.inference.package import License
 from fastamp.inference.parity import Batch, Comparison, Features, RankedImages, compare, compare_on_random_images
 from fastamp.inference.predictor import Predictor
+from fastamp.inference.quantize import (
+    CALIBRATION_IMAGES,
+    CalibrationImages,
+    check_calibration_images,
+    load_calibration_images,
+    quantize,
+)
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
 from fastamp.utils.files import write_atomically
@@ -40,9 +48,14 @@ __getattr__ = moved_names(
 
 logger = logging.getLogger(__name__)
 
-PRECISIONS = ("float32", "fp16")
-MIN_COSINE = {"float32": 0.9999, "fp16": 0.99}
-"""Minimum cosine similarity to the features of PyTorch; measured differences from 1: float32 1e-6, fp16 1e-4."""
+PRECISIONS = ("float32", "fp16", "int8")
+MIN_COSINE = {"float32": 0.9999, "fp16": 0.99, "int8": 0.9}
+"""Minimum cosine similarity to the features of PyTorch; measured differences from 1: float32 1e-6, fp16 1e-4.
+
+For int8, of the mean over the test images: single images differ more, and random pixels exceed calibrated ranges.
+"""
+TOLERANCE = {"float32": 0.1, "fp16": 0.1, "int8": 0.5}
+"""Default of the maximum decrease of mAP, in percentage points."""
 
 
 @dataclass
@@ -97,11 +110,12 @@ def export(
     l2: bool = False,
     data: str | None = None,
     max_images: int = 1000,
-    tolerance: float = 0.1,
+    tolerance: float | None = None,
     opset: int | None = None,
     preprocess: str = "outside",
     color_order: str = "rgb",
     license: License | None = None,
+    calibration_images: int | None = None,
 ) -> ExportReport:
     """Export a model to an ONNX, OpenVINO, torch.export or TorchScript file if its features pass a parity check.
 
@@ -120,20 +134,22 @@ def export(
         predictor: trained model.
         path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file next to
             it) or .ts (TorchScript).
-        precision: ``"float32"`` (default), or ``"fp16"``: weights and computation in float16, except for modules
-            that require float32 (``to_float16``).
+        precision: ``"float32"`` (default); ``"fp16"``: weights and computation in float16, except for modules
+            that require float32 (``to_float16``); or ``"int8"``: weights and activations of the trunk in 8 bits, for
+            ONNX and OpenVINO (``fastamp.inference.quantize``), which requires a test set.
         normalization: if True (default), the exported model takes images in 0..255 and normalizes them; otherwise the
             caller must normalize the images.
         l2: if True, normalize features to unit length. Default: False.
         data: test set for the parity check. Default: the first test set of the config, if available; "" for none.
         max_images: approximate maximum number of test images; 0 for all. Default: 1000.
-        tolerance: maximum decrease of mAP in percentage points. Default: 0.1.
+        tolerance: maximum decrease of mAP in percentage points. Default: 0.1, for int8 0.5.
         opset: ONNX opset. Default: PyTorch's choice.
         preprocess: ``"outside"`` (default): the caller resizes and crops images; or ``"inside"``: the exported model.
         color_order: order of the channels of the images if ``preprocess`` is ``"inside"``: ``"rgb"`` (default) or
             ``"bgr"``, as in OpenCV.
         license: license of the weights, for the metadata. Default: that of the model card of a packaged model;
             otherwise the metadata says ``unknown``.
+        calibration_images: number of training images with which int8 is calibrated. Default: 256.
 
     Returns:
         A report with the comparisons and the metadata.
@@ -141,11 +157,12 @@ def export(
     Raises:
         ConfigError: if an argument is invalid, a package is not installed, the file cannot be written, or the size of
             test images is not fixed.
-        DataError: if the test set ``data`` is missing.
+        DataError: if the test set ``data`` is missing; for int8, also if no test set or no training set is available.
         ExportError: if the model cannot be traced, or the parity check fails. In both cases, no file is written.
     """
     path = Path(path).expanduser()
-    format = _check_arguments(path, precision, opset, tolerance)
+    format = _check_arguments(path, precision, opset, tolerance, calibration_images)
+    tolerance = TOLERANCE[precision] if tolerance is None else tolerance
     fixed_input_size(predictor.cfg, is_train=False, needed_by=NEEDED_BY)
     preprocessing = _preprocessing(predictor, preprocess, color_order, normalization)
     extractor = _FeatureExtractor(predictor, preprocessing, precision=precision, normalization=normalization, l2=l2)
@@ -159,9 +176,15 @@ def export(
         license=license,
     )
     images = _load_test_images(predictor, data, max_images)
+    calibration = None
+    if precision == "int8":
+        _check_has_map(images)
+        calibration = load_calibration_images(predictor, calibration_images or CALIBRATION_IMAGES)
     source = _trace(extractor, predictor)
     (outputs,) = next(iter(reversed(source.program.graph.nodes))).args
     metadata["feature_width"] = outputs[0].meta["val"].shape[1]
+    if calibration is not None:
+        source, metadata["quantization"] = _quantized(source, calibration, predictor, metadata, opset)
     files = format.content(source, metadata, opset)
     report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
     found = _exported_features(format.runner(files), predictor, metadata)
@@ -171,6 +194,22 @@ def export(
         with writing(path):
             write_atomically(path.with_suffix(suffix), partial(_write, content))
     return report
+
+
+def _quantized(
+    source: Source, calibration: CalibrationImages, predictor: Predictor, metadata: dict[str, Any], opset: int | None
+) -> tuple[Source, dict[str, Any]]:
+    """Quantize a module; return it with its int8 model, and the metadata about the quantization."""
+    inputs = [_calibration_inputs(batch, predictor, metadata) for batch in calibration.batches]
+    model, float_layers = quantize(source, inputs, opset)
+    facts = {
+        "weights": "int8, one scale for each output channel",
+        "activations": "uint8, minimum and maximum of the calibration images",
+        "calibration_data": calibration.title,
+        "calibration_images": calibration.count,
+        "float_layers": float_layers,
+    }
+    return replace(source, quantized=model), facts
 
 
 def _write(content: bytes, file: IO[bytes]) -> None:
@@ -271,7 +310,9 @@ def _label_inputs(predictor: Predictor) -> dict[str, str]:
     return inputs
 
 
-def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: float) -> Format:
+def _check_arguments(
+    path: Path, precision: str, opset: int | None, tolerance: float | None, calibration_images: int | None
+) -> Format:
     """Validate the arguments of ``export`` and return the format for the suffix of ``path``."""
     if path.suffix not in FORMATS:
         raise ConfigError(
@@ -279,13 +320,15 @@ def _check_arguments(path: Path, precision: str, opset: int | None, tolerance: f
             "  fix: choose a file name such as model.onnx"
         )
     check_choice("--precision", precision, PRECISIONS)
-    if not 0 <= tolerance <= 100:
+    if tolerance is not None and not 0 <= tolerance <= 100:
         raise ConfigError(
             f"--tolerance must be in 0..100 percentage points of mAP; got {tolerance}.\n"
-            "  fix: omit --tolerance for the default 0.1"
+            f"  fix: omit --tolerance for the default {TOLERANCE[precision]}"
         )
     format = FORMATS[path.suffix]
-    format.check(opset)
+    format.check(opset, precision)
+    if calibration_images is not None:
+        check_calibration_images(calibration_images, precision)
     if path.is_dir():
         raise ConfigError(f"cannot write to {path}, because it is a folder.\n  fix: choose another file name")
     with writing(path), tempfile.TemporaryFile(dir=path.parent):
@@ -333,6 +376,30 @@ def _preprocessing(
             "  fix: omit --color-order" + ("" if inside else ", or add --preprocess inside")
         )
     return Preprocessing(predictor.resize, reverse_channels=color_order == "bgr") if inside else None
+
+
+def _check_has_map(images: RankedImages | None) -> None:
+    """Raise DataError if mAP cannot be computed on the test images."""
+    if images is None or not images.ranks:
+        found = "there is no test set" if images is None else f"{images.title} has no gallery"
+        raise DataError(
+            f"int8 requires a test set, because the decrease of mAP must be measured, but {found}.\n"
+            "  fix: choose a test set with --data NAME, or use --precision fp16"
+        )
+
+
+def _calibration_inputs(batch: Batch, predictor: Predictor, metadata: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the inputs of the exported model for a batch of resized images (B, C, H, W) uint8."""
+    images = batch["images"]
+    if metadata["preprocess"] == "inside":
+        images = images.permute(0, 2, 3, 1).contiguous()
+        images = images.flip(-1) if metadata["color_order"] == "BGR" else images
+    elif metadata["normalization"] == "outside":
+        mean, std = (predictor.model.get_buffer(name).cpu() for name in ("pixel_mean", "pixel_std"))
+        images = (images - mean) / std
+    else:
+        images = images.float()
+    return {"images": images} | {name: batch[column] for name, column in _label_inputs(predictor).items()}
 
 
 def _exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) -> Features:
@@ -389,17 +456,24 @@ def _compare(
         report.expected_map, report.found_map = map(images.mean_average_precision, rows)
 
 
+def _cosine(report: ExportReport) -> float:
+    """Return the cosine similarity of features that is compared with ``MIN_COSINE``; NaN if a feature is not finite."""
+    cosines = [each.min_cosine for each in report.comparisons]
+    if report.metadata["precision"] == "int8" and not any(map(math.isnan, cosines)):
+        cosines = [math.inf, *(each.mean_cosine for each in report.comparisons if each.images == report.data)]
+    return min(cosines, key=lambda cosine: (cosine == cosine, cosine))
+
+
 def _differs_too_much(report: ExportReport) -> bool:
-    minimum = MIN_COSINE[report.metadata["precision"]]
-    return any(not each.min_cosine >= minimum for each in report.comparisons)  # NaN too
+    return not _cosine(report) >= MIN_COSINE[report.metadata["precision"]]  # NaN too
 
 
 def _check_quality(report: ExportReport, tolerance: float) -> None:
     """Raise ExportError if the parity check failed."""
     precision, lost = report.metadata["precision"], -(report.map_difference or 0)
     if _differs_too_much(report):
-        minimum = min((each.min_cosine for each in report.comparisons), key=lambda cosine: (cosine == cosine, cosine))
-        problem = f"the cosine similarity of features is {minimum:.6f}, expected at least {MIN_COSINE[precision]}"
+        kind = "mean cosine similarity" if precision == "int8" else "cosine similarity"
+        problem = f"the {kind} of features is {_cosine(report):.6f}, expected at least {MIN_COSINE[precision]}"
     elif lost > tolerance:
         problem = f"mAP decreased by {lost:.2f} points, but --tolerance is {tolerance:g}"
     else:
@@ -407,6 +481,8 @@ def _check_quality(report: ExportReport, tolerance: float) -> None:
     fix = (
         "use --precision float32, or add the modules that overflow in float16 to SOLVER.AMP.FORCE_FP32 (fastamp doctor)"
     )
+    if precision == "int8":
+        fix = "use --precision fp16, or calibrate with more images (--calibration-images)"
     if precision == "float32":
         fix = "use another format, and report a bug: the exporter or fastamp does not support this model correctly"
         if report.metadata["l2"] and report.metadata["metric"] == "euclidean" and lost > tolerance:

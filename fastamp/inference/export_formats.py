@@ -28,6 +28,7 @@ Files = dict[str, bytes]
 Run = Callable[[dict[str, Tensor]], Tensor]
 """Function: dict of input tensors on the CPU -> (B, D) float32 features."""
 
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
 _PROTOBUF_LIMIT = 2**31
 _LOWEST_OPSET = 18  # lowest opset of PyTorch's exporter
 
@@ -44,11 +45,13 @@ class Source:
         module: module in evaluation mode on the CPU.
         inputs: example inputs, a batch of two images.
         program: the module traced by torch.export, with a dynamic batch size.
+        quantized: ONNX model of the module in int8 (``quantize``); None for other precisions.
     """
 
     module: nn.Module
     inputs: dict[str, Tensor]
     program: ExportedProgram
+    quantized: Any = None
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -68,6 +71,7 @@ class Format:
         runner: function (content of the files) -> function that runs the exported model.
         extra: extra of fastamp that installs the packages.
         lowest_torch: lowest version of PyTorch.
+        int8: True if ``content`` takes an int8 model.
     """
 
     title: str
@@ -76,16 +80,22 @@ class Format:
     runner: Callable[[Files], Run]
     extra: str = "export"
     lowest_torch: tuple[int, ...] = ()
+    int8: bool = False
 
-    def check(self, opset: int | None) -> None:
-        """Raise ConfigError if a package is missing or too old, or the opset is not supported."""
-        for package in self.packages:
+    def check(self, opset: int | None, precision: str) -> None:
+        """Raise ConfigError if a package is missing or too old, or the opset or the precision is not supported."""
+        if precision == "int8" and not self.int8:
+            raise ConfigError(
+                f"--precision int8 is not supported for {self.title} files, only for ONNX and OpenVINO files.\n"
+                "  fix: export an .onnx or .xml file, or use --precision fp16"
+            )
+        for package in dict.fromkeys((*self.packages, *(_ONNX if precision == "int8" else ()))):
             try:
                 importlib.import_module(package)
             except ImportError as error:
                 raise ConfigError(
                     f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
-                    f'  fix: pip install "fastamp[{self.extra}]"'
+                    f'  fix: pip install "fastamp[{self.extra if package in self.packages else "export"}]"'
                 ) from error
         if tuple(map(int, torch.__version__.split(".")[:2])) < self.lowest_torch:
             raise ConfigError(
@@ -143,7 +153,12 @@ def quiet(what: str) -> Iterator[None]:
         logger.debug("%s", each.message)
 
 
-def _onnx_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+def onnx_model(source: Source, opset: int | None) -> Any:
+    """Convert a traced module to an ONNX model, whose nodes have the names of PyTorch's modules in their metadata.
+
+    Raises:
+        ExportError: if the module cannot be converted, or is larger than 2 GiB.
+    """
     program = source.program
     size = sum(tensor.nbytes for tensor in program.state_dict.values())
     if size >= _PROTOBUF_LIMIT:
@@ -164,7 +179,11 @@ def _onnx_content(source: Source, metadata: dict[str, Any], opset: int | None) -
             verbose=False,
         )
         assert exported is not None  # because of dynamo=True
-        model = exported.model_proto
+        return exported.model_proto
+
+
+def _onnx_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    model = onnx_model(source, opset) if source.quantized is None else source.quantized
     _name_dimensions(model)
     _forget_source(model)
     for key, value in metadata.items():
@@ -245,7 +264,9 @@ def _openvino_content(source: Source, metadata: dict[str, Any], opset: int | Non
     import openvino
 
     with quiet("OpenVINO conversion failed"), tempfile.TemporaryDirectory() as folder:
-        model = openvino.convert_model(source.program)
+        model = openvino.convert_model(
+            source.program if source.quantized is None else io.BytesIO(source.quantized.SerializeToString())
+        )
         model.reshape(source.shapes)
         model.outputs[0].set_names({"features"})
         for key, value in metadata.items():
@@ -296,9 +317,11 @@ def _torchscript_runner(files: Files) -> Run:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner, lowest_torch=(2, 7)),
+    ".onnx": Format(
+        "ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner, lowest_torch=(2, 7), int8=True
+    ),
     ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
-    ".xml": Format("OpenVINO", ("openvino",), _openvino_content, _openvino_runner, extra="openvino"),
+    ".xml": Format("OpenVINO", ("openvino",), _openvino_content, _openvino_runner, extra="openvino", int8=True),
     ".ts": Format("TorchScript", (), _torchscript_content, _torchscript_runner),
 }
 """File suffix -> format."""

@@ -119,6 +119,7 @@ class RankedImages:
     Attributes:
         title: description of the images.
         has_gallery: False if all images are queries, e.g. those of a classifier or of attributes.
+        ranks: True if mAP can be computed: there is a gallery, or the protocol ranks all images for each image.
 
     Raises:
         DataError: if the dataset is missing or empty.
@@ -133,6 +134,7 @@ class RankedImages:
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH
         )
         self.has_gallery = self.num_query < count
+        self.ranks = self.has_gallery or ReidEvaluator(self.cfg, self.num_query).protocol.all_images
         self.title = f"{name}, {count} images" if count == total else f"{name}, {count} of {total} images"
 
     def features(self, model: Features, *, raw: bool = False) -> list[Tensor]:
@@ -158,9 +160,9 @@ class RankedImages:
         Returns:
             mAP, or None if there are no gallery images, unless the protocol ranks all images for each image.
         """
-        evaluator = ReidEvaluator(self.cfg, self.num_query)
-        if not (self.has_gallery or evaluator.protocol.all_images):
+        if not self.ranks:
             return None
+        evaluator = ReidEvaluator(self.cfg, self.num_query)
         for batch, rows in zip(self.batches, features, strict=True):
             evaluator.process(batch, rows)
         metrics = evaluator.evaluate()

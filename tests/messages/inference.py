@@ -488,6 +488,11 @@ def exports(record, predictor, checkpoint):
         ("model.onnx", "--color-order", "bgr"),
         ("model.pt2", "--data", "Demoo"),
         ("model.pt2", "INPUT.SIZE_TEST", "(0,)"),
+        ("model.pt2", "--precision", "int8"),
+        ("model.onnx", "--calibration-images", "8"),
+        ("model.onnx", "--precision", "int8", "--calibration-images", "0"),
+        ("model.onnx", "--precision", "int8", "DATASETS.TESTS", "()"),
+        ("model.onnx", "--precision", "int8", "DATASETS.NAMES", "Market1501"),
     ):
         name, *rest = argv
         record.fastamp("export", checkpoint, record.root / name, *rest, "--device", "cpu")
@@ -499,6 +504,12 @@ def exports(record, predictor, checkpoint):
     with record("ExportReport of an inexact model"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.inference.export.MIN_COSINE", {"float32": 2.0, "fp16": 2.0})
         export(predictor, record.root / "model.pt2", data="")
+    with record("an int8 export with sensitive layers"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.inference.quantize.MAX_ERROR", 1e-12)
+        export(predictor, record.root / "model.onnx", precision="int8", data="Demo", tolerance=100)
+    with record("an int8 export without layers"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fastamp.inference.quantize._trunk_nodes", lambda model, source: [])
+        export(predictor, record.root / "model.onnx", precision="int8", data="Demo")
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:

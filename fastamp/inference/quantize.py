@@ -1,0 +1,329 @@
+"""Static int8 quantization of exported models: calibration images, and QuantizeLinear and DequantizeLinear nodes.
+
+Weights are int8 with one scale for each output channel, because one scale for a whole tensor loses narrow channels,
+e.g. of OSNet's depthwise convolutions. Activations are uint8 with one scale and one zero point, from the minimum and
+the maximum over the calibration images (Jacob et al. 2018, arXiv:1712.05877, sec. 2). The head, the normalization of
+images, instances and layers, attention, and the layers with the largest errors stay in float32.
+"""
+
+import ast
+import copy
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fastamp.data.build import build_dataset
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.items import PackedItems
+from fastamp.data.training_images import training_parts
+from fastamp.data.transforms import build_transforms
+from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.inference.export_formats import FORMATS, ExportError, Source, onnx_model, quiet
+from fastamp.inference.predictor import Predictor
+from fastamp.modeling.meta_arch.image_model import ImageModel
+from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
+
+CALIBRATION_IMAGES = 256
+"""Default number of calibration images."""
+
+_BATCH = 32
+_PROBED_IMAGES = 16
+_WEIGHTED = ("Conv", "MatMul", "Gemm")
+_OPERATORS = (*_WEIGHTED, "Relu", "Clip", "Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool")
+MAX_ERROR = 0.005
+"""Layers stay in float32 until the errors of the others, 1 - cosine similarity of features, sum to at most this."""
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """Training images with which the ranges of activations are measured.
+
+    Attributes:
+        title: names of the datasets.
+        count: number of images.
+        batches: batches in 0..255, with their cameras, views and modalities.
+    """
+
+    title: str
+    count: int
+    batches: list[dict[str, Any]]
+
+
+def check_calibration_images(count: int, precision: str) -> None:
+    """Raise ConfigError if calibration images are not used, or their number is less than 1."""
+    if precision != "int8":
+        raise ConfigError(
+            f"--calibration-images {count} has no effect on --precision {precision}: only int8 is calibrated.\n"
+            "  fix: omit --calibration-images, or use --precision int8"
+        )
+    if count < 1:
+        raise ConfigError(
+            f"--calibration-images must be at least 1; got {count}.\n"
+            f"  fix: omit --calibration-images for the default {CALIBRATION_IMAGES}"
+        )
+
+
+def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImages:
+    """Load a deterministic sample of the training images, spread over the identities, preprocessed as in evaluation.
+
+    Args:
+        predictor: model, whose config names the training sets (``DATASETS.NAMES``).
+        count: number of images; all, if there are fewer.
+
+    Raises:
+        DataError: if a training set is not available.
+    """
+    cfg = predictor.cfg.with_values({"TEST.IMS_PER_BATCH": _BATCH, "DATALOADER.NUM_WORKERS": 0})
+    names = ", ".join(cfg.DATASETS.NAMES)
+    try:
+        datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
+        items = PackedItems.concat(training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL))
+    except (ConfigError, DataError, ValueError) as error:
+        raise DataError(
+            f"int8 requires calibration images of the training set (DATASETS.NAMES: {names or 'empty'}), which is not "
+            f"available: {str(error).splitlines()[0].removesuffix('; looked for')}.\n"
+            "  fix: append DATASETS.NAMES and a dataset of similar images to the command, or use --precision fp16"
+        ) from error
+    dataset = ReidDataset(
+        items,
+        build_transforms(cfg, is_train=False),
+        relabel=True,
+        skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
+        sources=datasets,
+        categories=cfg.DATASETS.CATEGORIES,
+    )
+    images = spread_over_identities(dataset.labels, count)
+    loader = build_unaugmented_loader(cfg, dataset, torch.device("cpu"), images=images)
+    return CalibrationImages(names, len(images), list(loader))
+
+
+def spread_over_identities(labels: np.ndarray, count: int) -> list[int]:
+    """Select ``count`` images at random, with a fixed seed: one of each identity, then a second one of each, and so on.
+
+    Args:
+        labels: (N,) int64 identities.
+        count: number of images; all, if N is smaller.
+    """
+    order = np.random.default_rng(0).permutation(len(labels))
+    seen: dict[int, int] = {}
+    turns = np.zeros(len(labels), dtype=np.int64)
+    for image in order:
+        turns[image] = seen.get(int(labels[image]), 0)
+        seen[int(labels[image])] = int(turns[image]) + 1
+    return [int(image) for image in order[np.argsort(turns[order], kind="stable")][:count]]
+
+
+def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | None) -> tuple[Any, list[str]]:
+    """Convert a module to an int8 ONNX model.
+
+    All layers of the trunks are quantized. If the mean cosine similarity of features to float32 is then less than
+    1 - ``MAX_ERROR``, each layer is quantized by itself to measure its error, and those with the largest errors stay in
+    float32.
+
+    Args:
+        source: module to export.
+        inputs: inputs of the module for the calibration images, in batches.
+        opset: ONNX opset.
+
+    Returns:
+        tuple: ONNX model, and names of the layers of the trunks that stay in float32 because of their errors.
+
+    Raises:
+        ExportError: if the model cannot be converted.
+    """
+    model = onnx_model(source, opset)
+    nodes = _trunk_nodes(model, source)
+    if not nodes:
+        raise ExportError("int8 export found no layers to quantize.\n  fix: use --precision fp16")
+    names = [node.name for node in nodes]
+    ranges = _activation_ranges(model, inputs)
+    probe = {name: tensor[:_PROBED_IMAGES] for name, tensor in inputs[0].items()}
+    expected = _features(model, probe)
+    quantized = _quantized(model, names, ranges)
+    if _error(expected, _features(quantized, probe)) <= MAX_ERROR:
+        return quantized, []
+    layers = [node for node in nodes if node.op_type in (*_WEIGHTED, "Add")]
+    errors = {
+        node.name: _error(expected, _features(_with_one_layer(model, node.name, ranges), probe))
+        for node in track(layers, len(layers), "errors of layers")
+    }
+    kept = _largest(errors, MAX_ERROR)
+    titles = [_title(node) for node in layers if node.name in kept]
+    logger.info(
+        "%d of %d layers stay in float32, because in int8 they change the features too much: %s",
+        len(kept),
+        len(layers),
+        ", ".join(titles[:5]) + (", ..." if len(titles) > 5 else ""),
+    )
+    return _quantized(model, [name for name in names if name not in kept], ranges), titles
+
+
+def _trunk_nodes(model: Any, source: Source) -> list[Any]:
+    """Return the nodes of the trunks that can be quantized; products of two activations, as in attention, cannot."""
+    trunks = {
+        ".".join(filter(None, (name, trunk)))
+        for name, module in source.module.named_modules()
+        if isinstance(module, ImageModel)
+        for trunk in module.trunks
+    }
+    constants = {each.name for each in model.graph.initializer}
+    return [
+        node
+        for node in model.graph.node
+        if node.op_type in _OPERATORS
+        and (node.op_type not in _WEIGHTED or node.input[1] in constants)
+        and not trunks.isdisjoint(_scopes(node))
+    ]
+
+
+def _scopes(node: Any) -> list[str]:
+    """Return the names of the modules that contain an ONNX node of PyTorch's exporter, from the outside."""
+    for entry in node.metadata_props:
+        if entry.key == "pkg.torch.onnx.name_scopes":
+            scopes: list[str] = ast.literal_eval(entry.value)
+            return scopes
+    return []
+
+
+def _title(node: Any) -> str:
+    """Return the name of the layer of an ONNX node: that of its weights if they have one, otherwise of its module."""
+    if node.op_type in _WEIGHTED and node.input[1].endswith(".weight"):
+        return str(node.input[1].removesuffix(".weight"))
+    return f"{node.op_type} in {_scopes(node)[-2]}"
+
+
+def _activation_ranges(model: Any, inputs: Sequence[dict[str, Tensor]]) -> Any:
+    """Measure the minimum and maximum of each activation."""
+    from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, create_calibrator
+
+    class Reader(CalibrationDataReader):
+        def __init__(self, batch: dict[str, Tensor]) -> None:
+            self.batches = [{name: tensor.numpy() for name, tensor in batch.items()}]
+
+        def get_next(self) -> Any:
+            return self.batches.pop() if self.batches else None
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        with quiet("onnxruntime cannot calibrate the model"):
+            calibrator = create_calibrator(
+                path,
+                list(_OPERATORS),
+                augmented_model_path=os.fspath(path.with_name("augmented.onnx")),
+                calibrate_method=CalibrationMethod.MinMax,
+            )
+        for batch in track(inputs, len(inputs), "calibrating"):
+            with quiet("onnxruntime cannot calibrate the model"):
+                calibrator.collect_data(Reader(batch))  # merges the ranges with those of earlier batches
+        return calibrator.compute_data()
+
+
+def _quantized(model: Any, names: Sequence[str], ranges: Any) -> Any:
+    """Return a copy of an ONNX model with int8 weights and Q/DQ nodes for the nodes of these names."""
+    from onnxruntime.quantization import QDQQuantizer, QuantType
+
+    with quiet("onnxruntime cannot quantize the model"):
+        quantizer = QDQQuantizer(
+            copy.deepcopy(model),
+            True,  # weights: one scale for each output channel
+            False,  # all 8 bits
+            QuantType.QInt8,
+            QuantType.QUInt8,
+            ranges,
+            list(names),
+            [],
+            list(_OPERATORS),
+            {},
+        )
+        quantizer.quantize_model()
+        return quantizer.model.model
+
+
+def _with_one_layer(model: Any, name: str, ranges: Any) -> Any:
+    """Return a copy of an ONNX model in which the tensors of one node are rounded as in int8.
+
+    Output tensors of convolutions and matrix products are not rounded, because the next node rounds them, often after
+    an activation function.
+    """
+    from onnx import numpy_helper
+
+    changed = copy.deepcopy(model)
+    graph = changed.graph
+    node = next(each for each in graph.node if each.name == name)
+    if node.op_type in _WEIGHTED:
+        values = numpy_helper.to_array(next(each for each in graph.initializer if each.name == node.input[1]))
+        transposed = any(each.name == "transB" and each.i for each in node.attribute)
+        axis = 0 if node.op_type == "Conv" or transposed else values.ndim - 1
+        graph.initializer.append(numpy_helper.from_array(_rounded(values, axis), f"{name}.rounded_weights"))
+        node.input[1] = f"{name}.rounded_weights"  # other nodes may have the same weights
+    else:
+        output, node.output[0] = node.output[0], f"{name}.exact"
+        _insert_rounding(graph, node, 1, node.output[0], output, _range(ranges, output))
+    for index, tensor in enumerate(node.input):
+        if tensor in ranges.data and tensor not in {each.name for each in graph.initializer}:
+            node.input[index] = f"{name}.rounded{index}"
+            _insert_rounding(graph, node, 0, tensor, node.input[index], _range(ranges, tensor))
+    return changed
+
+
+def _rounded(weights: np.ndarray, axis: int) -> np.ndarray:
+    """Round weights to 8 bits, with one scale for each index of ``axis``."""
+    others = tuple(each for each in range(weights.ndim) if each != axis)
+    scale = np.maximum(np.abs(weights).max(others, keepdims=True), np.finfo(np.float32).tiny) / 127
+    return (np.round(weights / scale) * scale).astype(np.float32)
+
+
+def _range(ranges: Any, tensor: str) -> tuple[float, float]:
+    """Return the minimum and the maximum of a tensor, including 0."""
+    low, high = (float(np.min(each)) for each in ranges[tensor].range_value)
+    return min(low, 0.0), max(high, 0.0)
+
+
+def _insert_rounding(graph: Any, node: Any, offset: int, tensor: str, output: str, bounds: tuple[float, float]) -> None:
+    """Insert nodes before or after (``offset`` 0 or 1) a node that round ``tensor`` to 8 bits."""
+    from onnx import helper, numpy_helper
+
+    low, high = bounds
+    step = np.float32(max(high - low, 1e-30) / 255)
+    zero = np.uint8(np.clip(round(-low / step), 0, 255))
+    names = [f"{output}.{each}" for each in ("step", "zero", "codes")]
+    graph.initializer.extend(
+        [numpy_helper.from_array(np.asarray(step), names[0]), numpy_helper.from_array(np.asarray(zero), names[1])]
+    )
+    position = next(index for index, each in enumerate(graph.node) if each.name == node.name) + offset
+    graph.node.insert(position, helper.make_node("DequantizeLinear", [names[2], *names[:2]], [output]))
+    graph.node.insert(position, helper.make_node("QuantizeLinear", [tensor, *names[:2]], [names[2]]))
+
+
+def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
+    return FORMATS[".onnx"].runner({".onnx": model.SerializeToString()})(inputs).double()
+
+
+def _error(expected: Tensor, found: Tensor) -> float:
+    """Compute 1 - mean cosine similarity of features."""
+    return 1 - F.cosine_similarity(expected, found).mean().item()
+
+
+def _largest(errors: dict[str, float], limit: float) -> list[str]:
+    """Select the layers with the largest errors, so that the errors of the others sum to at most ``limit``."""
+    kept: list[str] = []
+    left = sum(errors.values())
+    for name in sorted(errors, key=lambda each: errors[each], reverse=True):
+        if left <= limit:
+            break
+        kept.append(name)
+        left -= errors[name]
+    return kept

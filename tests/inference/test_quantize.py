@@ -1,0 +1,183 @@
+"""Tests of int8 export: calibration images, scales, layers in float32, and refusals."""
+
+import json
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from every_backbone import config
+
+import fastamp
+from fastamp.inference import export as exporting
+from fastamp.inference import quantize
+from fastamp.inference.export import export
+from fastamp.inference.export_formats import FORMATS, ExportError
+from fastamp.modeling import build_model
+from fastamp.utils.errors import ConfigError, DataError
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="ONNX export needs PyTorch 2.7"
+)
+
+
+@pytest.fixture
+def predictor(demo, checkpoint):
+    return fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
+
+
+def int8_model(path):
+    """Read an ONNX file; return its nodes, and its constants as arrays."""
+    import onnx
+
+    graph = onnx.load(path).graph
+    return graph.node, {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+
+
+def weight_scales(path):
+    """Return the int8 weights of an ONNX file with their scales."""
+    nodes, constants = int8_model(path)
+    inputs = [node.input for node in nodes if node.op_type == "DequantizeLinear" and node.input[0] in constants]
+    return [(constants[each[0]], constants[each[1]]) for each in inputs if constants[each[0]].dtype == np.int8]
+
+
+def untrained(path, backbone, *opts):
+    """Save a model of random weights, with the batch norm statistics of the demo's training images."""
+    cfg = config(backbone, "DATASETS.NAMES", "Demo", "DATASETS.TESTS", "Demo", "MODEL.HEADS.NUM_CLASSES", "16", *opts)
+    net = build_model(cfg)
+    for batch in quantize.load_calibration_images(Stub(cfg), 64).batches:
+        with torch.no_grad():
+            net(batch)
+    torch.save({"model": net.state_dict(), "config": cfg.dump()}, path)
+    return fastamp.Predictor(path, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
+
+
+class Stub:
+    """The config of a predictor."""
+
+    def __init__(self, cfg):
+        self.cfg = cfg
+
+
+def test_calibration_images_are_spread_over_identities():
+    labels = np.repeat([0, 1, 2, 3], [1, 2, 5, 12])
+    images = quantize.spread_over_identities(labels, 9)
+    assert images == quantize.spread_over_identities(labels, 9) and len(set(images)) == 9
+    assert sorted(labels[images[:4]]) == [0, 1, 2, 3] and sorted(labels[images[4:7]]) == [1, 2, 3]
+    assert sorted(quantize.spread_over_identities(labels, 100)) == list(range(20))
+
+
+def test_calibration_images_have_the_preprocessing_of_the_evaluation(predictor):
+    found = quantize.load_calibration_images(predictor, 40)
+    assert (found.title, found.count, [len(each["images"]) for each in found.batches]) == ("Demo", 40, [32, 8])
+    batch = found.batches[0]
+    assert len(set(batch["targets"][:16].tolist())) == 16  # all identities
+    for path, image in zip(batch["img_paths"][:3], batch["images"], strict=False):
+        assert torch.equal(image, predictor.preprocess(path))
+
+
+def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(predictor, tmp_path):
+    path = tmp_path / "model.onnx"
+    report = export(predictor, path, precision="int8", tolerance=100, calibration_images=40)
+    assert [each.count for each in report.comparisons] == [1, 3, 32, 30] and report.map_difference is not None
+    assert report.comparisons[-1].mean_cosine > 0.98
+    scales = weight_scales(path)
+    assert len(scales) == 2
+    for weights, scale in scales:
+        assert scale.shape == (tiny.WIDTH,) and len(np.unique(scale)) > 1
+        assert np.abs(weights.astype(int)).max((1, 2, 3)).tolist() == [127] * tiny.WIDTH
+    import onnxruntime
+
+    metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
+    quantization = json.loads(metadata["quantization"])
+    assert metadata["precision"] == "int8" and quantization["float_layers"] == []
+    assert (quantization["calibration_data"], quantization["calibration_images"]) == ("Demo", 40)
+    content = path.read_bytes()
+    assert str(tmp_path.parent).encode() not in content and b"/fastamp/" not in content  # no local paths
+
+
+def test_narrow_output_channels_keep_their_weights():
+    """Negative control: one scale for the whole tensor rounds the weights of narrow channels to zero."""
+    weights = np.random.default_rng(0).standard_normal((8, 4, 3, 3)).astype(np.float32)
+    weights[::2] *= 1e-3
+    rounded = quantize._rounded(weights, 0)
+    for channel, exact in zip(rounded, weights, strict=True):
+        step = max(abs(value) for value in exact.flatten()) / 127
+        assert np.abs(channel - exact).max() <= 0.5001 * step
+    whole = np.abs(weights).max() / 127
+    assert (np.round(weights[::2] / whole) == 0).all() and (rounded[::2] != 0).any((1, 2, 3)).all()
+
+
+def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
+    path = tmp_path / "model.onnx"
+    with caplog.at_level("INFO"):
+        export(predictor, path, precision="int8", tolerance=100)
+    assert not weight_scales(path) and "model.backbone.4" in caplog.text
+    assert not any(node.op_type == "QuantizeLinear" for node in int8_model(path)[0])
+
+
+def test_the_fewest_layers_are_kept_whose_errors_exceed_the_limit():
+    errors = {"a": 0.004, "b": 0.03, "c": 0.001, "d": 0.006}
+    assert quantize._largest(errors, 0.012) == ["b"]
+    assert quantize._largest(errors, 0.01) == ["b", "d"]
+    assert quantize._largest(errors, 1.0) == []
+
+
+def test_int8_is_refused_without_test_images_or_training_images(predictor, tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    with pytest.raises(DataError, match="--data NAME"):
+        export(predictor, path, precision="int8", data="")
+    with pytest.raises(ConfigError, match=r"ONNX.*OpenVINO"):
+        export(predictor, tmp_path / "model.pt2", precision="int8")
+    with pytest.raises(ConfigError, match="--calibration-images.*0"):
+        export(predictor, path, precision="int8", calibration_images=0)
+    with pytest.raises(ConfigError, match="--calibration-images.*fp16"):
+        export(predictor, path, precision="fp16", calibration_images=8)
+    predictor.cfg.defrost()
+    predictor.cfg.DATASETS.NAMES = ("Market1501",)
+    with pytest.raises(DataError, match=r"(?s)Market1501.*fix: .*DATASETS.NAMES"):
+        export(predictor, path, precision="int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_int8_export_with_too_large_a_loss_writes_no_file(predictor, tmp_path, monkeypatch):
+    path = tmp_path / "model.onnx"
+    values = iter([80.0, 79.4])
+    monkeypatch.setattr(exporting.RankedImages, "mean_average_precision", lambda self, features: next(values))
+    with pytest.raises(ExportError, match=r"decreased by 0.60 points.*0.5"):
+        export(predictor, path, precision="int8")
+    monkeypatch.setitem(exporting.MIN_COSINE, "int8", 1.1)
+    with pytest.raises(ExportError, match=r"mean cosine similarity.*0.9"):
+        export(predictor, path, precision="int8")
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("backbone", ["resnet 18x WITH_IBN", pytest.param("osnet_ain x0_25", marks=pytest.mark.slow)])
+def test_instance_norm_is_exported_in_evaluation_mode(demo, tmp_path, backbone):
+    """The features of an image depend neither on the other images of the batch nor on its size."""
+    path = tmp_path / "model.onnx"
+    predictor = untrained(tmp_path / "model.pth", backbone)
+    export(predictor, path, precision="int8", tolerance=100, calibration_images=32)
+    nodes, _ = int8_model(path)
+    assert any(node.op_type == "InstanceNormalization" for node in nodes)
+    assert not any(each.name == "training_mode" and each.i for node in nodes for each in node.attribute)
+    run = FORMATS[".onnx"].runner({".onnx": path.read_bytes()})
+    images = torch.randint(256, (5, 3, 64, 32), generator=torch.Generator().manual_seed(0)).float()
+    together = run({"images": images})
+    for each, expected in zip(images, together, strict=True):
+        torch.testing.assert_close(run({"images": each[None]})[0], expected, rtol=0, atol=1e-3 * together.abs().max())
+
+
+@pytest.mark.extras
+def test_openvino_executes_convolutions_in_int8(predictor, tmp_path):
+    import openvino
+
+    report = export(predictor, tmp_path / "model.xml", precision="int8", tolerance=100, calibration_images=40)
+    assert report.comparisons[-1].mean_cosine > 0.98
+    compiled = openvino.Core().compile_model(tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    facts = [each.get_rt_info() for each in compiled.get_runtime_model().get_ops()]
+    executed = [
+        each["runtimePrecision"].astype(str) for each in facts if each["layerType"].astype(str) == "Convolution"
+    ]
+    assert executed == ["u8", "u8"]
