@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ class LightMBN(MultiBranchModel):
 
     trunks = ("backbone", *_BRANCHES)
     head_names = HEADS
-    pair_features = {name: (name,) for name in ("global", "drop", "whole")}  # noqa: RUF012
+    pair_features: ClassVar = {name: (name,) for name in ("global", "drop", "whole")}
     mean_over_heads = False
     normalize_heads = True
 

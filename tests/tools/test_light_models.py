@@ -1,0 +1,36 @@
+"""tools/benchmark/light_models.py: the recipes, the turns and the tables."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from fastamp.config import read_config
+
+FILE = Path(__file__).parents[2] / "tools/benchmark/light_models.py"
+SPEC = importlib.util.spec_from_file_location("light_models_benchmark", FILE)
+MODULE = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(MODULE)
+
+
+def test_models_are_recipes_and_all_runs_take_turns_on_both_batches():
+    for recipe in MODULE.MODELS.values():
+        read_config(recipe)
+    order = []
+    runs = {
+        (name, "PyTorch", precision): lambda images, key=(name, precision): order.append((*key, len(images)))
+        for name in ("a", "b")
+        for precision in ("float32", "bf16")
+    }
+    batches = {size: np.zeros((size, 3, 4, 2), dtype=np.float32) for size in (1, 16)}
+    times = MODULE.measure(runs, batches, rounds=3, repeats=2)
+    turn = [
+        (*key, size)
+        for key in (("a", "float32"), ("a", "bf16"), ("b", "float32"), ("b", "bf16"))
+        for size in (1, 1, 16)
+    ]
+    assert order == turn * 4  # the first round warms up
+    assert times.keys() == {(key, size) for key in runs for size in batches}
+    assert all(len(values) == 3 for values in times.values())
+    table = MODULE.latency_table({(("a", "PyTorch", "float32"), 1): [3.0, 1.0, 2.0]}, ["a", "b"], 1)
+    assert "2.0 (1.0-3.0)" in table and "OpenVINO int8" in table
