@@ -40,6 +40,11 @@ def test_five_thousand_images(tmp_path):
     check(5000, 256, tmp_path)
 
 
+def test_search_with_and_without_lower_bounds():
+    rows = MODULE.main(["--images", "3000", "--width", "128", "--latent", "8", "--search", "200", "--rounds", "2"])
+    assert [(row["round"], row["neighbors"]) for row in rows] == [(1, "identical"), (2, "identical")]
+
+
 def test_features_do_not_depend_on_the_process():
     features, identities = MODULE.generate(40, 8)
     again = MODULE.generate(40, 8)

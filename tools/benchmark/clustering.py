@@ -12,6 +12,9 @@ Each variant runs in a process of its own; memory is the increase of the peak ov
 generated. Without --dense, only the sparse variant runs, in stages that are saved to --folder: the neighbors of each
 part of the images, and the weights. The same command continues an interrupted measurement. The required memory is
 estimated and printed beforehand.
+
+With --search, only the search of neighbors is measured, for the first of the images as queries, in interleaved rounds:
+all distances, and lower bounds of them (fastamp.evaluation.projected_neighbors). Both must find the same neighbors.
 """
 
 import argparse
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -53,11 +57,11 @@ WEIGHTS = 150
 OPTIONS = Clustering()
 
 
-def generate(count: int, width: int) -> tuple[torch.Tensor, np.ndarray]:
+def generate(count: int, width: int, latent: int = LATENT) -> tuple[torch.Tensor, np.ndarray]:
     """Generate (count, width) float32 features and their identities (count,); the same in each process."""
     random = np.random.default_rng(0)
-    centers = random.standard_normal((max(2, count // IMAGES_PER_IDENTITY), LATENT), dtype=np.float32)
-    basis = random.standard_normal((LATENT, width), dtype=np.float32)
+    centers = random.standard_normal((max(2, count // IMAGES_PER_IDENTITY), latent), dtype=np.float32)
+    basis = random.standard_normal((latent, width), dtype=np.float32)
     features, identities = np.empty((count, width), dtype=np.float32), random.integers(0, len(centers), count)
     for first in range(0, count, PART):
         chosen = centers[identities[first : first + PART]]
@@ -185,6 +189,23 @@ def measure_in_stages(count: int, width: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def measure_search(count: int, width: int, latent: int, queries: int, rounds: int) -> list[dict[str, Any]]:
+    """Search the neighbors of the first ``queries`` images with and without lower bounds; return a row per round."""
+    features = centered_unit_features(generate(count, width, latent)[0])
+    rows = []
+    for number in range(rounds):
+        row: dict[str, Any] = {"images": count, "dimensions": latent, "queries": queries, "round": number + 1}
+        found = []
+        # Lower bounds from this number of images on.
+        for name, smallest in {"all distances": count + 1, "lower bounds": 0}.items():
+            with mock.patch("fastamp.evaluation.neighbors.MIN_GALLERY", smallest):
+                start = time.process_time()
+                found.append(nearest_neighbors(features[:queries], features, OPTIONS.k1, farthest=False).indices)
+            row[f"{name}, CPU s"] = time.process_time() - start
+        rows.append(row | {"neighbors": "identical" if np.array_equal(*found) else "differ"})
+    return rows
+
+
 def _left(state: dict[str, Any], count: int) -> str:
     """Return the estimated time left for the neighbors of all images."""
     times = [value for name, value in state["seconds"].items() if ".neighbors." in name]
@@ -197,7 +218,11 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--images", type=int, nargs="+", default=[13_000], help="numbers of images (default: 13000)")
     parser.add_argument("--width", type=int, default=2048, help="feature width (default: %(default)s)")
     parser.add_argument("--dense", action="store_true", help="compare with dense matrices")
-    parser.add_argument("--rounds", type=int, default=1, help="rounds of the comparison (default: %(default)s)")
+    parser.add_argument("--search", type=int, metavar="QUERIES", help="compare the search for this number of queries")
+    parser.add_argument(
+        "--latent", type=int, default=LATENT, help="dimensions of the features with --search (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of a comparison (default: %(default)s)")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -213,6 +238,9 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, Any]]:
         print(f"{count:,} x {args.width}: about {needed / 2**30:.1f} GiB of memory", file=sys.stderr)
         if free is not None and needed > free:
             parser.error(f"{count:,} images need about {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} GiB are free")
+        if args.search:
+            rows += measure_search(count, args.width, args.latent, args.search, args.rounds)
+            continue
         for number in range(args.rounds if args.dense else 1):
             labels = []
             for variant in ("dense", "sparse") if args.dense else ("stages",):
