@@ -1,6 +1,6 @@
 """Layers for pooling, normalization, attention and classification, and distances between features."""
 
-from fastamp.layers.attention import NonLocal, SELayer
+from fastamp.layers.attention import NonLocal, SELayer, dot_product_attention
 from fastamp.layers.classifier import CLS_LAYER_REGISTRY
 from fastamp.layers.distance import pairwise_distance
 from fastamp.layers.mixstyle import MixStyle
@@ -18,6 +18,7 @@ __all__ = [
     "PartialLogits",
     "SELayer",
     "build_norm",
+    "dot_product_attention",
     "pairwise_distance",
     "pooled_width",
 ]

@@ -1,6 +1,9 @@
-"""Channel attention and spatial attention for feature maps."""
+"""Channel attention and spatial attention for feature maps, and dot-product attention of tokens."""
+
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from fastamp.amp import force_fp32
@@ -58,3 +61,29 @@ class NonLocal(nn.Module):
     def _attend(self, theta: torch.Tensor, phi: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """Compute theta_i * mean_j(phi_j * g_j) from (B, 1, H, W) inputs, project it to C channels and normalize it."""
         return self.W(theta * (phi * g).mean((2, 3), keepdim=True))
+
+
+def dot_product_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """Compute scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
+
+    On a CPU, low-precision inputs are cast to float32 and the result is cast back: the backward pass of PyTorch's
+    bfloat16 kernel takes 2.4 times as long as the one in float32 (``tools/benchmark/attention.py``), and its gradients
+    are less accurate.
+
+    Args:
+        queries (torch.Tensor): (B, heads, N, D) float.
+        keys, values (torch.Tensor): (B, heads, M, D), same dtype as ``queries``.
+        options: ``attn_mask``, ``dropout_p``, ``is_causal`` and ``scale`` of
+            ``torch.nn.functional.scaled_dot_product_attention``.
+
+    Returns:
+        torch.Tensor: (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
+    """
+    if queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
+        return _attention_in_float32(queries, keys, values, **options).to(queries.dtype)
+    return F.scaled_dot_product_attention(queries, keys, values, **options)
+
+
+_attention_in_float32 = force_fp32(F.scaled_dot_product_attention)

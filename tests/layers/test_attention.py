@@ -1,9 +1,11 @@
 """Attention layers compared with the formulas in the papers."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from fastamp.layers import NonLocal, SELayer
+from fastamp.layers import NonLocal, SELayer, dot_product_attention
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -45,3 +47,39 @@ def test_non_local_block_does_not_overflow_under_float16_autocast():
         out = layer(x)
     assert torch.isfinite(out).all()
     assert not torch.isfinite((x.half() * 2) * (x.half() * 2) * (x.half() * 2)).all()  # the same product in float16
+
+
+def attention_by_loops(queries, keys, values, *, scale, mask, causal):
+    output = torch.empty_like(queries)
+    for image, head, row in product(*map(range, queries.shape[:3])):
+        scores = scale * (keys[image, head] @ queries[image, head, row]) + mask[row]
+        weights = scores[: row + 1 if causal else None].exp()
+        output[image, head, row] = (weights / weights.sum()) @ values[image, head, : len(weights)]
+    return output
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dot_product_attention_matches_the_formula_in_the_paper(causal):
+    queries, keys, values = torch.randn(3, 2, 3, 5, 8, dtype=torch.float64)
+    mask = torch.zeros(5, 5, dtype=torch.float64) if causal else torch.randn(5, 5, dtype=torch.float64)
+    options = {"is_causal": True} if causal else {"attn_mask": mask}
+    found = dot_product_attention(queries, keys, values, scale=0.3, **options)
+    expected = attention_by_loops(queries, keys, values, scale=0.3, mask=mask, causal=causal)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dot_product_attention_computes_in_float32_on_a_cpu(dtype, autocast):
+    leaf = torch.randn(3, 2, 3, 17, 8).to(dtype).requires_grad_()
+    exact = leaf.detach().double().requires_grad_()
+    with torch.autocast("cpu", dtype=dtype, enabled=autocast):
+        found = dot_product_attention(*leaf.unbind(0))
+    expected = dot_product_attention(*exact.unbind(0))
+    assert found.dtype == dtype
+    rounded = {"rtol": torch.finfo(dtype).eps, "atol": 1e-4}  # only the result is rounded
+    torch.testing.assert_close(found.double(), expected, **rounded)
+    weights = torch.randn_like(expected).to(dtype)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), exact.grad, **rounded)

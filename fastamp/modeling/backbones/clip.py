@@ -11,6 +11,7 @@ from torchvision.ops import StochasticDepth
 
 from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
+from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -102,7 +103,7 @@ class PackedAttention(nn.Module):
         packed = F.linear(x, self.in_proj_weight, self.in_proj_bias)
         queries, keys, values = packed.view(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=self.causal)
+        mixed = dot_product_attention(queries, keys, values, dropout_p=dropout, is_causal=self.causal)
         return self.out_proj(mixed.transpose(1, 2).reshape(batch, tokens, width))
 
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from fastamp.checkpoint.load_state import State
-from fastamp.layers import build_norm
+from fastamp.layers import build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -108,7 +107,7 @@ class AttentionPool(nn.Module):
             projection(each).unflatten(2, (self.heads, -1)).transpose(1, 2)
             for projection, each in ((self.q_proj, tokens[:, :1]), (self.k_proj, tokens), (self.v_proj, tokens))
         )
-        mixed = F.scaled_dot_product_attention(queries, keys, values)
+        mixed = dot_product_attention(queries, keys, values)
         return self.c_proj(mixed.transpose(1, 2).flatten(1))
 
 

@@ -11,6 +11,7 @@ from fastamp.amp import force_fp32
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import Key
+from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.swin import DEPTHS, Swin
@@ -54,7 +55,7 @@ class PaddedWindowAttention(ShiftedWindowAttention):
         q, k, v = self.qkv(x).view(batch, windows, tokens, 3, heads, -1).permute(3, 0, 1, 4, 2, 5).flatten(2, 3)
         mask = mask.expand(windows, -1, -1, -1).reshape(1, windows * heads, tokens, tokens)
         dropout = self.attention_dropout if self.training else 0.0
-        x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), dropout_p=dropout)
+        x = dot_product_attention(q, k, v, attn_mask=mask.to(q.dtype), dropout_p=dropout)
         x = x.view(batch, windows, heads, tokens, -1).transpose(2, 3).reshape(batch, windows, tokens, channels)
         x = F.dropout(self.proj(x), self.dropout, self.training)
         x = x.view(batch, down, across, rows, columns, channels).transpose(2, 3)

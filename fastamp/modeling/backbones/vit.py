@@ -13,7 +13,7 @@ from torchvision.ops import StochasticDepth
 from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import Download
 from fastamp.config import Key
-from fastamp.layers import IBN, build_norm
+from fastamp.layers import IBN, build_norm, dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
@@ -183,7 +183,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, tokens, width / heads)
         dropout = self.attention_dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(queries, keys, values, dropout_p=dropout, scale=self.scale)
+        mixed = dot_product_attention(queries, keys, values, dropout_p=dropout, scale=self.scale)
         return self.proj_drop(self.proj(mixed.transpose(1, 2).reshape(batch, tokens, width)))
 
 
