@@ -38,6 +38,9 @@ def build(name, *opts, size=(64, 32)):
         ("swinv2_tiny_window8_256", (768, 8, 4)),
         ("pvt_v2_b0", (256, 8, 4)),
         ("hiera_tiny_224", (768, 8, 4)),
+        ("davit_tiny", (768, 8, 4)),
+        ("levit_128s", (384, 4, 2)),
+        ("tiny_vit_5m_224", (320, 8, 4)),
         ("maxvit_tiny_rw_224", (512, 8, 4)),
         ("mobilenetv4_hybrid_medium", (1280, 8, 4)),  # attention and convolutions
     ],
@@ -91,15 +94,32 @@ def test_timm_backbone_returns_map_before_a_head_that_pools():
         torch.testing.assert_close(backbone(x), backbone.model.forward_features(x))
 
 
-@pytest.mark.parametrize("name, size", [("twins_svt_small", (256, 128)), ("test_vit_relpos", (64, 32))])
-def test_patches_of_other_transformers_are_a_map(name, size):
+@pytest.mark.parametrize(
+    "name, size, learned",
+    [
+        ("twins_svt_small", (256, 128), 0),
+        ("test_vit_relpos", (64, 32), 0),
+        ("cait_xxs24_224", (64, 32), 1),
+        ("xcit_nano_12_p16_224", (64, 32), 1),
+        ("tnt_s_patch16_224", (64, 32), 1),
+        ("volo_d1_224", (64, 32), 1),
+    ],
+)
+def test_patches_of_other_transformers_are_a_map(name, size, learned):
     backbone = build(name, "MODEL.BACKBONE.FEATURE", "patches", size=size).eval()
     x = torch.randn(1, 3, *size)
     with torch.no_grad():
-        tokens = backbone.model(x)
+        tokens = backbone.model(x)[:, learned:]
         rows = round((2 * tokens.shape[1]) ** 0.5)
         assert backbone(x).shape[2:] == (rows, rows // 2)
         torch.testing.assert_close(backbone(x).flatten(2), tokens.transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", ["pit_ti_224", "coat_lite_tiny"])
+def test_patches_of_a_model_that_returns_a_vector_raise(name):
+    assert build(name).feature_dim in (256, 320)
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.FEATURE is patches"):
+        build(name, "MODEL.BACKBONE.FEATURE", "patches")
 
 
 @pytest.mark.parametrize("stride, size", [(1, (4, 2)), (2, (2, 1))])
@@ -212,6 +232,11 @@ def test_error_for_unknown_timm_model_suggests_nearest_name(name, suggestion):
         build(name)
 
 
+def test_overlapping_patches_of_other_models_raise():
+    with pytest.raises(ConfigError, match=r"STRIDE_SIZE is \(12, 12\)[\s\S]*is a ResNet"):
+        build("test_resnet", "MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)")
+
+
 def test_error_for_a_hub_name_without_access_names_a_local_folder(monkeypatch):
     def offline(*_, **__):
         raise OSError("no connection")
@@ -222,7 +247,7 @@ def test_error_for_a_hub_name_without_access_names_a_local_folder(monkeypatch):
 
 
 def test_timm_backbone_raises_for_unsupported_image_sizes():
-    with pytest.raises(ConfigError, match=r"INPUT.SIZE_TRAIN.*\(64, 32\).*nest_tiny"):
+    with pytest.raises(ConfigError, match=r"INPUT.SIZE_TRAIN.*\(64, 32\).*nest_tiny[\s\S]*fix: .*\(224, 224\)"):
         build("nest_tiny")
     cfg = config("mixer_s32_224")
     cfg.INPUT.SIZE_TEST = (128, 64)

@@ -80,6 +80,40 @@ def test_grid_of_patches_has_the_aspect_ratio_of_the_images_and_features_equal_t
         torch.testing.assert_close(backbone(x)[:, :, 0, 0], expected, rtol=1e-4, atol=1e-5)
 
 
+BEIT = "beit_base_patch16_224", {}
+BEIT_V2 = "beitv2_base_patch16_224", {}
+
+
+@pytest.mark.parametrize("size", [(256, 128), (384, 128)])
+@pytest.mark.parametrize("feature", ["class", "patches"])
+@pytest.mark.parametrize("family", [BEIT, BEIT_V2], ids=["beit", "beit2"])
+def test_features_of_beit_equal_timm(family, feature, size, tmp_path):
+    architecture, arguments = family
+    backbone = build(tiny(tmp_path, architecture, arguments), "MODEL.BACKBONE.FEATURE", feature, size=size)
+    randomize(backbone).eval()
+    model = original(architecture, backbone.state_dict(), size, global_pool="", **arguments)
+    x = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        tokens, found = model.forward_features(x), backbone(x)
+        if feature == "class":
+            torch.testing.assert_close(found[:, :, 0, 0], tokens[:, 0])
+        else:
+            assert found.shape == (2, 32, size[0] // 16, 8)
+            torch.testing.assert_close(found.flatten(2).transpose(1, 2), tokens[:, 1:])
+
+
+@pytest.mark.parametrize("size", [(256, 128), (384, 128)])
+def test_feature_map_of_maxvit_equals_timm(size):
+    backbone = randomize(build("timm/test_maxvit", size=size)).eval()
+    model = timm.create_model("test_maxvit", num_classes=0, img_size=size).eval()
+    model.load_state_dict({key.removeprefix("model."): value for key, value in backbone.state_dict().items()})
+    x = torch.randn(2, 3, *size)
+    with torch.no_grad():
+        expected = model.forward_features(x)
+        assert expected.shape[2:] == (size[0] // 32, 4)
+        torch.testing.assert_close(backbone(x), expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=IDS)
 def test_patches_feature_is_the_map_without_learned_tokens(family, tmp_path):
     architecture, arguments = family

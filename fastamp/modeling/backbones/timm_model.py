@@ -95,7 +95,7 @@ class TimmBackbone(SideInformation):
                 setattr(model, name, nn.Identity())  # DistributedDataParallel does not support unused parameters
         self.channels_last = getattr(model, "output_fmt", "NCHW") == "NHWC"
         self.has_class_token = getattr(model, "cls_token", None) is not None
-        self.prefix_tokens = getattr(model, "num_prefix_tokens", 0)
+        self.prefix_tokens = getattr(model, "num_prefix_tokens", int(self.has_class_token))
         if cameras or views:
             self._require_swin()
             width = model.patch_embed.proj.out_channels
@@ -152,11 +152,15 @@ class TimmBackbone(SideInformation):
         else:
             x = self.model.forward_features(x) if self.before_head else self.model(x)
         if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{type(self.model).__name__} returns {type(x).__name__}, not a tensor")
+            raise ConfigError(
+                f"MODEL.BACKBONE.NAME: timm's {type(self.model).__name__} returns a {type(x).__name__} of several "
+                "maps, not a single one.\n  fix: choose another MODEL.BACKBONE.NAME"
+            )
         if x.dim() == 4:
             return x.permute(0, 3, 1, 2) if self.channels_last else x
         if x.dim() == 3:
             return self._select(x, size)
+        self._require_map()
         return x[:, :, None, None]
 
     def _select(self, tokens: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
@@ -165,9 +169,20 @@ class TimmBackbone(SideInformation):
             return tokens[:, 0, :, None, None]
         patches = tokens[:, self.prefix_tokens :]
         grid = _grid_like(patches.shape[1], size)
+        if grid is None:
+            self._require_map()
         if grid is None or self.feature == "pooled":
             return patches.mean(dim=1)[:, :, None, None]
         return patches.transpose(1, 2).unflatten(2, grid)
+
+    def _require_map(self) -> None:
+        """Raise ConfigError for ``feature`` ``"patches"`` of a model that returns one vector per image."""
+        if self.feature == "patches":
+            raise ConfigError(
+                f"MODEL.BACKBONE.FEATURE is patches, but timm's {type(self.model).__name__} returns one vector per "
+                "image, or tokens without a grid.\n  fix: set MODEL.BACKBONE.FEATURE to auto, or choose another "
+                "MODEL.BACKBONE.NAME"
+            )
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
         """Convert any state dict that timm supports, and resize position embeddings to the image size of this model."""
@@ -220,14 +235,14 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
     wrap: Callable[[nn.Module], TimmBackbone | TimmVisionTransformer]
     if is_plain_vit(probe):
         stride, image_size = _patch_stride_and_size(cfg, name, probe, size)
-        model, arguments = _create_vit(timm, cfg, name, image_size)
+        model, arguments = _create_vit(timm, cfg, name, probe, image_size)
 
         def wrap(model: nn.Module) -> TimmVisionTransformer:
             return TimmVisionTransformer(model, stride=stride, **options)
 
     else:
-        is_transformer = any(hasattr(module, "num_heads") for module in probe.modules())
-        model, arguments = _create(timm, cfg, name, size, _transformer_rates(cfg) if is_transformer else {})
+        _require_default_stride(cfg, name, probe)
+        model, arguments = _create(timm, cfg, name, probe, size)
         map_width = _map_width_before_head(model, cfg.INPUT.CHANNELS, size)
 
         def wrap(model: nn.Module) -> TimmBackbone:
@@ -346,13 +361,25 @@ def _patch_stride_and_size(
     return stride, image_size
 
 
+def _require_default_stride(cfg: Any, name: str, probe: nn.Module) -> None:
+    """Raise ConfigError if ``STRIDE_SIZE`` is set for a model that is not a plain ViT, which ignores it."""
+    if tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE) != _DEFAULT_STRIDE:
+        raise ConfigError(
+            f"MODEL.BACKBONE.STRIDE_SIZE is {tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE)}, but overlapping patches require a "
+            f"plain Vision Transformer; timm's {name} is a {type(probe).__name__}.\n"
+            f"  fix: set MODEL.BACKBONE.STRIDE_SIZE to {_DEFAULT_STRIDE}, or choose another MODEL.BACKBONE.NAME"
+        )
+
+
 def _transformer_rates(cfg: Any) -> dict[str, float]:
     """Return timm's arguments of transformers for stochastic depth and dropout with positive values."""
     arguments = {argument: cfg.MODEL.BACKBONE[key.rpartition(".")[2]] for argument, key in _RATES.items()}
     return {argument: value for argument, value in arguments.items() if value > 0}
 
 
-def _create_vit(timm: ModuleType, cfg: Any, name: str, image_size: tuple[int, int]) -> tuple[nn.Module, dict[str, Any]]:
+def _create_vit(
+    timm: ModuleType, cfg: Any, name: str, probe: nn.Module, image_size: tuple[int, int]
+) -> tuple[nn.Module, dict[str, Any]]:
     """Create a plain ViT, and return ``(model, arguments)``."""
     backbone = cfg.MODEL.BACKBONE
     if backbone.LAST_STRIDE == 1:
@@ -367,19 +394,18 @@ def _create_vit(timm: ModuleType, cfg: Any, name: str, image_size: tuple[int, in
     try:
         return timm.create_model(name, pretrained=False, **arguments), arguments
     except _TIMM_ERRORS as error:
-        raise _unsupported_size(cfg, name, error) from error
+        raise _unsupported_size(cfg, name, probe, error) from error
 
 
 def _create(
-    timm: ModuleType, cfg: Any, name: str, size: tuple[int, int], extra: dict[str, float]
+    timm: ModuleType, cfg: Any, name: str, probe: nn.Module, size: tuple[int, int]
 ) -> tuple[nn.Module, dict[str, Any]]:
     """Create the model with the first set of arguments that it supports, and return ``(model, arguments)``.
 
     timm does not provide a way to query the supported arguments.
-
-    Args:
-        extra (dict[str, float]): arguments for stochastic depth and dropout.
     """
+    is_transformer = any(hasattr(module, "num_heads") for module in probe.modules())
+    extra = _transformer_rates(cfg) if is_transformer else {}  # stochastic depth and dropout
     last_stride = cfg.MODEL.BACKBONE.LAST_STRIDE
     options: list[dict[str, Any]] = [{"output_stride": 16}] if last_stride == 1 else []
     image = {"img_size": size}
@@ -403,16 +429,23 @@ def _create(
                     "%s is ignored: timm's %s does not support %s.\n  fix: set %s to 0", key, name, argument, key
                 )
             return model, arguments
-    raise _unsupported_size(cfg, name, failure) from failure
+    raise _unsupported_size(cfg, name, probe, failure) from failure
 
 
-def _unsupported_size(cfg: Any, name: str, error: Exception) -> ConfigError:
+def _unsupported_size(cfg: Any, name: str, probe: nn.Module, error: Exception) -> ConfigError:
     key = size_key(cfg, is_train=True)
     size = input_size(cfg, is_train=True)
     return ConfigError(
         f"MODEL.BACKBONE.NAME: timm's {name} does not support {key}={size} with INPUT.CHANNELS={cfg.INPUT.CHANNELS} "
-        f"({str(error) or type(error).__name__}).\n  fix: change {key}, or choose another MODEL.BACKBONE.NAME"
+        f"({str(error) or type(error).__name__}).\n  fix: {_change_size(key, probe)}, or choose another "
+        "MODEL.BACKBONE.NAME"
     )
+
+
+def _change_size(key: str, model: nn.Module) -> str:
+    """Describe how to change the size of the images to that in timm's config of the model."""
+    size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
+    return f"change {key}, e.g. to {tuple(size[1:])}, the size of its training" if size else f"change {key}"
 
 
 def _map_width_before_head(model: nn.Module, channels: int, size: tuple[int, int]) -> int:
@@ -436,6 +469,8 @@ def _map_width_before_head(model: nn.Module, channels: int, size: tuple[int, int
 
 def _grid_like(patches: int, size: tuple[int, int]) -> tuple[int, int] | None:
     """Find the grid of ``patches`` with the aspect ratio nearest to images of ``size``; None if it differs too much."""
+    if patches == 0:
+        return None
     ratio = size[0] / size[1]
     grid = factors_like(patches, ratio)
     distortion = abs(math.log(grid[0] / grid[1] / ratio))
@@ -478,7 +513,7 @@ def _check_size(
     except _TIMM_ERRORS as error:
         raise ConfigError(
             f"{key} is {shape[2:]}, which timm's {name} does not support ({str(error) or type(error).__name__}).\n"
-            f"  fix: change {key}, or choose another MODEL.BACKBONE.NAME"
+            f"  fix: {_change_size(key, backbone.model)}, or choose another MODEL.BACKBONE.NAME"
         ) from error
     finally:
         backbone.train(training)
