@@ -131,6 +131,9 @@ def test_infer_grid_returns_square_or_nearest_aspect_ratio():
     assert infer_grid(210, like=(16, 8)) == (21, 10)
     assert infer_grid(128, like=(21, 10)) == (16, 8)
     assert infer_grid(128, like=(8, 16)) == (8, 16)
+    # High and wide grids are as near: files of people have high ones.
+    assert infer_grid(128, like=(16, 16)) == (16, 8)
+    assert infer_grid(192, like=(16, 8)) == (24, 8)
 
 
 def test_vit_stochastic_depth_probability_grows_linearly_with_depth():
