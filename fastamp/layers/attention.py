@@ -68,9 +68,9 @@ def dot_product_attention(
 ) -> torch.Tensor:
     """Compute scaled dot-product attention (Vaswani et al. 2017, arXiv:1706.03762, eq. 1).
 
-    On a CPU, low-precision inputs are cast to float32 and the result is cast back: the backward pass of PyTorch's
-    bfloat16 kernel takes 2.4 times as long as the one in float32 (``tools/benchmark/attention.py``), and its gradients
-    are less accurate.
+    On a CPU, low-precision inputs that require gradients are cast to float32 and the result is cast back: the backward
+    pass of PyTorch's bfloat16 kernel takes 2.4 times as long as the one in float32 (``tools/benchmark/attention.py``),
+    and its gradients are less accurate. Without gradients, and so in exported models, nothing is cast.
 
     Args:
         queries (torch.Tensor): (B, heads, N, D) float.
@@ -81,7 +81,7 @@ def dot_product_attention(
     Returns:
         torch.Tensor: (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
     """
-    if queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
+    if queries.requires_grad and queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
         return _attention_in_float32(queries, keys, values, **options).to(queries.dtype)
     return F.scaled_dot_product_attention(queries, keys, values, **options)
 

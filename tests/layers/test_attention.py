@@ -70,7 +70,7 @@ def test_dot_product_attention_matches_the_formula_in_the_paper(causal):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_dot_product_attention_computes_in_float32_on_a_cpu(dtype, autocast):
+def test_dot_product_attention_with_gradients_computes_in_float32_on_a_cpu(dtype, autocast):
     leaf = torch.randn(3, 2, 3, 17, 8).to(dtype).requires_grad_()
     exact = leaf.detach().double().requires_grad_()
     with torch.autocast("cpu", dtype=dtype, enabled=autocast):
@@ -83,3 +83,12 @@ def test_dot_product_attention_computes_in_float32_on_a_cpu(dtype, autocast):
     (found * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(leaf.grad.double(), exact.grad, **rounded)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_dot_product_attention_without_gradients_is_not_cast(dtype):
+    """Exported models are traced on a CPU, also for devices with fast kernels in low precision."""
+    packed = torch.randn(3, 2, 3, 17, 8).to(dtype)
+    traced = torch.jit.trace(lambda each: dot_product_attention(*each.unbind(0)), packed)
+    assert "aten::scaled_dot_product_attention" in str(traced.graph)
+    assert "aten::to" not in str(traced.graph)
