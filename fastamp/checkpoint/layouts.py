@@ -88,6 +88,11 @@ LAYOUTS = (
         "build_swin_backbone",
     ),
     Layout(
+        "CLIP's ResNet",
+        ("conv3.weight", "bn3.running_mean", "attnpool.positional_embedding", "layer4.0.conv3.weight"),
+        "build_clip_resnet_backbone",
+    ),
+    Layout(
         "ResNet of torchvision, FastReID or LUPerson",
         ("conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer4.0.downsample.0.weight"),
         "build_resnet_backbone",
@@ -116,11 +121,6 @@ LAYOUTS = (
             "classifier_proj.weight",
         ),
         "build_clip_vit_backbone or build_clip_resnet_backbone",
-    ),
-    Layout(
-        "CLIP's ResNet",
-        ("visual.conv3.weight", "visual.attnpool.positional_embedding", "visual.layer4.0.conv3.weight"),
-        "build_clip_resnet_backbone",
     ),
     Layout(
         "ViT of Hugging Face transformers",

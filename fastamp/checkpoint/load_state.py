@@ -211,9 +211,11 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         shapes = "\n".join(
             f"    {key}: file {tuple(converted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
         )
+        is_other_network = len(wrong) + len(report.matched) < min_match * len(own)
+        layout = _layout(converted) if is_other_network else ""
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in "
-            f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(own, converted)}"
+            f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(own, converted)}{layout}"
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
             "MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
         )

@@ -106,6 +106,14 @@ def test_refusal_of_a_file_names_the_nearest_layout(tmp_path):
         infer_config(state, "part.pth")
 
 
+def test_refusal_of_another_network_with_wrong_shapes_names_its_layout(tmp_path):
+    state = {"visual.conv3.weight": torch.ones(64, 32, 3, 3), "visual.attnpool.positional_embedding": torch.ones(50, 8)}
+    torch.save(state | {"visual.conv1.weight": torch.ones(32, 3, 3, 3)}, tmp_path / "clip.pth")
+    opts = ("MODEL.BACKBONE.NAME", "build_clip_vit_backbone", "MODEL.BACKBONE.DEPTH", "tiny")
+    with pytest.raises(WeightsError, match=r"shape mismatch[\s\S]*nearest known layout.*CLIP's ResNet"):
+        load_backbone(tmp_path / "clip.pth", *opts, "MODEL.BACKBONE.FEAT_DIM", "128")
+
+
 def test_nearest_layout_of_unrelated_names_is_empty():
     assert nearest_layout({"a.b": torch.ones(1)}) == "" and transformer_size({"a.b": torch.ones(1)}) == ""
 
