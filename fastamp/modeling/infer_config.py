@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Prefixes of tensors that do not belong to the backbone, in files without a prefix for the backbone.
 _HEAD_PREFIXES = ("fc.", "classifier.", "heads.", "head.", "pixel_", "bottleneck", "b1.", "b2.", "b1_", "b2_", "b3")
 # Prefixes of the first head of meta-architectures with several heads.
-_FIRST_HEADS = {"MGN": "b1_head.", "LightMBN": "global_head."}
+_FIRST_HEADS = {"MGN": "b1_head.", "LightMBN": "average_head."}
 _DERIVED_SUFFIXES = ("num_batches_tracked", "relative_position_index", "attn_mask")
 # More than twice as many as in ResNeSt 269x, the largest. The time per candidate grows with the number of tensors.
 _MAX_TENSORS = 5000
@@ -242,7 +242,7 @@ def _head_keys(state: State, *, prefix: str, is_transreid: bool) -> dict[str, st
             "MODEL.HEADS.EMBEDDING_DIM": str(len(head["fc.0.weight"])),
             "MODEL.HEADS.NECK_FEAT": "after",
         }
-    reduction = state.get("reductions.global.weight", head.get("bottleneck.0.weight"))
+    reduction = state.get("reductions.average.weight", head.get("bottleneck.0.weight"))
     if reduction is not None and reduction.dim() == 4:
         keys["MODEL.HEADS.EMBEDDING_DIM"] = str(len(reduction))
     jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)

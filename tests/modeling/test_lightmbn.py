@@ -15,7 +15,7 @@ from fastamp.utils.errors import ConfigError
 
 D = 8
 TARGETS = torch.tensor([0, 0, 0, 1, 1, 2])
-PUBLISHED = {"global": 0, "drop": 4, "whole": 1, "upper": 2, "lower": 3}
+PUBLISHED = {"average": 0, "drop": 4, "whole": 1, "upper": 2, "lower": 3}
 
 
 def config(*opts):
@@ -75,7 +75,7 @@ def naive_features(model, images):
     for g, p, c in zip(whole, parts, channels, strict=True):
         averages = torch.stack([channel.mean() for channel in c])
         pooled = {
-            "global": torch.stack([channel.mean() for channel in g]),
+            "average": torch.stack([channel.mean() for channel in g]),
             "drop": torch.stack([channel.max() for channel in g]),
             "whole": torch.stack([channel.max() for channel in p]),
             "upper": torch.stack([channel[:half].mean() for channel in p]),
@@ -151,7 +151,7 @@ def test_losses_are_summed_over_seven_heads_and_three_features():
         )
     found = model({"images": torch.randint(256, (6, 3, 64, 32), dtype=torch.uint8), "targets": TARGETS})
     expected = {f"loss_cls_{name}": cross_entropy_loss(captured[name][1]["cls_outputs"], TARGETS) / 2 for name in HEADS}
-    for name in ("global", "drop", "whole"):
+    for name in ("average", "drop", "whole"):
         before_neck = captured[name][0].flatten(1)
         value = multi_similarity(before_neck, TARGETS, alpha=2, beta=40, base=0.5, margin=0.1)
         expected[f"loss_multi_similarity_{name}"] = value / 2

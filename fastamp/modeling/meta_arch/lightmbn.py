@@ -23,15 +23,16 @@ from fastamp.utils.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# In the order of their features in the output. "whole" is the max pooling of the part branch, "upper" and "lower" are
-# its stripes; "first" and "second" are the halves of the channels.
-HEADS = ("global", "drop", "whole", "upper", "lower", "first", "second")
+# In the order of their features in the output. "average" and "drop" belong to the global branch; "whole" is the max
+# pooling of the part branch, "upper" and "lower" are its stripes; "first" and "second" are the halves of the channels.
+# Exported models need names that are not keywords of Python.
+HEADS = ("average", "drop", "whole", "upper", "lower", "first", "second")
 _REDUCED = HEADS[:5]
 _BRANCHES = ("global_branch", "partial_branch", "channel_branch")
 _DROP_RATIO = 0.33
 # Heads by the names of the authors' modules.
 _PUBLISHED_HEADS = {
-    "reduction_0": "global",
+    "reduction_0": "average",
     "reduction_1": "whole",
     "reduction_2": "upper",
     "reduction_3": "lower",
@@ -55,7 +56,7 @@ class LightMBN(MultiBranchModel):
       batch norm and ReLU.
 
     The first five pass a 1x1 convolution each. Each feature has a batch norm neck and a classifier. A classification
-    loss is the sum over the seven heads, a loss over pairs the sum over the three features of whole maps ("global",
+    loss is the sum over the seven heads, a loss over pairs the sum over the three features of whole maps ("average",
     "drop" and "whole"), before the neck. In evaluation, the features after the neck are scaled to unit length and
     concatenated.
 
@@ -75,7 +76,7 @@ class LightMBN(MultiBranchModel):
 
     trunks = ("backbone", *_BRANCHES)
     head_names = HEADS
-    pair_features: ClassVar = {name: (name,) for name in ("global", "drop", "whole")}
+    pair_features: ClassVar = {name: (name,) for name in ("average", "drop", "whole")}
     mean_over_heads = False
     normalize_heads = True
 
@@ -161,7 +162,7 @@ class LightMBN(MultiBranchModel):
         """Pool the last maps of the branches and reduce the results to the width of the features."""
         upper, lower = F.adaptive_avg_pool2d(parts, (2, 1)).split(1, dim=2)
         pooled = {
-            "global": F.adaptive_avg_pool2d(maps, 1),
+            "average": F.adaptive_avg_pool2d(maps, 1),
             "drop": F.adaptive_max_pool2d(kept, 1),
             "whole": F.adaptive_max_pool2d(parts, 1),
             "upper": upper,
