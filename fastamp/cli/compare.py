@@ -11,13 +11,13 @@ examples:
 import argparse
 import json
 
-from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
+from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import add_key_values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, EXPORTED_HELP)
     parser.add_argument("images", nargs=2, metavar="IMAGE", help="image files")
     parser.add_argument(
         "--reference",
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two images and print the result."""
-    comparison = predictor_of(args, args.key_values).compare(
+    comparison = model_of(args, args.key_values).compare(
         *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids, modality=args.modality
     )
     if args.json:

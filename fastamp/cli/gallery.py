@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastamp.cli.model_arguments import SOURCE_HELP, predictor_of
+from fastamp.cli.model_arguments import EXPORTED_HELP, model_of
 from fastamp.cli.options import add_plugin_argument
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.plural import plural
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each in (adding, removing, listing):
         each.add_argument("gallery", metavar="GALLERY", help="folder of the gallery; `add` creates it")
     adding.add_argument("sources", nargs="+", metavar="SOURCE", help="image, folder of images, or .npz file")
-    adding.add_argument("--model", dest="checkpoint", metavar="MODEL", help=f"{SOURCE_HELP}; required for images")
+    adding.add_argument("--model", dest="checkpoint", metavar="MODEL", help=f"{EXPORTED_HELP}; required for images")
     adding.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
     add_plugin_argument(adding)
     adding.add_argument("--opts", nargs="+", default=[], metavar="KEY VALUE", help="config keys and values")
@@ -81,15 +81,13 @@ def _add(args: argparse.Namespace) -> int:
         paths += found
     if paths and not args.checkpoint:
         raise ConfigError("images need a model.\n  fix: add --model CHECKPOINT, or add extracted features (.npz)")
-    predictor = predictor_of(args) if args.checkpoint else None
+    model = model_of(args) if args.checkpoint else None
     added = skipped = 0
     for extraction in extractions:
         counts = add_extraction(args.gallery, extraction, metadata, replace=args.replace)
         added, skipped = added + counts[0], skipped + counts[1]
-    if paths and predictor is not None:
-        counts = add_images(
-            args.gallery, paths, predictor, metadata, replace=args.replace, pictures=not args.no_pictures
-        )
+    if paths and model is not None:
+        counts = add_images(args.gallery, paths, model, metadata, replace=args.replace, pictures=not args.no_pictures)
         added, skipped = added + counts[0], skipped + counts[1]
     existing = f"; skipped {skipped:,} that existed (--replace replaces them)" if skipped else ""
     print(f"added {plural(added, 'item')} to {args.gallery}{existing}")

@@ -11,6 +11,7 @@ from fastamp.utils.moved import moved_names
 
 if TYPE_CHECKING:
     from fastamp.inference import Predictor
+    from fastamp.inference.feature_model import FeatureModel
 
 SOURCE_HELP = (
     "checkpoint, run folder (its model_best.pth), packaged model, hf://user/name, or recipe or YAML file with "
@@ -20,9 +21,12 @@ SOURCE_HELP = (
 __getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_arguments.add_camera_view_arguments"})
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+EXPORTED_HELP = f"{SOURCE_HELP}; or exported .onnx or .xml file"
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, help: str = SOURCE_HELP) -> None:
     """Add the arguments SOURCE, --device, --plugin and --opts; ``add_key_values`` adds KEY VALUE."""
-    parser.add_argument("checkpoint", metavar="SOURCE", help=SOURCE_HELP)
+    parser.add_argument("checkpoint", metavar="SOURCE", help=help)
     parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
     add_plugin_argument(parser)
     parser.add_argument(
@@ -64,3 +68,23 @@ def predictor_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "P
         return Predictor(source.checkpoint, device=args.device, opts=opts)
     cfg, _ = evaluation_config("", opts, plugin=args.plugin, source=args.checkpoint)
     return Predictor(cfg, device=args.device)
+
+
+def model_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "FeatureModel":
+    """Create an ``ExportedModel`` if SOURCE is an ONNX or OpenVINO file, otherwise a ``Predictor``.
+
+    Raises:
+        UserError: see ``predictor_of``; also if there are KEY VALUE pairs or another device for an exported file.
+    """
+    from fastamp.inference.runtime import ExportedModel, is_exported
+
+    if not is_exported(args.checkpoint):
+        return predictor_of(args, key_values)
+    given = [*split_key_values(args.opts), *key_values]
+    if given or args.plugin or args.device not in ("auto", "cpu"):
+        found = " ".join(given) or (f"--plugin {args.plugin}" if args.plugin else f"--device {args.device}")
+        raise ConfigError(
+            f"{args.checkpoint} is an exported file, which runs on the CPU without a config; got {found}.\n"
+            f"  fix: omit {found}, or use the checkpoint"
+        )
+    return ExportedModel(args.checkpoint)

@@ -3,7 +3,8 @@
 The gallery is a folder of images, an extraction (.npz), for which an index is built first, an index file, or a mutable
 gallery (`fastamp gallery`), which --camera, --identity, --after and --before can limit. The features of a folder of
 images are extracted to a file next to it, which later searches use. With a calibrated model (`fastamp
-calibrate`), the identity of a query is unknown if its best match is below the threshold.
+calibrate`), the identity of a query is unknown if its best match is below the threshold, and each result has the
+probability of the same identity at a prior of 0.5.
 
 With a model of FastAttr, --attributes searches only the images with these attributes; without a query image, all images
 are ranked by the product of the probabilities. A term such as "red upper" has words of the name of an attribute.
@@ -24,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastamp.cli.model_arguments import add_camera_view_arguments, add_model_arguments, predictor_of
+from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import is_key, split_key_values
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
@@ -39,7 +40,7 @@ _PLURALS = {"camera": "cameras", "identity": "identities"}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, EXPORTED_HELP)
     parser.add_argument("queries", nargs="*", metavar="QUERY", help="images or folders of images, then KEY VALUE")
     parser.add_argument(
         "--gallery",
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
     from fastamp.inference.features_file import check_same_model, has_missing_integers, is_unknown
-    from fastamp.inference.index import check_gallery, open_gallery
+    from fastamp.inference.index import check_gallery, has_features, open_gallery
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
     names = list(
@@ -108,28 +109,33 @@ def run(args: argparse.Namespace) -> int:
     missing = next((query for query in queries if not Path(query).exists()), None)
     if missing is not None:
         raise DataError(f"query image {missing} not found.\n  fix: correct the path")
-    check_gallery(args.gallery)
-    predictor = predictor_of(args, split_key_values(args.queries[len(names) :]))
-    gallery = open_gallery(args.gallery, of=predictor, index=args.index, kind=args.kind)
-    check_same_model(gallery, predictor.config_hash, predictor.checkpoint)
-    group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
+    path, conditions = check_gallery(args.gallery), _conditions(args)
+    options = {"index": args.index, "kind": args.kind}
+    # Before the model is loaded, unless it has to extract the features of a folder of images.
+    gallery = open_gallery(path, **options) if args.group_by and has_features(path) else None
+    group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
+    model = model_of(args, split_key_values(args.queries[len(names) :]))
+    if gallery is None:
+        gallery = open_gallery(path, of=model, **options)
+        group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None
+    check_same_model(gallery, model.config_hash, model.checkpoint)
     if queries:
-        result = predictor.search(
+        result = model.search(
             queries,
             gallery,
             args.top,
             effort=args.effort,
             exact=args.exact,
             attributes=args.attributes or "",
-            conditions=_conditions(args),
+            conditions=conditions,
             camids=args.camids,
             viewids=args.viewids,
             modality=args.modality,
         )
     else:
-        predictor.require_attributes()
+        model.require_attributes()
         queries, result = [args.attributes], gallery.search_attributes(args.attributes, args.top)
-    shown = _probability_columns(args.attributes, predictor.attribute_names) | {group_by}
+    shown = _probability_columns(args.attributes, model.attribute_names) | {group_by}
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
     found = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
     if args.json:
@@ -143,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     for number, (query, rows) in enumerate(zip(queries, found, strict=True)):
         print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
         if result.known is not None:
-            print(_describe_decision(result, number, len(gallery)))
+            print(_describe_decision(result, number))
         if not rows:
             print("no images in the gallery, or none that meets the conditions")
         for value, group in itertools.groupby(rows, key=lambda row: row.get(group_by)):
@@ -181,7 +187,7 @@ def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
     return {"decision": decision, "threshold": result.threshold, "fpir": result.fpir}
 
 
-def _describe_decision(result: "SearchResult", query: int, gallery_size: int) -> str:
+def _describe_decision(result: "SearchResult", query: int) -> str:
     found, is_cosine = _decision(result, query), result.metric == "cosine"
     if found["decision"] == "match":
         side = "at least" if is_cosine else "at most"
@@ -189,7 +195,7 @@ def _describe_decision(result: "SearchResult", query: int, gallery_size: int) ->
         side = "below" if is_cosine else "above"
     return (
         f"{found['decision']}: the best {_score_name(result.metric)} is {side} {found['threshold']:.4f} (expected "
-        f"false-positive identification rate {100 * found['fpir']:.3g} % with {gallery_size:,} gallery images)"
+        f"false-positive identification rate {100 * found['fpir']:.3g} % with {result.searched:,} gallery images)"
     )
 
 
@@ -241,7 +247,10 @@ def _rows(
     """
     from fastamp.inference.attribute_search import PROBABILITY_PREFIX
 
-    columns = {"score": result.scores, "path": result.paths, "pid": result.pids, "camid": result.camids}
+    columns = {"score": result.scores}
+    if result.probabilities is not None:
+        columns["probability"] = result.probabilities
+    columns |= {"path": result.paths, "pid": result.pids, "camid": result.camids}
     if result.cameras is not None:
         columns["camera"] = result.cameras
     if result.boxes is not None:

@@ -8,6 +8,7 @@ reach the service. SIGTERM and Ctrl-C stop the service after it has answered all
 examples:
   fastamp serve logs/run
   fastamp serve logs/run --gallery people.gallery --port 8080
+  fastamp serve model.onnx --gallery people.gallery
   fastamp serve logs/run --gallery people.gallery --host 0.0.0.0 --api-key-file key.txt
 """
 
@@ -15,7 +16,7 @@ import argparse
 import importlib.util
 from dataclasses import fields
 
-from fastamp.cli.model_arguments import add_model_arguments, predictor_of
+from fastamp.cli.model_arguments import EXPORTED_HELP, add_model_arguments, model_of
 from fastamp.cli.options import add_key_values
 from fastamp.utils.errors import ConfigError
 
@@ -35,7 +36,7 @@ _LIMITS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
-    add_model_arguments(parser)
+    add_model_arguments(parser, EXPORTED_HELP)
     add_key_values(parser, dest="key_values")
     parser.add_argument("--gallery", metavar="GALLERY", help="mutable gallery; created if it does not exist")
     parser.add_argument("--host", default="127.0.0.1", help="address (default: %(default)s, only this machine)")
@@ -66,8 +67,8 @@ def run(args: argparse.Namespace) -> int:
 
     limits = Limits(**{each.name: getattr(args, each.name) for each in fields(Limits)})
     api_key = read_api_key(args.api_key_file, args.host, no_key=args.no_api_key)
-    predictor = predictor_of(args, args.key_values)
-    gallery = create_or_open(args.gallery, gallery_model(predictor)) if args.gallery else None
-    service = Service(predictor, gallery, limits, pictures=not args.no_pictures)
+    model = model_of(args, args.key_values)
+    gallery = create_or_open(args.gallery, gallery_model(model)) if args.gallery else None
+    service = Service(model, gallery, limits, pictures=not args.no_pictures)
     serve(service, host=args.host, port=args.port, api_key=api_key, local=args.host in LOCAL_HOSTS)
     return 0

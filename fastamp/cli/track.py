@@ -18,7 +18,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastamp.cli.model_arguments import SOURCE_HELP, predictor_of
+from fastamp.cli.model_arguments import EXPORTED_HELP, model_of
 from fastamp.cli.options import add_key_values, add_plugin_argument, at_least
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this command."""
     parser.add_argument("source", metavar="SOURCE", help="folder of frames, sequence of the MOT Challenge, or video")
     parser.add_argument("--detections", metavar="DET.txt", help="detections (default: SOURCE/det/det.txt)")
-    parser.add_argument(
-        "--model", dest="checkpoint", default="", metavar="MODEL", help=f"{SOURCE_HELP}; or exported .onnx or .xml file"
-    )
+    parser.add_argument("--model", dest="checkpoint", default="", metavar="MODEL", help=EXPORTED_HELP)
     parser.add_argument("--output", "-o", default="tracks", metavar="FOLDER", help="output folder (default: tracks)")
     parser.add_argument("--video", action="store_true", help="also write a video with the tracks")
     parser.add_argument(
@@ -130,14 +128,11 @@ def _detections(args: argparse.Namespace) -> "Boxes":
 
 def _features(args: argparse.Namespace, frames: "Frames", detections: "Boxes") -> "NDArray[np.float32]":
     """Extract the features of the detections."""
-    from fastamp.inference.runtime import ExportedModel, is_exported
     from fastamp.tracking.track import embedder, extract_features
 
-    if is_exported(args.checkpoint):
-        return extract_features(frames, detections, embedder(ExportedModel(args.checkpoint)), batch=32)
-    predictor = predictor_of(args, args.key_values)
+    model = model_of(args, args.key_values)
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}
-    return extract_features(frames, detections, embedder(predictor, **ids), batch=predictor.cfg.TEST.IMS_PER_BATCH)
+    return extract_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
 
 
 def _write(output: Path, frames: "Frames", tracks: "Boxes", *, video: bool) -> None:

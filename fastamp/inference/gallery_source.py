@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from fastamp.data.decode import read_image
+from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_store import GalleryModel, Item
-from fastamp.inference.predictor import Predictor
 from fastamp.utils.progress import track
 
 _EXTRACTED_BATCH, _IMAGE_BATCH = 4096, 256
@@ -31,10 +31,9 @@ class Metadata:
     time: float | None = None
 
 
-def gallery_model(predictor: Predictor) -> GalleryModel:
+def gallery_model(model: FeatureModel) -> GalleryModel:
     """Return the description of a model that a gallery stores."""
-    width, metric = predictor.feature_dim, str(predictor.cfg.TEST.METRIC)
-    return GalleryModel(width, metric, predictor.config_hash, str(predictor.checkpoint))
+    return GalleryModel(model.feature_dim, model.metric, model.config_hash, str(model.checkpoint))
 
 
 def make_picture(pixels: Tensor) -> bytes:
@@ -50,7 +49,7 @@ def make_picture(pixels: Tensor) -> bytes:
 def add_images(
     gallery: str | PathLike[str],
     paths: Sequence[str],
-    predictor: Predictor,
+    model: FeatureModel,
     metadata: Metadata | None = None,
     *,
     replace: bool = False,
@@ -61,7 +60,7 @@ def add_images(
     Args:
         gallery: folder of the gallery.
         paths: image files.
-        predictor: model of the gallery.
+        model: model of the gallery.
         metadata: values of all items. Default: None, unknown.
         replace: if True, replace items that exist. Default: False, skip them.
         pictures: if True, store a small picture of each image. Default: True.
@@ -74,14 +73,14 @@ def add_images(
         WriteError: if the gallery cannot be written.
     """
     metadata = metadata or Metadata()
-    with create_or_open(gallery, gallery_model(predictor)) as opened:
+    with create_or_open(gallery, gallery_model(model)) as opened:
 
         def item(path: str) -> Item:
             picture = make_picture(read_image(path, least_side=_PICTURE_SIDE)) if pictures else None
             return Item(path, Path(path).name, metadata.identity, metadata.camera, metadata.time, picture)
 
         def features(rows: list[int]) -> Tensor:
-            return predictor.require_features([paths[row] for row in rows])
+            return model.require_features([paths[row] for row in rows])
 
         return _add(opened, list(paths), item, features, replace=replace, size=_IMAGE_BATCH)
 

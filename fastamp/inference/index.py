@@ -97,6 +97,9 @@ class SearchResult:
         threshold: score from which the nearest gallery image is accepted; None without a calibration.
         fpir: expected false-positive identification rate in 0..1 with this gallery, see ``Calibration.expected_fpir``;
             None without a calibration.
+        searched: number of gallery images that the queries were compared with; None without a calibration.
+        probabilities: (Q, k) float64, probability in 0..1 of the same identity at a prior of 0.5; None without a
+            calibration.
     """
 
     scores: np.ndarray
@@ -111,6 +114,8 @@ class SearchResult:
     known: np.ndarray | None = None
     threshold: float | None = None
     fpir: float | None = None
+    searched: int | None = None
+    probabilities: np.ndarray | None = None
 
 
 class GalleryIndex:
@@ -437,6 +442,12 @@ def check_gallery(gallery: str | PathLike[str]) -> Path:
     return path
 
 
+def has_features(gallery: str | PathLike[str]) -> bool:
+    """Return True for a gallery, see ``open_gallery``, that has features; False for a folder of images."""
+    path = Path(gallery).expanduser()
+    return not path.is_dir() or (path / DATABASE).is_file()
+
+
 def open_gallery(
     gallery: str | PathLike[str], *, of: Any = None, index: str | PathLike[str] | None = None, kind: str = "auto"
 ) -> GalleryIndex:
@@ -469,6 +480,11 @@ def open_gallery(
             raise DataError(
                 f"{path} is a folder; expected an index file or a file with extracted features.\n"
                 f"  fix: fastamp extract CHECKPOINT {path} -o gallery.npz, or pass the predictor (of=...)"
+            )
+        if not hasattr(of, "cfg"):  # an exported file
+            raise ConfigError(
+                f"{path} is a folder of images, which {of.checkpoint} cannot extract.\n"
+                f"  fix: use the checkpoint, or fastamp gallery add NAME.gallery {path} --model {of.checkpoint}"
             )
         path = _extract_folder(path, of, index)
     if path.suffix != ".npz":

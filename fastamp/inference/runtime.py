@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from fastamp.data.decode import LARGEST_PIXELS
 from fastamp.data.transforms import Resize
+from fastamp.evaluation.calibration import Calibration, read_calibration
+from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
@@ -28,8 +31,8 @@ Run = Callable[[NDArray[Any]], NDArray[np.float32]]
 """Function: batch of images -> (B, D) features."""
 
 
-class ExportedModel:
-    """Exported model with the methods of a ``Predictor`` that compute features.
+class ExportedModel(FeatureModel):
+    """Exported model, run by ONNX Runtime or OpenVINO on the CPU, with the methods of ``FeatureModel``.
 
     Args:
         path: ONNX file (.onnx) or OpenVINO file (.xml, with its .bin file) of `fastamp export`, which contains the
@@ -39,7 +42,6 @@ class ExportedModel:
     Attributes:
         checkpoint (Path): the file.
         metadata (dict): metadata of the file.
-        resize (Resize): transform that resizes and crops input images.
 
     Raises:
         ConfigError: if the suffix is unknown, the runtime is not installed, or the model requires cameras, views or a
@@ -63,7 +65,7 @@ class ExportedModel:
             )
         self.metadata: dict[str, Any] = {name: _value(text) for name, text in texts.items()}
         size, crop = self.metadata["resize"], self.metadata["center_crop"]
-        self.resize = Resize(
+        self._resize = Resize(
             size=tuple(size),
             crop=None if crop is None else (crop[0], crop[1]),
             interpolation=self.metadata["interpolation"],
@@ -73,6 +75,34 @@ class ExportedModel:
             for name in ("pixel_mean", "pixel_std")
         )
         self._normalization = (mean, std) if self.metadata["normalization"] == "outside" else None
+
+    def __repr__(self) -> str:
+        return f"ExportedModel({str(self.checkpoint)!r})"
+
+    @property
+    def resize(self) -> Resize:
+        """Transform that resizes and crops input images."""
+        return self._resize
+
+    @property
+    def metric(self) -> str:
+        """Metric of the features: ``"cosine"`` or ``"euclidean"``."""
+        return str(self.metadata["metric"])
+
+    @property
+    def config_hash(self) -> str:
+        """Hash of the checkpoint; another one if Euclidean distances differ because of features of unit length."""
+        found = str(self.metadata["config_hash"])
+        return f"{found}-l2" if self.metadata["l2"] and self.metric == "euclidean" else found
+
+    @cached_property
+    def calibration(self) -> Calibration | None:
+        """Calibration in the file; None if there is none, or if it is for other features."""
+        state = self.metadata.get("calibration")
+        if state is None or state.get("config_hash") != self.config_hash:
+            return None
+        curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities")}
+        return read_calibration({"calibration": state | curve}, self.checkpoint)
 
     @property
     def feature_dim(self) -> int:
@@ -84,11 +114,31 @@ class ExportedModel:
         """Number of channels of input images."""
         return int(self.metadata["channels"])
 
-    def features(self, images: Image | Sequence[Image], *, boxes: Any = None, color: str = "rgb") -> Tensor:
+    @property
+    def batch_size(self) -> int:
+        """Number of images that are computed at once."""
+        return _BATCH
+
+    @property
+    def max_pixels(self) -> int:
+        """Maximum number of pixels of an image file."""
+        return LARGEST_PIXELS
+
+    def features(
+        self,
+        images: Image | Sequence[Image],
+        *,
+        boxes: Sequence[Sequence[float]] | np.ndarray | Tensor | None = None,
+        color: str = "rgb",
+        camids: Sequence[int] | None = None,
+        viewids: Sequence[int] | None = None,
+        modality: str | Sequence[str] | None = None,
+    ) -> Tensor:
         """Extract the features of images, or of boxes in one frame; those of images without pixels are NaN.
 
         Args:
             images, boxes, color: see ``Predictor.features``.
+            camids, viewids, modality: must be None, because the model does not take them.
 
         Returns:
             (N, D) float32 on the CPU, as exported.
@@ -97,33 +147,45 @@ class ExportedModel:
             DataError, ConfigError: see ``Predictor.features``.
         """
         check_choice("color", color, COLORS)
+        labels = {"camids": camids, "viewids": viewids, "modality": modality}
+        given = [name for name, value in labels.items() if value is not None]
+        if given:
+            raise ConfigError(
+                f"{self.checkpoint} does not take {' and '.join(given)}.\n  fix: omit it, or use the checkpoint"
+            )
         found = as_list(images)
         if boxes is not None:
-            if len(found) != 1:
-                raise DataError(
-                    f"boxes require exactly one image, the frame; got {len(found)} images.\n"
-                    "  fix: extract the features of one frame per call"
-                )
-            frame = found[0]
-            if not isinstance(frame, (np.ndarray, Tensor)):
-                frame, color = self._decode(frame, color), "rgb"
-            found = list(crop_boxes(frame, as_boxes(boxes)))
+            found, color = self._crop(found, boxes, color)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in found)
         color = "rgb" if later else color
-        features, rows = [torch.empty(0, self.feature_dim)], []
-        for start in range(0, len(found), _BATCH):
-            loaded = {start + row: self._load(each, color) for row, each in enumerate(found[start : start + _BATCH])}
-            pixels = {row: each for row, each in loaded.items() if each is not None}
-            if pixels:
-                batch = torch.stack(list(pixels.values()))
-                features.append(self._compute(batch.flip(1) if later else batch))
-                rows += pixels
+        features, rows = [torch.empty(0, self.feature_dim)], list[int]()
+        with torch.inference_mode():
+            for start in range(0, len(found), _BATCH):
+                block = enumerate(found[start : start + _BATCH], start)
+                loaded = {row: self._load(image, color) for row, image in block}
+                pixels = {row: each for row, each in loaded.items() if each is not None}
+                if pixels:
+                    batch = torch.stack(list(pixels.values()))
+                    features.append(self._compute(batch.flip(1) if later else batch))
+                    rows += pixels
         if len(rows) == len(found):
             return torch.cat(features)
         result = torch.full((len(found), self.feature_dim), torch.nan)
         result[rows] = torch.cat(features)
         return result
+
+    def _crop(self, frames: list[Image], boxes: Any, color: str) -> tuple[list[Image], str]:
+        """Crop boxes from the only frame, and return the crops and their channel order."""
+        if len(frames) != 1:
+            raise DataError(
+                f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
+                "  fix: extract the features of one frame per call"
+            )
+        frame = frames[0]
+        if not isinstance(frame, (np.ndarray, Tensor)):
+            frame, color = self._decode(frame, color), "rgb"
+        return list(crop_boxes(frame, as_boxes(boxes))), color
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
         """Decode and resize an image; see ``Predictor.preprocess``."""
@@ -144,10 +206,10 @@ class ExportedModel:
     def _load(self, image: Image, color: str) -> Tensor | None:
         """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
         pixels = self._decode(image, color)
-        return self.resize(pixels) if pixels.numel() else None
+        return self._resize(pixels) if pixels.numel() else None
 
     def _decode(self, image: Image, color: str) -> Tensor:
-        return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self.resize.least_side)
+        return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self._resize.least_side)
 
     def _compute(self, batch: Tensor) -> Tensor:
         """Compute the features of resized images (B, C, H, W) uint8."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastamp.inference import Predictor
+from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.runtime import ExportedModel, is_exported
 from fastamp.utils.errors import ConfigError
 
@@ -29,8 +30,8 @@ class ReID:
         WeightsError, ConfigError: see ``Predictor`` and ``ExportedModel``.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Predictor | ExportedModel, *, device: str = "auto") -> None:
-        self.model: Predictor | ExportedModel
+    def __init__(self, model: str | os.PathLike[str] | FeatureModel, *, device: str = "auto") -> None:
+        self.model: FeatureModel
         if isinstance(model, (str, os.PathLike)):
             self.model = ExportedModel(model) if is_exported(model) else Predictor(model, device=device)
         else:

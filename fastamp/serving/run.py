@@ -35,7 +35,7 @@ def serve(service: Service, *, host: str, port: int, api_key: str = "", local: b
     address = f"http://{name}:{listening.getsockname()[1]}"
     config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on", server_header=False)
     server = uvicorn.Server(config)
-    print(f"serving {service.predictor.checkpoint} at {address} (routes: {address}/docs)", flush=True)
+    print(f"serving {service.model.checkpoint} at {address} (routes: {address}/docs)", flush=True)
     # Uvicorn stops at the first signal, and then raises it again for these handlers, which ignore it.
     with listening, handling(_ignore, (signal.SIGINT, signal.SIGTERM)):
         server.run(sockets=[listening])

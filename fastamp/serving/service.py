@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.decode import decode_image
-from fastamp.inference import Predictor
+from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.gallery_source import make_picture
 from fastamp.inference.gallery_store import Item, format_time, parse_time
@@ -32,7 +32,7 @@ class Service:
     """Model, gallery and queue of the service.
 
     Args:
-        predictor: model; it must not require cameras, views or modalities.
+        model: checkpoint or exported file; it must not require cameras, views or modalities.
         gallery: gallery of this model. Default: None, only features and comparisons.
         limits: limits of requests.
         pictures: if True, store a small picture of each added image. Default: True.
@@ -46,17 +46,14 @@ class Service:
     """
 
     def __init__(
-        self, predictor: Predictor, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
+        self, model: FeatureModel, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
     ) -> None:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
-        height, width = predictor.preprocess(torch.zeros(3, 256, 128, dtype=torch.uint8)).shape[1:]
-        predictor.features_of_preprocessed(
-            [torch.zeros(predictor.cfg.INPUT.CHANNELS, height, width, dtype=torch.uint8)]
-        )
-        self.predictor, self.gallery, self.limits, self.pictures = predictor, gallery, limits, pictures
+        model.features_of_preprocessed([model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))])
+        self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
         self.batcher = Batcher(
-            predictor.features_of_preprocessed,
+            model.features_of_preprocessed,
             batch=limits.batch,
             queue=limits.queue,
             wait=limits.wait_ms / 1000,
@@ -118,15 +115,13 @@ class Service:
 
     def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
         """Decode and preprocess an image, and make its picture."""
-        predictor, name = self.predictor, f"{number} ({upload.name})"
+        model, name = self.model, f"{number} ({upload.name})"
         try:
-            limit = min(int(self.limits.megapixels * 1e6), predictor.cfg.INPUT.MAX_PIXELS)
-            side = predictor.resize.least_side
-            pixels = decode_image(
-                upload.content, predictor.cfg.INPUT.CHANNELS, name=name, max_pixels=limit, least_side=side
-            )
+            limit = min(int(self.limits.megapixels * 1e6), model.max_pixels)
+            side = model.resize.least_side
+            pixels = decode_image(upload.content, model.channels, name=name, max_pixels=limit, least_side=side)
             picture = make_picture(pixels) if self.pictures and self.gallery is not None else b""
-            return predictor.preprocess(pixels), picture
+            return model.preprocess(pixels), picture
         except DataError as error:
             message, _ = split_fix(str(error))
             raise RequestError(
@@ -187,7 +182,7 @@ class Service:
     async def search(self, features: Tensor, k: int, conditions: dict[str, Any]) -> dict[str, Any]:
         """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
         result, searched = await self.in_gallery(lambda gallery: gallery.search_where(features, k, conditions))
-        calibration, queries = self.predictor.calibration, []
+        calibration, queries = self.model.calibration, []
         for query in range(len(features)):
             columns = {name: values[query].tolist() for name, values in result.columns.items()}
             found = [
@@ -216,7 +211,7 @@ class Service:
 
     def compared(self, score: float) -> dict[str, Any]:
         """Return a score with the decision and probability of the calibration, and its percentiles."""
-        found = self.predictor.compare_score(score)
+        found = self.model.compare_score(score)
         return {
             "score": score,
             "decision": found.decision,

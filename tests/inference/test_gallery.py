@@ -17,16 +17,18 @@ from command import run_command
 from preloaded import Run
 
 from fastamp import Predictor
+from fastamp.cli import compare as compare_command
 from fastamp.cli import gallery as command
 from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
 from fastamp.inference import gallery as module
 from fastamp.inference.candidates import Candidates
+from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.gallery import MissingItemError, MutableGallery, create_or_open
 from fastamp.inference.gallery_store import GalleryModel, Item, format_time, parse_time
 from fastamp.inference.index import open_gallery
-from fastamp.utils.errors import ConfigError, DataError, WriteError
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
 
 WIDTH = 16
 
@@ -338,6 +340,35 @@ def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, caps
         run_command(command, "add", folder, images[0])
     with pytest.raises(DataError, match="not found"):
         run_command(command, "add", folder, "x.jpg", *options)
+
+
+def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    images = [item.path for item in build_dataset("Demo").query[:3]]
+    folder, model = tmp_path / "people.gallery", tmp_path / "model.onnx"
+    export(predictor, model, data="")
+    assert run_command(command, "add", folder, *images, "--model", model) == 0
+    capsys.readouterr()
+    for source in (model, predictor.checkpoint):  # features of both can be compared
+        assert run_command(search_command, source, images[1], "--gallery", folder, "-k", 1, "--json") == 0
+        (found,) = json.loads(capsys.readouterr().out)
+        assert found["found"][0]["id"] == images[1] and found["found"][0]["score"] > 0.999
+    assert run_command(compare_command, model, images[0], images[0]) == 0
+    assert "cosine similarity 1.0000" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="gallery add"):
+        run_command(search_command, model, images[1], "--gallery", tmp_path)
+    for wrong in (["--opts", "TEST.METRIC", "euclidean"], ["--device", "cuda"]):
+        with pytest.raises(ConfigError, match="exported file"):
+            run_command(search_command, model, images[1], "--gallery", folder, *wrong)
+
+
+def test_wrong_group_is_reported_before_the_model_is_loaded(demo, predictor, tmp_path):
+    extraction, _ = extract(predictor, "Demo", tmp_path / "a.npz", splits=["query"])
+    image = build_dataset("Demo").query[0].path
+    with pytest.raises(ConfigError, match="no column 'specie'"):
+        run_command(search_command, "damaged.pth", image, "--gallery", extraction.path, "--group-by", "specie")
+    with pytest.raises(WeightsError):  # the group exists, but not the model
+        run_command(search_command, "damaged.pth", image, "--gallery", extraction.path, "--group-by", "identity")
 
 
 def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_path, capsys):

@@ -6,9 +6,13 @@ import numpy as np
 import PIL.Image
 import pytest
 import torch
+from random_calibration import random_calibration
 
 import fastamp
 from fastamp.inference.export import export
+from fastamp.inference.gallery import create_or_open
+from fastamp.inference.gallery_source import gallery_model
+from fastamp.inference.gallery_store import Item
 from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -61,6 +65,43 @@ def test_preprocess_equals_that_of_the_predictor(exported, predictor):
     torch.testing.assert_close(exported.features_of_preprocessed(pixels), exported.features(images() * 3))
     with pytest.raises(DataError, match="no pixels"):
         exported.preprocess(np.zeros((0, 4, 3), dtype=np.uint8))
+
+
+def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor, tmp_path):
+    queries = images()
+    assert exported.compare(*queries[:2]).score == pytest.approx(predictor.compare(*queries[:2]).score, abs=1e-4)
+    with create_or_open(tmp_path / "a.gallery", gallery_model(predictor)) as gallery:
+        gallery.add([Item(str(number)) for number in range(4)], predictor.features(queries))
+        found, expected = (model.search(queries, gallery, 3) for model in (exported, predictor))
+    np.testing.assert_array_equal(found.rows, expected.rows)
+    np.testing.assert_allclose(found.scores, expected.scores, atol=1e-4)
+    assert found.known is None and found.probabilities is None
+    with pytest.raises(ConfigError, match="does not take camids"):
+        exported.compare(*queries[:2], camids=[0, 1])
+    with pytest.raises(ConfigError, match="attributes"):
+        exported.require_attributes()
+
+
+@pytest.mark.parametrize("metric, l2, hashes_are_equal", [("cosine", True, True), ("euclidean", True, False)])
+def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metric, l2, hashes_are_equal):
+    pytest.importorskip("onnxruntime")
+    found = fastamp.Predictor(predictor.checkpoint, device="cpu", opts=["TEST.METRIC", metric])
+    calibration = random_calibration(found)
+    monkeypatch.setitem(vars(found), "calibration", calibration)
+    export(found, tmp_path / "model.onnx", data="", l2=l2)
+    model = ExportedModel(tmp_path / "model.onnx", threads=1)
+    assert (model.config_hash == found.config_hash) == hashes_are_equal and model.metric == metric
+    if not hashes_are_equal:
+        assert model.calibration is None
+        return
+    expected, compared = found.compare(*images()[:2]), model.compare(*images()[:2])
+    assert compared.decision == expected.decision
+    assert compared.probability == pytest.approx(expected.probability, abs=0.01)
+    with create_or_open(tmp_path / "a.gallery", gallery_model(model)) as gallery:
+        gallery.add([Item(str(number)) for number in range(4)], model.features(images()))
+        result = model.search(images()[0], gallery, 2, conditions=None)
+    assert result.known.tolist() == [True] and result.searched == 4
+    np.testing.assert_allclose(result.probabilities, calibration.probability(result.scores))
 
 
 def test_other_suffix_is_an_error(tmp_path):

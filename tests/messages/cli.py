@@ -140,6 +140,7 @@ def commands(record, run):
     record.fastamp("push", best, "user/name", "--to", record.root / "model", "--license", "mit", output=True)
     record.fastamp("push", record.root / "model", "user/name", "--license", "apache-2.0")
     record.fastamp("cluster", record.root)
+    record.fastamp("compare", record.root / "model.onnx", empty, empty, "TEST.METRIC=euclidean")
     record.fastamp("export", best, record.root / "model.onnx", "--format", "openvino", "--device", "cpu")
     record.fastamp("help", output=True)
     record.fastamp("init", record.root / "project", output=True)

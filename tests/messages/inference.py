@@ -548,6 +548,15 @@ def exported_files(record, predictor):
             mock.patch("onnxruntime.InferenceSession", return_value=session),
         ):
             ExportedModel(path).features(frames, boxes=[[0, 0, 1, 1]])
+    for name, value in (("camids", [0]), ("attributes", "hat")):
+        with record(f"{name} with an exported file"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+            model = ExportedModel(path)
+            if name == "camids":
+                model.features(frames[0], camids=value)
+            else:
+                model.require_attributes()
+    with record("folder with an exported file"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+        open_gallery(record.root, of=ExportedModel(path))
     with record("image without pixels"), mock.patch("onnxruntime.InferenceSession", return_value=session):
         ExportedModel(path).preprocess(frames[:, :0][0])
 

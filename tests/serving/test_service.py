@@ -6,19 +6,18 @@ import json
 import threading
 from pathlib import Path
 
-import numpy as np
 import PIL.Image
 import pytest
 import torch
+from random_calibration import random_calibration
 
 from fastamp import Predictor
 from fastamp.cli.serve import _LIMITS
 from fastamp.data.build import build_dataset
-from fastamp.evaluation import Identities
-from fastamp.evaluation.protocol import SAME_CAMERA
-from fastamp.evaluation.thresholds import calibrate
+from fastamp.inference.export import export
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
+from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.errors import ConfigError, DataError
 
 pytest.importorskip("fastapi")
@@ -52,9 +51,9 @@ def start(predictor, tmp_path):
     """Function that starts a service with a new gallery, and returns its client."""
     clients = []
 
-    def start_service(*, gallery=True, api_key="", local=False, **limits):
-        opened = create_or_open(tmp_path / "a.gallery", gallery_model(predictor)) if gallery else None
-        service = Service(predictor, opened, Limits(**limits))
+    def start_service(*, model=predictor, gallery=True, api_key="", local=False, **limits):
+        opened = create_or_open(tmp_path / "a.gallery", gallery_model(model)) if gallery else None
+        service = Service(model, opened, Limits(**limits))
         client = TestClient(create_app(service, api_key=api_key, local=local), raise_server_exceptions=False)
         clients.append(client.__enter__())
         return client
@@ -125,20 +124,9 @@ def test_added_images_are_found_updated_and_removed(start, predictor, images, tm
     assert error_of(client.put("/v1/gallery/items/x", files=upload(images[0])), 404) == "no_item"
 
 
-def some_calibration(predictor):
-    """Return a calibration of random scores, which distinguishes equal images from others."""
-    random = np.random.default_rng(0)
-    features = torch.tensor(random.standard_normal((40, 16)).repeat(4, 0) + 0.3 * random.standard_normal((160, 16)))
-    identities = Identities(torch.arange(40).repeat_interleave(4), torch.arange(40).repeat_interleave(4),
-                            torch.arange(4).repeat(40), torch.arange(4).repeat(40))  # fmt: skip
-    options = {"far": 0.05, "frr": 0.2, "fpir": 0.2}
-    return calibrate(features.float(), identities, metric="cosine", junk=SAME_CAMERA, source="random",
-                     config_hash=predictor.config_hash, **options)  # fmt: skip
-
-
 def test_calibrated_models_return_decisions_and_probabilities(start, predictor, images, monkeypatch):
     client = start()
-    calibration = some_calibration(predictor)
+    calibration = random_calibration(predictor)
     monkeypatch.setitem(vars(predictor), "calibration", calibration)
     client.post("/v1/gallery/items", files=upload(*images[:3]))
     found = client.post("/v1/search", files=upload(images[0])).json()["queries"][0]
@@ -149,6 +137,20 @@ def test_calibrated_models_return_decisions_and_probabilities(start, predictor, 
         assert match["probability"] == pytest.approx(float(calibration.probability(match["score"])))
     compared = client.post("/v1/compare", files=upload(images[0], images[0])).json()
     assert compared["decision"] == "same" and compared["probability"] > 0.5
+
+
+@pytest.mark.parametrize("suffix", [".onnx", ".xml"])
+def test_an_exported_model_answers_as_the_checkpoint(start, checkpoint, images, tmp_path, suffix):
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino"}[suffix])
+    predictor = Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
+    export(predictor, tmp_path / f"model{suffix}", data="")
+    client = start(model=ExportedModel(tmp_path / f"model{suffix}"))
+    found = client.post("/v1/features", files=upload(*images)).json()
+    cosines = torch.cosine_similarity(torch.tensor(found["features"]), predictor.features(images))
+    assert cosines.min() > 0.9999 and found["model"] == predictor.config_hash  # the limit of the export
+    client.post("/v1/gallery/items", files=upload(*images[:3]))
+    (query,) = client.post("/v1/search", files=upload(images[1])).json()["queries"]
+    assert query["found"][0]["name"] == Path(images[1]).name and query["found"][0]["score"] > 0.9999
 
 
 def test_an_empty_gallery_has_no_matches(start, images):
