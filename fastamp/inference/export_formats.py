@@ -138,6 +138,8 @@ def quiet(what: str) -> Iterator[None]:
             level = logging.root.manager.disable
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, level)
+            # logging.warning(), which onnxruntime calls, adds a handler to the root logger.
+            stack.callback(setattr, logging.root, "handlers", logging.root.handlers[:])
             yield
     except (UserError, MemoryError):
         raise

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import logging
 import re
 import sys
 from pathlib import Path
@@ -213,6 +214,13 @@ def test_openvino_and_torchscript_files_reproduce_features_and_carry_metadata(
     for count in (1, 5):
         found = model({"images": batch["images"][:count].float()})
         torch.testing.assert_close(found, expected[:count], rtol=0, atol=bound)
+
+
+def test_warnings_of_exporters_do_not_configure_logging(monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with export_formats.quiet("the exporter fails"):
+        logging.warning("a message")
+    assert logging.root.handlers == []
 
 
 def test_format_and_suffix_must_agree(checkpoint, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 import json
 
+import every_backbone
 import numpy as np
 import pytest
 import tiny
@@ -14,6 +15,7 @@ from fastamp.inference import quantize
 from fastamp.inference.export import export
 from fastamp.inference.export_formats import FORMATS, ExportError
 from fastamp.modeling import build_model
+from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.skipif(
@@ -83,9 +85,9 @@ def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(pr
     assert report.comparisons[-1].mean_cosine > 0.98
     scales = weight_scales(path)
     assert len(scales) == 2
-    for weights, scale in scales:
+    for (weights, scale), largest in zip(scales, (64, 127), strict=True):  # 7 bits in the first layer
         assert scale.shape == (tiny.WIDTH,) and len(np.unique(scale)) > 1
-        assert np.abs(weights.astype(int)).max((1, 2, 3)).tolist() == [127] * tiny.WIDTH
+        assert np.abs(weights.astype(int)).max((1, 2, 3)).tolist() == [largest] * tiny.WIDTH
     import onnxruntime
 
     metadata = onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map
@@ -94,6 +96,26 @@ def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(pr
     assert (quantization["calibration_data"], quantization["calibration_images"]) == ("Demo", 40)
     content = path.read_bytes()
     assert str(tmp_path.parent).encode() not in content and b"/fastamp/" not in content  # no local paths
+
+
+def test_int8_export_takes_images_of_any_size_with_preprocessing_inside(predictor, tmp_path):
+    options = {"preprocess": "inside", "color_order": "bgr", "calibration_images": 40, "tolerance": 100}
+    report = export(predictor, tmp_path / "model.onnx", precision="int8", **options)
+    assert report.comparisons[-1].mean_cosine > 0.98 and len(weight_scales(report.path)) == 2
+
+
+def test_int8_export_is_calibrated_with_the_cameras_of_the_training_images(demo, tmp_path, monkeypatch):
+    depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
+    monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
+    monkeypatch.setitem(every_backbone.BACKBONES, "vit tiny", 32)
+    predictor = untrained(tmp_path / "vit.pth", "vit tiny", "MODEL.BACKBONE.SIE_CAMERAS", "3")
+    report = export(predictor, tmp_path / "vit.onnx", precision="int8", tolerance=100, calibration_images=40)
+    assert report.comparisons[-1].mean_cosine > 0.9
+    nodes, constants = int8_model(report.path)
+    products = [node for node in nodes if node.op_type == "MatMul" and not set(node.input) & constants.keys()]
+    outputs = {output: node for node in nodes for output in node.output}
+    attention = [node for node in products if "Softmax" in {outputs[each].op_type for each in node.input}]
+    assert len(attention) == 1  # in float32
 
 
 def test_narrow_output_channels_keep_their_weights():
@@ -110,6 +132,7 @@ def test_narrow_output_channels_keep_their_weights():
 
 def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
+    monkeypatch.setattr(quantize, "MAX_FLOAT", 1)
     path = tmp_path / "model.onnx"
     with caplog.at_level("INFO"):
         export(predictor, path, precision="int8", tolerance=100)
@@ -117,11 +140,12 @@ def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, mon
     assert not any(node.op_type == "QuantizeLinear" for node in int8_model(path)[0])
 
 
-def test_the_fewest_layers_are_kept_whose_errors_exceed_the_limit():
-    errors = {"a": 0.004, "b": 0.03, "c": 0.001, "d": 0.006}
-    assert quantize._largest(errors, 0.012) == ["b"]
-    assert quantize._largest(errors, 0.01) == ["b", "d"]
-    assert quantize._largest(errors, 1.0) == []
+def test_the_fewest_layers_are_selected_whose_errors_exceed_the_limit():
+    errors = {"a": 4.0, "b": 30.0, "c": 1.0, "d": 5.0}  # 40 in total
+    assert quantize.largest_errors(errors, 0.26, 1) == ["b"]
+    assert quantize.largest_errors(errors, 0.2, 1) == ["b", "d"]
+    assert quantize.largest_errors(errors, 0.0, 0.8) == ["b", "d", "a"]
+    assert quantize.largest_errors(errors, 1.0, 1) == []
 
 
 def test_int8_is_refused_without_test_images_or_training_images(predictor, tmp_path, monkeypatch):
