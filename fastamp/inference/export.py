@@ -7,9 +7,8 @@ import math
 import os
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +35,7 @@ from fastamp.inference.quantize import (
 )
 from fastamp.modeling.meta_arch.image_model import ImageModel
 from fastamp.utils.errors import ConfigError, DataError, check_choice, writing
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import write_together
 from fastamp.utils.moved import moved_names
 
 __getattr__ = moved_names(
@@ -190,9 +189,7 @@ def export(
     found = _exported_features(format.runner(files), predictor, metadata)
     _compare(report, predictor, found, images, l2)
     _check_quality(report, tolerance)
-    for suffix, content in files.items():
-        with writing(path):
-            write_atomically(path.with_suffix(suffix), partial(_write, content))
+    write_together({path.with_suffix(suffix): content for suffix, content in files.items()})
     return report
 
 
@@ -210,10 +207,6 @@ def _quantized(
         "float_layers": float_layers,
     }
     return replace(source, quantized=model), facts
-
-
-def _write(content: bytes, file: IO[bytes]) -> None:
-    file.write(content)
 
 
 class _FeatureExtractor(nn.Module):

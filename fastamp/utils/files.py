@@ -8,10 +8,11 @@ import select
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from fastamp.utils.errors import writing
 from fastamp.utils.moved import moved_names
@@ -115,24 +116,59 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
     """
     path = Path(path)
     with writing(path):
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        temporary = _write_temporary(path, write)
         try:
-            with os.fdopen(handle, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            # mkstemp creates private files; set the permissions of a plain open().
-            umask = os.umask(0)
-            os.umask(umask)
-            os.chmod(temporary, 0o666 & ~umask)
             os.replace(temporary, path)
             _sync_folder(path.parent)
-        except BaseException as error:
-            Path(temporary).unlink(missing_ok=True)
-            # PyTorch's zip writer raises a RuntimeError while an OSError is handled; raise the OSError.
-            if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+        except BaseException:
+            temporary.unlink(missing_ok=True)
             raise
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write files that belong together: temporary files are renamed after all of them are complete.
+
+    Raises:
+        WriteError: if a file cannot be written. Temporary files are removed; existing files are left unchanged.
+    """
+    temporary: dict[Path, Path] = {}
+    try:
+        for path, content in contents.items():
+            with writing(path):
+                if path.is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                temporary[path] = _write_temporary(path, partial(_write_bytes, content))
+        for path, file in temporary.items():
+            with writing(path):
+                os.replace(file, path)
+                _sync_folder(path.parent)
+    finally:
+        for file in temporary.values():
+            file.unlink(missing_ok=True)
+
+
+def _write_bytes(content: bytes, file: BinaryIO) -> None:
+    file.write(content)
+
+
+def _write_temporary(path: Path, write: Callable[[Any], None]) -> Path:
+    """Write a complete file next to ``path``, with the permissions of a plain ``open``; remove it after an error."""
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)  # mkstemp creates private files
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+    except BaseException as error:
+        Path(temporary).unlink(missing_ok=True)
+        # PyTorch's zip writer raises a RuntimeError while an OSError is handled; raise the OSError.
+        if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+    return Path(temporary)
 
 
 def _sync_folder(folder: Path) -> None:

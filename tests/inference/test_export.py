@@ -1,8 +1,10 @@
 """Tests of export: parity with the PyTorch model, metadata, and failed parity checks."""
 
 import argparse
+import errno
 import json
 import logging
+import os
 import re
 import sys
 from pathlib import Path
@@ -28,7 +30,7 @@ from fastamp.inference.export_formats import FORMATS, ExportError, Format
 from fastamp.inference.parity import RankedImages
 from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.modeling.backbones import vit
-from fastamp.utils.errors import ConfigError, DataError, WeightsError
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/export.md"
 needs_onnx = pytest.mark.skipif(
@@ -221,6 +223,27 @@ def test_warnings_of_exporters_do_not_configure_logging(monkeypatch):
     with export_formats.quiet("the exporter fails"):
         logging.warning("a message")
     assert logging.root.handlers == []
+
+
+@pytest.mark.extras
+def test_openvino_files_are_both_kept_if_one_cannot_be_written(predictor, tmp_path, monkeypatch):
+    path = tmp_path / "model.xml"
+    for suffix in (".xml", ".bin"):
+        path.with_suffix(suffix).write_text("the last one")
+    original, written = os.fsync, []
+
+    def fail(handle):
+        written.append(handle)
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(handle)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(WriteError, match="No space"):
+        export(predictor, path, data="")
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
+        ("model.xml", "model.bin"), "the last one"
+    )
 
 
 def test_format_and_suffix_must_agree(checkpoint, tmp_path, capsys):

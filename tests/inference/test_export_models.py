@@ -1,5 +1,6 @@
-"""Tests of export for every backbone, head and meta-architecture, in both formats and both precisions."""
+"""Tests of export for every backbone, head and meta-architecture, in each format and precision."""
 
+import re
 import zipfile
 
 import pytest
@@ -33,7 +34,7 @@ FAST = {("repvgg A0", ".pt2", "float32"), ("two stems", ".pt2", "float32")}
 
 def every_export():
     for model in MODELS:
-        for suffix in (".onnx", ".pt2"):
+        for suffix in (".onnx", ".pt2", ".xml", ".ts"):
             for precision in ("float32", "fp16"):
                 chosen = (model, suffix, precision)
                 yield pytest.param(*chosen, marks=[] if chosen in FAST else pytest.mark.export)
@@ -41,6 +42,8 @@ def every_export():
 
 @pytest.mark.parametrize("model, suffix, precision", [*every_export()])
 def test_exported_features_equal_pytorch_features_for_every_model_type(model, suffix, precision, tmp_path, caplog):
+    if suffix == ".xml":
+        pytest.importorskip("openvino")
     if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
         pytest.skip("ONNX export needs PyTorch 2.7")
     backbone, opts = MODELS[model]
@@ -65,9 +68,9 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(model, su
 
 def bytes_of_weights(report):
     """Return the approximate size of the weights in an exported file."""
-    if report.path.suffix == ".onnx":
+    if report.path.suffix in (".onnx", ".xml"):
         return report.size - 2**20
     with zipfile.ZipFile(report.path) as archive:
-        entries = [each for each in archive.infolist() if "/weights/" in each.filename]
+        entries = [each for each in archive.infolist() if re.search("/weights/|/constants/|/data/", each.filename)]
     assert entries
     return sum(each.file_size for each in entries if not each.filename.endswith(".json"))
