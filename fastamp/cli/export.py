@@ -1,4 +1,4 @@
-"""Export a trained model to ONNX, OpenVINO, torch.export or TorchScript, and compare the exported model with PyTorch.
+"""Export a trained model to ONNX, OpenVINO, torch.export, TorchScript, TFLite or TensorRT, and compare it with PyTorch.
 
 examples:
   fastamp export logs/run model.onnx
@@ -16,7 +16,14 @@ from fastamp.cli.options import add_key_values, dataset_argument
 from fastamp.utils.errors import ConfigError
 
 PRECISIONS = ("float32", "fp16", "int8")
-FORMATS = {"onnx": ".onnx", "openvino": ".xml", "torch-export": ".pt2", "torchscript": ".ts"}
+FORMATS = {
+    "onnx": ".onnx",
+    "openvino": ".xml",
+    "torch-export": ".pt2",
+    "torchscript": ".ts",
+    "tflite": ".tflite",
+    "engine": ".engine",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -116,7 +116,7 @@ def export(
     license: License | None = None,
     calibration_images: int | None = None,
 ) -> ExportReport:
-    """Export a model to an ONNX, OpenVINO, torch.export or TorchScript file if its features pass a parity check.
+    """Export a model to a file of one of several formats if its features pass a parity check.
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
     if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic.
@@ -132,7 +132,8 @@ def export(
     Args:
         predictor: trained model.
         path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file next to
-            it) or .ts (TorchScript).
+            it), .ts (TorchScript), .tflite (batches of one image) or .engine (TensorRT, with the metadata in a
+            .engine.json file).
         precision: ``"float32"`` (default); ``"fp16"``: weights and computation in float16, except for modules
             that require float32 (``to_float16``); or ``"int8"``: weights and activations of the trunk in 8 bits, for
             ONNX and OpenVINO (``fastamp.inference.quantize``), which requires a test set.
@@ -164,7 +165,13 @@ def export(
     tolerance = TOLERANCE[precision] if tolerance is None else tolerance
     fixed_input_size(predictor.cfg, is_train=False, needed_by=NEEDED_BY)
     preprocessing = _preprocessing(predictor, preprocess, color_order, normalization)
-    extractor = _FeatureExtractor(predictor, preprocessing, precision=precision, normalization=normalization, l2=l2)
+    if preprocessing is not None and format.max_batch is not None:
+        raise ConfigError(
+            f"--preprocess inside is not supported for {format.title} files, because their inputs have a fixed size.\n"
+            "  fix: omit --preprocess, or export another format"
+        )
+    traced = precision if format.computes_float16 else "float32"
+    extractor = _FeatureExtractor(predictor, preprocessing, precision=traced, normalization=normalization, l2=l2)
     metadata = export_metadata(
         predictor,
         precision=precision,
@@ -184,6 +191,8 @@ def export(
     metadata["feature_width"] = outputs[0].meta["val"].shape[1]
     if calibration is not None:
         source, metadata["quantization"] = _quantized(source, calibration, predictor, metadata, opset)
+    if format.max_batch is not None:
+        metadata["max_batch"] = format.max_batch
     files = format.content(source, metadata, opset)
     report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
     found = _exported_features(format.runner(files), predictor, metadata)

@@ -1,4 +1,4 @@
-"""Export formats: serialization and execution of ONNX, OpenVINO, torch.export and TorchScript files."""
+"""Export formats: serialization and execution of the files of each runtime."""
 
 import contextlib
 import importlib
@@ -11,6 +11,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from fastamp.inference import export_tensorrt, export_tflite
 from fastamp.utils.errors import ConfigError, UserError
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,9 @@ class Format:
         extra: extra of fastamp that installs the packages.
         lowest_torch: lowest version of PyTorch.
         int8: True if ``content`` takes an int8 model.
+        check_environment: function that raises ConfigError if the format requires something else that is missing.
+        computes_float16: False if fp16 is a precision of the weights only, which ``content`` converts.
+        max_batch: largest batch, for a format whose images have a fixed size. Default: None, any batch and size.
     """
 
     title: str
@@ -81,6 +86,9 @@ class Format:
     extra: str = "export"
     lowest_torch: tuple[int, ...] = ()
     int8: bool = False
+    check_environment: Callable[[], None] | None = None
+    computes_float16: bool = True
+    max_batch: int | None = None
 
     def check(self, opset: int | None, precision: str) -> None:
         """Raise ConfigError if a package is missing or too old, or the opset or the precision is not supported."""
@@ -103,6 +111,8 @@ class Format:
                 f"{torch.__version__}, which cannot export batch norm with current onnxscript versions.\n"
                 "  fix: upgrade PyTorch, or export a .pt2 file"
             )
+        if self.check_environment is not None:
+            self.check_environment()
         if opset is None:
             return
         if "onnx" not in self.packages:
@@ -318,12 +328,50 @@ def _torchscript_runner(files: Files) -> Run:
     return run
 
 
+def _tflite_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    program = _pt2_content(source, {}, None)[".pt2"]
+    with quiet("TFLite conversion failed"):
+        return {".tflite": export_tflite.convert(program, source.shapes, metadata)}
+
+
+def _tflite_runner(files: Files) -> Run:
+    return partial(export_tflite.run, files[".tflite"])
+
+
+def _tensorrt_content(source: Source, metadata: dict[str, Any], opset: int | None) -> Files:
+    onnx = _onnx_content(source, {}, opset)[".onnx"]
+    with quiet("TensorRT conversion failed"):
+        engine = export_tensorrt.build(onnx, source.shapes)
+    return {".engine": engine, ".engine.json": json.dumps(metadata, indent=2).encode()}
+
+
+def _tensorrt_runner(files: Files) -> Run:
+    with quiet("TensorRT cannot load the engine"):
+        return export_tensorrt.Engine(files[".engine"])
+
+
 FORMATS = {
-    ".onnx": Format(
-        "ONNX", ("onnx", "onnxscript", "onnxruntime"), _onnx_content, _onnx_runner, lowest_torch=(2, 7), int8=True
-    ),
+    ".onnx": Format("ONNX", _ONNX, _onnx_content, _onnx_runner, lowest_torch=(2, 7), int8=True),
     ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
     ".xml": Format("OpenVINO", ("openvino",), _openvino_content, _openvino_runner, extra="openvino", int8=True),
     ".ts": Format("TorchScript", (), _torchscript_content, _torchscript_runner),
+    ".tflite": Format(
+        "TFLite",
+        (),
+        _tflite_content,
+        _tflite_runner,
+        check_environment=export_tflite.check_environment,
+        computes_float16=False,
+        max_batch=1,
+    ),
+    ".engine": Format(
+        "TensorRT",
+        _ONNX,
+        _tensorrt_content,
+        _tensorrt_runner,
+        lowest_torch=(2, 7),
+        check_environment=export_tensorrt.check_environment,
+        max_batch=export_tensorrt.MAX_BATCH,
+    ),
 }
 """File suffix -> format."""

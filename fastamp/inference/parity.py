@@ -128,7 +128,7 @@ class RankedImages:
     def __init__(self, predictor: Predictor, name: str, limit: int) -> None:
         self.cfg = predictor.cfg.with_values({"TEST.BASELINES": False, "TEST.PER_QUERY": False})
         loader, num_query = build_reid_test_loader(self.cfg, name, requires_gallery=False)
-        self._dataset = loader.dataset
+        self._dataset: Any = loader.dataset
         self._rows = identity_subset(loader.dataset, num_query, limit)
         self.batches, self.num_query, (count, total) = subsample_identities(
             loader, num_query, limit, self.cfg.TEST.IMS_PER_BATCH

@@ -20,6 +20,7 @@ from tiny import tiny_config
 from torch import nn
 
 import fastamp
+from fastamp.inference import export_tensorrt
 from fastamp.inference import extract as extract_module
 from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
@@ -511,6 +512,39 @@ def exports(record, predictor, checkpoint):
     with record("an int8 export without layers"), pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastamp.inference.quantize._trunk_nodes", lambda model, source: [])
         export(predictor, record.root / "model.onnx", precision="int8", data="Demo")
+    without_packages = record.file("python", b"#!/bin/sh\nexit 1\n")
+    without_packages.chmod(0o755)
+    for python in ("", "/nowhere/python", str(without_packages)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("FASTAMP_TFLITE_PYTHON", python)
+            record.fastamp("export", checkpoint, record.root / "model.tflite", "--device", "cpu")
+    with (
+        record("TFLite with preprocessing inside"),
+        mock.patch("subprocess.run", return_value=SimpleNamespace(returncode=0)),
+        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "python"}),
+    ):
+        export(predictor, record.root / "model.tflite", preprocess="inside", data="")
+    failed = SimpleNamespace(returncode=1, stderr=b"ValueError: cannot convert")
+    with (
+        record("TFLite conversion that fails"),
+        mock.patch("subprocess.run", side_effect=[SimpleNamespace(returncode=0), failed]),
+        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "python"}),
+    ):
+        export(predictor, record.root / "model.tflite", data="")
+    with mock.patch.dict(sys.modules, {"tensorrt": None}):
+        record.fastamp("export", checkpoint, record.root / "model.engine", "--device", "cpu")
+    with (
+        mock.patch.dict(sys.modules, {"tensorrt": mock.MagicMock()}),
+        mock.patch("fastamp.inference.export_tensorrt._has_gpu", return_value=False),
+    ):
+        record.fastamp("export", checkpoint, record.root / "model.engine", "--device", "cpu")
+    tensorrt = mock.MagicMock()
+    for parsed in (False, True):
+        parser = tensorrt.OnnxParser.return_value
+        parser.parse.return_value, parser.num_errors, parser.get_error.return_value = parsed, 1, "unsupported operator"
+        tensorrt.Builder.return_value.build_serialized_network.return_value = None
+        with record("TensorRT fails"), mock.patch.dict(sys.modules, {"tensorrt": tensorrt}):
+            export_tensorrt.build(b"", {"images": [-1, 3, 64, 32]})
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:

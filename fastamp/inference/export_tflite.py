@@ -1,0 +1,88 @@
+"""TFLite files, which are converted and run in a Python environment of their own."""
+
+import io
+import json
+import os
+import subprocess
+import tempfile
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastamp.utils.errors import ConfigError
+
+VARIABLE = "FASTAMP_TFLITE_PYTHON"
+"""Environment variable with the path of the Python that has the converter."""
+PACKAGES = "litert-torch==0.10.0 torch==2.14.1"
+"""Tested versions of the converter and of PyTorch."""
+
+_WORKER = Path(__file__).with_name("tflite_worker.py")
+
+
+def check_environment() -> None:
+    """Raise ConfigError if the Python of ``VARIABLE`` is missing, or has no converter."""
+    python = os.environ.get(VARIABLE, "")
+    problem = f"{VARIABLE} is not set"
+    if python:
+        code = "import importlib.metadata as m; m.version('litert-torch'); m.version('ai-edge-litert')"
+        try:
+            result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+            if not result.returncode:
+                return
+            problem = f"{VARIABLE} is {python}, which has no litert-torch"
+        except OSError as error:
+            problem = f"{VARIABLE} is {python}, which cannot be run ({error.strerror})"
+    raise ConfigError(
+        f"TFLite export requires an environment with the converter litert-torch, but {problem}.\n"
+        "  fix: create the environment once, and name its Python:\n"
+        "    python3 -m venv ~/fastamp-tflite\n"
+        f"    ~/fastamp-tflite/bin/pip install {PACKAGES}\n"
+        f"    export {VARIABLE}=~/fastamp-tflite/bin/python"
+    )
+
+
+def convert(program: bytes, shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, Any]) -> bytes:
+    """Convert a .pt2 file to a TFLite file with batch size 1; the metadata are in ``metadata.json`` of an appended zip.
+
+    Args:
+        program: content of the .pt2 file.
+        shapes: shape of each input, with -1 for the batch size.
+        metadata: metadata of the exported file.
+    """
+    inputs = {name: ([1, *shape[1:]], "float32" if name == "images" else "int64") for name, shape in shapes.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        source, output = Path(folder) / "model.pt2", Path(folder) / "model.tflite"
+        source.write_bytes(program)
+        _run_worker("convert", source, output, str(metadata["precision"]), json.dumps(inputs))
+        with zipfile.ZipFile(output, "a") as archive:  # the interpreter ignores it
+            archive.writestr("metadata.json", json.dumps(metadata, indent=2))
+        return output.read_bytes()
+
+
+def run(content: bytes, inputs: Mapping[str, Tensor]) -> Tensor:
+    """Compute the (B, D) float32 features of a batch with a TFLite file, image by image."""
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
+    packed = io.BytesIO()
+    np.savez(packed, **arrays)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.tflite"
+        path.write_bytes(content)
+        found = _run_worker("run", path, given=packed.getvalue())
+    return torch.from_numpy(np.load(io.BytesIO(found)))
+
+
+def _run_worker(*arguments: str | Path, given: bytes = b"") -> bytes:
+    """Execute ``tflite_worker.py``; return its output, or raise RuntimeError with the last line of its errors."""
+    command = [os.environ[VARIABLE], str(_WORKER), *map(str, arguments)]
+    # The environment may have another version of fastamp's requirements.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    result = subprocess.run(command, input=given, capture_output=True, check=False, env=environment)
+    if result.returncode:
+        lines = [line.strip() for line in result.stderr.decode(errors="replace").splitlines() if line.strip()]
+        raise RuntimeError(f"{VARIABLE}: {lines[-1] if lines else f'exit code {result.returncode}'}")
+    return result.stdout
