@@ -211,7 +211,7 @@ def _activation_ranges(model: Any, inputs: Sequence[dict[str, Tensor]]) -> Any:
     """Measure the minimum and maximum of each activation."""
     from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, create_calibrator
 
-    class Reader(CalibrationDataReader):
+    class Reader(CalibrationDataReader):  # type: ignore[misc]  # onnxruntime has no type hints
         def __init__(self, batch: dict[str, Tensor]) -> None:
             self.batches = [{name: tensor.numpy() for name, tensor in batch.items()}]
 
@@ -289,7 +289,8 @@ def _rounded(weights: np.ndarray, axis: int) -> np.ndarray:
     """Round weights to 8 bits, with one scale for each index of ``axis``."""
     others = tuple(each for each in range(weights.ndim) if each != axis)
     scale = np.maximum(np.abs(weights).max(others, keepdims=True), np.finfo(np.float32).tiny) / 127
-    return (np.round(weights / scale) * scale).astype(np.float32)
+    rounded: np.ndarray = (np.round(weights / scale) * scale).astype(np.float32)
+    return rounded
 
 
 def _range(ranges: Any, tensor: str) -> tuple[float, float]:
