@@ -60,8 +60,8 @@ class _Array(np.ndarray):
 class Scene:
     """Generated sequence with the features of its detections."""
 
-    def __init__(self, folder: Path, seed: int, model: CachedFeatures) -> None:
-        generate_sequence(folder, seed=seed)
+    def __init__(self, folder: Path, seed: int, frames: int, model: CachedFeatures) -> None:
+        generate_sequence(folder, seed=seed, frames=frames)
         self.seed, self.model, self.frames = seed, model, Frames(folder)
         self.detections, self.truth = read_boxes(folder / "det/det.txt"), read_boxes(folder / "gt/gt.txt")
         self.features = extract_features(self.frames, self.detections, embedder(model), batch=32)
@@ -95,7 +95,7 @@ def boxmot(sequence: Scene, *, reid: bool, **options: Any) -> TrackingMetrics:
 
     if reid:
         options["reid_model"] = BoxmotReID(sequence.model)  # type: ignore[arg-type]
-    tracker = BotSort(**options)
+    tracker = BotSort(use_embeddings=reid, **options)
     return measure_tracker(sequence, lambda table, frame: tracker.update(table, frame))
 
 
@@ -149,10 +149,12 @@ def main(argv: list[str] | None = None) -> int:
         "--choose", type=int, nargs="+", default=[10, 11, 12], help="sequences that choose the distance"
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="sequences of the results")
+    parser.add_argument("--frames", type=int, default=200, help="frames of each sequence (default: %(default)s)")
     args = parser.parse_args(argv)
     model = CachedFeatures(ExportedModel(args.model) if is_exported(args.model) else Predictor(args.model))
     with tempfile.TemporaryDirectory() as folder:
-        sequences = {seed: Scene(Path(folder) / str(seed), seed, model) for seed in (*args.choose, *args.seeds)}
+        seeds = (*args.choose, *args.seeds)
+        sequences = {seed: Scene(Path(folder) / str(seed), seed, args.frames, model) for seed in seeds}
         distances = {f"--max-distance {each:g}": partial(fastamp_track, distance=each) for each in DISTANCES}
         text, totals = table(distances, [sequences[seed] for seed in args.choose])
         print(text, end="\n\n")
