@@ -98,6 +98,7 @@ def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(pr
     assert str(tmp_path.parent).encode() not in content and b"/fastamp/" not in content  # no local paths
 
 
+@pytest.mark.slow
 def test_int8_export_takes_images_of_any_size_with_preprocessing_inside(predictor, tmp_path):
     options = {"preprocess": "inside", "color_order": "bgr", "calibration_images": 40, "tolerance": 100}
     report = export(predictor, tmp_path / "model.onnx", precision="int8", **options)
@@ -177,7 +178,8 @@ def test_int8_export_with_too_large_a_loss_writes_no_file(predictor, tmp_path, m
     assert not path.exists()
 
 
-@pytest.mark.parametrize("backbone", ["resnet 18x WITH_IBN", pytest.param("osnet_ain x0_25", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone", ["resnet 18x WITH_IBN", "osnet_ain x0_25"])
 def test_instance_norm_is_exported_in_evaluation_mode(demo, tmp_path, backbone):
     """The features of an image depend neither on the other images of the batch nor on its size."""
     path = tmp_path / "model.onnx"
