@@ -24,6 +24,7 @@ _ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
 _LEGACY_PICKLES = 5
 # Entries of a checkpoint that may hold the state dict; "model_state" is pycls's.
 _STATE_DICTS = ("model", "state_dict", "model_state")
+_EXPORTED = (".onnx", ".xml", ".tflite", ".engine")
 _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
@@ -264,9 +265,11 @@ def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) 
     ):  # neither archive nor pickle: the first bytes are more informative than PyTorch's error
         found = f"first bytes {start!r}" if start else ""
     detail = f"\n  found: {found or type(error).__name__}" if error else ""
+    fix = "copy or download the file again, or use an earlier checkpoint"
+    if path.suffix in _EXPORTED:
+        fix = "use the checkpoint from which the file was exported"
     return WeightsError(
-        f"cannot load weights file {path} ({path.stat().st_size} bytes): {cause}.{detail}\n"
-        "  fix: copy or download the file again, or use an earlier checkpoint"
+        f"cannot load weights file {path} ({path.stat().st_size} bytes): {cause}.{detail}\n  fix: {fix}"
     )
 
 

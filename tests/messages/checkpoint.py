@@ -82,6 +82,7 @@ def weights_files(record):
     record.file("empty.pth")
     record.file("truncated.pth", good.read_bytes()[:-50])
     record.file("html.pth", "<html>not found</html>")
+    record.file("exported.onnx", b"\x08\n")
     record.file("pointer.pth", "version https://git-lfs.github.com/spec/v1\n")
     record.file("flipped.pth", good.read_bytes())
     flip_byte(record.root / "flipped.pth")
@@ -104,7 +105,7 @@ def weights_files(record):
         torch.jit.save(torch.jit.script(nn.Linear(2, 2)), record.root / "script.pth")
     names = ["empty", "truncated", "html", "pointer", "flipped", "object", "link", "archive", "compressed", "script",
              "god"]  # fmt: skip
-    for path in [record.root, *(record.root / f"{name}.pth" for name in names)]:
+    for path in [record.root, record.root / "exported.onnx", *(record.root / f"{name}.pth" for name in names)]:
         with record(f"read_checkpoint {path}"):
             read_checkpoint(path)
     for title, code in hostile_pickles.PICKLES.items():
