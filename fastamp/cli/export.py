@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "output", metavar="OUT", help=f"output file; its suffix selects the format: {', '.join(FORMATS.values())}"
     )
     parser.add_argument(
-        "--format", choices=FORMATS, help="format; appends its suffix to OUT without one (default: that of the suffix)"
+        "--format",
+        choices=FORMATS,
+        help="format; its suffix is appended to OUT without one (default: that of OUT)",
     )
     parser.add_argument(
         "--precision",
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preprocess",
         choices=("outside", "inside"),
         default="outside",
-        help="resize images outside or inside of the exported model; inside, it takes uint8 images (B, H, W, C) of any "
+        help="resize images outside or inside the exported model; inside, it takes uint8 images (B, H, W, C) of any "
         "size (default: %(default)s)",
     )
     parser.add_argument(
@@ -126,8 +128,8 @@ def run(args: argparse.Namespace) -> int:
 def _path(output: str, format: str | None) -> Path:
     """Return the output file, with the suffix of ``--format`` if it has none."""
     path, suffix = Path(output), FORMATS.get(format or "", "")
-    if suffix and not path.suffix:
-        return path.with_suffix(suffix)
+    if suffix and path.name and path.suffix not in FORMATS.values():
+        return path.with_name(path.name + suffix)
     if suffix and path.suffix != suffix:
         raise ConfigError(
             f"--format {format} writes {suffix} files; got {output}.\n  fix: omit the suffix, or omit --format"

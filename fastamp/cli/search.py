@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 KINDS = ("flat", "ivf", "hnsw")
 PROBED, EF_SEARCH = 0.2, 128
+# Keys of the rows of results; a column of the gallery with such a name has another key.
+_OWN_KEYS = ("rank", "score", "probability", "path", "pid", "camid")
 _PLURALS = {"camera": "cameras", "identity": "identities"}
 
 
@@ -205,13 +207,18 @@ def _group_key(name: str, columns: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: if the gallery has no such column; the message lists the available columns.
     """
-    keys = {"identity": "pid", "camera": "camera"} | {each: each for each in columns}
+    keys = {"identity": "pid", "camera": "camera"} | {each: _column_key(each) for each in columns}
     if name in keys:
         return keys[name]
     raise ConfigError(
         f"--group-by: the gallery has no column {name!r}; available: {', '.join(keys)}.{did_you_mean(name, keys)}\n"
         "  fix: choose one of these, or extract the features again from a dataset with this column"
     )
+
+
+def _column_key(name: str) -> str:
+    """Return the key of the results' rows for a column of the gallery."""
+    return f"column.{name}" if name in _OWN_KEYS else name
 
 
 def _grouped(rows: list[dict[str, Any]], key: str | None) -> list[dict[str, Any]]:
@@ -256,7 +263,7 @@ def _rows(
     if result.boxes is not None:
         columns["box"] = result.boxes
     further = {
-        name: f"column.{name}" if name in (*columns, "rank") else name
+        name: f"column.{name}" if name in columns else _column_key(name)
         for name in result.columns
         if name in shown or not name.startswith(PROBABILITY_PREFIX)
     }

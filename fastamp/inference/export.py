@@ -164,7 +164,7 @@ def export(
     format = _check_arguments(path, precision, opset, tolerance, calibration_images)
     tolerance = TOLERANCE[precision] if tolerance is None else tolerance
     fixed_input_size(predictor.cfg, is_train=False, needed_by=NEEDED_BY)
-    preprocessing = _preprocessing(predictor, preprocess, color_order, normalization)
+    preprocessing = _preprocessing(predictor, preprocess, color_order, normalization, precision)
     if preprocessing is not None and format.max_batch is not None:
         raise ConfigError(
             f"--preprocess inside is not supported for {format.title} files, because their inputs have a fixed size.\n"
@@ -360,9 +360,9 @@ def _load_test_images(predictor: Predictor, data: str | None, max_images: int) -
 
 
 def _preprocessing(
-    predictor: Predictor, preprocess: str, color_order: str, normalization: bool
+    predictor: Predictor, preprocess: str, color_order: str, normalization: bool, precision: str
 ) -> Preprocessing | None:
-    """Build the preprocessing inside of the exported model; return None if it is outside."""
+    """Build the preprocessing inside the exported model; return None if it is outside."""
     check_choice("--preprocess", preprocess, ("outside", "inside"))
     check_choice("--color-order", color_order, COLOR_ORDERS)
     inside, channels = preprocess == "inside", predictor.cfg.INPUT.CHANNELS
@@ -370,6 +370,12 @@ def _preprocessing(
         raise ConfigError(
             "--preprocess inside includes the normalization, but --no-normalization was given.\n"
             "  fix: omit one of the two options"
+        )
+    if inside and precision == "int8" and predictor.resize.crop is not None:
+        # The calibration images are cropped: the file would crop them again.
+        raise ConfigError(
+            "--precision int8 with --preprocess inside does not support the center crop of INPUT.CROP.ENABLED True.\n"
+            "  fix: use --preprocess outside or --precision fp16"
         )
     if color_order == "bgr" and not (inside and channels == 3):
         found = f"INPUT.CHANNELS is {channels}" if inside else "--preprocess is outside"

@@ -31,6 +31,7 @@ Run = Callable[[dict[str, Tensor]], Tensor]
 """Function: dict of input tensors on the CPU -> (B, D) float32 features."""
 
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
+_ONNX_TORCH = (2, 7)
 _PROTOBUF_LIMIT = 2**31
 _LOWEST_OPSET = 18  # lowest opset of PyTorch's exporter
 
@@ -105,11 +106,12 @@ class Format:
                     f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
                     f'  fix: pip install "fastamp[{self.extra if package in self.packages else "export"}]"'
                 ) from error
-        if tuple(map(int, torch.__version__.split(".")[:2])) < self.lowest_torch:
+        lowest_torch = _ONNX_TORCH if precision == "int8" else self.lowest_torch  # int8 files are converted from ONNX
+        if tuple(map(int, torch.__version__.split(".")[:2])) < lowest_torch:
             raise ConfigError(
-                f"{self.title} export requires PyTorch {'.'.join(map(str, self.lowest_torch))} or later; found "
+                f"{self.title} export requires PyTorch {'.'.join(map(str, lowest_torch))} or later; found "
                 f"{torch.__version__}, which cannot export batch norm with current onnxscript versions.\n"
-                "  fix: upgrade PyTorch, or export a .pt2 file"
+                "  fix: upgrade PyTorch, or export a .pt2 file without --precision int8"
             )
         if self.check_environment is not None:
             self.check_environment()
@@ -351,7 +353,7 @@ def _tensorrt_runner(files: Files) -> Run:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", _ONNX, _onnx_content, _onnx_runner, lowest_torch=(2, 7), int8=True),
+    ".onnx": Format("ONNX", _ONNX, _onnx_content, _onnx_runner, lowest_torch=_ONNX_TORCH, int8=True),
     ".pt2": Format("torch.export", (), _pt2_content, _pt2_runner),
     ".xml": Format("OpenVINO", ("openvino",), _openvino_content, _openvino_runner, extra="openvino", int8=True),
     ".ts": Format("TorchScript", (), _torchscript_content, _torchscript_runner),
@@ -369,7 +371,7 @@ FORMATS = {
         _ONNX,
         _tensorrt_content,
         _tensorrt_runner,
-        lowest_torch=(2, 7),
+        lowest_torch=_ONNX_TORCH,
         check_environment=export_tensorrt.check_environment,
         max_batch=export_tensorrt.MAX_BATCH,
     ),

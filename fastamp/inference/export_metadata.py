@@ -61,6 +61,7 @@ def export_metadata(
             "l2": l2,
             "flip": cfg.TEST.FLIP.ENABLED,
             "metric": cfg.TEST.METRIC,
+            "protocol": cfg.TEST.PROTOCOL,
             "precision": precision,
         }
     )

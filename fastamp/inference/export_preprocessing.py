@@ -1,4 +1,4 @@
-"""Preprocessing inside of an exported model: uint8 images of any size are resized, cropped and converted to float32."""
+"""Preprocessing inside an exported model: uint8 images of any size are resized, cropped and converted to float32."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +17,8 @@ class Preprocessing(nn.Module):
     """Resize and crop images as ``Resize`` does, in operators that every export format supports.
 
     Each pass multiplies by the matrix of the interpolation weights, because the resizing operators of the runtimes do
-    not agree: OpenVINO on CPUs ignores ``antialias`` of an ONNX ``Resize`` with mode ``cubic`` (issue 35893), and
-    PyTorch exported bicubic resizing with a = -3/4 (issue 177138) instead of -1/2, the value of PIL.
+    not agree: OpenVINO on CPUs ignores ``antialias`` of an ONNX ``Resize`` with mode ``cubic`` (openvino#35893), and
+    PyTorch exported bicubic resizing with a = -3/4 (pytorch#177138) instead of -1/2, the value of PIL.
 
     Args:
         resize (Resize): transform of the evaluator, with a fixed output size.

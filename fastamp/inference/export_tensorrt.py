@@ -81,10 +81,15 @@ class Engine:
         self._context = self._engine.create_execution_context()
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Compute the (B, D) float32 features of inputs on the CPU."""
+        """Compute the (B, D) float32 features of inputs on the CPU, in batches of at most ``MAX_BATCH``."""
+        parts = zip(*(tensor.split(MAX_BATCH) for tensor in inputs.values()), strict=True)
+        return torch.cat([self._features(dict(zip(inputs, part, strict=True))) for part in parts])
+
+    def _features(self, inputs: Mapping[str, Tensor]) -> Tensor:
         tensors = {name: tensor.cuda().contiguous() for name, tensor in inputs.items()}
         for name, tensor in tensors.items():
-            self._context.set_input_shape(name, tuple(tensor.shape))
+            if not self._context.set_input_shape(name, tuple(tensor.shape)):
+                raise RuntimeError(f"the engine does not accept {name} of the shape {tuple(tensor.shape)}")
             self._context.set_tensor_address(name, tensor.data_ptr())
         features = torch.empty(tuple(self._context.get_tensor_shape("features")), device="cuda")
         self._context.set_tensor_address("features", features.data_ptr())

@@ -31,7 +31,9 @@ def check_environment() -> None:
     if python:
         code = "import importlib.metadata as m; m.version('litert-torch'); m.version('ai-edge-litert')"
         try:
-            result = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                [python, "-c", code], capture_output=True, text=True, check=False, env=_environment()
+            )
             if not result.returncode:
                 return
             problem = f"{VARIABLE} is {python}, which has no litert-torch"
@@ -76,12 +78,15 @@ def run(content: bytes, inputs: Mapping[str, Tensor]) -> Tensor:
     return torch.from_numpy(np.load(io.BytesIO(found)))
 
 
+def _environment() -> dict[str, str]:
+    """Return the environment variables of the other Python, which may have other versions of the requirements."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
 def _run_worker(*arguments: str | Path, given: bytes = b"") -> bytes:
     """Execute ``tflite_worker.py``; return its output, or raise RuntimeError with the last line of its errors."""
     command = [os.environ[VARIABLE], str(_WORKER), *map(str, arguments)]
-    # The environment may have another version of fastamp's requirements.
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    result = subprocess.run(command, input=given, capture_output=True, check=False, env=environment)
+    result = subprocess.run(command, input=given, capture_output=True, check=False, env=_environment())
     if result.returncode:
         lines = [line.strip() for line in result.stderr.decode(errors="replace").splitlines() if line.strip()]
         raise RuntimeError(f"{VARIABLE}: {lines[-1] if lines else f'exit code {result.returncode}'}")

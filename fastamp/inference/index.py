@@ -459,7 +459,7 @@ def open_gallery(
 
     Args:
         gallery: mutable gallery; index file; extraction file, whose name ends in ``.npz``; or folder of images.
-        of: predictor whose model must match the model of the gallery; required for a folder. Default: None, no check.
+        of: model that must match the model of the gallery; required for a folder. Default: None, no check.
         index: index file of an extraction. Default: the file next to the extraction with the suffix ``.index``.
         kind: kind of index to build, see ``build_index``. An existing index of a different kind is replaced.
             Default: ``"auto"``, which accepts an existing index of any kind.

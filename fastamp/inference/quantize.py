@@ -109,7 +109,8 @@ def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImag
     )
     images = spread_over_identities(dataset.labels, count)
     loader = build_unaugmented_loader(cfg, dataset, torch.device("cpu"), images=images)
-    return CalibrationImages(names, len(images), list(loader))
+    titles = ", ".join(name.rpartition("/")[2] for name in cfg.DATASETS.NAMES)  # without folders
+    return CalibrationImages(titles, len(images), list(loader))
 
 
 def spread_over_identities(labels: np.ndarray, count: int) -> list[int]:

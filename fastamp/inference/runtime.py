@@ -17,6 +17,7 @@ from torch import Tensor
 from fastamp.data.decode import LARGEST_PIXELS
 from fastamp.data.transforms import Resize
 from fastamp.evaluation.calibration import Calibration, read_calibration
+from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
 from fastamp.utils.env import available_cores
@@ -64,7 +65,10 @@ class ExportedModel(FeatureModel):
                 "  fix: use the checkpoint, or a model without camera, view or modality inputs"
             )
         self.metadata: dict[str, Any] = {name: _value(text) for name, text in texts.items()}
-        size, crop = self.metadata["resize"], self.metadata["center_crop"]
+        self.metadata["config_hash"] = texts["config_hash"]  # may have the form of a number
+        self._is_preprocessed = self.metadata.get("preprocess") != "inside"
+        # With preprocessing inside, the file crops. Resizing images that already have the size does not change them.
+        size, crop = self.metadata["resize"], self.metadata["center_crop"] if self._is_preprocessed else None
         self._resize = Resize(
             size=tuple(size),
             crop=None if crop is None else (crop[0], crop[1]),
@@ -81,7 +85,7 @@ class ExportedModel(FeatureModel):
 
     @property
     def resize(self) -> Resize:
-        """Transform that resizes and crops input images."""
+        """Transform of input images: resizes them, and crops them unless the file does."""
         return self._resize
 
     @property
@@ -92,8 +96,13 @@ class ExportedModel(FeatureModel):
     @property
     def config_hash(self) -> str:
         """Hash of the checkpoint; another one if Euclidean distances differ because of features of unit length."""
-        found = str(self.metadata["config_hash"])
+        found: str = self.metadata["config_hash"]
         return f"{found}-l2" if self.metadata["l2"] and self.metric == "euclidean" else found
+
+    @property
+    def protocol(self) -> Protocol:
+        """Evaluation protocol of the checkpoint; market1501 if the file does not name it."""
+        return Protocol(metric=self.metric, rule=self.metadata.get("protocol", "market1501"))
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -166,8 +175,7 @@ class ExportedModel(FeatureModel):
                 loaded = {row: self._load(image, color) for row, image in block}
                 pixels = {row: each for row, each in loaded.items() if each is not None}
                 if pixels:
-                    batch = torch.stack(list(pixels.values()))
-                    features.append(self._compute(batch.flip(1) if later else batch))
+                    features.append(self._compute(list(pixels.values()), reverse=later))
                     rows += pixels
         if len(rows) == len(found):
             return torch.cat(features)
@@ -198,7 +206,7 @@ class ExportedModel(FeatureModel):
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
         starts = range(0, len(images), _BATCH)
-        return torch.cat([self._compute(torch.stack(list(images[start : start + _BATCH]))) for start in starts])
+        return torch.cat([self._compute(images[start : start + _BATCH]) for start in starts])
 
     def _is_color_array(self, image: Any) -> bool:
         return self.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
@@ -211,16 +219,28 @@ class ExportedModel(FeatureModel):
     def _decode(self, image: Image, color: str) -> Tensor:
         return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self._resize.least_side)
 
-    def _compute(self, batch: Tensor) -> Tensor:
-        """Compute the features of resized images (B, C, H, W) uint8."""
-        if self.metadata.get("preprocess") == "inside":  # which does not change images of the input size
-            if self.metadata["color_order"] == "BGR":
-                batch = batch.flip(1)
-            return torch.from_numpy(self._run(batch.movedim(1, -1).contiguous().numpy()))
-        values = batch.float()
-        if self._normalization is not None:
-            values.sub_(self._normalization[0]).div_(self._normalization[1])
-        return torch.from_numpy(self._run(values.numpy()))
+    def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> Tensor:
+        """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""
+        if len({image.shape for image in images}) > 1:  # to be cropped by the file
+            return torch.cat([self._compute([image], reverse=reverse) for image in images])
+        batch = torch.stack(list(images))
+        if not self._is_preprocessed:
+            reverse ^= self.metadata["color_order"] == "BGR"
+        if reverse:
+            batch = batch.flip(1)
+        if self._is_preprocessed:
+            values = batch.float()
+            if self._normalization is not None:
+                values.sub_(self._normalization[0]).div_(self._normalization[1])
+        else:
+            values = batch.movedim(1, -1).contiguous()
+        features = torch.from_numpy(self._run(values.numpy()))
+        if not torch.isfinite(features).all():
+            raise DataError(
+                f"{self.checkpoint} computes features that are not finite.\n"
+                "  fix: export the model with --precision float32"
+            )
+        return features
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:
@@ -234,6 +254,8 @@ def _open(path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
         raise ConfigError(
             f"{path} cannot be run.\n  fix: export the model to a file that ends in {' or '.join(_RUNTIMES)}"
         )
+    if not path.exists():
+        raise WeightsError(f"{path} not found.\n  fix: correct the path")
     package, extra, open_file = _RUNTIMES[path.suffix]
     try:
         runtime = importlib.import_module(package)

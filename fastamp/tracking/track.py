@@ -32,10 +32,10 @@ class Model(Protocol):
 
 
 def embedder(model: Model, **options: Any) -> Embed:
-    """Return a function that computes the features of crops with a ``Predictor``.
+    """Return a function that computes the features of crops.
 
     Args:
-        model: predictor.
+        model: ``Predictor`` or ``ExportedModel``.
         options: further arguments of ``Predictor.features`` with one value for all images: ``camids``, ``viewids``.
     """
 

@@ -128,8 +128,12 @@ def write_atomically(path: str | os.PathLike[str], write: Callable[[Any], None])
 def write_together(contents: Mapping[Path, bytes]) -> None:
     """Write files that belong together: temporary files are renamed after all of them are complete.
 
+    An old version of the last file is removed before the others are renamed, so that files of two versions are never
+    read together: if the process ends while it renames them, the last file is missing.
+
     Raises:
-        WriteError: if a file cannot be written. Temporary files are removed; existing files are left unchanged.
+        WriteError: if a file cannot be written. Temporary files are removed; unless the error occurs while they are
+            renamed, existing files are left unchanged.
     """
     temporary: dict[Path, Path] = {}
     try:
@@ -138,6 +142,10 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
                 if path.is_dir():
                     raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
                 temporary[path] = _write_temporary(path, partial(_write_bytes, content))
+        if len(contents) > 1:
+            last = list(contents)[-1]
+            with writing(last):
+                last.unlink(missing_ok=True)
         for path, file in temporary.items():
             with writing(path):
                 os.replace(file, path)

@@ -65,6 +65,21 @@ def test_failures_of_tensorrt_are_reported_and_write_no_file(predictor, tensorrt
     assert not list(tmp_path.iterdir())
 
 
+def test_engine_computes_larger_batches_in_parts(monkeypatch):
+    from fastamp.inference.export_tensorrt import Engine
+
+    engine, sizes = Engine.__new__(Engine), []
+
+    def features(inputs):
+        sizes.append({name: len(each) for name, each in inputs.items()})
+        return inputs["images"].flatten(1).sum(1, keepdim=True) + inputs["camids"][:, None]
+
+    monkeypatch.setattr(engine, "_features", features, raising=False)
+    inputs = {"images": torch.rand(70, 3, 2, 2), "camids": torch.arange(70)}
+    torch.testing.assert_close(engine(inputs), inputs["images"].sum((1, 2, 3))[:, None] + inputs["camids"][:, None])
+    assert sizes == [{"images": size, "camids": size} for size in (32, 32, 6)]
+
+
 def test_machine_without_tensorrt_or_gpu_is_reported(predictor, tmp_path, monkeypatch):
     for module, cause in ((None, "tensorrt"), (mock.MagicMock(), "NVIDIA GPU, because")):
         monkeypatch.setitem(sys.modules, "tensorrt", module)

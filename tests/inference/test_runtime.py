@@ -82,6 +82,20 @@ def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor
         exported.require_attributes()
 
 
+@pytest.mark.parametrize("size", ["(64, 32)", "(40,)"])
+def test_file_with_preprocessing_inside_crops_once(checkpoint, tmp_path, size):
+    pytest.importorskip("onnxruntime")
+    opts = ["INPUT.SIZE_TEST", size, "INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", "(32, 16)"]
+    predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32", *opts])
+    export(predictor, tmp_path / "model.onnx", preprocess="inside", color_order="bgr", data="")
+    model = ExportedModel(tmp_path / "model.onnx", threads=1)
+    expected = predictor.features(images())
+    assert_close(model.features(images()), expected)
+    assert_close(model.features_of_preprocessed([model.preprocess(image) for image in images()]), expected)
+    arrays = [images()[0], images()[0][:50]]
+    assert_close(model.features(arrays, color="bgr"), predictor.features(arrays, color="bgr"))
+
+
 @pytest.mark.parametrize("metric, l2, hashes_are_equal", [("cosine", True, True), ("euclidean", True, False)])
 def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metric, l2, hashes_are_equal):
     pytest.importorskip("onnxruntime")

@@ -524,6 +524,10 @@ def exports(record, predictor, checkpoint):
         mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "python"}),
     ):
         export(predictor, record.root / "model.tflite", preprocess="inside", data="")
+    with record("int8 with a crop inside"):
+        crop = ["INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", "(32, 16)"]
+        cropped = type(predictor)(checkpoint, device="cpu", opts=crop)
+        export(cropped, record.root / "model.onnx", precision="int8", preprocess="inside")
     failed = SimpleNamespace(returncode=1, stderr=b"ValueError: cannot convert")
     with (
         record("TFLite conversion that fails"),
@@ -568,6 +572,8 @@ def exported_files(record, predictor):
     for damaged in (path, record.file("model.pt2", "x")):
         with record(f"damaged file {damaged.name}"):
             ExportedModel(damaged)
+    with record("missing ONNX file"):
+        ExportedModel(record.root / "missing.onnx")
     with record("ONNX file without onnxruntime"), mock.patch.dict(sys.modules, {"onnxruntime": None}):
         ExportedModel(path)
     metadata = {"config_hash": "0", "resize": "[64, 32]", "center_crop": "null", "interpolation": "bicubic"}
@@ -592,6 +598,9 @@ def exported_files(record, predictor):
                 model.require_attributes()
     with record("folder with an exported file"), mock.patch("onnxruntime.InferenceSession", return_value=session):
         open_gallery(record.root, of=ExportedModel(path))
+    session.run.return_value = [np.full((2, 4), np.nan, dtype=np.float32)]
+    with record("features that are not finite"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+        ExportedModel(path).features(list(frames))
     with record("image without pixels"), mock.patch("onnxruntime.InferenceSession", return_value=session):
         ExportedModel(path).preprocess(frames[:, :0][0])
 
