@@ -70,7 +70,8 @@ def dot_product_attention(
 
     On a CPU, low-precision inputs that require gradients are cast to float32 and the result is cast back: the backward
     pass of PyTorch's bfloat16 kernel takes 2.4 times as long as the one in float32 (``tools/benchmark/attention.py``),
-    and its gradients are less accurate. Without gradients, and so in exported models, nothing is cast.
+    and its gradients are less accurate. Without gradients, and so in exported models, nothing is cast, so that the
+    results of training and evaluation differ by the rounding to the low precision.
 
     Args:
         queries (torch.Tensor): (B, heads, N, D) float.
@@ -81,7 +82,8 @@ def dot_product_attention(
     Returns:
         torch.Tensor: (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
     """
-    if queries.requires_grad and queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
+    needs_gradients = any(each.requires_grad for each in (queries, keys, values))
+    if needs_gradients and queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
         return _attention_in_float32(queries, keys, values, **options).to(queries.dtype)
     return F.scaled_dot_product_attention(queries, keys, values, **options)
 

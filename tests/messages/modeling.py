@@ -88,6 +88,7 @@ def models(record):
         ("MODEL.META_ARCHITECTURE", "MGN"),
         ("MODEL.META_ARCHITECTURE", "LightMBN"),
         ("MODEL.META_ARCHITECTURE", "LightMBN", "MODEL.HEADS.EMBEDDING_DIM", "8"),
+        ("MODEL.META_ARCHITECTURE", "LightMBN", "MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.HEADS.NAME", "FCHead"),
         ("MODEL.META_ARCHITECTURE", "LightMBN", "MODEL.HEADS.EMBEDDING_DIM", "8", "MODEL.BACKBONE.NAME",
          "build_osnet_backbone", "MODEL.BACKBONE.DEPTH", "x0_25", "MODEL.BACKBONE.FEAT_DIM", "128",
          "MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPooling"),

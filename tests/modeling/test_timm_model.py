@@ -107,9 +107,9 @@ def test_timm_backbone_returns_map_before_a_head_that_pools():
 )
 def test_patches_of_other_transformers_are_a_map(name, size, learned):
     backbone = build(name, "MODEL.BACKBONE.FEATURE", "patches", size=size).eval()
-    x = torch.randn(1, 3, *size)
+    x = torch.randn(2, 3, *size)
     with torch.no_grad():
-        tokens = backbone.model(x)[:, learned:]
+        tokens = backbone.model.forward_features(x)[:, learned:]
         rows = round((2 * tokens.shape[1]) ** 0.5)
         assert backbone(x).shape[2:] == (rows, rows // 2)
         torch.testing.assert_close(backbone(x).flatten(2), tokens.transpose(1, 2))

@@ -131,7 +131,7 @@ def test_infer_grid_returns_square_or_nearest_aspect_ratio():
     assert infer_grid(210, like=(16, 8)) == (21, 10)
     assert infer_grid(128, like=(21, 10)) == (16, 8)
     assert infer_grid(128, like=(8, 16)) == (8, 16)
-    # High and wide grids are as near: files of people have high ones.
+    # Tall and wide grids are equally near: files of people have tall ones.
     assert infer_grid(128, like=(16, 16)) == (16, 8)
     assert infer_grid(192, like=(16, 8)) == (24, 8)
 

@@ -445,7 +445,7 @@ def _unsupported_size(cfg: Any, name: str, probe: nn.Module, error: Exception) -
 def _change_size(key: str, model: nn.Module) -> str:
     """Describe how to change the size of the images to that in timm's config of the model."""
     size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size")
-    return f"change {key}, e.g. to {tuple(size[1:])}, the size of its training" if size else f"change {key}"
+    return f"change {key}, e.g. to {tuple(size[1:])}, its training size" if size else f"change {key}"
 
 
 def _map_width_before_head(model: nn.Module, channels: int, size: tuple[int, int]) -> int:

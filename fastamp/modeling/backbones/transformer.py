@@ -87,7 +87,7 @@ def patch_grid(size: tuple[int, int], patch: tuple[int, int], stride: tuple[int,
 def factors_like(patches: int, ratio: float) -> tuple[int, int]:
     """Return the ``(rows, columns)`` with ``patches`` cells whose ratio rows / columns is nearest to ``ratio``.
 
-    If a high and a wide grid are as near, e.g. 16 x 8 and 8 x 16 for a ratio of 1, it is the high one.
+    If a tall and a wide grid are equally near, e.g. 16 x 8 and 8 x 16 for a ratio of 1, the tall one is returned.
     """
     divisors = (number for number in range(patches, 0, -1) if patches % number == 0)
     rows = min(divisors, key=lambda number: round(abs(math.log(number * number / patches / ratio)), 9))

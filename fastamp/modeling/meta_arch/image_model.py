@@ -216,12 +216,13 @@ class ImageModel(nn.Module):
                     f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}, but the "
                     f"config has {getattr(self, name).flatten().tolist()}"
                 )
-        is_mgn = any(name.startswith("b1_head.") for name in state)
-        if is_mgn != hasattr(self, "b1_head"):
-            notes.append(
-                f"the weights are{'' if is_mgn else ' not'} of MODEL.META_ARCHITECTURE MGN, but the model is"
-                f"{' not' if is_mgn else ''}"
-            )
+        for architecture, head in (("MGN", "b1_head"), ("LightMBN", "average_head")):
+            found = any(name.startswith(f"{head}.") for name in state)
+            if found != hasattr(self, head):
+                weights, model = ("", " not") if found else (" not", "")
+                notes.append(
+                    f"the weights are{weights} of MODEL.META_ARCHITECTURE {architecture}, but the model is{model}"
+                )
         return whole_model_names(state, self.backbone, notes)
 
     adopt_state = renamed_attribute("adopt_state", "convert_state_dict")

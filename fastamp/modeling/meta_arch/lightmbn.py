@@ -63,7 +63,10 @@ class LightMBN(MultiBranchModel):
     Structure, drop ratio and losses are those of the authors' program (github.com/jixunbo/LightMBN, model ``LMBN_n``),
     whose files ``convert_state_dict`` reads; where the paper differs from the program is not known. Differs: with
     ``TEST.FLIP``, the features of an image and its mirror image are averaged after they are scaled to unit length; the
-    authors add them before. The published accuracy has not been reproduced here.
+    authors add them before. Anchors of the multi-similarity loss with only positive or only negative mined pairs
+    contribute to it; the authors skip them. The shared convolution and the block of the global branch are initialized
+    as the others; the authors' program leaves PyTorch's initialization. Its current version starts from an OSNet with
+    IBN (``MODEL.BACKBONE.WITH_IBN``). The published accuracy has not been reproduced here.
 
     Args:
         backbone (OSNet): an OSNet; its layers are moved into this module, and its weights initialize all branches.
@@ -74,7 +77,7 @@ class LightMBN(MultiBranchModel):
         drop_ratio (float): fraction of the rows that are removed, in 0..1. Default 0.33.
     """
 
-    trunks = ("backbone", *_BRANCHES)
+    trunks = ("backbone", *_BRANCHES, "drop_block")
     head_names = HEADS
     pair_features: ClassVar = {name: (name,) for name in ("average", "drop", "whole")}
     mean_over_heads = False
@@ -113,14 +116,20 @@ class LightMBN(MultiBranchModel):
         """Build the model configured in ``MODEL`` for images with ``INPUT.CHANNELS`` channels.
 
         Raises:
-            ConfigError: if the backbone is not an OSNet, ``EMBEDDING_DIM`` is 0, or a loss has learnable parameters;
-                see also ``normalization``, ``build_backbone``, ``build_heads`` and ``build_losses``.
+            ConfigError: if the backbone is not an OSNet, the head is ``FCHead``, ``EMBEDDING_DIM`` is 0, or a loss has
+                learnable parameters; see also ``normalization``, ``build_backbone``, ``build_heads`` and
+                ``build_losses``.
         """
         width = cfg.MODEL.HEADS.EMBEDDING_DIM
         if width == 0:
             raise ConfigError(
                 "MODEL.HEADS.EMBEDDING_DIM is 0, but LightMBN requires the width of its seven features.\n"
                 "  fix: set MODEL.HEADS.EMBEDDING_DIM, e.g. to 512 as in the paper"
+            )
+        if cfg.MODEL.HEADS.NAME == "FCHead":  # whose layer before the neck would have to have this width
+            raise ConfigError(
+                "MODEL.META_ARCHITECTURE=LightMBN does not support MODEL.HEADS.NAME=FCHead.\n"
+                "  fix: set MODEL.HEADS.NAME to EmbeddingHead"
             )
         backbone = build_backbone(cfg)
         if type(backbone) is not OSNet:
