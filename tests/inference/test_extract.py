@@ -285,7 +285,9 @@ def test_extraction_raises_if_source_or_output_is_invalid(predictor, images, tmp
 def test_commands_check_paths_before_the_model_is_loaded(command, words, images, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     module_name = command.__name__.rpartition(".")[2]
-    monkeypatch.setattr(command, "predictor_of", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(
+        command, "model_of" if command is search else "predictor_of", lambda *_: pytest.fail("the model is loaded")
+    )
     assert main([module_name, "logs/run", *words]) == 2
     text = capsys.readouterr().err
     assert ("nowhere" in text or "out.txt" in text) and "fix:" in text

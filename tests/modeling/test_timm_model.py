@@ -109,7 +109,8 @@ def test_patches_of_other_transformers_are_a_map(name, size, learned):
     backbone = build(name, "MODEL.BACKBONE.FEATURE", "patches", size=size).eval()
     x = torch.randn(2, 3, *size)
     with torch.no_grad():
-        tokens = backbone.model.forward_features(x)[:, learned:]
+        model = backbone.model
+        tokens = model.forward_head(model.forward_features(x), pre_logits=True)[:, learned:]
         rows = round((2 * tokens.shape[1]) ** 0.5)
         assert backbone(x).shape[2:] == (rows, rows // 2)
         torch.testing.assert_close(backbone(x).flatten(2), tokens.transpose(1, 2))
