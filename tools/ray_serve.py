@@ -12,17 +12,18 @@ field `ids`. There are no API key, limits and pages, as in `fastamp serve`: put 
 
 import argparse
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from starlette.requests import Request
-from starlette.responses import JSONResponse
 
 from fastamp import Predictor
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.gallery_store import Item
 from fastamp.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
 
 
 class Model:
@@ -69,7 +70,9 @@ class Routes:
     def __init__(self, model: Any, gallery: Any) -> None:
         self._model, self._gallery = model, gallery
 
-    async def __call__(self, request: Request) -> Any:
+    async def __call__(self, request: "Request") -> Any:
+        from starlette.responses import JSONResponse
+
         form = await request.form(max_files=32)
         images = [await each.read() for each in form.getlist("images") if not isinstance(each, str)]
         if not images:

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _standalone(path: Path) -> str:
-    """Read a recipe, with the name of its base file instead of the relative path and with the project of the recipe.
+    """Read a recipe, with the names of its base files instead of relative paths and with the project of the recipe.
 
     A copy of the result works in any folder.
     """
@@ -55,7 +55,9 @@ def _standalone(path: Path) -> str:
     for number, line in enumerate(lines):
         key, colon, base = line.partition(":")
         if key == "_BASE_" and colon:
-            lines[number] = f"_BASE_: {_name_of(path.parent / base.strip().strip(_QUOTES))}\n"
+            files = [each.strip().strip(_QUOTES) for each in base.strip().strip("[]").split(",")]
+            names = ", ".join(_name_of(path.parent / file) for file in files)
+            lines[number] = f"_BASE_: {f'[{names}]' if base.strip().startswith('[') else names}\n"
     project = project_of(path)
     return "".join(lines) + (f"\n{PROJECTS_KEY}: [{project}]\n" if project else "")
 

@@ -51,7 +51,7 @@ def run(path: str) -> None:
     interpreter = Interpreter(model_path=path, num_threads=1)
     signature = interpreter.get_signature_runner()
     types = {name: details["dtype"] for name, details in signature.get_input_details().items()}
-    with np.load(io.BytesIO(sys.stdin.buffer.read())) as arrays:
+    with np.load(io.BytesIO(sys.stdin.buffer.read()), allow_pickle=False) as arrays:
         inputs = {name: arrays[name].astype(dtype) for name, dtype in types.items()}
     rows = []
     for i in range(len(inputs["images"])):

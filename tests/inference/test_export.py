@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from fastamp.inference.export_formats import FORMATS, ExportError, Format
 from fastamp.inference.parity import RankedImages
 from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.modeling.backbones import vit
-from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
+from fastamp.utils.errors import ConfigError, DataError, WriteError
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/export.md"
 needs_onnx = pytest.mark.skipif(
@@ -93,7 +94,7 @@ def loaded(path):
             "metric",
             "precision",
         )
-        texts += ("aspect", "interpolation")
+        texts += ("aspect", "interpolation", "license", "model_hash", "preprocess", "protocol")
         metadata = {key: value if key in texts else json.loads(value) for key, value in metadata.items()}
     else:
         files = {"metadata.json": ""}
@@ -117,6 +118,10 @@ def test_inference_code_in_export_guide_reproduces_predictor_features(
     assert metadata == {
         "fastamp_version": fastamp.__version__,
         "config_hash": predictor.config_hash,
+        "model_hash": hashlib.sha256(Path(checkpoint).read_bytes()).hexdigest(),
+        "license": "unknown",
+        "preprocess": "outside",
+        "protocol": predictor.cfg.TEST.PROTOCOL,
         "input_size": [64, 32],
         "resize": [64, 32],
         "aspect": "stretched",
@@ -360,10 +365,10 @@ def missing(*args):
 
 
 @needs_onnx
-def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monkeypatch):
+def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monkeypatch, capsys):
     (tmp_path / "folder.onnx").mkdir()
     for path, options, message in (
-        ("model.engine", {}, r"model.*\.onnx.*\.pt2"),
+        ("model.bin", {}, r"model.*\.onnx.*\.pt2"),
         ("model", {}, r"model.*\.onnx.*\.pt2"),
         ("folder.onnx", {}, "folder.onnx"),
         ("nowhere/model.pt2", {}, "nowhere"),
@@ -379,10 +384,8 @@ def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monke
         export(predictor, tmp_path / "model.onnx")
     content = torch.load(checkpoint, weights_only=True)
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="config"):
-        command.run(
-            argparse.Namespace(checkpoint=tmp_path / "bare.pth", device="cpu", plugin="", key_values=[], opts=[])
-        )
+    assert run(tmp_path / "bare.pth", tmp_path / "model.onnx", "--device", "cpu") == 2
+    assert "config" in capsys.readouterr().err
     assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 
