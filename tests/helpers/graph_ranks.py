@@ -1,4 +1,4 @@
-"""Train with GraphTrainer in two processes: graph_ranks.py FOLDER KEY VALUE ... Saves FOLDER/RANK.pth."""
+"""Train with GraphTrainer: graph_ranks.py FOLDER PROCESSES KEY VALUE ... Each process saves FOLDER/RANK.pth."""
 
 import sys
 from pathlib import Path
@@ -33,4 +33,4 @@ def main(folder: Path, options: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_forked(main, 2, Path(sys.argv[1]), Path(sys.argv[1]), sys.argv[2:])
+    run_forked(main, int(sys.argv[2]), Path(sys.argv[1]), Path(sys.argv[1]), sys.argv[3:])

@@ -197,17 +197,19 @@ def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
 
 @pytest.mark.slow
 def test_two_processes_share_the_graph_which_is_that_of_one(demo):
-    options = [*RUN, "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP.ENABLED", "False"]
-    subprocess.run([sys.executable, graph_ranks.__file__, demo, *options], check=True, timeout=120)
-    ranks = [torch.load(demo / f"{rank}.pth") for rank in range(2)]
-    graphs = [rank["graphs"] for rank in ranks]
-    assert len(graphs[0]) == len(graphs[1]) == 32
-    assert all(torch.equal(*pair) for pair in zip(*graphs, strict=True))
-    assert not torch.equal(graphs[0][0], graphs[0][16])
-    assert all(torch.equal(value, ranks[1]["parameters"][name]) for name, value in ranks[0]["parameters"].items())
-    one = trainer_of(demo / "one", *options[len(RUN) :]).trainer
-    one.start_epoch()
-    assert torch.equal(torch.from_numpy(one.sampler.nearest), graphs[0][0])
+    found = {}
+    for count in (1, 2):
+        folder = demo / f"{count} processes"
+        folder.mkdir()
+        options = [*RUN, "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP.ENABLED", "False"]
+        subprocess.run([sys.executable, graph_ranks.__file__, folder, str(count), *options], check=True, timeout=120)
+        found[count] = [torch.load(folder / f"{rank}.pth") for rank in range(count)]
+    first, second = found[2]
+    assert len(first["graphs"]) == len(second["graphs"]) == 32
+    assert all(torch.equal(*pair) for pair in zip(first["graphs"], second["graphs"], strict=True))
+    assert not torch.equal(first["graphs"][0], first["graphs"][16])
+    assert all(torch.equal(value, second["parameters"][name]) for name, value in first["parameters"].items())
+    assert torch.equal(found[1][0]["graphs"][0], first["graphs"][0])
 
 
 def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(demo):
