@@ -1,7 +1,7 @@
 """Conversion of input images: paths, contents of files, PIL images, arrays, tensors, and boxes in a frame."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,32 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels)
     return with_channels(_as_tensor(image, color), channels)
+
+
+def crop_frame(
+    images: Image | Sequence[Image], boxes: Any, color: str, decode: Callable[[Image, str], Tensor]
+) -> tuple[list[Any], str]:
+    """Crop boxes from the only image with ``crop_boxes``, and return the crops and their channel order.
+
+    Args:
+        images: one image, the frame.
+        boxes: see ``as_boxes``.
+        color: channel order of arrays and tensors.
+        decode: function (image, color) -> (C, H, W) uint8 RGB, for other images.
+
+    Raises:
+        DataError: if there is not exactly one image; see also ``as_boxes`` and ``crop_boxes``.
+    """
+    frames, corners = as_list(images), as_boxes(boxes)
+    if len(frames) != 1:
+        raise DataError(
+            f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
+            "  fix: extract the features of one frame per call"
+        )
+    frame = frames[0]
+    if not isinstance(frame, (np.ndarray, Tensor)):
+        frame, color = decode(frame, color), "rgb"
+    return list(crop_boxes(frame, corners)), color
 
 
 def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarray | Tensor]:

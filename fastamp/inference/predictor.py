@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from torch import Tensor
 
@@ -24,7 +23,7 @@ from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
+from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
 from fastamp.inference.index import GalleryIndex
 from fastamp.modeling import load_model
 from fastamp.modeling.heads import ClasHead
@@ -345,7 +344,7 @@ class Predictor(FeatureModel):
         """Apply ``compute`` to batches of images; return (N, width) float32, by default as wide as the features."""
         check_choice("color", color, COLORS)
         if boxes is not None:
-            images, color = self._crop(images, boxes, color)
+            images, color = crop_frame(images, boxes, color, self._decode)
         else:
             images = as_list(images)
         ids = self._inputs(len(images), **ids)
@@ -461,19 +460,6 @@ class Predictor(FeatureModel):
         """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
         transforms = self._transforms
         return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
-
-    def _crop(self, images: Image | Sequence[Image], boxes: Any, color: str) -> tuple[list[np.ndarray | Tensor], str]:
-        """Crop boxes from a frame with ``crop_boxes``, and return the crops and their channel order."""
-        frames, corners = as_list(images), as_boxes(boxes)
-        if len(frames) != 1:
-            raise DataError(
-                f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
-                "  fix: extract the features of one frame per call"
-            )
-        frame = frames[0]
-        if isinstance(frame, (str, os.PathLike, bytes, PIL.Image.Image)):
-            frame, color = self._decode(frame, color), "rgb"
-        return crop_boxes(frame, corners), color
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.

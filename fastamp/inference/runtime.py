@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,10 +20,12 @@ from fastamp.data.transforms import Resize
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_boxes, as_list, crop_boxes, decode
+from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
 from fastamp.utils.files import check_not_device, expand
+
+logger = logging.getLogger(__name__)
 
 # Larger batches do not fit the cache: 32 images of 256 x 128 took 2 % longer at once, and one by one 15 to 40 % longer
 # (OSNet x0.25, ONNX Runtime and OpenVINO, one thread).
@@ -108,7 +111,14 @@ class ExportedModel(FeatureModel):
     def calibration(self) -> Calibration | None:
         """Calibration in the file; None if there is none, or if it is for other features."""
         state = self.metadata.get("calibration")
-        if state is None or state.get("config_hash") != self.config_hash:
+        if state is None:
+            return None
+        if state.get("config_hash") != self.config_hash:
+            logger.warning(
+                "%s: its calibration is not used, because it is for features that are not L2-normalized.\n"
+                "  fix: export the model without --l2",
+                self.checkpoint,
+            )
             return None
         curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities")}
         return read_calibration({"calibration": state | curve}, self.checkpoint)
@@ -164,7 +174,7 @@ class ExportedModel(FeatureModel):
             )
         found = as_list(images)
         if boxes is not None:
-            found, color = self._crop(found, boxes, color)
+            found, color = crop_frame(found, boxes, color, self._decode)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in found)
         color = "rgb" if later else color
@@ -182,18 +192,6 @@ class ExportedModel(FeatureModel):
         result = torch.full((len(found), self.feature_dim), torch.nan)
         result[rows] = torch.cat(features)
         return result
-
-    def _crop(self, frames: list[Image], boxes: Any, color: str) -> tuple[list[Image], str]:
-        """Crop boxes from the only frame, and return the crops and their channel order."""
-        if len(frames) != 1:
-            raise DataError(
-                f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
-                "  fix: extract the features of one frame per call"
-            )
-        frame = frames[0]
-        if not isinstance(frame, (np.ndarray, Tensor)):
-            frame, color = self._decode(frame, color), "rgb"
-        return list(crop_boxes(frame, as_boxes(boxes))), color
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
         """Decode and resize an image; see ``Predictor.preprocess``."""

@@ -596,6 +596,11 @@ def exported_files(record, predictor):
                 model.features(frames[0], camids=value)
             else:
                 model.require_attributes()
+    with record("calibration of other features"), mock.patch("onnxruntime.InferenceSession", return_value=session):
+        others = {"calibration": '{"config_hash": "1"}', "l2": "true", "metric": "euclidean"}
+        session.get_modelmeta.return_value.custom_metadata_map = metadata | others
+        assert ExportedModel(path).calibration is None
+    session.get_modelmeta.return_value.custom_metadata_map = metadata
     with record("folder with an exported file"), mock.patch("onnxruntime.InferenceSession", return_value=session):
         open_gallery(record.root, of=ExportedModel(path))
     session.run.return_value = [np.full((2, 4), np.nan, dtype=np.float32)]
