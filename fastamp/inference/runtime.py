@@ -4,15 +4,13 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp.data.decode import LARGEST_PIXELS
@@ -21,7 +19,7 @@ from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
-from fastamp.utils.env import available_cores
+from fastamp.inference.sessions import Session, open_onnx, open_openvino
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
 from fastamp.utils.files import check_not_device, expand
 
@@ -30,9 +28,6 @@ logger = logging.getLogger(__name__)
 # Larger batches do not fit the cache: 32 images of 256 x 128 took 2 % longer at once, and one by one 15 to 40 % longer
 # (OSNet x0.25, ONNX Runtime and OpenVINO, one thread).
 _BATCH = 8
-
-Run = Callable[[NDArray[Any]], NDArray[np.float32]]
-"""Function: batch of images -> (B, D) features."""
 
 
 class ExportedModel(FeatureModel):
@@ -55,13 +50,14 @@ class ExportedModel(FeatureModel):
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.checkpoint = expand(path)
-        texts, inputs, self._run = _open(self.checkpoint, threads or available_cores())
+        self._session = _open(self.checkpoint, threads)
+        texts = self._session.metadata
         if "config_hash" not in texts or "resize" not in texts:
             raise WeightsError(
                 f"{self.checkpoint} has no description of its preprocessing, so it was not written by `fastamp "
                 f"export`.\n  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
             )
-        others = [name for name in inputs if name != "images"]
+        others = [name for name in self._session.inputs if name != "images"]
         if others:
             raise ConfigError(
                 f"{self.checkpoint} requires {' and '.join(others)} for each image, which is not supported here.\n"
@@ -232,7 +228,7 @@ class ExportedModel(FeatureModel):
                 values.sub_(self._normalization[0]).div_(self._normalization[1])
         else:
             values = batch.movedim(1, -1).contiguous()
-        features = torch.from_numpy(self._run(values.numpy()))
+        features = self._session.run({"images": values})
         if not torch.isfinite(features).all():
             raise DataError(
                 f"{self.checkpoint} computes features that are not finite.\n"
@@ -246,74 +242,36 @@ def is_exported(path: str | os.PathLike[str]) -> bool:
     return Path(path).suffix in _RUNTIMES
 
 
-def _open(path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
-    """Return the metadata of a file, the names of its inputs, and a function that runs it on the CPU."""
+def _open(path: Path, threads: int | None) -> Session:
+    """Load a file in its runtime."""
     if not is_exported(path):
         raise ConfigError(
             f"{path} cannot be run.\n  fix: export the model to a file that ends in {' or '.join(_RUNTIMES)}"
         )
     if not path.exists():
         raise WeightsError(f"{path} not found.\n  fix: correct the path")
-    package, extra, open_file = _RUNTIMES[path.suffix]
+    title, package, extra, open_session = _RUNTIMES[path.suffix]
     try:
-        runtime = importlib.import_module(package)
+        importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
             f'{path} requires {package}, which cannot be imported ({error}).\n  fix: pip install "fastamp[{extra}]"'
         ) from error
-    return open_file(runtime, path, threads)
-
-
-@contextmanager
-def _reading(path: Path, title: str) -> Iterator[None]:
-    """Convert exceptions of a runtime, which have no common base class, to WeightsError."""
     try:
         check_not_device(path)
-        yield
-    except Exception as error:
+        return open_session(path, threads=threads)
+    except Exception as error:  # exceptions of a runtime have no common base class
         raise WeightsError(
             f"{path} cannot be read as an {title} file: {type(error).__name__}.\n"
             f"  fix: export the model again: fastamp export MODEL {path.name}"
         ) from error
 
 
-def _open_onnx(onnxruntime: Any, path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # log only errors
-    # The default is all cores of the machine, also if this process may use fewer: the threads then wait for each other.
-    options.intra_op_num_threads = threads
-    with _reading(path, "ONNX"):
-        session = onnxruntime.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
-
-    def run(images: NDArray[Any]) -> NDArray[np.float32]:
-        features: NDArray[np.float32] = session.run(["features"], {"images": images})[0]
-        return features
-
-    return session.get_modelmeta().custom_metadata_map, [each.name for each in session.get_inputs()], run
-
-
-def _open_openvino(openvino: Any, path: Path, threads: int) -> tuple[dict[str, str], list[str], Run]:
-    core = openvino.Core()
-    # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(threads)}
-    with _reading(path, "OpenVINO"):
-        model = core.read_model(path)
-        request = core.compile_model(model, "CPU", settings).create_infer_request()
-    entries = model.get_rt_info()["fastamp"] if model.has_rt_info(["fastamp"]) else {}
-
-    def run(images: NDArray[Any]) -> NDArray[np.float32]:
-        # The next call overwrites the output.
-        features: NDArray[np.float32] = request.infer({"images": images}, share_inputs=True)["features"].copy()
-        return features
-
-    return {name: each.astype(str) for name, each in entries.items()}, [each.any_name for each in model.inputs], run
-
-
-_RUNTIMES: dict[str, tuple[str, str, Callable[..., tuple[dict[str, str], list[str], Run]]]] = {
-    ".onnx": ("onnxruntime", "export", _open_onnx),
-    ".xml": ("openvino", "openvino", _open_openvino),
+_RUNTIMES: dict[str, tuple[str, str, str, Callable[..., Session]]] = {
+    ".onnx": ("ONNX", "onnxruntime", "export", open_onnx),
+    ".xml": ("OpenVINO", "openvino", "openvino", open_openvino),
 }
-"""Suffix -> package, extra of fastamp that installs it, and function that opens a file."""
+"""Suffix -> title, package, extra of fastamp that installs it, and function that opens a file."""
 
 
 def _value(text: str) -> Any:

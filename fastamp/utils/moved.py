@@ -78,6 +78,7 @@ MODULES = {
     "fastamp.evaluation.neighbours": "fastamp.evaluation.neighbors",
     "fastamp.evaluation.reid_evaluator": "fastamp.evaluation.reid_evaluation",
     "fastamp.evaluation.report": "fastamp.evaluation.results_table",
+    "fastamp.inference.export_formats": "fastamp.inference.export.formats",
     "fastamp.inference.strip": "fastamp.checkpoint.strip",
     "fastamp.modeling.backbones.names": "fastamp.checkpoint.state_dict_conversion",
     "fastamp.modeling.backbones.options": "fastamp.modeling.backbones.build_utils",

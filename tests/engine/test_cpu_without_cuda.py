@@ -116,7 +116,7 @@ def test_only_modules_that_choose_a_device_ask_for_a_gpu():
         "amp/policy.py",
         "diagnostics/environment_queries.py",
         "engine/launch.py",
-        "inference/export_tensorrt.py",
+        "inference/export/tensorrt_format.py",
     }
 
 

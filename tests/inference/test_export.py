@@ -24,10 +24,9 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import run_command_line
-from fastamp.inference import export as exporting
-from fastamp.inference import export_formats
-from fastamp.inference.export import export
-from fastamp.inference.export_formats import FORMATS, ExportError, Format
+from fastamp.inference.export import FORMATS, ExportError, check, export, onnx_format
+from fastamp.inference.export.formats import Format
+from fastamp.inference.export.quiet import quiet
 from fastamp.inference.parity import RankedImages
 from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.modeling.backbones import vit
@@ -225,7 +224,7 @@ def test_openvino_and_torchscript_files_reproduce_features_and_carry_metadata(
 
 def test_warnings_of_exporters_do_not_configure_logging(monkeypatch):
     monkeypatch.setattr(logging.root, "handlers", [])
-    with export_formats.quiet("the exporter fails"):
+    with quiet("the exporter fails"):
         logging.warning("a message")
     assert logging.root.handlers == []
 
@@ -323,7 +322,7 @@ def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoin
 
 def test_export_fails_if_map_decreases_by_more_than_tolerance(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
-    monkeypatch.setitem(exporting.MIN_COSINE, "float32", -1.0)
+    monkeypatch.setitem(check.MIN_COSINE, "float32", -1.0)
     distorted(monkeypatch, lambda features: torch.randn(features.shape, generator=torch.Generator().manual_seed(3)))
     assert run(checkpoint, path, "--tolerance", "0", "--device", "cpu") == 2
     error = capsys.readouterr().err
@@ -342,7 +341,7 @@ def test_export_compares_only_random_images_if_test_set_is_missing(
     checkpoint, tmp_path, monkeypatch, predictor, caplog
 ):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
-    monkeypatch.setattr(exporting, "RankedImages", missing)
+    monkeypatch.setattr(check, "RankedImages", missing)
     report = export(predictor, tmp_path / "model.pt2")
     assert len(report.comparisons) == 3 and report.map_difference is None and "mAP" not in report.table()
     assert "random images" in caplog.text and "--data" in caplog.text
@@ -399,7 +398,7 @@ def test_export_raises_if_model_cannot_be_traced(tmp_path, capfd):
 
 @needs_onnx
 def test_onnx_export_raises_if_model_exceeds_the_size_limit(predictor, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_formats, "_PROTOBUF_LIMIT", 1000)
+    monkeypatch.setattr(onnx_format, "_PROTOBUF_LIMIT", 1000)
     with pytest.raises(ExportError, match="2 GiB"):
         export(predictor, tmp_path / "model.onnx", data="")
     assert not list(tmp_path.iterdir())

@@ -10,11 +10,9 @@ from fastamp.cli import main
 from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.data.transforms import Resize
-from fastamp.inference import export_preprocessing
-from fastamp.inference.export import export
-from fastamp.inference.export_formats import FORMATS, ExportError
-from fastamp.inference.export_metadata import export_metadata
-from fastamp.inference.export_preprocessing import Preprocessing
+from fastamp.inference.export import FORMATS, ExportError, export, preprocessing
+from fastamp.inference.export.metadata import export_metadata
+from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.package import License, package
 from fastamp.inference.parity import RankedImages
 from fastamp.inference.runtime import ExportedModel
@@ -115,7 +113,7 @@ def with_another_cubic_coefficient(patch):
         far = ((3.75 - 0.75 * distance) * distance - 6) * distance + 3
         return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
 
-    patch.setattr(export_preprocessing, "interpolation_kernel", kernel)
+    patch.setattr(preprocessing, "interpolation_kernel", kernel)
 
 
 def with_swapped_channels(patch):

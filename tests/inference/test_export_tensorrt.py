@@ -8,8 +8,7 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.inference.export import export
-from fastamp.inference.export_formats import FORMATS, ExportError
+from fastamp.inference.export import FORMATS, ExportError, export
 from fastamp.utils.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(
@@ -28,14 +27,14 @@ def tensorrt(monkeypatch):
     fake = mock.MagicMock()
     fake.NetworkDefinitionCreationFlag.STRONGLY_TYPED = 1
     monkeypatch.setitem(sys.modules, "tensorrt", fake)
-    monkeypatch.setattr("fastamp.inference.export_tensorrt._has_gpu", lambda: True)
+    monkeypatch.setattr("fastamp.inference.export.tensorrt_format._has_gpu", lambda: True)
     parser = fake.OnnxParser.return_value
     fake.Builder.return_value.build_serialized_network.side_effect = lambda *_: parser.parse.call_args[0][0]
 
     def engine(content):
         return FORMATS[".onnx"].runner({".onnx": content})
 
-    monkeypatch.setattr("fastamp.inference.export_tensorrt.Engine", engine)
+    monkeypatch.setattr("fastamp.inference.export.tensorrt_format.Engine", engine)
     return fake
 
 
@@ -66,7 +65,7 @@ def test_failures_of_tensorrt_are_reported_and_write_no_file(predictor, tensorrt
 
 
 def test_engine_computes_larger_batches_in_parts(monkeypatch):
-    from fastamp.inference.export_tensorrt import Engine
+    from fastamp.inference.export.tensorrt_format import Engine
 
     engine, sizes = Engine.__new__(Engine), []
 
@@ -83,6 +82,6 @@ def test_engine_computes_larger_batches_in_parts(monkeypatch):
 def test_machine_without_tensorrt_or_gpu_is_reported(predictor, tmp_path, monkeypatch):
     for module, cause in ((None, "tensorrt"), (mock.MagicMock(), "NVIDIA GPU, because")):
         monkeypatch.setitem(sys.modules, "tensorrt", module)
-        monkeypatch.setattr("fastamp.inference.export_tensorrt._has_gpu", lambda: False)
+        monkeypatch.setattr("fastamp.inference.export.tensorrt_format._has_gpu", lambda: False)
         with pytest.raises(ConfigError, match=f"(?s){cause}.*trtexec"):
             export(predictor, tmp_path / "model.engine")

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import fastamp
-from fastamp.inference.export import export
-from fastamp.inference.export_formats import FORMATS, ExportError
-from fastamp.inference.export_tflite import PACKAGES, VARIABLE
+from fastamp.inference.export import FORMATS, ExportError, export
+from fastamp.inference.export.tflite_format import PACKAGES, VARIABLE
 from fastamp.utils.errors import ConfigError
 
 needs_environment = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")

@@ -10,10 +10,8 @@ import torch
 from every_backbone import config
 
 import fastamp
-from fastamp.inference import export as exporting
-from fastamp.inference import quantize
-from fastamp.inference.export import export
-from fastamp.inference.export_formats import FORMATS, ExportError
+from fastamp.inference.export import FORMATS, MIN_COSINE, ExportError, calibration_images, export, quantize
+from fastamp.inference.parity import RankedImages
 from fastamp.modeling import build_model
 from fastamp.modeling.backbones import vit
 from fastamp.utils.errors import ConfigError, DataError
@@ -47,7 +45,7 @@ def untrained(path, backbone, *opts):
     """Save a model of random weights, with the batch norm statistics of the demo's training images."""
     cfg = config(backbone, "DATASETS.NAMES", "Demo", "DATASETS.TESTS", "Demo", "MODEL.HEADS.NUM_CLASSES", "16", *opts)
     net = build_model(cfg)
-    for batch in quantize.load_calibration_images(Stub(cfg), 64).batches:
+    for batch in calibration_images.load_calibration_images(Stub(cfg), 64).batches:
         with torch.no_grad():
             net(batch)
     torch.save({"model": net.state_dict(), "config": cfg.dump()}, path)
@@ -63,14 +61,14 @@ class Stub:
 
 def test_calibration_images_are_spread_over_identities():
     labels = np.repeat([0, 1, 2, 3], [1, 2, 5, 12])
-    images = quantize.spread_over_identities(labels, 9)
-    assert images == quantize.spread_over_identities(labels, 9) and len(set(images)) == 9
+    images = calibration_images.spread_over_identities(labels, 9)
+    assert images == calibration_images.spread_over_identities(labels, 9) and len(set(images)) == 9
     assert sorted(labels[images[:4]]) == [0, 1, 2, 3] and sorted(labels[images[4:7]]) == [1, 2, 3]
-    assert sorted(quantize.spread_over_identities(labels, 100)) == list(range(20))
+    assert sorted(calibration_images.spread_over_identities(labels, 100)) == list(range(20))
 
 
 def test_calibration_images_have_the_preprocessing_of_the_evaluation(predictor):
-    found = quantize.load_calibration_images(predictor, 40)
+    found = calibration_images.load_calibration_images(predictor, 40)
     assert (found.title, found.count, [len(each["images"]) for each in found.batches]) == ("Demo", 40, [32, 8])
     batch = found.batches[0]
     assert len(set(batch["targets"][:16].tolist())) == 16  # all identities
@@ -169,10 +167,10 @@ def test_int8_is_refused_without_test_images_or_training_images(predictor, tmp_p
 def test_int8_export_with_too_large_a_loss_writes_no_file(predictor, tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     values = iter([80.0, 79.4])
-    monkeypatch.setattr(exporting.RankedImages, "mean_average_precision", lambda self, features: next(values))
+    monkeypatch.setattr(RankedImages, "mean_average_precision", lambda self, features: next(values))
     with pytest.raises(ExportError, match=r"decreased by 0.60 points.*0.5"):
         export(predictor, path, precision="int8")
-    monkeypatch.setitem(exporting.MIN_COSINE, "int8", 1.1)
+    monkeypatch.setitem(MIN_COSINE, "int8", 1.1)
     with pytest.raises(ExportError, match=r"mean cosine similarity.*0.9"):
         export(predictor, path, precision="int8")
     assert not path.exists()

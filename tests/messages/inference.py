@@ -20,12 +20,11 @@ from tiny import tiny_config
 from torch import nn
 
 import fastamp
-from fastamp.inference import export_tensorrt
 from fastamp.inference import extract as extract_module
 from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
-from fastamp.inference.export import export
+from fastamp.inference.export import export, tensorrt_format
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.gallery import MutableGallery
@@ -39,7 +38,7 @@ from fastamp.utils.errors import WriteError
 from fastamp.utils.files import file_sha256
 
 FOLDER = REPOSITORY / "fastamp/inference"
-SITES = sorted(str(path.relative_to(REPOSITORY)) for path in FOLDER.glob("*.py") if path.name != "hub.py")
+SITES = sorted(str(path.relative_to(REPOSITORY)) for path in FOLDER.rglob("*.py") if path.name != "hub.py")
 
 
 def invoke(record: Recorder, request: pytest.FixtureRequest) -> None:
@@ -503,14 +502,14 @@ def exports(record, predictor, checkpoint):
         patch.setattr(predictor, "model", nn.Linear(1, 1))
         export(predictor, record.root / "model.pt2", data="")
     with record("ExportReport of an inexact model"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.inference.export.MIN_COSINE", {"float32": 2.0, "fp16": 2.0})
+        patch.setattr("fastamp.inference.export.check.MIN_COSINE", {"float32": 2.0, "fp16": 2.0})
         export(predictor, record.root / "model.pt2", data="")
     with record("an int8 export with sensitive layers"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.inference.quantize.MAX_ERROR", 1e-12)
-        patch.setattr("fastamp.inference.quantize.MAX_FLOAT", 1)
+        patch.setattr("fastamp.inference.export.quantize.MAX_ERROR", 1e-12)
+        patch.setattr("fastamp.inference.export.quantize.MAX_FLOAT", 1)
         export(predictor, record.root / "model.onnx", precision="int8", data="Demo", tolerance=100)
     with record("an int8 export without layers"), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastamp.inference.quantize._trunk_nodes", lambda model, source: [])
+        patch.setattr("fastamp.inference.export.quantize._trunk_nodes", lambda model, source: [])
         export(predictor, record.root / "model.onnx", precision="int8", data="Demo")
     without_packages = record.file("python", b"#!/bin/sh\nexit 1\n")
     without_packages.chmod(0o755)
@@ -539,7 +538,7 @@ def exports(record, predictor, checkpoint):
         record.fastamp("export", checkpoint, record.root / "model.engine", "--device", "cpu")
     with (
         mock.patch.dict(sys.modules, {"tensorrt": mock.MagicMock()}),
-        mock.patch("fastamp.inference.export_tensorrt._has_gpu", return_value=False),
+        mock.patch("fastamp.inference.export.tensorrt_format._has_gpu", return_value=False),
     ):
         record.fastamp("export", checkpoint, record.root / "model.engine", "--device", "cpu")
     tensorrt = mock.MagicMock()
@@ -548,7 +547,7 @@ def exports(record, predictor, checkpoint):
         parser.parse.return_value, parser.num_errors, parser.get_error.return_value = parsed, 1, "unsupported operator"
         tensorrt.Builder.return_value.build_serialized_network.return_value = None
         with record("TensorRT fails"), mock.patch.dict(sys.modules, {"tensorrt": tensorrt}):
-            export_tensorrt.build(b"", {"images": [-1, 3, 64, 32]})
+            tensorrt_format.build(b"", {"images": [-1, 3, 64, 32]})
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:

@@ -96,7 +96,7 @@ def for_each_size(images: Sequence[Tensor], features: Callable[[Tensor, list[int
 
     Args:
         images: N images, each (C, H, W) uint8.
-        features: function ((B, H, W, C) uint8 images, their B indices) -> (B, D) features.
+        features: function ((B, C, H, W) uint8 images, their B indices) -> (B, D) features.
 
     Returns:
         (N, D) features in the order of the images.
@@ -105,5 +105,5 @@ def for_each_size(images: Sequence[Tensor], features: Callable[[Tensor, list[int
     for index, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(index)
     rows = [index for indices in by_size.values() for index in indices]
-    found = [features(torch.stack([images[i] for i in each]).movedim(1, -1), each) for each in by_size.values()]
+    found = [features(torch.stack([images[i] for i in each]), each) for each in by_size.values()]
     return torch.cat(found)[torch.tensor(rows).argsort()]

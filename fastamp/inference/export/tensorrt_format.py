@@ -1,12 +1,17 @@
 """TensorRT engines, built from an ONNX file. Not tested with TensorRT, which needs a GPU; the tests replace it."""
 
 import importlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fastamp.inference.export import onnx_format
+from fastamp.inference.export.quiet import quiet
+from fastamp.inference.export.trace import Source
+from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError
 
 MAX_BATCH = 32
@@ -33,6 +38,20 @@ def check_environment() -> None:
 
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+    """Write an engine, and its metadata to a second file."""
+    onnx = onnx_format.content(source, {}, opset)[".onnx"]
+    with quiet("TensorRT conversion failed"):
+        engine = build(onnx, source.shapes)
+    return {".engine": engine, ".engine.json": json.dumps(metadata, indent=2).encode()}
+
+
+def runner(files: dict[str, bytes]) -> Run:
+    """Load an engine."""
+    with quiet("TensorRT cannot load the engine"):
+        return Engine(files[".engine"])
 
 
 def build(onnx: bytes, shapes: Mapping[str, Sequence[int]]) -> bytes:

@@ -6,7 +6,6 @@ import os
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastamp.inference.export.quiet import quiet
+from fastamp.inference.export.torch_formats import pt2_content
+from fastamp.inference.export.trace import Source
+from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError
 
 VARIABLE = "FASTAMP_TFLITE_PYTHON"
@@ -48,34 +51,34 @@ def check_environment() -> None:
     )
 
 
-def convert(program: bytes, shapes: Mapping[str, Sequence[int]], metadata: Mapping[str, Any]) -> bytes:
-    """Convert a .pt2 file to a TFLite file with batch size 1; the metadata are in ``metadata.json`` of an appended zip.
-
-    Args:
-        program: content of the .pt2 file.
-        shapes: shape of each input, with -1 for the batch size.
-        metadata: metadata of the exported file.
-    """
-    inputs = {name: ([1, *shape[1:]], "float32" if name == "images" else "int64") for name, shape in shapes.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        source, output = Path(folder) / "model.pt2", Path(folder) / "model.tflite"
-        source.write_bytes(program)
-        _run_worker("convert", source, output, str(metadata["precision"]), json.dumps(inputs))
+def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
+    """Write a TFLite file with batch size 1, with the metadata in ``metadata.json`` of an appended zip."""
+    shapes = source.shapes.items()
+    inputs = {name: ([1, *shape[1:]], "float32" if name == "images" else "int64") for name, shape in shapes}
+    program = pt2_content(source, {}, None)[".pt2"]
+    with quiet("TFLite conversion failed"), tempfile.TemporaryDirectory() as folder:
+        traced, output = Path(folder) / "model.pt2", Path(folder) / "model.tflite"
+        traced.write_bytes(program)
+        _run_worker("convert", traced, output, str(metadata["precision"]), json.dumps(inputs))
         with zipfile.ZipFile(output, "a") as archive:  # the interpreter ignores it
             archive.writestr("metadata.json", json.dumps(metadata, indent=2))
-        return output.read_bytes()
+        return {".tflite": output.read_bytes()}
 
 
-def run(content: bytes, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Compute the (B, D) float32 features of a batch with a TFLite file, image by image."""
-    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
-    packed = io.BytesIO()
-    np.savez(packed, **arrays)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.tflite"
-        path.write_bytes(content)
-        found = _run_worker("run", path, given=packed.getvalue())
-    return torch.from_numpy(np.load(io.BytesIO(found), allow_pickle=False))
+def runner(files: dict[str, bytes]) -> Run:
+    """Return a function that computes the features of a batch with a TFLite file, image by image."""
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
+        packed = io.BytesIO()
+        np.savez(packed, **arrays)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.tflite"
+            path.write_bytes(files[".tflite"])
+            found = _run_worker("run", path, given=packed.getvalue())
+        return torch.from_numpy(np.load(io.BytesIO(found), allow_pickle=False))
+
+    return run
 
 
 def _environment() -> dict[str, str]:

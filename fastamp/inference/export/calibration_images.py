@@ -1,0 +1,101 @@
+"""Calibration images of int8: a sample of the training images, with which the ranges of activations are measured."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fastamp.data.build import build_dataset
+from fastamp.data.dataset import ReidDataset
+from fastamp.data.datasets.items import PackedItems
+from fastamp.data.training_images import training_parts
+from fastamp.data.transforms import build_transforms
+from fastamp.data.unaugmented import build_unaugmented_loader
+from fastamp.inference.predictor import Predictor
+from fastamp.utils.errors import ConfigError, DataError
+
+CALIBRATION_IMAGES = 256
+"""Default number of calibration images."""
+
+_BATCH = 32
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """Training images with which the ranges of activations are measured.
+
+    Attributes:
+        title: names of the datasets.
+        count: number of images.
+        batches: batches in 0..255, with their cameras, views and modalities.
+    """
+
+    title: str
+    count: int
+    batches: list[dict[str, Any]]
+
+
+def check_calibration_images(count: int, precision: str) -> None:
+    """Raise ConfigError if calibration images are not used, or their number is less than 1."""
+    if precision != "int8":
+        raise ConfigError(
+            f"--calibration-images {count} has no effect on --precision {precision}: only int8 is calibrated.\n"
+            "  fix: omit --calibration-images, or use --precision int8"
+        )
+    if count < 1:
+        raise ConfigError(
+            f"--calibration-images must be at least 1; got {count}.\n"
+            f"  fix: omit --calibration-images for the default {CALIBRATION_IMAGES}"
+        )
+
+
+def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImages:
+    """Load a deterministic sample of the training images, spread over the identities, preprocessed as in evaluation.
+
+    Args:
+        predictor: model, whose config names the training sets (``DATASETS.NAMES``).
+        count: number of images; all, if there are fewer.
+
+    Raises:
+        DataError: if a training set is not available.
+    """
+    cfg = predictor.cfg.with_values({"TEST.IMS_PER_BATCH": _BATCH, "DATALOADER.NUM_WORKERS": 0})
+    names = ", ".join(cfg.DATASETS.NAMES)
+    try:
+        datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
+        items = PackedItems.concat(training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL))
+    except (ConfigError, DataError, ValueError) as error:
+        raise DataError(
+            f"int8 requires calibration images of the training set (DATASETS.NAMES: {names or 'empty'}), which is not "
+            f"available: {str(error).splitlines()[0].removesuffix('; looked for')}.\n"
+            "  fix: append DATASETS.NAMES and a dataset of similar images to the command, or use --precision fp16"
+        ) from error
+    dataset = ReidDataset(
+        items,
+        build_transforms(cfg, is_train=False),
+        relabel=True,
+        skip_corrupt=cfg.DATALOADER.ON_CORRUPT == "skip",
+        sources=datasets,
+        categories=cfg.DATASETS.CATEGORIES,
+    )
+    images = spread_over_identities(dataset.labels, count)
+    loader = build_unaugmented_loader(cfg, dataset, torch.device("cpu"), images=images)
+    titles = ", ".join(name.rpartition("/")[2] for name in cfg.DATASETS.NAMES)  # without folders
+    return CalibrationImages(titles, len(images), list(loader))
+
+
+def spread_over_identities(labels: np.ndarray, count: int) -> list[int]:
+    """Select ``count`` images at random, with a fixed seed: one of each identity, then a second one of each, and so on.
+
+    Args:
+        labels: (N,) int64 identities.
+        count: number of images; all, if N is smaller.
+    """
+    order = np.random.default_rng(0).permutation(len(labels))
+    seen: dict[int, int] = {}
+    turns = np.zeros(len(labels), dtype=np.int64)
+    for image in order:
+        turns[image] = seen.get(int(labels[image]), 0)
+        seen[int(labels[image])] = int(turns[image]) + 1
+    return [int(image) for image in order[np.argsort(turns[order], kind="stable")][:count]]

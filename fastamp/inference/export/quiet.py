@@ -1,0 +1,52 @@
+"""Output and errors of exporters and runtimes."""
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+from fastamp.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+
+class ExportError(UserError):
+    """Raised if a model cannot be exported, or the exported model fails the parity check."""
+
+
+@contextlib.contextmanager
+def quiet(what: str) -> Iterator[None]:
+    """Suppress the output, logs and warnings of PyTorch's exporters, and convert exceptions to ExportError.
+
+    Args:
+        what: description of the failure, used as the beginning of the error message.
+
+    Raises:
+        ExportError: if an exception other than UserError and MemoryError is raised in the context; the message is a
+            single line.
+    """
+    printed = io.StringIO()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(printed))
+            stack.enter_context(contextlib.redirect_stderr(printed))
+            caught = stack.enter_context(warnings.catch_warnings(record=True))
+            level = logging.root.manager.disable
+            logging.disable(logging.ERROR)
+            stack.callback(logging.disable, level)
+            # logging.warning(), which onnxruntime calls, adds a handler to the root logger.
+            stack.callback(setattr, logging.root, "handlers", logging.root.handlers[:])
+            yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # exporters raise many exception types
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        detail = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+        raise ExportError(f"{what}: {type(cause).__name__}: {detail}") from error
+    finally:
+        logger.debug("%s", printed.getvalue())
+    for each in caught:
+        logger.debug("%s", each.message)
