@@ -35,6 +35,20 @@ def test_to_float16_keeps_normalization_layers_and_heads_in_float32(tmp_path):
     assert not torch.equal(found, expected)  # the negative control: it computes in float16
 
 
+@pytest.mark.parametrize("reduced", ["FCHead", "LightMBN"])
+def test_to_float16_converts_only_the_trunks_of_models_that_reduce_the_features(tmp_path, reduced):
+    key = "MODEL.HEADS.NAME" if reduced == "FCHead" else "MODEL.META_ARCHITECTURE"
+    osnet = ("MODEL.BACKBONE.NAME", "build_osnet_backbone", "MODEL.BACKBONE.DEPTH", "x0_25")
+    width = ("MODEL.BACKBONE.FEAT_DIM", "128", "MODEL.HEADS.EMBEDDING_DIM", "8")
+    cfg = tiny.tiny_config(tmp_path, *osnet, *width, key, reduced, "MODEL.HEADS.NUM_CLASSES", "4")
+    model = build_model(cfg).eval().requires_grad_(False)
+    for part in model.children():
+        to_float16(part)
+    low = {name for name, dtype in dtypes(model).items() if dtype == torch.float16}
+    assert low and {name.partition(".")[0] for name in low} <= set(model.trunks)
+    assert model({"images": torch.zeros(2, 3, 64, 32, dtype=torch.uint8)}).dtype == torch.float32
+
+
 def test_output_after_to_float16_matches_autocast():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3)).eval()
     images = torch.randn(2, 3, 16, 16)

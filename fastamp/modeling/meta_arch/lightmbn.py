@@ -42,6 +42,18 @@ _PUBLISHED_HEADS = {
 }
 
 
+class _Reduction(nn.Conv2d):
+    """Convolution before a neck, which an fp16 export keeps in float32 like the head that contains the neck."""
+
+    force_fp32 = True
+
+
+class _Shared(nn.Sequential):
+    """Layers before two necks, in float32 like ``_Reduction``."""
+
+    force_fp32 = True
+
+
 @META_ARCH_REGISTRY.register()
 class LightMBN(MultiBranchModel):
     """Lightweight Multi-Branch Network (Herzog et al. 2021, arXiv:2101.10774).
@@ -102,9 +114,9 @@ class LightMBN(MultiBranchModel):
             self.add_module(branch, copy.deepcopy(last))
         channels = backbone.feature_dim
         self.drop_block, self.drop_ratio = OSBlock(channels, channels, norm=norm), drop_ratio
-        self.reductions = nn.ModuleDict({name: nn.Conv2d(channels, embedding_dim, 1, bias=False) for name in _REDUCED})
+        self.reductions = nn.ModuleDict({name: _Reduction(channels, embedding_dim, 1, bias=False) for name in _REDUCED})
         convolution = nn.Conv2d(channels // 2, embedding_dim, 1, bias=False)
-        self.shared = nn.Sequential(convolution, build_norm(norm, embedding_dim), nn.ReLU())
+        self.shared = _Shared(convolution, build_norm(norm, embedding_dim), nn.ReLU())
         for module in (*self.drop_block.modules(), convolution):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_in", nonlinearity="relu")
