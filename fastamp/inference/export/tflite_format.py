@@ -88,7 +88,8 @@ def _environment() -> dict[str, str]:
 
 def _run_worker(*arguments: str | Path, given: bytes = b"") -> bytes:
     """Execute ``tflite_worker.py``; return its output, or raise RuntimeError with the last line of its errors."""
-    command = [os.environ[VARIABLE], str(_WORKER), *map(str, arguments)]
+    # Isolated: otherwise, modules of this folder, e.g. trace, hide those of the standard library.
+    command = [os.environ[VARIABLE], "-I", str(_WORKER), *map(str, arguments)]
     result = subprocess.run(command, input=given, capture_output=True, check=False, env=_environment())
     if result.returncode:
         lines = [line.strip() for line in result.stderr.decode(errors="replace").splitlines() if line.strip()]
