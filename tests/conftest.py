@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import sys
 
 # One core per test process; set before torch counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -15,6 +16,9 @@ os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX512_CORE_BF16")
 import pytest
 import tiny
 import torch
+
+from fastamp.utils import registry
+from fastamp.utils.resources import resource_folder
 
 
 @pytest.fixture(scope="session")
@@ -90,3 +94,19 @@ def fresh_state():
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
+
+
+@pytest.fixture(scope="module")
+def unregistered():
+    """Remove the components and modules of projects that the tests of a file import."""
+    components = {each: dict(each._components) for each in registry._REGISTRIES}
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    for each, names in components.items():
+        each._components.clear()
+        each._components.update(names)
+    folder = str(resource_folder("projects"))
+    for name in set(sys.modules) - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+    sys.path[:] = path

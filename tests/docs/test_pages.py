@@ -22,6 +22,8 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 # Pages with names of other versions and programs.
 OTHER_NAMES = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/migration/")
 names = pytest.mark.parametrize("name", PAGES)
+# Commands with the key PROJECTS import projects.
+pytestmark = pytest.mark.usefixtures("unregistered")
 
 
 @pytest.fixture(scope="module")
