@@ -41,7 +41,9 @@ def every_export():
 
 
 @pytest.mark.parametrize("model, suffix, precision", [*every_export()])
-def test_exported_features_equal_pytorch_features_for_every_model_type(model, suffix, precision, tmp_path, caplog):
+def test_exported_features_equal_pytorch_features_for_every_model_type(
+    model, suffix, precision, tmp_path, caplog, record_property
+):
     if suffix == ".xml":
         pytest.importorskip("openvino")
     if suffix == ".onnx" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
@@ -59,8 +61,11 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(model, su
     predictor = fastamp.Predictor(tmp_path / "model.pth", device="cpu")
     with caplog.at_level("INFO"):
         report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
+    difference = max(each.difference for each in report.comparisons)
+    cosine = min(each.min_cosine for each in report.comparisons)
+    record_property("export", (model, f"{suffix} {precision}", difference, cosine))  # printed by tests/conftest.py
     assert ("MODEL.BACKBONE.DEPLOY" in caplog.text) == (model == "repvgg A0")
-    assert max(each.difference for each in report.comparisons) < (1e-4 if precision == "float32" else 0.02)
+    assert difference < (1e-4 if precision == "float32" else 0.02)
     weights = sum(tensor.nbytes for tensor in predictor.model.state_dict().values())
     if model not in ("MoCo", "repvgg A0"):
         assert bytes_of_weights(report) < (1.2 if precision == "float32" else 0.7) * weights

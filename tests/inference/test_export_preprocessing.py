@@ -10,7 +10,7 @@ from fastamp.cli import main
 from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.data.transforms import Resize
-from fastamp.inference.export import FORMATS, ExportError, export, preprocessing
+from fastamp.inference.export import FORMATS, export
 from fastamp.inference.export.metadata import export_metadata
 from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.inference.package import License, package
@@ -70,6 +70,14 @@ def test_preprocessing_equals_the_transform_of_the_evaluator(size, crop, interpo
     assert different <= (0 if interpolation == "nearest" or size == (0,) else 1e-3 * total)
 
 
+def test_order_of_the_two_passes_matters():
+    """Negative control of the comparison of pixels: each pass rounds, so that the vertical one must be second."""
+    images = torch.randint(256, (2, 3, 131, 77), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    expected = torch.stack([Resize(size=(64, 32))(image) for image in images]).float()
+    transposed = Preprocessing(Resize(size=(32, 64)))(images.permute(0, 3, 2, 1)).transpose(2, 3)
+    assert (transposed != expected).float().mean() > 0.1
+
+
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2", ".ts", pytest.param(".xml", marks=pytest.mark.extras)])
 def test_features_of_images_of_any_size_equal_those_of_the_predictor(demo, predictor, photos, suffix, tmp_path):
     report = export(predictor, tmp_path / f"model{suffix}", preprocess="inside")
@@ -97,36 +105,6 @@ def test_exported_model_runs_the_preprocessing_inside(predictor, photos, tmp_pat
     found, of_boxes = (each.features(frame, boxes=boxes, color="bgr") for each in (model, predictor))
     assert found[1].isnan().all()
     assert torch.cosine_similarity(found[[0, 2]], of_boxes[[0, 2]]).min() > 0.9999
-
-
-def without_antialiasing(patch):
-    def resized(self, images):
-        pixels = images.permute(0, 3, 1, 2).float()
-        return torch.nn.functional.interpolate(pixels, (self.height, self.width), mode="bicubic").clamp(0, 255)
-
-    patch.setattr(Preprocessing, "forward", resized)
-
-
-def with_another_cubic_coefficient(patch):
-    def kernel(distance, interpolation):
-        near = (1.25 * distance - 2.25) * distance * distance + 1
-        far = ((3.75 - 0.75 * distance) * distance - 6) * distance + 3
-        return torch.where(distance < 1, near, torch.where(distance < 2, far, 0.0))
-
-    patch.setattr(preprocessing, "interpolation_kernel", kernel)
-
-
-def with_swapped_channels(patch):
-    original = Preprocessing.forward
-    patch.setattr(Preprocessing, "forward", lambda self, images: original(self, images.flip(3)))
-
-
-@pytest.mark.parametrize("mistake", [without_antialiasing, with_another_cubic_coefficient, with_swapped_channels])
-def test_wrong_preprocessing_fails_the_parity_check(predictor, mistake, tmp_path, monkeypatch):
-    mistake(monkeypatch)
-    with pytest.raises(ExportError, match="cosine"):
-        export(predictor, tmp_path / "model.pt2", preprocess="inside", data="")
-    assert not list(tmp_path.iterdir())
 
 
 def test_parity_check_reads_the_original_images_of_the_test_set(demo, checkpoint):
