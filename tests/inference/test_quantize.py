@@ -158,9 +158,10 @@ def test_int8_is_refused_without_test_images_or_training_images(predictor, tmp_p
     with pytest.raises(ConfigError, match="--calibration-images.*fp16"):
         export(predictor, path, precision="fp16", calibration_images=8)
     predictor.cfg.defrost()
-    predictor.cfg.DATASETS.NAMES = ("Market1501",)
-    with pytest.raises(DataError, match=r"(?s)Market1501.*fix: .*DATASETS.NAMES"):
-        export(predictor, path, precision="int8")
+    for names, found in ((("Market1501",), "Market1501"), ((), "empty")):
+        predictor.cfg.DATASETS.NAMES = names
+        with pytest.raises(DataError, match=rf"(?s){found}.*fix: .*DATASETS.NAMES"):
+            export(predictor, path, precision="int8")
     assert not list(tmp_path.iterdir())
 
 

@@ -493,6 +493,7 @@ def exports(record, predictor, checkpoint):
         ("model.onnx", "--precision", "int8", "--calibration-images", "0"),
         ("model.onnx", "--precision", "int8", "DATASETS.TESTS", "()"),
         ("model.onnx", "--precision", "int8", "DATASETS.NAMES", "Market1501"),
+        ("model.onnx", "--precision", "int8", "DATASETS.NAMES", "()"),
     ):
         name, *rest = argv
         record.fastamp("export", checkpoint, record.root / name, *rest, "--device", "cpu")

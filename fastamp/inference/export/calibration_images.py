@@ -58,11 +58,13 @@ def load_calibration_images(predictor: Predictor, count: int) -> CalibrationImag
         count: number of images; all, if there are fewer.
 
     Raises:
-        DataError: if a training set is not available.
+        DataError: if no training set is given, or one is not available.
     """
     cfg = predictor.cfg.with_values({"TEST.IMS_PER_BATCH": _BATCH, "DATALOADER.NUM_WORKERS": 0})
     names = ", ".join(cfg.DATASETS.NAMES)
     try:
+        if not cfg.DATASETS.NAMES:
+            raise ConfigError("no dataset is given")
         datasets = [build_dataset(name, cfg) for name in cfg.DATASETS.NAMES]
         items = PackedItems.concat(training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL))
     except (ConfigError, DataError, ValueError) as error:
