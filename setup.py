@@ -29,6 +29,7 @@ EXTRAS = {
     "parquet": ["pyarrow"],
     "export": ["onnx", "onnxruntime", "onnxscript"],
     "openvino": ["openvino"],
+    "tflite": ["ai-edge-litert"],
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
     "tune": ["ray[tune]>=2.60", "hyperopt", "optuna"],

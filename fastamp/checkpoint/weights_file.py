@@ -24,7 +24,7 @@ _ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
 _LEGACY_PICKLES = 5
 # Entries of a checkpoint that may hold the state dict; "model_state" is pycls's.
 _STATE_DICTS = ("model", "state_dict", "model_state")
-_EXPORTED = (".onnx", ".xml", ".tflite", ".engine")
+_EXPORTED = (".onnx", ".xml", ".tflite", ".engine", ".pt2")
 _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
@@ -267,7 +267,10 @@ def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) 
     detail = f"\n  found: {found or type(error).__name__}" if error else ""
     fix = "copy or download the file again, or use an earlier checkpoint"
     if path.suffix in _EXPORTED:
-        fix = "use the checkpoint from which the file was exported"
+        fix = (
+            "use the checkpoint from which the file was exported; `fastamp compare`, `search`, `serve` and `track` "
+            "also run exported .onnx, .xml and .tflite files"
+        )
     return WeightsError(
         f"cannot load weights file {path} ({path.stat().st_size} bytes): {cause}.{detail}\n  fix: {fix}"
     )

@@ -41,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=PRECISIONS,
         default="float32",
-        help="precision of the exported model, whose features are always float32; int8 for ONNX and OpenVINO "
-        "(default: %(default)s)",
+        help="precision of the exported model, whose features are always float32; int8 for ONNX, "
+        "OpenVINO and TFLite (default: %(default)s)",
     )
     parser.add_argument(
         "--preprocess",

@@ -21,7 +21,7 @@ SOURCE_HELP = (
 __getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_arguments.add_camera_view_arguments"})
 
 
-EXPORTED_HELP = f"{SOURCE_HELP}; or exported .onnx or .xml file"
+EXPORTED_HELP = f"{SOURCE_HELP}; or exported .onnx, .xml or .tflite file"
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, help: str = SOURCE_HELP) -> None:
@@ -71,7 +71,7 @@ def predictor_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "P
 
 
 def model_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "FeatureModel":
-    """Create an ``ExportedModel`` if SOURCE is an ONNX or OpenVINO file, otherwise a ``Predictor``.
+    """Create an ``ExportedModel`` if SOURCE is an ONNX, OpenVINO or TFLite file, otherwise a ``Predictor``.
 
     Raises:
         UserError: see ``predictor_of``; also if there are KEY VALUE pairs or another device for an exported file.

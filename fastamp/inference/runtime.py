@@ -1,4 +1,4 @@
-"""Features of the ONNX and OpenVINO files of `fastamp export`, with the preprocessing in their metadata."""
+"""Features of the ONNX, OpenVINO and TFLite files of `fastamp export`, with the preprocessing in their metadata."""
 
 import importlib
 import json
@@ -19,7 +19,7 @@ from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
-from fastamp.inference.sessions import Session, open_onnx, open_openvino
+from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
 from fastamp.utils.files import check_not_device, expand
 
@@ -31,11 +31,11 @@ _BATCH = 8
 
 
 class ExportedModel(FeatureModel):
-    """Exported model, run by ONNX Runtime or OpenVINO on the CPU, with the methods of ``FeatureModel``.
+    """Exported model, run by ONNX Runtime, OpenVINO or LiteRT on the CPU, with the methods of ``FeatureModel``.
 
     Args:
-        path: ONNX file (.onnx) or OpenVINO file (.xml, with its .bin file) of `fastamp export`, which contains the
-            preprocessing.
+        path: ONNX file (.onnx), OpenVINO file (.xml, with its .bin file) or TFLite file (.tflite) of `fastamp export`,
+            which contains the preprocessing.
         threads: number of threads of the runtime. Default: None, the cores that are available to this process.
 
     Attributes:
@@ -246,7 +246,7 @@ def _open(path: Path, threads: int | None) -> Session:
     """Load a file in its runtime."""
     if not is_exported(path):
         raise ConfigError(
-            f"{path} cannot be run.\n  fix: export the model to a file that ends in {' or '.join(_RUNTIMES)}"
+            f"{path} cannot be run.\n  fix: export the model to a file that ends in {', '.join(_RUNTIMES)}"
         )
     if not path.exists():
         raise WeightsError(f"{path} not found.\n  fix: correct the path")
@@ -270,6 +270,7 @@ def _open(path: Path, threads: int | None) -> Session:
 _RUNTIMES: dict[str, tuple[str, str, str, Callable[..., Session]]] = {
     ".onnx": ("ONNX", "onnxruntime", "export", open_onnx),
     ".xml": ("OpenVINO", "openvino", "openvino", open_openvino),
+    ".tflite": ("TFLite", "ai_edge_litert", "tflite", open_tflite),
 }
 """Suffix -> title, package, extra of fastamp that installs it, and function that opens a file."""
 

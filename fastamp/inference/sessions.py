@@ -1,9 +1,13 @@
-"""Sessions of ONNX Runtime and OpenVINO on the CPU."""
+"""Sessions of ONNX Runtime, OpenVINO and LiteRT on the CPU."""
 
+import io
+import json
 import os
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,3 +80,36 @@ def open_openvino(model: Path | bytes, weights: bytes = b"", threads: int | None
     return Session(
         run, [each.any_name for each in read.inputs], {name: each.astype(str) for name, each in entries.items()}
     )
+
+
+def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
+    """Load a TFLite file in LiteRT.
+
+    Args:
+        model: path or content of the file.
+        threads: number of threads. Default: None, the cores that are available to this process.
+    """
+    from ai_edge_litert.interpreter import Interpreter
+
+    content = model if isinstance(model, bytes) else model.read_bytes()
+    interpreter = Interpreter(model_content=content, num_threads=threads or available_cores())
+    signature = interpreter.get_signature_runner()
+    types = {name: details["dtype"] for name, details in signature.get_input_details().items()}
+    takes_batches = interpreter.get_input_details()[0]["shape_signature"][0] == -1
+
+    def run(inputs: dict[str, Tensor]) -> Tensor:
+        arrays: dict[str, Any] = {name: inputs[name].numpy().astype(dtype, copy=False) for name, dtype in types.items()}
+        count = len(arrays["images"])
+        step = count if takes_batches else 1
+        rows = []
+        for start in range(0, count, step):
+            (features,) = signature(**{name: values[start : start + step] for name, values in arrays.items()}).values()
+            rows.append(torch.from_numpy(features.copy()))  # the next call overwrites the output
+        return torch.cat(rows)
+
+    metadata = {}
+    if zipfile.is_zipfile(io.BytesIO(content)):
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            entries = json.loads(archive.read("metadata.json")).items()
+        metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries}
+    return Session(run, list(types), metadata)

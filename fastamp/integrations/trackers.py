@@ -1,4 +1,4 @@
-"""ReID models of the trackers of BoxMOT and Ultralytics, from a checkpoint or an exported ONNX or OpenVINO file.
+"""ReID models of the trackers of BoxMOT and Ultralytics, from a checkpoint or an ONNX, OpenVINO or TFLite file.
 
 The adapters have the methods that these trackers call, and import neither package. Both packages have the license
 AGPL-3.0; see the guide "Tracking" in the documentation.
@@ -21,8 +21,8 @@ class ReID:
     """Function from a frame and boxes to features of unit length, on which the adapters are built.
 
     Args:
-        model: checkpoint, run folder or packaged model; ONNX file (.onnx) or OpenVINO file (.xml) of `fastamp
-            export`; ``Predictor`` or ``ExportedModel``.
+        model: checkpoint, run folder or packaged model; ONNX file (.onnx), OpenVINO file (.xml) or TFLite file
+            (.tflite) of `fastamp export`; ``Predictor`` or ``ExportedModel``.
         device: device of a checkpoint: ``auto`` (default), ``cpu``, ``cuda``, ``cuda:N`` or ``mps``. Exported files are
             run on the CPU.
 

@@ -1,6 +1,7 @@
 """Exported files: the features of the checkpoint for every kind of input, and threads of the runtime."""
 
 import io
+import os
 
 import numpy as np
 import PIL.Image
@@ -10,6 +11,7 @@ from random_calibration import random_calibration
 
 import fastamp
 from fastamp.inference.export import export
+from fastamp.inference.export.tflite_format import VARIABLE
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.gallery_store import Item
@@ -22,9 +24,13 @@ def predictor(checkpoint):
     return fastamp.Predictor(checkpoint, device="cpu", opts=["SOLVER.AMP.EVAL_DTYPE", "float32"])
 
 
-@pytest.fixture(scope="module", params=[".onnx", pytest.param(".xml", marks=pytest.mark.extras)])
+@pytest.fixture(
+    scope="module", params=[".onnx", *(pytest.param(each, marks=pytest.mark.extras) for each in (".xml", ".tflite"))]
+)
 def exported(request, predictor, tmp_path_factory):
-    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino"}[request.param])
+    pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino", ".tflite": "ai_edge_litert"}[request.param])
+    if request.param == ".tflite" and VARIABLE not in os.environ:
+        pytest.skip(f"{VARIABLE} is not set")
     path = tmp_path_factory.mktemp("exported") / f"model{request.param}"
     export(predictor, path, data="")
     return ExportedModel(path, threads=1)

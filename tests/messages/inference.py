@@ -518,21 +518,23 @@ def exports(record, predictor, checkpoint):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FASTAMP_TFLITE_PYTHON", python)
             record.fastamp("export", checkpoint, record.root / "model.tflite", "--device", "cpu")
+    versions = '{"litert-torch": "0.10.0", "torch": "2.4.0"}'
+    worker = "echo 'ValueError: cannot convert' >&2; exit 1"
+    other = f"#!/bin/sh\ncase $2 in -c) echo '{versions}'; exit 0;; esac\n{worker}\n"
+    other_versions = record.file("other_python", other.encode())
+    other_versions.chmod(0o755)
     with (
-        record("TFLite with preprocessing inside"),
-        mock.patch("subprocess.run", return_value=SimpleNamespace(returncode=0)),
-        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "python"}),
+        record("TFLite with preprocessing inside, and other versions"),
+        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": str(other_versions)}),
     ):
         export(predictor, record.root / "model.tflite", preprocess="inside", data="")
     with record("int8 with a crop inside"):
         crop = ["INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", "(32, 16)"]
         cropped = type(predictor)(checkpoint, device="cpu", opts=crop)
         export(cropped, record.root / "model.onnx", precision="int8", preprocess="inside")
-    failed = SimpleNamespace(returncode=1, stderr=b"ValueError: cannot convert")
     with (
         record("TFLite conversion that fails"),
-        mock.patch("subprocess.run", side_effect=[SimpleNamespace(returncode=0), failed]),
-        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "python"}),
+        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": str(other_versions)}),
     ):
         export(predictor, record.root / "model.tflite", data="")
     with mock.patch.dict(sys.modules, {"tensorrt": None}):

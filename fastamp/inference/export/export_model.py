@@ -26,7 +26,6 @@ from fastamp.inference.export.check import (
 from fastamp.inference.export.formats import FORMATS, Format
 from fastamp.inference.export.metadata import NEEDED_BY, export_metadata
 from fastamp.inference.export.preprocessing import COLOR_ORDERS, Preprocessing
-from fastamp.inference.export.quantize import quantize
 from fastamp.inference.export.trace import FeatureExtractor, Source, trace
 from fastamp.inference.package import License
 from fastamp.inference.predictor import Predictor
@@ -68,11 +67,11 @@ def export(
     Args:
         predictor: trained model.
         path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file next to
-            it), .ts (TorchScript), .tflite (batches of one image) or .engine (TensorRT, with the metadata in a
+            it), .ts (TorchScript), .tflite or .engine (TensorRT, with the metadata in a
             .engine.json file).
         precision: ``"float32"`` (default); ``"fp16"``: weights and computation in float16, except for modules
             that require float32 (``to_float16``); or ``"int8"``: weights and activations of the trunk in 8 bits, for
-            ONNX and OpenVINO (``fastamp.inference.export.quantize``), which requires a test set.
+            ONNX, OpenVINO and TFLite (``fastamp.inference.export.quantize``), which requires a test set.
         normalization: if True (default), the exported model takes images in 0..255 and normalizes them; otherwise the
             caller must normalize the images.
         l2: if True, normalize features to unit length. Default: False.
@@ -101,7 +100,7 @@ def export(
     tolerance = TOLERANCE[precision] if tolerance is None else tolerance
     fixed_input_size(predictor.cfg, is_train=False, needed_by=NEEDED_BY)
     preprocessing = _preprocessing(predictor, preprocess, color_order, normalization, precision)
-    if preprocessing is not None and format.max_batch is not None:
+    if preprocessing is not None and not format.any_size:
         raise ConfigError(
             f"--preprocess inside is not supported for {format.title} files, because their inputs have a fixed size.\n"
             "  fix: omit --preprocess, or export another format"
@@ -125,7 +124,7 @@ def export(
     source = trace(extractor, predictor)
     metadata["feature_width"] = source.feature_width
     if calibration is not None:
-        source, metadata["quantization"] = _quantized(source, calibration, predictor, metadata, opset)
+        source, metadata["quantization"] = _quantized(format, source, calibration, predictor, metadata, opset)
     if format.max_batch is not None:
         metadata["max_batch"] = format.max_batch
     files = format.content(source, metadata, opset)
@@ -138,14 +137,20 @@ def export(
 
 
 def _quantized(
-    source: Source, calibration: CalibrationImages, predictor: Predictor, metadata: dict[str, Any], opset: int | None
+    format: Format,
+    source: Source,
+    calibration: CalibrationImages,
+    predictor: Predictor,
+    metadata: dict[str, Any],
+    opset: int | None,
 ) -> tuple[Source, dict[str, Any]]:
     """Quantize a module; return it with its int8 model, and the metadata about the quantization."""
+    assert format.quantize is not None  # because of Format.check
     inputs = [exported_inputs(batch, predictor, metadata) for batch in calibration.batches]
-    model, float_layers = quantize(source, inputs, opset)
+    model, float_layers = format.quantize(source, inputs, opset)
     facts = {
         "weights": "int8, one scale for each output channel",
-        "activations": "uint8, minimum and maximum of the calibration images",
+        "activations": "8 bits, minimum and maximum of the calibration images",
         "calibration_data": calibration.title,
         "calibration_images": calibration.count,
         "float_layers": float_layers,

@@ -1,13 +1,22 @@
 """Export formats: their packages, and the functions that write and run their files."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fastamp.inference.export import onnx_format, openvino_format, tensorrt_format, tflite_format, torch_formats
+from fastamp.inference.export import (
+    onnx_format,
+    openvino_format,
+    quantize,
+    tensorrt_format,
+    tflite_format,
+    tflite_quantize,
+    torch_formats,
+)
 from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError
@@ -35,10 +44,12 @@ class Format:
         runner: function (these contents) -> function that runs the exported model.
         extra: extra of fastamp that installs the packages.
         lowest_torch: lowest version of PyTorch.
-        int8: True if ``content`` takes an int8 model.
+        quantize: function (source, calibration inputs, opset or None) -> int8 model, which ``content`` takes, and names
+            of the layers that stay in float32. Default: None, int8 is not supported.
         check_environment: function that raises ConfigError if the format requires something else that is missing.
         computes_float16: False if fp16 is a precision of the weights only, which ``content`` converts.
-        max_batch: largest batch, for a format whose images have a fixed size. Default: None, any batch and size.
+        any_size: False if the images have a fixed size. Default: True.
+        max_batch: largest batch. Default: None, any.
     """
 
     title: str
@@ -47,19 +58,21 @@ class Format:
     runner: Callable[[dict[str, bytes]], Run]
     extra: str = "export"
     lowest_torch: tuple[int, ...] = ()
-    int8: bool = False
+    quantize: Callable[[Source, Sequence[dict[str, Tensor]], int | None], tuple[Any, list[str]]] | None = None
     check_environment: Callable[[], None] | None = None
     computes_float16: bool = True
+    any_size: bool = True
     max_batch: int | None = None
 
     def check(self, opset: int | None, precision: str) -> None:
         """Raise ConfigError if a package is missing or too old, or the opset or the precision is not supported."""
-        if precision == "int8" and not self.int8:
+        if precision == "int8" and self.quantize is None:
             raise ConfigError(
-                f"--precision int8 is not supported for {self.title} files, only for ONNX and OpenVINO files.\n"
-                "  fix: export an .onnx or .xml file, or use --precision fp16"
+                f"--precision int8 is not supported for {self.title} files, only for ONNX, OpenVINO and TFLite files.\n"
+                "  fix: export an .onnx, .xml or .tflite file, or use --precision fp16"
             )
-        for package in dict.fromkeys((*self.packages, *(_ONNX if precision == "int8" else ()))):
+        through_onnx = precision == "int8" and self.quantize is quantize.quantize
+        for package in dict.fromkeys((*self.packages, *(_ONNX if through_onnx else ()))):
             try:
                 importlib.import_module(package)
             except ImportError as error:
@@ -67,7 +80,7 @@ class Format:
                     f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
                     f'  fix: pip install "fastamp[{self.extra if package in self.packages else "export"}]"'
                 ) from error
-        lowest_torch = _ONNX_TORCH if precision == "int8" else self.lowest_torch  # int8 files are converted from ONNX
+        lowest_torch = _ONNX_TORCH if through_onnx else self.lowest_torch
         if tuple(map(int, torch.__version__.split(".")[:2])) < lowest_torch:
             raise ConfigError(
                 f"{self.title} export requires PyTorch {'.'.join(map(str, lowest_torch))} or later; found "
@@ -92,10 +105,22 @@ class Format:
 
 
 FORMATS = {
-    ".onnx": Format("ONNX", _ONNX, onnx_format.content, onnx_format.runner, lowest_torch=_ONNX_TORCH, int8=True),
+    ".onnx": Format(
+        "ONNX",
+        _ONNX,
+        onnx_format.content,
+        onnx_format.runner,
+        lowest_torch=_ONNX_TORCH,
+        quantize=quantize.quantize,
+    ),
     ".pt2": Format("torch.export", (), torch_formats.pt2_content, torch_formats.pt2_runner),
     ".xml": Format(
-        "OpenVINO", ("openvino",), openvino_format.content, openvino_format.runner, extra="openvino", int8=True
+        "OpenVINO",
+        ("openvino",),
+        openvino_format.content,
+        openvino_format.runner,
+        extra="openvino",
+        quantize=quantize.quantize,
     ),
     ".ts": Format("TorchScript", (), torch_formats.torchscript_content, torch_formats.torchscript_runner),
     ".tflite": Format(
@@ -103,9 +128,10 @@ FORMATS = {
         (),
         tflite_format.content,
         tflite_format.runner,
+        quantize=tflite_quantize.quantize,
         check_environment=tflite_format.check_environment,
         computes_float16=False,
-        max_batch=1,
+        any_size=False,
     ),
     ".engine": Format(
         "TensorRT",
@@ -114,6 +140,7 @@ FORMATS = {
         tensorrt_format.runner,
         lowest_torch=_ONNX_TORCH,
         check_environment=tensorrt_format.check_environment,
+        any_size=False,
         max_batch=tensorrt_format.MAX_BATCH,
     ),
 }

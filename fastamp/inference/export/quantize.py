@@ -29,13 +29,16 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-_PROBED_IMAGES = 16
+PROBED_IMAGES = 16
+"""Number of calibration images with which errors are measured."""
 _WEIGHTED = ("Conv", "MatMul", "Gemm")
 _OPERATORS = (*_WEIGHTED, "Relu", "Clip", "Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool")
 MAX_ERROR = 0.005
 """Layers stay in float32 until the error, 1 - cosine similarity of features, is estimated to be at most this."""
 MAX_FLOAT = 0.25
 """Largest fraction of the layers that stay in float32."""
+NO_LAYERS = "int8 export found no layers to quantize.\n  fix: use --precision fp16"
+"""Message if no layer of the trunks can be quantized."""
 
 
 def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | None) -> tuple[Any, list[str]]:
@@ -59,38 +62,36 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
     model = onnx_model(source, opset)
     nodes = _trunk_nodes(model, source)
     if not nodes:
-        raise ExportError("int8 export found no layers to quantize.\n  fix: use --precision fp16")
+        raise ExportError(NO_LAYERS)
     ranges = _activation_ranges(model, inputs)
-    probe = {name: tensor[:_PROBED_IMAGES] for name, tensor in inputs[0].items()}
+    probe = {name: tensor[:PROBED_IMAGES] for name, tensor in inputs[0].items()}
     expected = _features(model, probe)
     quantized = _quantized(model, nodes, ranges)
-    error = _error(expected, _features(quantized, probe))
+    error = error_of(expected, _features(quantized, probe))
     if error <= MAX_ERROR:
         return quantized, []
     layers = [node for node in nodes if node.op_type in (*_WEIGHTED, "Add")]
     errors = {
-        node.name: _error(expected, _features(_with_one_layer(model, node.name, ranges), probe))
+        node.name: error_of(expected, _features(_with_one_layer(model, node.name, ranges), probe))
         for node in track(layers, len(layers), "errors of layers")
     }
-    kept = largest_errors(errors, MAX_ERROR / error, MAX_FLOAT)
-    titles = [_title(node) for node in layers if node.name in kept]
-    logger.info(
-        "%d of %d layers stay in float32, because in int8 they change the features too much: %s",
-        len(kept),
-        len(layers),
-        ", ".join(titles[:5]) + (", ..." if len(titles) > 5 else ""),
-    )
-    return _quantized(model, [node for node in nodes if node.name not in kept], ranges), titles
+    kept = sensitive_layers(errors, error, {node.name: _title(node) for node in layers})
+    return _quantized(model, [node for node in nodes if node.name not in kept], ranges), list(kept.values())
 
 
-def _trunk_nodes(model: Any, source: Source) -> list[Any]:
-    """Return the nodes of the trunks that can be quantized; products of two activations, as in attention, cannot."""
-    trunks = {
+def trunks_of(source: Source) -> set[str]:
+    """Return the names of the trunks of the models in a module."""
+    return {
         ".".join(filter(None, (name, trunk)))
         for name, module in source.module.named_modules()
         if isinstance(module, ImageModel)
         for trunk in module.trunks
     }
+
+
+def _trunk_nodes(model: Any, source: Source) -> list[Any]:
+    """Return the nodes of the trunks that can be quantized; products of two activations, as in attention, cannot."""
+    trunks = trunks_of(source)
     constants = {each.name for each in model.graph.initializer}
     return [
         node
@@ -229,9 +230,31 @@ def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return open_onnx(model.SerializeToString()).run(inputs).double()
 
 
-def _error(expected: Tensor, found: Tensor) -> float:
+def error_of(expected: Tensor, found: Tensor) -> float:
     """Compute 1 - mean cosine similarity of features."""
     return 1 - F.cosine_similarity(expected, found).mean().item()
+
+
+def sensitive_layers(errors: dict[str, float], error: float, titles: dict[str, str]) -> dict[str, str]:
+    """Select the layers that stay in float32, and log them.
+
+    Args:
+        errors: error of each layer, quantized by itself.
+        error: error of the model in which all layers are quantized.
+        titles: title of each layer.
+
+    Returns:
+        The titles of the selected layers.
+    """
+    selected = largest_errors(errors, MAX_ERROR / error, MAX_FLOAT)
+    kept = {name: title for name, title in titles.items() if name in selected}
+    logger.info(
+        "%d of %d layers stay in float32, because in int8 they change the features too much: %s",
+        len(kept),
+        len(errors),
+        ", ".join(list(kept.values())[:5]) + (", ..." if len(kept) > 5 else ""),
+    )
+    return kept
 
 
 def largest_errors(errors: dict[str, float], fraction: float, most: float) -> list[str]:

@@ -1,11 +1,14 @@
 """TFLite files, which are converted and run in a Python environment of their own."""
 
-import io
 import json
+import logging
 import os
+import signal
 import subprocess
 import tempfile
 import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +16,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.inference.export.quiet import quiet
+from fastamp.inference.export.quiet import ExportError
 from fastamp.inference.export.torch_formats import pt2_content
 from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.progress import track
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "FASTAMP_TFLITE_PYTHON"
 """Environment variable with the path of the Python that has the converter."""
-PACKAGES = "litert-torch==0.10.0 torch==2.14.1"
-"""Tested versions of the converter and of PyTorch."""
+TESTED = {"litert-torch": "0.10.0", "torch": "2.14.1"}
+"""Package -> tested version."""
+PACKAGES = " ".join(f"{name}=={version}" for name, version in TESTED.items())
 
 _WORKER = Path(__file__).with_name("tflite_worker.py")
+_VERSIONS = f"""
+import importlib.metadata, json
+importlib.metadata.version("ai-edge-litert"), importlib.metadata.version("ai-edge-quantizer")
+print(json.dumps({{name: importlib.metadata.version(name) for name in {list(TESTED)}}}))
+"""
+_CHECKED_IMAGES = 3
+_FAILURES = {
+    "convert": "TFLite conversion failed",
+    "finish": "TFLite conversion failed",
+    "run": "the TFLite interpreter cannot run the file",
+}
 
 
 def check_environment() -> None:
-    """Raise ConfigError if the Python of ``VARIABLE`` is missing, or has no converter."""
+    """Check the environment of the converter; warn if its versions are not those of ``TESTED``.
+
+    Raises:
+        ConfigError: if ``VARIABLE`` is not set, is not a Python that can be run, or has no converter.
+    """
     python = os.environ.get(VARIABLE, "")
     problem = f"{VARIABLE} is not set"
     if python:
-        code = "import importlib.metadata as m; m.version('litert-torch'); m.version('ai-edge-litert')"
         try:
-            result = subprocess.run(
-                [python, "-c", code], capture_output=True, text=True, check=False, env=_environment()
-            )
-            if not result.returncode:
-                return
+            result = subprocess.run([python, "-I", "-c", _VERSIONS], capture_output=True, text=True, check=False)
+            found = json.loads(result.stdout) if not result.returncode else None
             problem = f"{VARIABLE} is {python}, which has no litert-torch"
         except OSError as error:
-            problem = f"{VARIABLE} is {python}, which cannot be run ({error.strerror})"
+            found, problem = None, f"{VARIABLE} is {python}, which cannot be run ({error.strerror})"
+        except ValueError:
+            found, problem = None, f"{VARIABLE} is {python}, which is not a Python"
+        if found == TESTED:
+            return
+        if found:
+            versions = " ".join(f"{name}=={version}" for name, version in found.items())
+            logger.warning("%s has %s, which is not tested.\n  fix: pip install %s", VARIABLE, versions, PACKAGES)
+            return
     raise ConfigError(
         f"TFLite export requires an environment with the converter litert-torch, but {problem}.\n"
         "  fix: create the environment once, and name its Python:\n"
@@ -52,46 +78,117 @@ def check_environment() -> None:
 
 
 def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
-    """Write a TFLite file with batch size 1, with the metadata in ``metadata.json`` of an appended zip."""
-    shapes = source.shapes.items()
-    inputs = {name: ([1, *shape[1:]], "float32" if name == "images" else "int64") for name, shape in shapes}
-    program = pt2_content(source, {}, None)[".pt2"]
-    with quiet("TFLite conversion failed"), tempfile.TemporaryDirectory() as folder:
-        traced, output = Path(folder) / "model.pt2", Path(folder) / "model.tflite"
-        traced.write_bytes(program)
-        _run_worker("convert", traced, output, str(metadata["precision"]), json.dumps(inputs))
-        with zipfile.ZipFile(output, "a") as archive:  # the interpreter ignores it
+    """Write a TFLite file, with the metadata in ``metadata.json`` of an appended zip."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        path = folder / "model.tflite"
+        if source.quantized is None:
+            convert(source, folder)
+        else:
+            path.write_bytes(source.quantized)
+        run_worker("finish", folder, metadata["precision"])
+        with zipfile.ZipFile(path, "a") as archive:  # the interpreter ignores it
             archive.writestr("metadata.json", json.dumps(metadata, indent=2))
-        return {".tflite": output.read_bytes()}
+        return {".tflite": path.read_bytes()}
+
+
+def convert(source: Source, folder: Path) -> None:
+    """Write ``model.tflite`` for any number of images, or for one if the operators contain the batch size.
+
+    Raises:
+        ExportError: if the conversion fails.
+    """
+    shapes = source.shapes
+    inputs = {name: [[1, *shape[1:]], str(source.inputs[name].dtype)[6:]] for name, shape in shapes.items()}
+    (folder / "model.pt2").write_bytes(pt2_content(source, {}, None)[".pt2"])
+    run_worker("convert", folder, json.dumps(inputs))
+    generator = torch.Generator().manual_seed(0)
+    sizes = {name: (_CHECKED_IMAGES, *shape[1:]) for name, shape in shapes.items()}
+    labels = {name: torch.zeros(size, dtype=torch.int64) for name, size in sizes.items()}
+    images = labels | {"images": 255 * torch.rand(sizes["images"], generator=generator)}
+    path, dynamic = folder / "model.tflite", folder / "dynamic.tflite"
+    expected = features(path.read_bytes(), images)
+    try:
+        found = features(dynamic.read_bytes(), images)
+    except ExportError as error:
+        logger.debug("%s: %s", dynamic, error)
+        found = torch.empty(0)
+    if found.shape == expected.shape and torch.allclose(found, expected, atol=1e-3 * expected.abs().max().item()):
+        dynamic.replace(path)
+    else:
+        logger.info("the file takes one image at a time, because its operators contain the batch size")
 
 
 def runner(files: dict[str, bytes]) -> Run:
-    """Return a function that computes the features of a batch with a TFLite file, image by image."""
-
-    def run(inputs: dict[str, Tensor]) -> Tensor:
-        arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
-        packed = io.BytesIO()
-        np.savez(packed, **arrays)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.tflite"
-            path.write_bytes(files[".tflite"])
-            found = _run_worker("run", path, given=packed.getvalue())
-        return torch.from_numpy(np.load(io.BytesIO(found), allow_pickle=False))
-
-    return run
+    """Return a function that computes the features of a batch with a TFLite file."""
+    return lambda inputs: features(files[".tflite"], inputs)
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment variables of the other Python, which may have other versions of the requirements."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def features(model: bytes, inputs: dict[str, Tensor]) -> Tensor:
+    """Compute the features of a batch with a TFLite file, image by image if it takes one at a time.
+
+    Raises:
+        ExportError: if the interpreter rejects the file or the batch.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model.tflite").write_bytes(model)
+        write_inputs(folder, inputs)
+        run_worker("run", folder)
+        return torch.from_numpy(np.load(folder / "features.npy", allow_pickle=False))
 
 
-def _run_worker(*arguments: str | Path, given: bytes = b"") -> bytes:
-    """Execute ``tflite_worker.py``; return its output, or raise RuntimeError with the last line of its errors."""
+def write_inputs(folder: Path, inputs: dict[str, Tensor]) -> None:
+    """Write the inputs of the model for the worker."""
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in inputs.items()}
+    np.savez(folder / "inputs.npz", **arrays)
+
+
+def run_worker(command: str, folder: Path, *arguments: str, steps: int = 0, title: str = "") -> None:
+    """Execute a command of ``tflite_worker.py``.
+
+    Args:
+        command: name of the command.
+        folder: folder with the files that the command reads and writes.
+        arguments: further arguments.
+        steps: number of steps, for a progress bar. Default: 0, without a bar.
+        title: title of the progress bar.
+
+    Raises:
+        ExportError: if the command fails, with the last line of its errors.
+    """
+    path = folder / f"{command}.log"
     # Isolated: otherwise, modules of this folder, e.g. trace, hide those of the standard library.
-    command = [os.environ[VARIABLE], "-I", str(_WORKER), *map(str, arguments)]
-    result = subprocess.run(command, input=given, capture_output=True, check=False, env=_environment())
-    if result.returncode:
-        lines = [line.strip() for line in result.stderr.decode(errors="replace").splitlines() if line.strip()]
-        raise RuntimeError(f"{VARIABLE}: {lines[-1] if lines else f'exit code {result.returncode}'}")
-    return result.stdout
+    argv = [os.environ[VARIABLE], "-I", str(_WORKER), command, str(folder), *arguments]
+    with path.open("wb") as errors, _process(argv, errors) as process:
+        lines: Iterable[bytes] = process.stdout or ()
+        for _ in track(lines, steps, title) if steps else lines:
+            pass
+    if process.returncode:
+        text = path.read_text(errors="replace")
+        logger.debug("%s", text)
+        raise ExportError(
+            f"{_FAILURES.get(command, 'TFLite quantization failed')}: {_cause(process.returncode, text)}.\n"
+            "  fix: export an .onnx file, or another model"
+        )
+
+
+@contextmanager
+def _process(argv: list[str], errors: Any) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a process, and stop it if the caller does not wait for its end, e.g. after Ctrl-C."""
+    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+        try:
+            yield process
+        except BaseException:
+            process.kill()
+            raise
+
+
+def _cause(code: int, errors: str) -> str:
+    """Describe the failure of the worker from its exit code and its errors."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    if code > 0:
+        return lines[-1].removesuffix(".") if lines else f"exit code {code}"
+    name = signal.Signals(-code).name
+    hint = ", often because memory is insufficient" if name == "SIGKILL" else ""
+    return f"the Python of {VARIABLE} was stopped by {name}{hint}"

@@ -33,7 +33,7 @@ class Source:
         module: module in evaluation mode on the CPU.
         inputs: example inputs, a batch of two images.
         program: the module traced by torch.export, with a dynamic batch size.
-        quantized: ONNX model of the module in int8 (``quantize``); None for other precisions.
+        quantized: int8 model of the module (``Format.quantize``); None for other precisions.
     """
 
     module: nn.Module
