@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import torch.nn.functional as F
 from every_backbone import config
 
 import fastamp
@@ -127,6 +128,33 @@ def test_narrow_output_channels_keep_their_weights():
         assert np.abs(channel - exact).max() <= 0.5001 * step
     whole = np.abs(weights).max() / 127
     assert (np.round(weights[::2] / whole) == 0).all() and (rounded[::2] != 0).any((1, 2, 3)).all()
+
+
+def test_range_of_a_saturated_input_ends_where_the_output_is_constant():
+    from onnx import TensorProto, helper
+
+    shape = ["batch", 1]
+    nodes = [helper.make_node("Add", ["images", "images"], [name], name=name) for name in ("swish", "sigmoid", "both")]
+    nodes += [
+        helper.make_node("HardSwish", ["swish"], ["a"]),
+        helper.make_node("HardSigmoid", ["sigmoid"], ["b"], alpha=1 / 6),
+        helper.make_node("HardSwish", ["both"], ["c"]),
+        helper.make_node("Relu", ["both"], ["d"]),  # needs the whole range
+        helper.make_node("Sum", ["a", "b", "c", "d"], ["features"]),
+    ]
+    graph = helper.make_graph(
+        nodes,
+        "graph",
+        [helper.make_tensor_value_info("images", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info("features", TensorProto.FLOAT, shape)],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9)
+    images = torch.linspace(-10, 20, 31)[:, None]
+    ranges = quantize._activation_ranges(model, [{"images": images[:16]}, {"images": images[16:]}])
+    found = {name: quantize._range(ranges, name) for name in ("swish", "sigmoid", "both")}
+    assert found == {"swish": (-3, 40), "sigmoid": (-3, 3), "both": (-20, 40)}
+    assert torch.equal(F.hardswish(images), F.hardswish(images.clamp(*quantize._SATURATION["HardSwish"])))
+    assert torch.equal(F.hardsigmoid(images), F.hardsigmoid(images.clamp(*quantize._SATURATION["HardSigmoid"])))
 
 
 def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, monkeypatch, caplog):

@@ -13,6 +13,7 @@ file.
 """
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.inference.export import ExportError, export
 from fastamp.inference.predictor import Predictor
+from fastamp.inference.sessions import open_onnx
 from fastamp.modeling import build_model
 from fastamp.modeling.heads import EmbeddingHead
 
@@ -131,7 +133,8 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
 
     Returns:
         tuple[dict[tuple[str, str, str], Run], list[str]]: (model, runtime, precision) -> function; and the row of
-        sizes: name, parameters without classifiers, multiply-adds of one image, and the file size in each precision.
+        sizes: name, parameters without classifiers, multiply-adds of one image, the file size in each precision, and
+        the number of layers of the int8 model in float32.
     """
     predictor, trained = make_predictor(folder, MODELS[name], runs_folder)
     model = predictor.model
@@ -141,6 +144,7 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
             module.switch_to_deploy()
     runs = {(name, "PyTorch", precision): pytorch_run(model, precision) for precision in ("float32", "bf16")}
     sizes: dict[str, str] = {}
+    float_layers: int | str = ""
     for (runtime, precision), (suffix, file_precision) in FILES.items() if deployed else ():
         file = f"{name.lower().replace(' ', '_').replace('.', '_')}_{file_precision}{suffix}"
         path = export_once(predictor, folder / file, file_precision) if trained or precision != "int8" else None
@@ -149,11 +153,13 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
         runs[name, runtime, precision] = onnx_run(path) if runtime == "ONNX Runtime" else openvino_run(path, precision)
         if suffix == ".onnx":
             sizes[file_precision] = f"{path.stat().st_size / 1e6:.2f}"
+        if precision == "int8":
+            float_layers = len(json.loads(open_onnx(path).metadata["quantization"])["float_layers"])
     classifiers = sum(head.weight.numel() for head in model.modules() if isinstance(head, EmbeddingHead))
     parameters = sum(parameter.numel() for parameter in model.parameters()) - classifiers
     macs = multiply_adds(model, torch.zeros(1, 3, *SIZE))
     files = [sizes.get(precision, "") for precision in FILE_PRECISIONS]
-    return runs, [name, f"{parameters / 1e6:.2f}", f"{macs / 1e9:.3f}", *files]
+    return runs, [name, f"{parameters / 1e6:.2f}", f"{macs / 1e9:.3f}", *files, str(float_layers)]
 
 
 def measure(
@@ -206,6 +212,7 @@ def main() -> None:
             runs |= found
             rows.append(row)
         headers = ["", "parameters (M)", "multiply-adds (G)", *(f"ONNX {each} (MB)" for each in FILE_PRECISIONS)]
+        headers.append("layers in float32 (int8)")
         print(tabulate(rows, headers, tablefmt="github", disable_numparse=True), flush=True)
         times = measure(runs, batches, args.rounds, args.repeats)
     for size in args.batches:

@@ -12,6 +12,7 @@ import copy
 import logging
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ PROBED_IMAGES = 16
 """Number of calibration images with which errors are measured."""
 _WEIGHTED = ("Conv", "MatMul", "Gemm")
 _OPERATORS = (*_WEIGHTED, "Relu", "Clip", "Add", "Concat", "MaxPool", "AveragePool", "GlobalAveragePool")
+_SATURATION = {"HardSwish": (-3.0, np.inf), "HardSigmoid": (-3.0, 3.0)}
+"""Operator -> interval outside of which its inputs have the outputs of the ends of the interval."""
 MAX_ERROR = 0.005
 """Layers stay in float32 until the error, 1 - cosine similarity of features, is estimated to be at most this."""
 MAX_FLOAT = 0.25
@@ -142,7 +145,20 @@ def _activation_ranges(model: Any, inputs: Sequence[dict[str, Tensor]]) -> Any:
         for batch in track(inputs, len(inputs), "calibrating"):
             with quiet("onnxruntime cannot calibrate the model"):
                 calibrator.collect_data(Reader(batch))  # merges the ranges with those of earlier batches
-        return calibrator.compute_data()
+        return _saturated(model, calibrator.compute_data())
+
+
+def _saturated(model: Any, ranges: Any) -> Any:
+    """Limit the range of each tensor that is only the input of an operator in ``_SATURATION``, for smaller steps."""
+    from onnxruntime.quantization.calibrate import TensorData
+
+    readers = Counter(tensor for node in model.graph.node for tensor in node.input)
+    for node in model.graph.node:
+        if node.op_type in _SATURATION and readers[node.input[0]] == 1 and node.input[0] in ranges.data:
+            limits = _SATURATION[node.op_type]
+            low, high = (np.clip(each, *limits).astype(np.float32) for each in ranges[node.input[0]].range_value)
+            ranges.data[node.input[0]] = TensorData(lowest=low, highest=high)
+    return ranges
 
 
 def _quantized(model: Any, nodes: Sequence[Any], ranges: Any) -> Any:
