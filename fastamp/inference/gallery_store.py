@@ -235,7 +235,9 @@ def parse_time(text: str) -> float:
     """
     try:
         time = datetime.fromisoformat(text.strip().replace("Z", "+00:00"))
-        return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+        seconds = (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+        format_time(seconds)  # years 1 to 9999 in UTC, whatever the offset
+        return seconds
     except (ValueError, OverflowError) as error:
         raise ConfigError(
             f"not a time: {text[:50]!r}.\n  fix: write it as 2026-01-31T14:30:00 (UTC) or 2026-01-31T14:30:00+02:00"

@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,13 +11,13 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive, Scope
 
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import LOCAL_HOSTS, Limits
 
-_METADATA_BYTES = 2**20
+_METADATA_BYTES, _MOST_FIELDS = 2**20, 100
 
 
 @dataclass(frozen=True)
@@ -85,25 +86,43 @@ async def discard_body(scope: Scope, receive: Receive, limits: Limits) -> None:
     await asyncio.wait_for(receive_all(), limits.receive_seconds)
 
 
-async def read_form(request: Request, limits: Limits) -> FormData:
-    """Receive a form within the limits; the caller closes it.
+async def read_form(request: Request, limits: Limits, fields: Collection[str]) -> FormData:
+    """Receive a form with ``fields`` within the limits; the caller closes it.
 
     Raises:
-        RequestError: if it is too large, too slow, or no form.
+        RequestError: if it is too large, too slow, incomplete, or no form, or has other fields than ``fields``.
     """
     kind = request.headers.get("content-type", "")
     if not kind.startswith("multipart/form-data"):
         raise RequestError(415, "not_a_form", f"expected multipart/form-data, got {kind[:100] or 'no content type'}")
     try:
-        form = request.form(max_files=limits.images, max_fields=100, max_part_size=_METADATA_BYTES)
-        return await asyncio.wait_for(_as_coroutine(form), limits.receive_seconds)
+        receiving = request.form(max_files=limits.images, max_fields=_MOST_FIELDS, max_part_size=_METADATA_BYTES)
+        form = await asyncio.wait_for(_as_coroutine(receiving), limits.receive_seconds)
     except asyncio.TimeoutError as error:
         raise RequestError(
             408, "too_slow", f"the request was not received in {limits.receive_seconds:g} seconds"
         ) from error
+    except ClientDisconnect as error:
+        raise RequestError(400, "disconnected", "the client disconnected before it had sent the request") from error
     except HTTPException as error:  # of the parser
-        fix = f"send at most {limits.images} images per request"
+        fix = f"send a complete form with at most {limits.images} images, {_MOST_FIELDS} fields and 1 MiB per field"
         raise RequestError(400, "invalid_form", str(error.detail), fix) from error
+    try:
+        _check_fields(form, fields)
+    except RequestError:
+        await form.close()
+        raise
+    return form
+
+
+def _check_fields(form: FormData, fields: Collection[str]) -> None:
+    """Check that a form has no unknown fields, such as a misspelled condition, and that only images are files."""
+    for name, value in form.multi_items():
+        if name not in fields:
+            fix = f"the fields are {', '.join(fields)}"
+            raise RequestError(422, "unknown_field", f"the route has no field {name[:100]!r}", fix)
+        if name != "images" and isinstance(value, UploadFile):
+            raise RequestError(422, "invalid_field", f"{name}: expected text, got a file")
 
 
 async def _as_coroutine(form: Any) -> FormData:

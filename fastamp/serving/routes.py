@@ -1,6 +1,6 @@
 """Routes of the service: features, comparison, search, and reading and changing the gallery."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +18,8 @@ _IMAGES = {"images": {"type": "array", "items": {"type": "string", "format": "bi
 _TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
 _CONDITIONS = {"camera": _TEXTS, "identity": _TEXTS, "after": {"type": "string"}, "before": {"type": "string"}}
 _METADATA = {"type": "string", "description": "JSON list with one object per image: id, name, identity, camera, time"}
+_SEARCH: dict[str, Any] = {**_IMAGES, "k": {"type": "integer", "default": 10}, **_CONDITIONS}
+_ITEMS: dict[str, Any] = {**_IMAGES, "items": _METADATA}
 
 
 def _form(properties: dict[str, Any], *required: str) -> dict[str, Any]:
@@ -27,7 +29,12 @@ def _form(properties: dict[str, Any], *required: str) -> dict[str, Any]:
 
 
 async def _with_form(
-    request: Request, service: Service, answer: Callable[[FormData], Awaitable[Any]], *, status: int = 200
+    request: Request,
+    service: Service,
+    fields: Collection[str],
+    answer: Callable[[FormData], Awaitable[Any]],
+    *,
+    status: int = 200,
 ) -> Response:
     """Receive the form of a request, unless the queue is full, and answer with the result of ``answer``."""
     try:
@@ -36,7 +43,7 @@ async def _with_form(
         await discard_body(request.scope, request.receive, service.limits)
         raise
     with service.receiving_form():
-        form = await read_form(request, service.limits)
+        form = await read_form(request, service.limits, fields)
     try:
         return JSONResponse(await answer(form), status_code=status)
     finally:
@@ -64,7 +71,7 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
                 "features": found.tolist(),
             }
 
-        return await _with_form(request, service, answer)
+        return await _with_form(request, service, _IMAGES, answer)
 
     @app.post(
         "/v1/compare",
@@ -80,7 +87,7 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
             found = service.model.compare_features(a, b)
             return {"metric": found.metric, **service.compared(found.score)}
 
-        return await _with_form(request, service, answer)
+        return await _with_form(request, service, _IMAGES, answer)
 
     @app.post(
         "/v1/search",
@@ -88,7 +95,7 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
         dependencies=access,
         tags=["gallery"],
         summary="The items that are most similar to images",
-        openapi_extra=_form({**_IMAGES, "k": {"type": "integer", "default": 10}, **_CONDITIONS}, "images"),
+        openapi_extra=_form(_SEARCH, "images"),
     )
     async def search(request: Request) -> Response:
         async def answer(form: FormData) -> dict[str, Any]:
@@ -105,7 +112,7 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
             found, _ = await service.features(await uploads_of(form, most=most))
             return await service.search(found, k, conditions)
 
-        return await _with_form(request, service, answer)
+        return await _with_form(request, service, _SEARCH, answer)
 
 
 def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
@@ -144,7 +151,7 @@ def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> Non
         response_model=schemas.Ids,
         status_code=201,
         summary="Add images; the answer follows when they are on the disk",
-        openapi_extra=_form({**_IMAGES, "items": _METADATA}, "images"),
+        openapi_extra=_form(_ITEMS, "images"),
         **options,
     )
     async def add(request: Request) -> Response:
@@ -154,22 +161,26 @@ def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> Non
             values = models_of(form, "items", schemas.ItemIn, len(uploads))
             return {"ids": await service.add(uploads, values)}
 
-        return await _with_form(request, service, answer, status=201)
+        return await _with_form(request, service, _ITEMS, answer, status=201)
 
     @app.put(
         "/v1/gallery/items/{item_id:path}",
         response_model=schemas.ItemOut,
         summary="Replace the metadata (items, a list with one object) or the image of an item, or both",
-        openapi_extra=_form({**_IMAGES, "items": _METADATA}),
+        openapi_extra=_form(_ITEMS),
         **options,
     )
     async def update(item_id: str, request: Request) -> Response:
         async def answer(form: FormData) -> dict[str, Any]:
             uploads = await uploads_of(form, least=0, most=1)
             values = models_of(form, "items", schemas.ItemIn, 1)[0] if "items" in form else None
+            if not uploads and values is None:
+                raise RequestError(422, "nothing_to_change", "the form has neither images nor items")
+            if values is not None and values.id not in (None, item_id):
+                raise RequestError(422, "invalid_field", "items: the id of an item cannot be changed", "omit the id")
             return await service.update(item_id, values, uploads)
 
-        return await _with_form(request, service, answer)
+        return await _with_form(request, service, _ITEMS, answer)
 
     @app.get("/v1/gallery/items/{item_id:path}", response_model=schemas.ItemOut, summary="An item", **options)
     async def item(item_id: str) -> Response:

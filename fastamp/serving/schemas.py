@@ -1,6 +1,6 @@
 """Bodies of the answers, for validation and for the OpenAPI page."""
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class ErrorDetail(BaseModel):
@@ -46,6 +46,14 @@ class ItemIn(BaseModel):
     identity: str = Field("", max_length=500)
     camera: str = Field("", max_length=500)
     time: str = Field("", max_length=50, description="ISO 8601, in UTC without an offset")
+
+    @field_validator("id")
+    @classmethod
+    def _has_an_address(cls, value: str | None) -> str | None:
+        """Reject the segments that HTTP clients remove from addresses."""
+        if value in (".", ".."):
+            raise ValueError('"." and ".." cannot be part of the address of an item')
+        return value
 
 
 class ItemOut(BaseModel):

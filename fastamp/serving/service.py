@@ -124,9 +124,8 @@ class Service:
             return model.preprocess(pixels), picture
         except DataError as error:
             message, _ = split_fix(str(error))
-            raise RequestError(
-                422, "invalid_image", message, "send a JPEG, PNG or WebP file within the limits"
-            ) from error
+            fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
+            raise RequestError(422, "invalid_image", message, fix) from error
 
     def require_gallery(self) -> MutableGallery:
         """Return the gallery; raise RequestError with status 404 if there is none."""

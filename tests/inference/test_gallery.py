@@ -275,6 +275,8 @@ def test_metadata_pictures_and_conditions(tmp_path):
     assert parse_time("2026-01-31T14:30") == parse_time("2026-01-31T16:30:00+02:00") == parse_time("2026-01-31T14:30Z")
     with pytest.raises(ConfigError):
         parse_time("yesterday")
+    with pytest.raises(ConfigError):
+        parse_time("9999-12-31T23:59:59-12:00")  # year 10000 in UTC, which could not be written
 
 
 def test_damaged_galleries_and_other_models_are_errors(tmp_path):

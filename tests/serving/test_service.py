@@ -6,6 +6,7 @@ import json
 import threading
 from pathlib import Path
 
+import numpy as np
 import PIL.Image
 import pytest
 import torch
@@ -25,11 +26,13 @@ pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
 
 from fastapi.testclient import TestClient
+from starlette.requests import Request
 
 from fastamp.serving.app import create_app
 from fastamp.serving.batching import Batcher
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits, read_api_key
+from fastamp.serving.requests import read_form
 from fastamp.serving.service import Service
 
 pytestmark = pytest.mark.extras
@@ -122,6 +125,10 @@ def test_added_images_are_found_updated_and_removed(start, predictor, images, tm
     for method, path in (("get", "items/x"), ("delete", "items/x"), ("get", "pictures/x")):
         assert error_of(client.request(method, f"/v1/gallery/{path}"), 404) in ("no_item", "no_picture")
     assert error_of(client.put("/v1/gallery/items/x", files=upload(images[0])), 404) == "no_item"
+    other_id = [("items", (None, '[{"id": "other"}]'))]
+    assert error_of(client.put(f"/v1/gallery/items/{ids[1]}", files=other_id), 422) == "invalid_field"
+    no_fields = {"content": b"--a--\r\n", "headers": {"Content-Type": "multipart/form-data; boundary=a"}}
+    assert error_of(client.put(f"/v1/gallery/items/{ids[1]}", **no_fields), 422) == "nothing_to_change"
 
 
 def test_calibrated_models_return_decisions_and_probabilities(start, predictor, images, monkeypatch):
@@ -201,7 +208,10 @@ def test_limits_and_invalid_requests_have_structured_errors(start, images):
         ([("images", ("a.jpg", b""))], {}, 422, "invalid_image"),
         ([("images", ("a.eps", script))], {}, 422, "invalid_image"),  # would run Ghostscript
         ([("images", ("a.jpg", Path(images[0]).read_bytes()[:200]))], {}, 422, "invalid_image"),
-        ([("other", ("a.jpg", b"x"))], {}, 422, "wrong_count"),
+        ([("other", ("a.jpg", b"x"))], {}, 422, "unknown_field"),
+        (one, {"cameras": "door"}, 422, "unknown_field"),  # would search in all items
+        ([*one, ("camera", ("a.txt", b"door"))], {}, 422, "invalid_field"),
+        ([("k", (None, "1"))], {}, 422, "wrong_count"),
         (one, {"k": "6"}, 422, "invalid_field"),
         (one, {"k": "-1"}, 422, "invalid_field"),
         (one, {"k": "\u0663"}, 422, "invalid_field"),
@@ -211,7 +221,8 @@ def test_limits_and_invalid_requests_have_structured_errors(start, images):
     # A path on the server is not read, as text or as the name of a file.
     answer = client.post("/v1/features", files=[("images", (None, "/etc/passwd"))])
     assert error_of(answer, 422) == "not_a_file"
-    for items in ("{}", "[]", "[1]", '[{"path": "/etc/passwd"}]', '[{"time": "noon"}]', '[{"id": ""}]', "[" * 100_000):
+    wrong = ("[1]", '[{"path": "/etc/passwd"}]', '[{"time": "noon"}]', '[{"id": ""}]', '[{"id": ".."}]')
+    for items in ("{}", "[]", *wrong, '[{"id": "\\ud800"}]', "[" * 100_000):
         answer = client.post("/v1/gallery/items", files=one, data={"items": items})
         assert error_of(answer, 422) in ("invalid_field", "invalid_value")
     assert error_of(client.post("/v1/features", content=b"x"), 415) == "not_a_form"
@@ -225,6 +236,63 @@ def test_limits_and_invalid_requests_have_structured_errors(start, images):
     assert "/" not in client.get(f"/v1/gallery/items/{item_id}").json()["name"]
     answer = client.post("/v1/gallery/items", files=one, data={"items": json.dumps([{"id": item_id}])})
     assert error_of(answer, 422) == "invalid_value"
+
+
+def test_items_at_the_ends_of_the_calendar_do_not_break_the_gallery(start, images):
+    client = start()
+    for time in ("9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):  # not in the years 1 to 9999 in UTC
+        data = {"items": json.dumps([{"time": time}])}
+        answer = client.post("/v1/gallery/items", files=upload(images[0]), data=data)
+        assert error_of(answer, 422) == "invalid_value"
+    for time in ("9999-12-31T23:59:59", "0001-01-01"):
+        data = {"items": json.dumps([{"time": time}])}
+        client.post("/v1/gallery/items", files=upload(images[0]), data=data).raise_for_status()
+    times = [item["time"] for item in client.get("/v1/gallery/items").json()["items"]]
+    assert times == ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00"]
+    assert client.post("/v1/search", files=upload(images[0])).json()["searched"] == 2
+
+
+def encoded(image, kind, **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_kinds_of_images_are_read_as_by_the_predictor(start, predictor, images, tmp_path):
+    image = PIL.Image.open(images[0])
+    gray = PIL.Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+    turned = PIL.Image.Exif()
+    turned[0x0112] = 6
+    files = {
+        "gray.png": encoded(image.convert("L"), "PNG"),
+        "gray16.png": encoded(gray, "PNG"),
+        "cmyk.jpg": encoded(image.convert("CMYK"), "JPEG"),
+        "turned.png": encoded(image.rotate(90, expand=True), "PNG", exif=turned),
+        "alpha.png": encoded(image.convert("RGBA"), "PNG"),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    client = start(gallery=False)
+    answer = client.post("/v1/features", files=upload(*(tmp_path / name for name in files))).json()
+    expected = predictor.features([tmp_path / name for name in files])
+    # Float32 sums in batches of other sizes.
+    assert torch.allclose(torch.tensor(answer["features"]), expected, rtol=1e-4, atol=1e-5)
+    upright = predictor.features(images[0])
+    assert torch.allclose(expected[3:], upright.expand(2, -1), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(expected[0], upright[0], rtol=1e-4, atol=1e-5)  # without colors
+    for content in (encoded(image.convert("F"), "TIFF"), b"<svg/>", b"text"):
+        answer = client.post("/v1/features", files=[("images", ("a", content))])
+        assert error_of(answer, 422) == "invalid_image"
+
+
+def test_a_client_that_disconnects_is_an_error_of_the_request():
+    async def disconnected():
+        return {"type": "http.disconnect"}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"multipart/form-data; boundary=a")]}
+    with pytest.raises(RequestError, match="disconnected") as raised:
+        asyncio.run(read_form(Request(scope, disconnected), Limits(), ["images"]))
+    assert raised.value.status == 400  # not a bug with a traceback in the log
 
 
 def test_without_a_gallery_only_features_and_comparisons_work(start, images):
