@@ -64,6 +64,14 @@ def test_failures_of_tensorrt_are_reported_and_write_no_file(predictor, tensorrt
     assert not list(tmp_path.iterdir())
 
 
+def test_engine_that_cannot_be_read_is_an_error(monkeypatch):
+    fake = mock.MagicMock()
+    monkeypatch.setitem(sys.modules, "tensorrt", fake)
+    fake.Runtime.return_value.deserialize_cuda_engine.return_value = None
+    with pytest.raises(ExportError, match="cannot load the engine.*cannot be read"):
+        FORMATS[".engine"].runner({".engine": b""})
+
+
 def test_engine_computes_larger_batches_in_parts(monkeypatch):
     from fastamp.inference.export.tensorrt_format import Engine
 

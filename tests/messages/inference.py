@@ -551,6 +551,9 @@ def exports(record, predictor, checkpoint):
         tensorrt.Builder.return_value.build_serialized_network.return_value = None
         with record("TensorRT fails"), mock.patch.dict(sys.modules, {"tensorrt": tensorrt}):
             tensorrt_format.build(b"", {"images": [-1, 3, 64, 32]})
+    tensorrt.Runtime.return_value.deserialize_cuda_engine.return_value = None
+    with record("TensorRT cannot read the engine"), mock.patch.dict(sys.modules, {"tensorrt": tensorrt}):
+        tensorrt_format.Engine(b"")
     (record.root / "folder.onnx").mkdir()
     record.fastamp("export", checkpoint, record.root / "folder.onnx", "--device", "cpu")
     with pytest.MonkeyPatch.context() as patch:

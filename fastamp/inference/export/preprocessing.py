@@ -82,7 +82,7 @@ def _as_fixed_point(weights: Tensor) -> Tensor:
 
     Exact weights change 1 % of the pixels by one, which changes the features of random images at a cosine of 0.9998.
     """
-    scales = 2.0 ** torch.arange(23)
+    scales = torch.tensor([2.0**exponent for exponent in range(23)])  # onnxscript 0.7.0 exports 2 ** k as int64
     scale = torch.where(scales * weights.amax(dim=(0, 1)) < 2**15 - 0.5, scales, 1.0).amax(dim=0)
     return weights.sign() * (weights.abs() * scale + 0.5).floor() / scale
 

@@ -91,13 +91,18 @@ class Engine:
 
     Args:
         content: serialized engine.
+
+    Raises:
+        RuntimeError: if TensorRT cannot read the engine, or cannot run it.
     """
 
     def __init__(self, content: bytes) -> None:
         trt: Any = importlib.import_module("tensorrt")
         self._runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))  # must exist as long as the engine
         self._engine = self._runtime.deserialize_cuda_engine(content)
-        self._context = self._engine.create_execution_context()
+        self._context = self._engine and self._engine.create_execution_context()
+        if self._context is None:
+            raise RuntimeError("the engine cannot be read, or there is not enough memory")
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Compute the (B, D) float32 features of inputs on the CPU, in batches of at most ``MAX_BATCH``."""
