@@ -89,6 +89,7 @@ class GalleryStore:
         self.path = folder / DATABASE
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE}.\n  fix: correct the path")
+        self._file: tuple[int, int] | None = None  # known after the file is open
         with self._errors():
             # Transactions are started explicitly; the lock of ``MutableGallery`` serializes the threads.
             self._connection = sqlite3.connect(
@@ -104,6 +105,7 @@ class GalleryStore:
                     row = (_FORMAT, model.width, model.metric, model.config_hash, model.checkpoint)
                     self._connection.execute("INSERT INTO gallery VALUES (?, ?, ?, ?, ?, 0, hex(randomblob(8)))", row)
         self.model = self._read_model()
+        self._file = self._file_id()
 
     def _read_model(self) -> GalleryModel:
         with self._errors():
@@ -128,9 +130,26 @@ class GalleryStore:
         with self._errors():
             return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
+    def _file_id(self) -> tuple[int, int] | None:
+        """Return the identity of the database file; None if there is no file."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino
+
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Commit the changes inside the context, or none of them after an exception."""
+        """Commit the changes inside the context, or none of them after an exception.
+
+        Raises:
+            WriteError: if the changes cannot be written, or the file was removed or replaced, which loses them.
+        """
+        if self._file not in (None, self._file_id()):
+            raise WriteError(
+                f"the gallery {self.path} was removed or replaced after it had been opened.\n"
+                "  fix: open it again, or restart the service"
+            )
         with self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:

@@ -302,6 +302,20 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
         create_or_open(tmp_path / "missing" / "a.gallery", model())
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_changes_after_the_files_were_removed_are_errors(tmp_path, replaced):
+    folder = tmp_path / "a.gallery"
+    with MutableGallery(folder, model()) as gallery:
+        gallery.add([Item("a")], np.ones((1, WIDTH)))
+        folder.rename(tmp_path / "old.gallery")
+        if replaced:
+            MutableGallery(folder, model()).close()
+        # SQLite would write to the removed file, and the item would be lost.
+        with pytest.raises(WriteError, match="removed or replaced"):
+            gallery.add([Item("b")], np.ones((1, WIDTH)))
+        assert len(gallery) == 1
+
+
 @pytest.fixture(scope="module")
 def predictor(checkpoint):
     return Predictor(checkpoint, device="cpu")

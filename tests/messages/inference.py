@@ -179,6 +179,10 @@ def galleries(record, predictor, checkpoint, folder):
             error = sqlite3.OperationalError("database or disk is full")
             patch.setattr(type(gallery._store), "insert", mock.Mock(side_effect=error))
             gallery.add([Item("a")], ones)
+        path.rename(record.root / "moved.gallery")
+        with record("add to a gallery that was moved"):
+            gallery.add([Item("a")], ones)
+        (record.root / "moved.gallery").rename(path)
     features = np.random.default_rng(0).standard_normal((300, 16))
     other = record.root / "other.gallery"
     with MutableGallery(other, GalleryModel(16, "cosine", "hash", "model.pth")) as gallery:
