@@ -70,7 +70,7 @@ def _title(operator: Operator, weighted: set[str]) -> str:
     """Return the name of the layer of an operator: that of its weights if they have one, otherwise of its module."""
     innermost = [modules[-1] for modules in reversed(operator["modules"]) if modules]
     if operator["kind"] in _WEIGHTED:
-        return next((name for name in innermost if name in weighted), innermost[0])
+        return str(next((name for name in innermost if name in weighted), innermost[0]))
     return f"{operator['kind'].title()} in {min(innermost, key=len)}"
 
 

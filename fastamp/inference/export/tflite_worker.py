@@ -181,7 +181,7 @@ def _kind(model: Any, operator: Any) -> str:
     from ai_edge_litert import schema_py_generated as schema
 
     code = model.operatorCodes[operator.opcodeIndex].builtinCode
-    return next(name for name, value in vars(schema.BuiltinOperator).items() if value == code)
+    return str(next(name for name, value in vars(schema.BuiltinOperator).items() if value == code))
 
 
 def _name(graph: Any, operator: Any) -> str:
