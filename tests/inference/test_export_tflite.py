@@ -223,6 +223,12 @@ def test_other_versions_in_the_environment_are_named(python, monkeypatch, caplog
     assert "torch==2.4.0" in caplog.text and PACKAGES in caplog.text
 
 
+def test_cpu_build_of_the_tested_versions_is_accepted(python, caplog):
+    python(versions=TESTED | {"torch": f"{TESTED['torch']}+cpu"})
+    tflite_format.check_environment()
+    assert not caplog.records
+
+
 def test_tflite_file_cannot_take_images_of_any_size(stand_in, predictor, tmp_path):
     with pytest.raises(ConfigError, match="--preprocess inside.*fixed size"):
         export(predictor, tmp_path / "model.tflite", preprocess="inside")

@@ -52,29 +52,32 @@ def check_environment() -> None:
         ConfigError: if ``VARIABLE`` is not set, is not a Python that can be run, or has no converter.
     """
     python = os.environ.get(VARIABLE, "")
-    problem = f"{VARIABLE} is not set"
-    if python:
-        try:
-            result = subprocess.run([python, "-I", "-c", _VERSIONS], capture_output=True, text=True, check=False)
-            found = json.loads(result.stdout) if not result.returncode else None
-            problem = f"{VARIABLE} is {python}, which has no litert-torch"
-        except OSError as error:
-            found, problem = None, f"{VARIABLE} is {python}, which cannot be run ({error.strerror})"
-        except ValueError:
-            found, problem = None, f"{VARIABLE} is {python}, which is not a Python"
-        if found == TESTED:
-            return
-        if found:
+    found, problem = _versions(python) if python else (None, "is not set")
+    if found:
+        if found != TESTED:
             versions = " ".join(f"{name}=={version}" for name, version in found.items())
             logger.warning("%s has %s, which is not tested.\n  fix: pip install %s", VARIABLE, versions, PACKAGES)
-            return
+        return
     raise ConfigError(
-        f"TFLite export requires an environment with the converter litert-torch, but {problem}.\n"
+        f"TFLite export requires an environment with the converter litert-torch, but {VARIABLE} {problem}.\n"
         "  fix: create the environment once, and name its Python:\n"
         "    python3 -m venv ~/fastamp-tflite\n"
         f"    ~/fastamp-tflite/bin/pip install {PACKAGES}\n"
         f"    export {VARIABLE}=~/fastamp-tflite/bin/python"
     )
+
+
+def _versions(python: str) -> tuple[dict[str, str] | None, str]:
+    """Return the versions of the packages of ``TESTED``, without local parts such as ``+cpu``, or None and a reason."""
+    try:
+        result = subprocess.run([python, "-I", "-c", _VERSIONS], capture_output=True, text=True, check=False)
+        if result.returncode:
+            return None, f"is {python}, which has no litert-torch"
+        return {name: version.partition("+")[0] for name, version in json.loads(result.stdout).items()}, ""
+    except OSError as error:
+        return None, f"is {python}, which cannot be run ({error.strerror})"
+    except ValueError:
+        return None, f"is {python}, which is not a Python"
 
 
 def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict[str, bytes]:
