@@ -8,6 +8,9 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 VERSION = re.search(r'__version__ = "(.+)"', (HERE / "fastamp/__init__.py").read_text(encoding="utf-8")).group(1)
 
+# The lowest versions tested with PyTorch 2.14, in each precision. PyTorch 2.14 does not work with onnxscript 0.5.
+EXPORT = ["onnx>=1.17", "onnxruntime>=1.20", "onnxscript>=0.6"]
+
 EXTRAS = {
     "test": [
         "pytest>=9.0",
@@ -19,16 +22,14 @@ EXTRAS = {
         "pyarrow",
         "h5py",
         "pytorch-metric-learning>=2.9",
-        "onnx",
-        "onnxruntime",
-        "onnxscript",
+        *EXPORT,
     ],
     "cuhk03": ["h5py"],
     "vis": ["matplotlib"],
     "cluster": ["scikit-learn>=1.3"],
     "parquet": ["pyarrow"],
-    "export": ["onnx", "onnxruntime", "onnxscript"],
-    "openvino": ["openvino"],
+    "export": EXPORT,
+    "openvino": ["openvino>=2026.0"],
     "tflite": ["ai-edge-litert"],
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],
