@@ -52,9 +52,12 @@ class Gallery:
     def __init__(self, checkpoint: str, gallery: str) -> None:
         self._gallery = create_or_open(gallery, gallery_model(Predictor(checkpoint, device="cpu")))
 
-    def add(self, ids: list[str], features: np.ndarray) -> int:
-        """Add items; return their number when they are on the disk."""
-        self._gallery.add([Item(each) for each in ids], features)
+    def add(self, ids: list[str], features: np.ndarray) -> int | str:
+        """Add items; return their number when they are on the disk, or the message of an error."""
+        try:
+            self._gallery.add([Item(each) for each in ids], features)
+        except DataError as error:
+            return str(error)
         return len(ids)
 
     def search(self, features: np.ndarray, k: int) -> list[list[dict[str, Any]]]:
@@ -73,20 +76,32 @@ class Routes:
     async def __call__(self, request: "Request") -> Any:
         from starlette.responses import JSONResponse
 
+        def error(message: str, status: int = 422) -> JSONResponse:
+            return JSONResponse({"error": message}, status_code=status)
+
+        route = request.url.path.strip("/")
+        if route not in ("features", "search", "add"):
+            return error("the routes are /features, /search and /add", 404)
         form = await request.form(max_files=32)
         images = [await each.read() for each in form.getlist("images") if not isinstance(each, str)]
         if not images:
-            return JSONResponse({"error": "no images in the field images"}, status_code=422)
+            return error("no images in the field images")
+        ids, k = [str(each) for each in form.getlist("ids")], str(form.get("k", 10))
+        if route == "add" and len(ids) != len(images):
+            return error(f"expected {len(images)} ids, one per image, got {len(ids)}")
+        if not (k.isascii() and k.isdecimal() and 1 <= len(k) <= 4 and int(k)):
+            return error(f"k: expected an integer from 1 to 9999, got {k[:50]!r}")
         answers = [self._model.features.remote(image) for image in images]
         found = [await each for each in answers]
         wrong = next((each for each in found if isinstance(each, str)), None)
         if wrong is not None:
-            return JSONResponse({"error": wrong}, status_code=422)
+            return error(wrong)
         features = np.stack(found)
-        if request.url.path.endswith("/search"):
-            return {"found": await self._gallery.search.remote(features, int(str(form.get("k", 10))))}
-        if request.url.path.endswith("/add"):
-            return {"added": await self._gallery.add.remote([str(each) for each in form.getlist("ids")], features)}
+        if route == "search":
+            return {"found": await self._gallery.search.remote(features, int(k))}
+        if route == "add":
+            added = await self._gallery.add.remote(ids, features)
+            return error(added) if isinstance(added, str) else {"added": added}
         return {"features": features.tolist()}
 
 

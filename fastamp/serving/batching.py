@@ -1,6 +1,7 @@
 """Dynamic batching: images of concurrent requests are computed together, from a bounded queue."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,20 +16,23 @@ from fastamp.utils.errors import DataError
 
 
 class Batcher:
-    """Compute features of images in batches, in one thread.
+    """Compute features of images in batches, in one or more threads.
 
-    A batch starts when it is full, or ``wait`` seconds after its first image; while it is computed, the next images
-    collect. All methods are called in the event loop.
+    A batch starts when a thread is free and it is full, or ``wait`` seconds after its first image; while it is
+    computed, the next images collect. Idle threads divide the images that wait. All methods are called in the event
+    loop.
 
     Args:
         compute: function from a list of images to features (N, D).
         batch: maximum number of images of a batch.
         queue: maximum number of images that wait or are computed.
         wait: seconds that the first image waits for others.
+        workers: number of threads, which compute batches at the same time. Default: 1.
         observe: called with the number of images of each batch. Default: None.
 
     Attributes:
         pending: number of images that wait or are computed.
+        computing: number of batches that are computed.
     """
 
     def __init__(
@@ -38,14 +42,18 @@ class Batcher:
         batch: int,
         queue: int,
         wait: float,
+        workers: int = 1,
         observe: Callable[[int], None] | None = None,
     ) -> None:
         self._compute, self._batch, self._queue, self._wait, self._observe = compute, batch, queue, wait, observe
         self._waiting: deque[tuple[Any, asyncio.Future[Tensor]]] = deque()
-        self._thread = ThreadPoolExecutor(1, "model")
+        self._threads = ThreadPoolExecutor(workers, "model")
+        self._workers = workers
         self._wake = asyncio.Event()
+        self._free = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
-        self.pending = 0
+        self.pending = self.computing = 0
 
     def start(self) -> None:
         """Start to compute batches."""
@@ -57,7 +65,7 @@ class Batcher:
             await asyncio.sleep(0.01)
         if self._task:
             self._task.cancel()
-        self._thread.shutdown()
+        self._threads.shutdown()
 
     def check(self, count: int) -> None:
         """Check that there are places for further images.
@@ -100,29 +108,42 @@ class Batcher:
         return torch.stack(features)
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
+            while self.computing == self._workers:
+                self._free.clear()
+                await self._free.wait()
             if len(self._waiting) < self._batch and self._wait:
                 await asyncio.sleep(self._wait)
-            taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            count = min(self._batch, math.ceil(len(self._waiting) / (self._workers - self.computing)))
+            taken = [self._waiting.popleft() for _ in range(count)]
             if not self._waiting:
                 self._wake.clear()
             if self._observe:
                 self._observe(len(taken))
-            try:
-                results: Sequence[Any] = await loop.run_in_executor(
-                    self._thread, self._results, [image for image, _ in taken]
-                )
-            except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
-                results = [error] * len(taken)
-            for (_, future), result in zip(taken, results, strict=True):
-                if future.cancelled():  # the client has disconnected
-                    continue
-                if isinstance(result, Exception):
-                    future.set_exception(result)
-                else:
-                    future.set_result(result)
+            self.computing += 1
+            task = asyncio.get_running_loop().create_task(self._compute_batch(taken))
+            self._tasks.add(task)  # the event loop keeps no reference
+            task.add_done_callback(self._tasks.discard)
+
+    async def _compute_batch(self, taken: list[tuple[Any, asyncio.Future[Tensor]]]) -> None:
+        """Compute a batch in a thread and set its results."""
+        loop = asyncio.get_running_loop()
+        try:
+            results: Sequence[Any] = await loop.run_in_executor(
+                self._threads, self._results, [image for image, _ in taken]
+            )
+        except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
+            results = [error] * len(taken)
+        self.computing -= 1
+        self._free.set()
+        for (_, future), result in zip(taken, results, strict=True):
+            if future.cancelled():  # the client has disconnected
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
     def _results(self, images: list[Any]) -> list[Tensor | Exception]:
         """Compute the features of a batch; if it fails, of each image, so that only the invalid ones fail."""

@@ -16,6 +16,7 @@ from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.gallery_source import make_picture
 from fastamp.inference.gallery_store import Item, format_time, parse_time
+from fastamp.inference.predictor import Predictor
 from fastamp.serving.batching import Batcher
 from fastamp.serving.errors import RequestError, split_fix
 from fastamp.serving.metrics import Metrics
@@ -36,6 +37,8 @@ class Service:
         gallery: gallery of this model. Default: None, only features and comparisons.
         limits: limits of requests.
         pictures: if True, store a small picture of each added image. Default: True.
+        workers: number of batches that are computed at the same time and share the threads of PyTorch, see
+            ``concurrent_batches``. Default: 1.
 
     Attributes:
         received, answered: numbers of requests.
@@ -46,17 +49,25 @@ class Service:
     """
 
     def __init__(
-        self, model: FeatureModel, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
+        self,
+        model: FeatureModel,
+        gallery: MutableGallery | None,
+        limits: Limits,
+        *,
+        pictures: bool = True,
+        workers: int = 1,
     ) -> None:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
         model.features_of_preprocessed([model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))])
         self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
+        self._torch_threads = torch.get_num_threads() if workers > 1 else 0
         self.batcher = Batcher(
-            model.features_of_preprocessed,
+            self._compute,
             batch=limits.batch,
             queue=limits.queue,
             wait=limits.wait_ms / 1000,
+            workers=workers,
             observe=self.metrics.batches.observe,
         )
         self._decoders = ThreadPoolExecutor(available_cores(), "decode")
@@ -112,6 +123,14 @@ class Service:
             except DataError as error:
                 raise RequestError(422, "invalid_image", *split_fix(str(error))) from error
             return found, [picture for _, picture in decoded]
+
+    def _compute(self, images: Sequence[Tensor]) -> Tensor:
+        """Compute the features of a batch; the only one uses all threads of PyTorch."""
+        if self._torch_threads:
+            threads = max(1, self._torch_threads // self.batcher.computing)
+            if torch.get_num_threads() != threads:  # of this thread
+                torch.set_num_threads(threads)
+        return self.model.features_of_preprocessed(images)
 
     def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
         """Decode and preprocess an image, and make its picture."""
@@ -224,6 +243,16 @@ class Service:
         gallery = self.gallery
         if gallery is not None and gallery.wants_candidates and (self._building is None or self._building.done()):
             self._building = asyncio.ensure_future(asyncio.to_thread(gallery.build_candidates))
+
+
+def concurrent_batches(model: FeatureModel) -> int:
+    """Return the number of batches to compute at the same time: two for a checkpoint on a CPU with several threads.
+
+    The threads of one batch wait for each other after each layer, and while requests are decoded on their cores. An
+    exported file has threads of its own, and a GPU computes one batch after the other.
+    """
+    on_cpu = isinstance(model, Predictor) and model.device.type == "cpu"
+    return 2 if on_cpu and torch.get_num_threads() > 1 else 1
 
 
 def item_values(item: Item) -> dict[str, str]:

@@ -372,6 +372,39 @@ def test_batches_collect_concurrent_images_and_keep_their_order():
     assert found == [[[2.0 * n], [2.0 * n + 1]] for n in range(4)] and sizes == [4, 4]
 
 
+def test_two_threads_compute_at_the_same_time_and_divide_the_images():
+    sizes, together = [], threading.Barrier(2)
+
+    def compute(images):
+        sizes.append(len(images))
+        together.wait(20)  # fails if one batch waits for the other
+        return torch.tensor([[float(each)] for each in images])
+
+    async def work(batcher):
+        found = await asyncio.gather(*(request(batcher, n) for n in range(6)))
+        assert batcher.computing == batcher.pending == 0
+        return found
+
+    found = run_batches(work, compute, wait=0.05, workers=2)
+    assert found == [[[float(n)]] for n in range(6)] and sizes == [3, 3]
+
+
+def test_batches_of_two_threads_equal_those_of_the_predictor(predictor, images):
+    service, threads, used = Service(predictor, None, Limits(), workers=2), torch.get_num_threads(), []
+    service._torch_threads = 4
+    try:
+        pixels = [predictor.preprocess(path) for path in images]
+        for computing, expected in ((1, 4), (2, 2), (2, 2), (1, 4)):
+            service.batcher.computing = computing
+            found = service._compute(pixels)
+            used.append((torch.get_num_threads(), expected))
+            # Float32 sums with other numbers of threads.
+            assert torch.allclose(found, predictor.features(images), rtol=1e-4, atol=1e-5)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(number == expected for number, expected in used)
+
+
 def test_an_invalid_image_fails_only_its_own_request():
     def compute(images):
         if 13 in images:
