@@ -167,7 +167,8 @@ def _as_tensor(image: np.ndarray | Tensor, color: str) -> Tensor:
         tensor = image.cpu()
     else:
         # Copy read-only arrays, e.g. from numpy.asarray(pil_image): PyTorch warns if it shares their memory.
-        tensor = torch.from_numpy(np.require(image, requirements=("C", "W")))
+        array = np.ascontiguousarray(image)
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
         tensor = tensor[None] if tensor.ndim == 2 else tensor.movedim(-1, 0)
     if color == "bgr" and len(tensor) > 1:
         tensor = torch.cat((tensor[:3].flip(0), tensor[3:]))

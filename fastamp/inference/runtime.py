@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp.data.decode import LARGEST_PIXELS
@@ -74,8 +75,7 @@ class ExportedModel(FeatureModel):
             interpolation=self.metadata["interpolation"],
         )
         mean, std = (
-            torch.tensor(self.metadata[name], dtype=torch.float32).view(-1, 1, 1)
-            for name in ("pixel_mean", "pixel_std")
+            np.array(self.metadata[name], dtype=np.float32).reshape(-1, 1, 1) for name in ("pixel_mean", "pixel_std")
         )
         self._normalization = (mean, std) if self.metadata["normalization"] == "outside" else None
 
@@ -174,19 +174,18 @@ class ExportedModel(FeatureModel):
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
         later = color == "bgr" and all(self._is_color_array(image) for image in found)
         color = "rgb" if later else color
-        features, rows = [torch.empty(0, self.feature_dim)], list[int]()
-        with torch.inference_mode():
-            for start in range(0, len(found), _BATCH):
-                block = enumerate(found[start : start + _BATCH], start)
-                loaded = {row: self._load(image, color) for row, image in block}
-                pixels = {row: each for row, each in loaded.items() if each is not None}
-                if pixels:
-                    features.append(self._compute(list(pixels.values()), reverse=later))
-                    rows += pixels
-        if len(rows) == len(found):
-            return torch.cat(features)
+        features, rows = list[NDArray[np.float32]](), list[int]()
+        for start in range(0, len(found), _BATCH):
+            loaded = [(row, self._load(image, color)) for row, image in enumerate(found[start : start + _BATCH], start)]
+            pixels = [(row, image) for row, image in loaded if image is not None]
+            if pixels:
+                rows += [row for row, _ in pixels]
+                features.append(self._compute([image for _, image in pixels], reverse=later))
+        if found and len(rows) == len(found):
+            return torch.from_numpy(_joined(features))
         result = torch.full((len(found), self.feature_dim), torch.nan)
-        result[rows] = torch.cat(features)
+        if rows:
+            result[rows] = torch.from_numpy(_joined(features))
         return result
 
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
@@ -200,7 +199,7 @@ class ExportedModel(FeatureModel):
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
         starts = range(0, len(images), _BATCH)
-        return torch.cat([self._compute(images[start : start + _BATCH]) for start in starts])
+        return torch.from_numpy(_joined([self._compute(images[start : start + _BATCH]) for start in starts]))
 
     def _is_color_array(self, image: Any) -> bool:
         return self.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
@@ -213,28 +212,34 @@ class ExportedModel(FeatureModel):
     def _decode(self, image: Image, color: str) -> Tensor:
         return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self._resize.least_side)
 
-    def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> Tensor:
+    def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:
         """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""
         if len({image.shape for image in images}) > 1:  # to be cropped by the file
-            return torch.cat([self._compute([image], reverse=reverse) for image in images])
-        batch = torch.stack(list(images))
+            return _joined([self._compute([image], reverse=reverse) for image in images])
         if not self._is_preprocessed:
             reverse ^= self.metadata["color_order"] == "BGR"
-        if reverse:
-            batch = batch.flip(1)
-        if self._is_preprocessed:
-            values = batch.float()
-            if self._normalization is not None:
-                values.sub_(self._normalization[0]).div_(self._normalization[1])
-        else:
-            values = batch.movedim(1, -1).contiguous()
-        features = self._session.run({"images": values})
-        if not torch.isfinite(features).all():
+        order = -1 if reverse else 1
+        batch = np.empty((len(images), *images[0].shape), np.float32 if self._is_preprocessed else np.uint8)
+        # One pass in NumPy: between the other work of a tracker, each operator of PyTorch took 20 to 50 us more.
+        for image, values in zip(images, batch, strict=True):
+            if self._normalization is None:
+                values[:] = image.numpy()[::order]
+            else:
+                np.subtract(image.numpy()[::order], self._normalization[0], out=values)
+                values /= self._normalization[1]
+        if not self._is_preprocessed:
+            batch = np.ascontiguousarray(batch.transpose(0, 2, 3, 1))
+        features = self._session.run({"images": torch.from_numpy(batch)}).numpy()
+        if not np.isfinite(features).all():
             raise DataError(
                 f"{self.checkpoint} computes features that are not finite.\n"
                 "  fix: export the model with --precision float32"
             )
         return features
+
+
+def _joined(features: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    return features[0] if len(features) == 1 else np.concatenate(features)
 
 
 def is_exported(path: str | os.PathLike[str]) -> bool:

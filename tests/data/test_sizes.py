@@ -86,6 +86,20 @@ def test_interpolation_modes_give_different_images():
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
+def test_resized_pixels_equal_torchvision_for_each_memory_layout(mode, subtests):
+    for image_ in sample_images():
+        channels_last = as_tensor(image_)
+        expected = v2.functional.resize(channels_last, [256, 128], interpolation=MODES[mode], antialias=True)
+        if mode == "nearest":
+            expected = v2.functional.resize(channels_last, [256, 128], interpolation=v1.InterpolationMode.NEAREST_EXACT)
+        frame = torch.zeros(3, image_.height + 9, image_.width + 5, dtype=torch.uint8)
+        frame[:, 4:-5, 3:-2] = channels_last
+        for image in (channels_last, channels_last.contiguous(), frame[:, 4:-5, 3:-2]):
+            with subtests.test(size=image_.size, strides=image.stride()):
+                assert torch.equal(Resize(size=(256, 128), interpolation=mode)(image), expected)
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
 def test_resized_crop_interpolation_equals_torchvision(mode):
     images = torch.stack([as_tensor(sample_images()[0])] * 8)
     crop = RandomResizedCrop(size=(48, 20), scale=(0.05, 1.0), ratio=(0.3, 2.0), interpolation=mode)

@@ -62,6 +62,7 @@ def test_boxes_without_pixels_are_nan(exported, predictor):
     found = exported.features(frame, boxes=boxes)
     assert found[1].isnan().all()
     assert_close(found[[0, 2]], predictor.features(frame, boxes=[boxes[0], boxes[2]]))
+    assert exported.features(frame, boxes=[]).shape == (0, exported.feature_dim)
 
 
 def test_preprocess_equals_that_of_the_predictor(exported, predictor):

@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
@@ -101,8 +102,20 @@ class Resize:
     def __call__(self, image: Tensor) -> Tensor:
         """Return the resized and cropped (C, H, W) uint8 image."""
         if self.size not in ((0,), tuple(image.shape[-2:])):
-            image = functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
+            image = self._resize(image)
         return image if self.crop is None else functional.center_crop(image, list(self.crop))
+
+    def _resize(self, image: Tensor) -> Tensor:
+        if len(self.size) == 2 and image.device.type == "cpu" and image.dtype == torch.uint8 and self._is_native():
+            # The same operator as in torchvision, whose checks take 0.1 ms for a single image between other work.
+            return F.interpolate(image[None], size=self.size, mode=self.interpolation, antialias=True)[0]
+        return functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
+
+    def _is_native(self) -> bool:
+        """Return True if torchvision resizes uint8 images without conversion to float32 on this CPU."""
+        if self.interpolation == "bilinear":
+            return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        return self.interpolation == "bicubic"
 
     def __repr__(self) -> str:
         return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"

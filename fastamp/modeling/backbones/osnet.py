@@ -121,10 +121,9 @@ class ChannelGate(nn.Module):
     def forward(self, *streams: torch.Tensor) -> torch.Tensor:
         """Return the sum of the gated streams, all of the same shape (B, C, H, W)."""
         streams, averages = zip(*map(_pool, streams), strict=True)
-        if averages[0].dtype in (torch.float16, torch.bfloat16):
+        if averages[0].dtype in (torch.float16, torch.bfloat16) or not torch.is_grad_enabled():
             # One pass for all streams is faster. In float32, it would change the rounding of the gradients.
-            # No ``chunk``, for which torch.export fixes the batch size.
-            gates = self._gate(torch.cat(averages)).unflatten(0, (len(streams), -1)).unbind()
+            gates = self._gate(torch.cat(averages, 2)).split(1, 2)
         else:
             gates = [self._gate(average) for average in averages]
         first, *rest = (x * gate for x, gate in zip(streams, gates, strict=True))
