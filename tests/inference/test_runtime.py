@@ -126,5 +126,5 @@ def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metr
 
 
 def test_other_suffix_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=r"\.onnx or \.xml"):
+    with pytest.raises(ConfigError, match=r"\.onnx, \.xml"):
         ExportedModel(tmp_path / "model.pt2")
