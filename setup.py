@@ -29,7 +29,7 @@ EXTRAS = {
     "cluster": ["scikit-learn>=1.3"],
     "parquet": ["pyarrow"],
     "export": EXPORT,
-    "openvino": ["openvino>=2026.0"],
+    "openvino": ["openvino>=2025.2"],
     "tflite": ["ai-edge-litert"],
     "timm": ["timm"],
     "metric-learning": ["pytorch-metric-learning>=2.9"],

@@ -24,7 +24,7 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader
 from fastamp.data.decode import read_image
 from fastamp.engine import run_command_line
-from fastamp.inference.export import FORMATS, ExportError, check, export, onnx_format
+from fastamp.inference.export import FORMATS, ExportError, check, export, onnx_format, openvino_format
 from fastamp.inference.export.formats import Format
 from fastamp.inference.export.quiet import quiet
 from fastamp.inference.parity import RankedImages
@@ -248,6 +248,13 @@ def test_openvino_files_are_both_kept_if_one_cannot_be_written(predictor, tmp_pa
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
         ("model.xml", "model.bin"), "the last one"
     )
+
+
+@pytest.mark.parametrize("before, after", [((4, 2), (4, 2)), ((8, 8), (4, 2)), ((7, 5), (14, 11)), ((14, 14), (5, 20))])
+def test_resizing_in_openvino_files_equals_that_of_pytorch(before, after):
+    maps = torch.randn(1, 3, *before, generator=torch.Generator().manual_seed(0))
+    expected = torch.nn.functional.interpolate(maps, after, mode="bicubic", antialias=True)
+    torch.testing.assert_close(openvino_format._resized(maps, after, False), expected, rtol=0, atol=1e-5)
 
 
 def test_format_and_suffix_must_agree(checkpoint, tmp_path, capsys):

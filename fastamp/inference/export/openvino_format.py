@@ -2,9 +2,14 @@
 
 import io
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from fastamp.data.transforms.geometry import interpolation_kernel
 from fastamp.inference.export.onnx_format import as_text
 from fastamp.inference.export.quiet import quiet
 from fastamp.inference.export.trace import Source
@@ -16,9 +21,11 @@ def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict
     import openvino
 
     with quiet("OpenVINO conversion failed"), tempfile.TemporaryDirectory() as folder:
-        model = openvino.convert_model(
-            source.program if source.quantized is None else io.BytesIO(source.quantized.SerializeToString())
-        )
+        if source.quantized is None:
+            supported = source.program.run_decompositions({torch.ops.aten._upsample_bicubic2d_aa.vec: _resized})
+            model = openvino.convert_model(supported)
+        else:
+            model = openvino.convert_model(io.BytesIO(source.quantized.SerializeToString()))
         model.reshape(source.shapes)
         model.outputs[0].set_names({"features"})
         for key, value in metadata.items():
@@ -32,3 +39,21 @@ def runner(files: dict[str, bytes]) -> Run:
     """Load an OpenVINO file."""
     with quiet("OpenVINO cannot load the exported model"):
         return open_openvino(files[".xml"], files[".bin"]).run
+
+
+def _resized(maps: Tensor, size: Sequence[int], align_corners: bool, scales: None = None) -> Tensor:
+    """Resize (B, C, H, W) by a matrix product for each dimension; OpenVINO lacks PyTorch's operator with antialiasing.
+
+    Vision Transformers of timm resize their position embeddings with it, also to the size that these have.
+    """
+    assert not align_corners
+    down, across = (_weights(*sides).to(maps) for sides in zip(maps.shape[2:], size, strict=True))
+    return down @ maps @ across.T
+
+
+def _weights(side: int, output: int) -> Tensor:
+    scale = side / output
+    centers = (torch.arange(output) + 0.5) * scale
+    distance = (torch.arange(side) + 0.5 - centers[:, None]).abs() / max(scale, 1.0)
+    weights = interpolation_kernel(distance, "bicubic")
+    return weights / weights.sum(dim=1, keepdim=True)
