@@ -47,7 +47,7 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False) -> F
         yield
         await service.stop()
 
-    def check(request: Request) -> None:
+    async def check(request: Request) -> None:  # as a function, it would run in another thread
         check_access(request.headers, api_key, local=local)
 
     app = FastAPI(
