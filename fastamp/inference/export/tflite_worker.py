@@ -14,6 +14,7 @@ INPUTS is JSON: name -> [shape, name of a PyTorch dtype]; NAMES is a JSON file i
 command, one line is written to stdout.
 """
 
+import copy
 import json
 import os
 import re
@@ -28,7 +29,6 @@ import numpy as np
 Inputs = dict[str, Any]
 """Name -> array of a batch."""
 
-_RESHAPE = "RESHAPE"
 _INTEGERS = {"num_bits": 8, "dtype": "INT", "block_size": 0}
 _INT8 = {
     "activation_tensor_config": {**_INTEGERS, "symmetric": False, "granularity": "TENSORWISE"},
@@ -64,28 +64,51 @@ def convert(folder: Path, inputs: str) -> None:
 
 
 def _free_batch(folder: Path) -> None:
-    """Write ``dynamic.tflite``, in which the first size of inputs, outputs and RESHAPE operators is free if it is 1.
+    """Write ``dynamic.tflite``: the first size of inputs, outputs and RESHAPE operators is free if it is 1.
 
-    At batch size 1 the two files are equal. Others are possible if no other operator has the batch size as a constant.
+    MEAN operators that average over it too, of instance norm, average each image by itself. At batch size 1 the two
+    files are equal. Others are possible if no other operator has the batch size as a constant.
     """
     from ai_edge_litert.tools import flatbuffer_utils
 
     model = _read(folder / "model.tflite")
-    for graph in model.subgraphs:
-        for operator in graph.operators:
-            if _kind(model, operator) != _RESHAPE:
-                continue
-            buffer = model.buffers[graph.tensors[operator.inputs[1]].buffer]
-            shape = np.frombuffer(bytes(buffer.data), dtype=np.int32).copy()
-            if shape[0] == 1 and -1 not in shape:
-                shape[0] = -1
-                buffer.data = np.frombuffer(shape.tobytes(), dtype=np.uint8)
-                if operator.builtinOptions is not None and operator.builtinOptions.newShape is not None:
-                    operator.builtinOptions.newShape = shape
-        for index in (*graph.inputs, *graph.outputs):
-            tensor = graph.tensors[index]
-            tensor.shapeSignature = np.array([-1, *tensor.shape[1:]], dtype=np.int32)
+    (graph,) = model.subgraphs
+    for operator in graph.operators:
+        kind = _kind(model, operator)
+        if kind == "RESHAPE":
+            values = _constant(model, operator)
+            if values.size and values[0] == 1 and -1 not in values:
+                _set_constant(model, operator, np.array([-1, *values[1:]], dtype=np.int32))
+                if operator.builtinOptions is not None:
+                    operator.builtinOptions.newShape = None  # the input has the sizes
+        if kind == "MEAN" and graph.tensors[operator.inputs[0]].shape[0] == 1:
+            axes, result = _constant(model, operator), graph.tensors[operator.outputs[0]]
+            if 0 in axes:
+                _set_constant(model, operator, axes[axes != 0])
+                if not operator.builtinOptions.keepDims:
+                    result.shape = np.array([1, *result.shape], dtype=np.int32)
+    for index in (*graph.inputs, *graph.outputs):
+        tensor = graph.tensors[index]
+        tensor.shapeSignature = np.array([-1, *tensor.shape[1:]], dtype=np.int32)
     (folder / "dynamic.tflite").write_bytes(flatbuffer_utils.convert_object_to_bytearray(model))
+
+
+def _constant(model: Any, operator: Any) -> np.ndarray:
+    """Return the second input of an operator, int32; empty if it is not a constant."""
+    data = model.buffers[model.subgraphs[0].tensors[operator.inputs[1]].buffer].data
+    return np.frombuffer(b"" if data is None else bytes(data), dtype=np.int32)
+
+
+def _set_constant(model: Any, operator: Any, values: np.ndarray) -> None:
+    """Replace the second input of an operator by a constant of its own, because others may have the same input."""
+    graph = model.subgraphs[0]
+    tensor, buffer = (copy.copy(graph.tensors[operator.inputs[1]]), copy.copy(model.buffers[0]))
+    buffer.data = np.frombuffer(values.astype(np.int32).tobytes(), dtype=np.uint8)
+    tensor.shape, tensor.buffer = np.array(values.shape, dtype=np.int32), len(model.buffers)
+    tensor.name = tensor.name + b":" + str(len(graph.tensors)).encode()
+    model.buffers.append(buffer)
+    operator.inputs = np.array([operator.inputs[0], len(graph.tensors), *operator.inputs[2:]], dtype=np.int32)
+    graph.tensors.append(tensor)
 
 
 def finish(folder: Path, precision: str) -> None:
