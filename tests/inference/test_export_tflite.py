@@ -14,11 +14,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from every_backbone import config
 
 import fastamp
 from fastamp.inference.export import ExportError, export, tflite_format, tflite_quantize
 from fastamp.inference.export.tflite_format import PACKAGES, TESTED, VARIABLE
 from fastamp.inference.runtime import ExportedModel
+from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError, WeightsError
 
 needs_environment = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} is not set")
@@ -176,7 +178,21 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     monkeypatch.setattr("fastamp.inference.export.quantize.MAX_FLOAT", 1)
     export(predictor, path, **options)
     assert set(metadata_of(path)["quantization"]["float_layers"]) == {"model.backbone.0", "model.backbone.4"}
-    assert not any(each["dtype"] == np.int8 for each in interpreters.Interpreter(str(path)).get_tensor_details())
+    tensors = interpreters.Interpreter(model_path=str(path)).get_tensor_details()
+    assert all(len(each["quantization_parameters"]["scales"]) <= 1 for each in tensors)  # no weights
+
+
+@pytest.mark.slow
+@pytest.mark.extras
+@needs_environment
+def test_instance_norm_and_slices_take_batches(tmp_path, caplog):
+    cfg = config("resnet 18x WITH_IBN", "DATASETS.TESTS", "()")
+    torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
+    with caplog.at_level("INFO"):
+        export(
+            fastamp.Predictor(tmp_path / "model.pth", device="cpu"), tmp_path / "model.tflite"
+        )  # batches of 3 and 32
+    assert "one image at a time" not in caplog.text
 
 
 def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(stand_in, predictor, tmp_path, caplog):

@@ -81,6 +81,8 @@ def _free_batch(folder: Path) -> None:
                 _set_constant(model, operator, np.array([-1, *values[1:]], dtype=np.int32))
                 if operator.builtinOptions is not None:
                     operator.builtinOptions.newShape = None  # the input has the sizes
+        if kind == "SLICE" and graph.tensors[operator.inputs[0]].shape[0] == 1:
+            _slice_all_images(model, operator)
         if kind == "MEAN" and graph.tensors[operator.inputs[0]].shape[0] == 1:
             axes, result = _constant(model, operator), graph.tensors[operator.outputs[0]]
             if 0 in axes:
@@ -93,22 +95,48 @@ def _free_batch(folder: Path) -> None:
     (folder / "dynamic.tflite").write_bytes(flatbuffer_utils.convert_object_to_bytearray(model))
 
 
-def _constant(model: Any, operator: Any) -> np.ndarray:
-    """Return the second input of an operator, int32; empty if it is not a constant."""
-    data = model.buffers[model.subgraphs[0].tensors[operator.inputs[1]].buffer].data
+def _constant(model: Any, operator: Any, index: int = 1) -> np.ndarray:
+    """Return an input of an operator, int32; empty if it is not a constant."""
+    data = model.buffers[model.subgraphs[0].tensors[operator.inputs[index]].buffer].data
     return np.frombuffer(b"" if data is None else bytes(data), dtype=np.int32)
 
 
 def _set_constant(model: Any, operator: Any, values: np.ndarray) -> None:
     """Replace the second input of an operator by a constant of its own, because others may have the same input."""
-    graph = model.subgraphs[0]
-    tensor, buffer = (copy.copy(graph.tensors[operator.inputs[1]]), copy.copy(model.buffers[0]))
+    added = _add_constant(model, operator, values)
+    operator.inputs = np.array([operator.inputs[0], added, *operator.inputs[2:]], dtype=np.int32)
+
+
+def _add_constant(model: Any, operator: Any, values: np.ndarray) -> int:
+    """Add a constant like the second input of an operator; return the index of its tensor."""
+    tensors = model.subgraphs[0].tensors
+    tensor, buffer = copy.copy(tensors[operator.inputs[1]]), copy.copy(model.buffers[0])
     buffer.data = np.frombuffer(values.astype(np.int32).tobytes(), dtype=np.uint8)
     tensor.shape, tensor.buffer = np.array(values.shape, dtype=np.int32), len(model.buffers)
-    tensor.name = tensor.name + b":" + str(len(graph.tensors)).encode()
+    tensor.name = tensor.name + b":" + str(len(tensors)).encode()
     model.buffers.append(buffer)
-    operator.inputs = np.array([operator.inputs[0], len(graph.tensors), *operator.inputs[2:]], dtype=np.int32)
-    graph.tensors.append(tensor)
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def _slice_all_images(model: Any, operator: Any) -> None:
+    """Replace a SLICE of one image by a STRIDED_SLICE of all images, because a SLICE has a fixed size."""
+    from ai_edge_litert import schema_py_generated as schema
+
+    begin, size = _constant(model, operator), _constant(model, operator, 2)
+    if not len(begin) == len(size) > 0:
+        return
+    limits = model.subgraphs[0].tensors[operator.inputs[0]].shape
+    end = np.where(size == -1, limits, begin + size)
+    added = [_add_constant(model, operator, each) for each in (end, np.ones_like(begin))]
+    operator.inputs = np.array([*operator.inputs[:2], *added], dtype=np.int32)
+    code = copy.copy(model.operatorCodes[operator.opcodeIndex])
+    code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.STRIDED_SLICE
+    operator.opcodeIndex = len(model.operatorCodes)
+    model.operatorCodes.append(code)
+    operator.builtinOptionsType = schema.BuiltinOptions.StridedSliceOptions
+    operator.builtinOptions = schema.StridedSliceOptionsT()
+    operator.builtinOptions.beginMask = operator.builtinOptions.endMask = 1
 
 
 def finish(folder: Path, precision: str) -> None:
