@@ -26,7 +26,7 @@ MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
     "two stems": ("two_stem_resnet 18x", ("MODEL.BACKBONE.MODALITY", "")),
     "group norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "GN")),
     "frozen norm": ("resnet 18x", ("MODEL.BACKBONE.NORM", "FrozenBN")),
-    "grey": ("resnet 18x", ("INPUT.CHANNELS", "1")),
+    "gray": ("resnet 18x", ("INPUT.CHANNELS", "1")),
     "mirrored": ("resnet 18x", ("TEST.FLIP.ENABLED", "True")),
 }
 FAST = {("repvgg A0", ".pt2", "float32"), ("two stems", ".pt2", "float32")}
