@@ -13,7 +13,7 @@ ALLOWED = {
     "_version", "_compiled_call_impl", "_set_params_and_buffers_to_ignore_for_model",
     "_accelerator_graph_capture_health_check",
     "_foreach_copy_", "_foreach_norm", "_foreach_mul_", "_foreach_sub", "_foreach_lerp_", "_foreach_clamp_min_",
-    "_foreach_clamp_max_",
+    "_foreach_clamp_max_", "_upsample_bicubic2d_aa",
     # Standard library: namedtuple._replace and os._exit.
     "_replace", "_exit",
     "_actions",  # argparse.ArgumentParser
@@ -31,6 +31,11 @@ ASSIGNED = {
     "logging.getLogger(other).parent",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level", "options.intra_op_num_threads",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss
+    # Parsed TFLite files.
+    "operator.inputs", "code.builtinCode", "code.deprecatedBuiltinCode", "operator.opcodeIndex",
+    "operator.builtinOptionsType", "operator.builtinOptions", "operator.builtinOptions.beginMask",
+    "operator.builtinOptions.endMask", "tensor.shapeSignature", "tensor.shape", "tensor.buffer",
+    "operator.builtinOptions.newShape", "result.shape",
     "last_score", "last_train_time",  # Ray's PopulationBasedTraining
     "in_float32.is_fp32_region", "backbone.variants",  # set on functions by decorators
     "ctx.rows", "ctx.pixels", "ctx.uses_parameters",  # torch.autograd.Function
