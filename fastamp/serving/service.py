@@ -23,6 +23,7 @@ from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
 from fastamp.serving.requests import Upload
 from fastamp.serving.schemas import ItemIn
+from fastamp.serving.trace import trace
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 
@@ -58,7 +59,9 @@ class Service:
         workers: int = 1,
     ) -> None:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
-        model.features_of_preprocessed([model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))])
+        example = model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))
+        model.features_of_preprocessed([example])
+        self._features = trace(model, example)
         self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
         self._torch_threads = torch.get_num_threads() if workers > 1 else 0
@@ -130,7 +133,7 @@ class Service:
             threads = max(1, self._torch_threads // self.batcher.computing)
             if torch.get_num_threads() != threads:  # of this thread
                 torch.set_num_threads(threads)
-        return self.model.features_of_preprocessed(images)
+        return self._features(images)
 
     def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
         """Decode and preprocess an image, and make its picture."""

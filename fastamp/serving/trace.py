@@ -1,0 +1,78 @@
+"""Traced network of a checkpoint, during whose computation other Python threads run."""
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fastamp.evaluation.evaluator import extract_features
+from fastamp.inference.feature_model import FeatureModel
+from fastamp.inference.predictor import Predictor
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[Sequence[Tensor]], Tensor]
+_TOLERANCE = 1e-4  # of the largest value
+
+
+def trace(model: FeatureModel, example: Tensor) -> Compute:
+    """Trace the network of a model, so that computing features does not hold Python's lock.
+
+    In eager mode, each operator takes the lock, for which it waits while requests are received and answered.
+
+    Args:
+        model: checkpoint or exported file.
+        example: preprocessed image (C, H, W) uint8.
+
+    Returns:
+        Function from preprocessed images to features, as ``model.features_of_preprocessed``. It is this method if
+        the model is an exported file, is on a GPU, computes in another precision than float32, or if the trace fails
+        or has other features; also for images of other sizes than the example.
+    """
+    if not isinstance(model, Predictor) or model.policy.device_type != "cpu" or model.policy.dtype != torch.float32:
+        return model.features_of_preprocessed
+    network = _Network(model).eval()
+    generator = torch.Generator().manual_seed(0)
+    images = list(torch.randint(256, (3, *example.shape), generator=generator, dtype=torch.uint8))
+    expected = model.features_of_preprocessed(images)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of constants in the trace, which are checked, and of TorchScript's future
+        try:
+            # Two images: a size of 1 could be taken for a constant.
+            traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
+            found = _compute(traced, images)
+        except Exception as error:  # PyTorch raises many exception types
+            logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
+            return model.features_of_preprocessed
+    if found.shape != expected.shape or (found - expected).abs().max() > _TOLERANCE * expected.abs().max():
+        logger.info("computing without a trace, because its features are different")
+        return model.features_of_preprocessed
+
+    def compute(images: Sequence[Tensor]) -> Tensor:
+        if all(image.shape == example.shape for image in images):
+            features = _compute(traced, images)
+            if torch.isfinite(features).all():
+                return features
+        return model.features_of_preprocessed(images)
+
+    return compute
+
+
+class _Network(nn.Module):
+    """Network of a Predictor, as a function of (B, C, H, W) images."""
+
+    def __init__(self, predictor: Predictor) -> None:
+        super().__init__()
+        self.model, self.policy, self.flip = predictor.model, predictor.policy, predictor.cfg.TEST.FLIP.ENABLED
+
+    def forward(self, images: Tensor) -> Tensor:
+        return extract_features(self.model, {"images": images}, self.policy, self.flip)
+
+
+def _compute(traced: torch.jit.ScriptModule, images: Sequence[Tensor]) -> Tensor:
+    # Without optimization, which would compile the network again for each number of images.
+    with torch.inference_mode(), torch.jit.optimized_execution(False):
+        features: Tensor = traced(torch.stack(list(images)))
+    return features
