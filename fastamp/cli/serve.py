@@ -63,12 +63,12 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.inference.gallery_source import gallery_model
     from fastamp.serving.options import LOCAL_HOSTS, Limits, read_api_key
     from fastamp.serving.run import serve
-    from fastamp.serving.service import Service, concurrent_batches
+    from fastamp.serving.service import Service
 
     limits = Limits(**{each.name: getattr(args, each.name) for each in fields(Limits)})
     api_key = read_api_key(args.api_key_file, args.host, no_key=args.no_api_key)
     model = model_of(args, args.key_values)
     gallery = create_or_open(args.gallery, gallery_model(model)) if args.gallery else None
-    service = Service(model, gallery, limits, pictures=not args.no_pictures, workers=concurrent_batches(model))
+    service = Service(model, gallery, limits, pictures=not args.no_pictures)
     serve(service, host=args.host, port=args.port, api_key=api_key, local=args.host in LOCAL_HOSTS)
     return 0

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,20 @@ from fastamp.serving.errors import RequestError
 from fastamp.utils.errors import DataError
 
 
+class _Waiting(NamedTuple):
+    """Image that waits since ``start``, in seconds of the event loop's clock."""
+
+    image: Any
+    future: "asyncio.Future[Tensor]"
+    start: float
+
+
 class Batcher:
     """Compute features of images in batches, in one or more threads.
 
     A batch starts when a thread is free and it is full, or ``wait`` seconds after its first image; while it is
-    computed, the next images collect. Idle threads divide the images that wait. All methods are called in the event
-    loop.
+    computed, the next images collect. Idle threads divide the images that wait, and start at the same time. All
+    methods are called in the event loop.
 
     Args:
         compute: function from a list of images to features (N, D).
@@ -46,7 +54,7 @@ class Batcher:
         observe: Callable[[int], None] | None = None,
     ) -> None:
         self._compute, self._batch, self._queue, self._wait, self._observe = compute, batch, queue, wait, observe
-        self._waiting: deque[tuple[Any, asyncio.Future[Tensor]]] = deque()
+        self._waiting: deque[_Waiting] = deque()
         self._threads = ThreadPoolExecutor(workers, "model")
         self._workers = workers
         self._wake = asyncio.Event()
@@ -96,7 +104,7 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Tensor]] = [loop.create_future() for _ in images]
-        self._waiting.extend(zip(images, futures, strict=True))
+        self._waiting.extend(_Waiting(*each, loop.time()) for each in zip(images, futures, strict=True))
         self._wake.set()
         # The first error must not leave the others unread.
         found = await asyncio.gather(*futures, return_exceptions=True)
@@ -108,36 +116,41 @@ class Batcher:
         return torch.stack(features)
 
     async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
         while True:
             await self._wake.wait()
             while self.computing == self._workers:
                 self._free.clear()
                 await self._free.wait()
-            if len(self._waiting) < self._batch and self._wait:
-                await asyncio.sleep(self._wait)
-            count = min(self._batch, math.ceil(len(self._waiting) / (self._workers - self.computing)))
-            taken = [self._waiting.popleft() for _ in range(count)]
+            remaining = self._waiting[0].start + self._wait - loop.time()
+            if len(self._waiting) < self._batch and remaining > 0:
+                await asyncio.sleep(remaining)
+            idle = self._workers - self.computing
+            taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), idle * self._batch))]
             if not self._waiting:
                 self._wake.clear()
-            if self._observe:
-                self._observe(len(taken))
-            self.computing += 1
-            task = asyncio.get_running_loop().create_task(self._compute_batch(taken))
-            self._tasks.add(task)  # the event loop keeps no reference
-            task.add_done_callback(self._tasks.discard)
+            size = math.ceil(len(taken) / idle)
+            batches = [taken[start : start + size] for start in range(0, len(taken), size)]
+            self.computing += len(batches)  # before the first one divides the threads of PyTorch
+            for batch in batches:
+                if self._observe:
+                    self._observe(len(batch))
+                task = loop.create_task(self._compute_batch(batch))
+                self._tasks.add(task)  # the event loop keeps no reference
+                task.add_done_callback(self._tasks.discard)
 
-    async def _compute_batch(self, taken: list[tuple[Any, asyncio.Future[Tensor]]]) -> None:
+    async def _compute_batch(self, batch: list[_Waiting]) -> None:
         """Compute a batch in a thread and set its results."""
         loop = asyncio.get_running_loop()
         try:
             results: Sequence[Any] = await loop.run_in_executor(
-                self._threads, self._results, [image for image, _ in taken]
+                self._threads, self._results, [each.image for each in batch]
             )
         except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
-            results = [error] * len(taken)
+            results = [error] * len(batch)
         self.computing -= 1
         self._free.set()
-        for (_, future), result in zip(taken, results, strict=True):
+        for (_, future, _), result in zip(batch, results, strict=True):
             if future.cancelled():  # the client has disconnected
                 continue
             if isinstance(result, Exception):

@@ -23,7 +23,7 @@ from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
 from fastamp.serving.requests import Upload
 from fastamp.serving.schemas import ItemIn
-from fastamp.serving.trace import trace
+from fastamp.serving.traced import traced_features
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 
@@ -38,8 +38,6 @@ class Service:
         gallery: gallery of this model. Default: None, only features and comparisons.
         limits: limits of requests.
         pictures: if True, store a small picture of each added image. Default: True.
-        workers: number of batches that are computed at the same time and share the threads of PyTorch, see
-            ``concurrent_batches``. Default: 1.
 
     Attributes:
         received, answered: numbers of requests.
@@ -50,20 +48,15 @@ class Service:
     """
 
     def __init__(
-        self,
-        model: FeatureModel,
-        gallery: MutableGallery | None,
-        limits: Limits,
-        *,
-        pictures: bool = True,
-        workers: int = 1,
+        self, model: FeatureModel, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
     ) -> None:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
         example = model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))
         model.features_of_preprocessed([example])
-        self._features = trace(model, example)
+        self._features = traced_features(model, example)
         self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
         self.metrics = Metrics(lambda: self.batcher.pending, None if gallery is None else lambda: len(gallery))
+        workers = _concurrent_batches(model)
         self._torch_threads = torch.get_num_threads() if workers > 1 else 0
         self.batcher = Batcher(
             self._compute,
@@ -248,7 +241,7 @@ class Service:
             self._building = asyncio.ensure_future(asyncio.to_thread(gallery.build_candidates))
 
 
-def concurrent_batches(model: FeatureModel) -> int:
+def _concurrent_batches(model: FeatureModel) -> int:
     """Return the number of batches to compute at the same time: two for a checkpoint on a CPU with several threads.
 
     The threads of one batch wait for each other after each layer, and while requests are decoded on their cores. An

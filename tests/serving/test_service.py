@@ -389,20 +389,53 @@ def test_two_threads_compute_at_the_same_time_and_divide_the_images():
     assert found == [[[float(n)]] for n in range(6)] and sizes == [3, 3]
 
 
-def test_batches_of_two_threads_equal_those_of_the_predictor(predictor, images):
-    service, threads, used = Service(predictor, None, Limits(), workers=2), torch.get_num_threads(), []
-    service._torch_threads = 4
+def test_an_image_waits_once(monkeypatch):
+    delays, sleep = [], asyncio.sleep
+
+    async def record(delay):
+        delays.append(delay)
+        await sleep(0)
+
+    async def work(batcher):
+        await asyncio.gather(*(request(batcher, n) for n in range(4)))
+
+    monkeypatch.setattr(asyncio, "sleep", record)
+    sizes = []
+    run_batches(
+        work, lambda images: sizes.append(len(images)) or torch.zeros(len(images), 1), wait=60, workers=2, batch=8
+    )
+    assert sizes == [2, 2]
+    assert len([delay for delay in delays if delay > 30]) == 1
+
+
+def test_two_batches_divide_the_threads_and_one_uses_all(predictor, images, monkeypatch):
+    before, found, used = torch.get_num_threads(), [], []
+    compute, together = predictor.features_of_preprocessed, threading.Barrier(2)
+
+    def record(pixels):
+        used.append((len(pixels), torch.get_num_threads()))
+        if len(pixels) > 1:
+            together.wait(20)
+        return compute(pixels)
+
+    async def work(batcher):
+        batcher.start()
+        found.extend(await asyncio.gather(*(request(batcher, each) for each in pixels[:4])))
+        found.extend([await request(batcher, each) for each in pixels[4:]])
+        await batcher.stop()
+
+    pixels = [predictor.preprocess(path) for path in images]
+    expected = predictor.features(images)
+    torch.set_num_threads(4)
     try:
-        pixels = [predictor.preprocess(path) for path in images]
-        for computing, expected in ((1, 4), (2, 2), (2, 2), (1, 4)):
-            service.batcher.computing = computing
-            found = service._compute(pixels)
-            used.append((torch.get_num_threads(), expected))
-            # Float32 sums with other numbers of threads.
-            assert torch.allclose(found, predictor.features(images), rtol=1e-4, atol=1e-5)
+        service = Service(predictor, None, Limits(wait_ms=50))
+        monkeypatch.setattr(service, "_features", record)
+        asyncio.run(asyncio.wait_for(work(service.batcher), 60))
     finally:
-        torch.set_num_threads(threads)
-    assert all(number == expected for number, expected in used)
+        torch.set_num_threads(before)
+    assert used == [(2, 2), (2, 2), (1, 4), (1, 4)]
+    # Float32 sums with other numbers of threads.
+    assert torch.allclose(torch.tensor(found)[:, 0], expected, rtol=1e-2, atol=1e-3)
 
 
 def test_an_invalid_image_fails_only_its_own_request():

@@ -17,7 +17,7 @@ Compute = Callable[[Sequence[Tensor]], Tensor]
 _TOLERANCE = 1e-4  # of the largest value
 
 
-def trace(model: FeatureModel, example: Tensor) -> Compute:
+def traced_features(model: FeatureModel, example: Tensor) -> Compute:
     """Trace the network of a model, so that computing features does not hold Python's lock.
 
     In eager mode, each operator takes the lock, for which it waits while requests are received and answered.
@@ -36,17 +36,19 @@ def trace(model: FeatureModel, example: Tensor) -> Compute:
     network = _Network(model).eval()
     generator = torch.Generator().manual_seed(0)
     images = list(torch.randint(256, (3, *example.shape), generator=generator, dtype=torch.uint8))
-    expected = model.features_of_preprocessed(images)
+    batches = (images, images[:1])
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of constants in the trace, which are checked, and of TorchScript's future
         try:
             # Two images: a size of 1 could be taken for a constant.
             traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
-            found = _compute(traced, images)
+            found = [_compute(traced, batch) for batch in batches]
         except Exception as error:  # PyTorch raises many exception types
             logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
             return model.features_of_preprocessed
-    if found.shape != expected.shape or (found - expected).abs().max() > _TOLERANCE * expected.abs().max():
+    if not all(
+        _is_close(each, model.features_of_preprocessed(batch)) for each, batch in zip(found, batches, strict=True)
+    ):
         logger.info("computing without a trace, because its features are different")
         return model.features_of_preprocessed
 
@@ -69,6 +71,11 @@ class _Network(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return extract_features(self.model, {"images": images}, self.policy, self.flip)
+
+
+def _is_close(found: Tensor, expected: Tensor) -> bool:
+    limit = _TOLERANCE * expected.abs().max()
+    return found.shape == expected.shape and bool((found - expected).abs().max() <= limit)
 
 
 def _compute(traced: torch.jit.ScriptModule, images: Sequence[Tensor]) -> Tensor:

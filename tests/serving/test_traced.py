@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fastamp import Predictor
-from fastamp.serving.trace import trace
+from fastamp.serving.traced import traced_features
 from fastamp.utils.errors import DataError
 
 
@@ -32,7 +32,7 @@ def pixels(predictor, count, height=256):
 def test_features_equal_those_of_the_predictor(checkpoint, demo, flip):
     options = ["SOLVER.AMP.EVAL_DTYPE", "float32", "TEST.FLIP.ENABLED", flip]
     predictor = Predictor(checkpoint, device="cpu", opts=options)
-    compute = trace(predictor, pixels(predictor, 1)[0])
+    compute = traced_features(predictor, pixels(predictor, 1)[0])
     assert compute != predictor.features_of_preprocessed
     for count in (1, 2, 5):
         images = pixels(predictor, count)
@@ -41,7 +41,7 @@ def test_features_equal_those_of_the_predictor(checkpoint, demo, flip):
 
 def test_the_trace_computes_images_of_the_size_of_the_example_only(predictor, eager):
     (example,) = pixels(predictor, 1)
-    compute = trace(predictor, example)
+    compute = traced_features(predictor, example)
     eager.clear()
     assert compute([example, example]).shape == (2, predictor.feature_dim)
     assert not eager
@@ -51,7 +51,7 @@ def test_the_trace_computes_images_of_the_size_of_the_example_only(predictor, ea
 
 def test_features_that_are_not_finite_are_the_error_of_the_predictor(predictor):
     (example,) = pixels(predictor, 1)
-    compute = trace(predictor, example)
+    compute = traced_features(predictor, example)
     with torch.no_grad():
         next(predictor.model.parameters()).fill_(torch.nan)
     with pytest.raises(DataError, match="not finite"):
@@ -60,7 +60,7 @@ def test_features_that_are_not_finite_are_the_error_of_the_predictor(predictor):
 
 def test_other_precisions_are_not_traced(checkpoint, demo):
     predictor = Predictor(checkpoint, device="cpu")  # bfloat16
-    assert trace(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
+    assert traced_features(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
 
 
 def test_a_network_that_cannot_be_traced_is_computed_without_a_trace(predictor, monkeypatch, caplog):
@@ -68,12 +68,12 @@ def test_a_network_that_cannot_be_traced_is_computed_without_a_trace(predictor, 
         raise RuntimeError("unsupported operator\n  further lines")
 
     monkeypatch.setattr(torch.jit, "trace", fail)
-    assert trace(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
+    assert traced_features(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
     assert caplog.messages[-1] == "computing without a trace, which failed: unsupported operator"
 
 
 def test_a_trace_with_the_batch_size_of_the_example_is_not_used(predictor, monkeypatch, caplog):
     forward = predictor.model.forward
     predictor.model.forward = lambda batch: forward(batch) * len(batch["images"].tolist())  # a constant of the trace
-    assert trace(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
+    assert traced_features(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
     assert caplog.messages[-1] == "computing without a trace, because its features are different"
