@@ -61,9 +61,14 @@ def _crop(frame: NDArray[np.uint8], corners: NDArray[np.float64]) -> list[NDArra
     """Crop boxes, rounded to whole pixels; those outside the frame are moved to its border."""
     height, width = frame.shape[:2]
     crops = []
-    for left, top, right, bottom in corners.tolist():  # 50 us faster than NumPy for one box; max(0, nan) is 0
+    for (
+        left,
+        top,
+        right,
+        bottom,
+    ) in corners.tolist():  # 50 us faster than NumPy for one box; max(number, nan) is the number
         x, y = round(min(max(0, left), width - 1)), round(min(max(0, top), height - 1))
-        crops.append(frame[y : round(max(min(bottom, height), y + 1)), x : round(max(min(right, width), x + 1))])
+        crops.append(frame[y : round(max(y + 1, min(bottom, height))), x : round(max(x + 1, min(right, width)))])
     return crops
 
 

@@ -41,7 +41,9 @@ def test_features_are_those_of_the_predictor_for_a_bgr_frame(predictor, checkpoi
 
 
 def test_boxes_without_pixels_and_no_boxes(predictor, frame):
-    boxes = np.array([[-50, -50, -10, -10], [500, 500, 600, 600], [5, 5, 5, 5], [np.nan, 0, 10, 10]])
+    boxes = np.array([[-50, -50, -10, -10], [500, 500, 600, 600], [5, 5, 5, 5]])
+    missing = np.where(np.eye(4, dtype=bool), np.nan, [1, 2, 10, 20])
+    boxes = np.concatenate([boxes, missing, np.full((1, 4), np.nan)])
     features = BoxmotReID(predictor).get_features(boxes, frame)
     np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-5)
     assert BoxmotReID(predictor).get_features(np.zeros((0, 4)), frame).shape == (0, features.shape[1])

@@ -106,16 +106,11 @@ class Resize:
         return image if self.crop is None else functional.center_crop(image, list(self.crop))
 
     def _resize(self, image: Tensor) -> Tensor:
-        if len(self.size) == 2 and image.device.type == "cpu" and image.dtype == torch.uint8 and self._is_native():
+        is_native = self.interpolation == "bicubic" and len(self.size) == 2 and image.ndim == 3
+        if is_native and image.device.type == "cpu" and image.dtype == torch.uint8:
             # The same operator as in torchvision, whose checks take 0.1 ms for a single image between other work.
-            return F.interpolate(image[None], size=self.size, mode=self.interpolation, antialias=True)[0]
+            return F.interpolate(image[None], size=self.size, mode="bicubic", antialias=True)[0]
         return functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
-
-    def _is_native(self) -> bool:
-        """Return True if torchvision resizes uint8 images without conversion to float32 on this CPU."""
-        if self.interpolation == "bilinear":
-            return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-        return self.interpolation == "bicubic"
 
     def __repr__(self) -> str:
         return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"
