@@ -267,7 +267,7 @@ def _open(path: Path, threads: int | None) -> Session:
         return open_session(path, threads=threads)
     except Exception as error:  # exceptions of a runtime have no common base class
         raise WeightsError(
-            f"{path} cannot be read as an {title} file: {type(error).__name__}.\n"
+            f"{path} cannot be read as {title}: {type(error).__name__}.\n"
             f"  fix: export the model again: fastamp export MODEL {path.name}"
         ) from error
 

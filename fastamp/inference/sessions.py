@@ -109,7 +109,8 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
 
     metadata = {}
     if zipfile.is_zipfile(io.BytesIO(content)):
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            entries = json.loads(archive.read("metadata.json")).items()
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # other programs append other files
+            text = archive.read("metadata.json") if "metadata.json" in archive.namelist() else b"{}"
+        entries = json.loads(text).items()
         metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries}
     return Session(run, list(types), metadata)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import zipfile
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -225,7 +226,7 @@ def test_int8_quantizes_the_layers_of_the_trunks(stand_in, demo, predictor, tmp_
 
 @pytest.mark.parametrize(
     "path, cause",
-    [("", "not set"), ("/nowhere/python", "/nowhere"), (sys.executable, "no litert"), ("/bin/true", "not")],
+    [("", "not set"), ("/nowhere/python", "/nowhere"), (sys.executable, "No package metadata"), ("/bin/true", "not")],
 )
 def test_message_names_the_commands_that_create_the_environment(predictor, tmp_path, monkeypatch, path, cause):
     monkeypatch.setenv(VARIABLE, path)
@@ -266,6 +267,12 @@ def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp
     assert [each.name for each in tmp_path.iterdir()] == ["environment"]
 
 
+def test_python_that_has_vanished_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
+    with pytest.raises(ExportError, match=f"python cannot be run.*No such file.*\n.*{VARIABLE}"):
+        tflite_format.run_worker("run", tmp_path)
+
+
 def test_worker_is_stopped_if_the_export_is_interrupted(python, tmp_path, monkeypatch):
     python(f"echo $$ > {tmp_path}/pid; echo step; exec sleep 100")
 
@@ -280,8 +287,18 @@ def test_worker_is_stopped_if_the_export_is_interrupted(python, tmp_path, monkey
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
 
 
+@pytest.mark.extras
 def test_exported_file_that_is_damaged_or_cannot_be_run_is_rejected(tmp_path):
     pytest.importorskip("ai_edge_litert")
     (tmp_path / "model.tflite").write_bytes(b"TFL3")
-    with pytest.raises(WeightsError, match="cannot be read as an TFLite file"):
+    with pytest.raises(WeightsError, match="cannot be read as TFLite"):
+        ExportedModel(tmp_path / "model.tflite")
+
+
+def test_file_with_a_zip_of_another_program_is_named_as_not_exported(tmp_path, monkeypatch):
+    for name in ("ai_edge_litert", "ai_edge_litert.interpreter"):
+        monkeypatch.setitem(sys.modules, name, mock.MagicMock())
+    with zipfile.ZipFile(tmp_path / "model.tflite", "w") as archive:
+        archive.writestr("labels.txt", "person")
+    with pytest.raises(WeightsError, match="not written by `fastamp export`"):
         ExportedModel(tmp_path / "model.tflite")

@@ -24,7 +24,7 @@ from fastamp.inference import extract as extract_module
 from fastamp.inference import gallery as gallery_module
 from fastamp.inference.attribute_search import attribute_columns, parse_query
 from fastamp.inference.calibration import write_calibrated
-from fastamp.inference.export import export, tensorrt_format
+from fastamp.inference.export import export, tensorrt_format, tflite_format
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.gallery import MutableGallery
@@ -541,6 +541,11 @@ def exports(record, predictor, checkpoint):
         mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": str(other_versions)}),
     ):
         export(predictor, record.root / "model.tflite", data="")
+    with (
+        record("TFLite conversion without its Python"),
+        mock.patch.dict(os.environ, {"FASTAMP_TFLITE_PYTHON": "/nowhere/python"}),
+    ):
+        tflite_format.run_worker("run", record.root)
     with mock.patch.dict(sys.modules, {"tensorrt": None}):
         record.fastamp("export", checkpoint, record.root / "model.engine", "--device", "cpu")
     with (

@@ -54,10 +54,11 @@ def export(
     """Export a model to a file of one of several formats if its features pass a parity check.
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
-    if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic.
-    Models with camera or view embeddings have the additional
-    inputs ``camids`` and ``viewids``: (B,) int64. Models with a stem for each modality have the additional input
-    ``modality``: (B,) int64, 0 visible, 1 infrared; with MODEL.BACKBONE.MODALITY, the file is for this modality.
+    if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic,
+    in a TensorRT file at most 32; a TFLite file takes one image at a time if its operators contain the batch size.
+    Models with camera or view embeddings have the additional inputs ``camids`` and ``viewids``: (B,) int64. Models with
+    a stem for each modality have the additional input ``modality``: (B,) int64, 0 visible, 1 infrared; with
+    MODEL.BACKBONE.MODALITY, the file is for this modality.
     Output: ``features``: (B, D) float32, averaged over the image and its mirror image if ``TEST.FLIP`` is on.
 
     The parity check compares the exported model with the PyTorch model in float32, on random images in batches of 1, 3

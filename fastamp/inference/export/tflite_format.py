@@ -34,8 +34,9 @@ PACKAGES = " ".join(f"{name}=={version}" for name, version in TESTED.items())
 _WORKER = Path(__file__).with_name("tflite_worker.py")
 _VERSIONS = f"""
 import importlib.metadata, json
+found = {{name: importlib.metadata.version(name) for name in {list(TESTED)}}}
 importlib.metadata.version("ai-edge-litert"), importlib.metadata.version("ai-edge-quantizer")
-print(json.dumps({{name: importlib.metadata.version(name) for name in {list(TESTED)}}}))
+print(json.dumps(found))
 """
 _CHECKED_IMAGES = 3
 _FAILURES = {
@@ -72,7 +73,7 @@ def _versions(python: str) -> tuple[dict[str, str] | None, str]:
     try:
         result = subprocess.run([python, "-I", "-c", _VERSIONS], capture_output=True, text=True, check=False)
         if result.returncode:
-            return None, f"is {python}, which has no litert-torch"
+            return None, f"is {python}, which cannot be used ({_cause(result.returncode, result.stderr)})"
         return {name: version.partition("+")[0] for name, version in json.loads(result.stdout).items()}, ""
     except OSError as error:
         return None, f"is {python}, which cannot be run ({error.strerror})"
@@ -158,7 +159,7 @@ def run_worker(command: str, folder: Path, *arguments: str, steps: int = 0, titl
         title: title of the progress bar.
 
     Raises:
-        ExportError: if the command fails, with the last line of its errors.
+        ExportError: if the Python cannot be run, or the command fails, with the last line of its errors.
     """
     path = folder / f"{command}.log"
     # Isolated: otherwise, modules of this folder, e.g. trace, hide those of the standard library.
@@ -179,7 +180,13 @@ def run_worker(command: str, folder: Path, *arguments: str, steps: int = 0, titl
 @contextmanager
 def _process(argv: list[str], errors: Any) -> Iterator["subprocess.Popen[bytes]"]:
     """Start a process, and stop it if the caller does not wait for its end, e.g. after Ctrl-C."""
-    with subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors) as process:
+    try:
+        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors)
+    except OSError as error:
+        raise ExportError(
+            f"{argv[0]} cannot be run ({error.strerror}).\n  fix: set {VARIABLE} to a Python with {PACKAGES}"
+        ) from error
+    with process:
         try:
             yield process
         except BaseException:

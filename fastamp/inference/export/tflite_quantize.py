@@ -1,7 +1,7 @@
 """Static int8 quantization of TFLite files by ai-edge-quantizer.
 
-As in ``quantize``, but activations are int8, and all weights have 8 bits, because the sums of the interpreter do not
-saturate.
+As in ``quantize``, but activations are int8, all weights have 8 bits, because the sums of the interpreter do not
+saturate, and the ranges before hard-swish and hard-sigmoid are not limited.
 """
 
 import json
