@@ -108,12 +108,16 @@ class MutableGallery(GalleryIndex):
         with self._lock:
             return self._store.picture(item_id)
 
-    def add(self, items: Sequence[Item], features: Tensor | np.ndarray) -> None:
+    def add(self, items: Sequence[Item], features: Tensor | np.ndarray, *, skip_existing: bool = False) -> list[int]:
         """Add items.
 
         Args:
             items: N new items.
             features: (N, D) float, not normalized.
+            skip_existing: if True, leave out items whose id is in the gallery. Default: False, they are an error.
+
+        Returns:
+            Positions in ``items`` of those that were added.
 
         Raises:
             DataError: if an id is not unique, or the features have a wrong shape or are not finite. No item is added.
@@ -123,15 +127,18 @@ class MutableGallery(GalleryIndex):
         with self._lock:
             with self._transaction():
                 self._check_unique(items)
-                found = [item.id for item in items if item.id in self._row_of_id]
-                if found:
+                new = [row for row, item in enumerate(items) if item.id not in self._row_of_id]
+                if len(new) < len(items) and not skip_existing:
+                    found = [item.id for item in items if item.id in self._row_of_id]
                     raise DataError(
                         f"{len(found)} of {len(items)} items are in the gallery already: {', '.join(found[:5])}\n"
                         "  fix: choose other ids, or replace the items"
                     )
+                items, values = [items[row] for row in new], values[new]
                 numbers = self._store.reserve_numbers(len(items))
                 self._store.insert(items, numbers, values)
             self._append(items, numbers, values)
+            return new
 
     def update(self, items: Sequence[Item], features: Tensor | np.ndarray | None = None) -> None:
         """Replace items with the same ids.

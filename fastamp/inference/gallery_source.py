@@ -138,12 +138,16 @@ def _add(
     starts = range(0, len(first_rows), size)
     for start in track(starts, len(starts), f"adding {len(first_rows)} items"):
         block = first_rows[start : start + size]
-        old = [row for row in block if replace and ids[row] in gallery]
-        new = [row for row in block if ids[row] not in gallery]
-        for rows, change in ((new, gallery.add), (old, gallery.update)):
-            if rows:
-                change([item(ids[row]) for row in rows], torch.as_tensor(features(rows)))
-                added += len(rows)
+        gallery.refresh()
+        block = [row for row in block if replace or ids[row] not in gallery]
+        if not block:
+            continue
+        items, values = [item(ids[row]) for row in block], torch.as_tensor(features(block))
+        new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
+        old = sorted(set(range(len(items))) - set(new)) if replace else []
+        if old:
+            gallery.update([items[each] for each in old], values[old])
+        added += len(new) + len(old)
     if gallery.wants_candidates:
         gallery.build_candidates()
     return added, len(first_rows) - added

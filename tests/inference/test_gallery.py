@@ -26,6 +26,7 @@ from fastamp.inference.candidates import Candidates
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.gallery import MissingItemError, MutableGallery, create_or_open
+from fastamp.inference.gallery_source import Metadata, add_images
 from fastamp.inference.gallery_store import GalleryModel, Item, format_time, parse_time
 from fastamp.inference.index import open_gallery
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
@@ -402,3 +403,30 @@ def test_extracted_features_are_added_without_the_model(demo, predictor, tmp_pat
     assert {item.camera for item in MutableGallery(folder).items} == {"x"}
     with pytest.raises(ConfigError, match="mutable"):
         predictor.search(extraction.paths[0], extraction.path, conditions={"cameras": ["x"]})
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(replace, demo, predictor, tmp_path):
+    paths = [query.path for query in build_dataset("Demo").query[:4]]
+    folder = tmp_path / "a.gallery"
+
+    class Slow:
+        """Model whose features are computed while another call adds the first two images."""
+
+        def __getattr__(self, name):
+            return getattr(predictor, name)
+
+        def require_features(self, needed):
+            assert add_images(folder, paths[:2], predictor, Metadata(camera="fast")) == (2, 0)
+            return predictor.require_features(needed)
+
+    counts = add_images(folder, paths, Slow(), Metadata(camera="slow"), replace=replace)
+    assert counts == ((4, 0) if replace else (2, 2))
+    gallery = MutableGallery(folder)
+    cameras = {item.id: item.camera for item in gallery.items}
+    assert sorted(cameras) == sorted(paths)
+    assert [cameras[path] for path in paths] == ["slow" if replace else "fast"] * 2 + ["slow"] * 2
+    nearest = gallery.search(predictor.require_features(paths), 1).columns["id"][:, 0]
+    assert nearest.tolist() == paths
+    with pytest.raises(DataError, match="in the gallery already"):
+        gallery.add([Item(paths[0])], np.ones((1, gallery.width), np.float32))
