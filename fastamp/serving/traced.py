@@ -28,10 +28,10 @@ def traced_features(model: FeatureModel, example: Tensor) -> Compute:
 
     Returns:
         Function from preprocessed images to features, as ``model.features_of_preprocessed``. It is this method if
-        the model is an exported file, is on a GPU, computes in another precision than float32, or if the trace fails
-        or has other features; also for images of other sizes than the example.
+        the model is an exported file or on a GPU, or if the trace fails or has other features; it is also called for
+        images of other sizes than the example.
     """
-    if not isinstance(model, Predictor) or model.policy.device_type != "cpu" or model.policy.dtype != torch.float32:
+    if not isinstance(model, Predictor) or model.policy.device_type != "cpu":
         return model.features_of_preprocessed
     network = _Network(model).eval()
     generator = torch.Generator().manual_seed(0)

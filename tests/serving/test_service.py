@@ -308,7 +308,7 @@ def test_without_a_gallery_only_features_and_comparisons_work(start, images):
 
 def test_bugs_are_answered_without_details(start, images, monkeypatch):
     client = start()
-    monkeypatch.setattr(Predictor, "features_of_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr(Batcher, "_results", lambda *_: 1 / 0)
     assert "division" not in (answer := client.post("/v1/features", files=upload(images[0]))).text
     assert error_of(answer, 500) == "internal_error"
 

@@ -29,8 +29,9 @@ def pixels(predictor, count, height=256):
 
 
 @pytest.mark.parametrize("flip", ["False", "True"])
-def test_features_equal_those_of_the_predictor(checkpoint, demo, flip):
-    options = ["SOLVER.AMP.EVAL_DTYPE", "float32", "TEST.FLIP.ENABLED", flip]
+@pytest.mark.parametrize("dtype", ["float32", "same"])  # same: bfloat16
+def test_features_equal_those_of_the_predictor(checkpoint, demo, dtype, flip):
+    options = ["SOLVER.AMP.EVAL_DTYPE", dtype, "TEST.FLIP.ENABLED", flip]
     predictor = Predictor(checkpoint, device="cpu", opts=options)
     compute = traced_features(predictor, pixels(predictor, 1)[0])
     assert compute != predictor.features_of_preprocessed
@@ -56,11 +57,6 @@ def test_features_that_are_not_finite_are_the_error_of_the_predictor(predictor):
         next(predictor.model.parameters()).fill_(torch.nan)
     with pytest.raises(DataError, match="not finite"):
         compute([example])
-
-
-def test_other_precisions_are_not_traced(checkpoint, demo):
-    predictor = Predictor(checkpoint, device="cpu")  # bfloat16
-    assert traced_features(predictor, pixels(predictor, 1)[0]) == predictor.features_of_preprocessed
 
 
 def test_a_network_that_cannot_be_traced_is_computed_without_a_trace(predictor, monkeypatch, caplog):
