@@ -80,10 +80,11 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.tracking.frames import Frames, import_av
     from fastamp.tracking.metrics import tracking_metrics
     from fastamp.tracking.mot_file import read_boxes
-    from fastamp.tracking.track import check_frames, track
+    from fastamp.tracking.track import check_frames, check_output, track
     from fastamp.tracking.tracker import TrackerOptions
     from fastamp.utils.plural import plural
 
+    output = check_output(args.output)
     options = TrackerOptions(max_distance=args.max_distance, max_age=args.max_age, min_hits=args.min_hits)
     detections = _detections(args)
     truth = read_boxes(args.gt) if args.gt else None
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint:
         features = _features(args, frames, detections)
     tracks = track(detections, features, options)
-    _write(Path(args.output), frames, tracks, video=args.video)
+    _write(output, frames, tracks, video=args.video)
     count = len(set(tracks.ids.tolist()))
     print(f"{plural(count, 'track')} with {len(tracks)} of {plural(len(detections), 'detection')}")
     if truth is not None:

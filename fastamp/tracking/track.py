@@ -2,6 +2,7 @@
 
 import csv
 import io
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,7 +14,7 @@ from PIL import Image, ImageDraw, ImageOps
 from fastamp.tracking.frames import Frame, Frames, track_color
 from fastamp.tracking.mot_file import Boxes
 from fastamp.tracking.tracker import Tracker, TrackerOptions
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import load_font
 from fastamp.utils.plural import plural
@@ -60,6 +61,20 @@ def check_frames(frames: Frames, detections: Boxes) -> None:
             f"({plural(frames.count, 'frame')}; {plural(len(missing), 'frame')} with detections missing).\n"
             "  fix: pass the frames of these detections"
         )
+
+
+def check_output(folder: str | os.PathLike[str]) -> Path:
+    """Return the path of an output folder, which need not exist, and check that it can be written.
+
+    Raises:
+        ConfigError: if the folder, or the existing folder above it, is not a writable folder.
+    """
+    folder = Path(folder)
+    absolute = folder.absolute()
+    existing = next(path for path in (absolute, *absolute.parents) if os.path.exists(path))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"--output: {existing} is not a writable folder.\n  fix: choose another --output")
+    return folder
 
 
 def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: int) -> NDArray[np.float32]:

@@ -12,7 +12,7 @@ from fastamp.demo.sequence import generate_sequence
 from fastamp.integrations import UltralyticsReID
 from fastamp.tracking import read_boxes
 from fastamp.tracking.frames import Frames, write_video
-from fastamp.tracking.track import check_frames, extract_features
+from fastamp.tracking.track import check_frames, check_output, extract_features
 
 SITES = ["fastamp/tracking", "fastamp/integrations"]
 
@@ -48,6 +48,8 @@ def detections(record, street):
             found, source = read_boxes(path), Frames(street)
             check_frames(source, found)
             extract_features(source, found, model, batch=4)
+    with record("output below a file"):
+        check_output(record.file("a.txt", "") / "out")
 
 
 class Model:

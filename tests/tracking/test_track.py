@@ -131,6 +131,16 @@ def test_invalid_input_is_one_message(problem, sequence, tmp_path, capsys):
         assert "det.txt, line 2: frame 3" in error
 
 
+def test_output_is_checked_before_the_model_is_loaded(sequence, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    arguments = ["track", str(sequence), "--model", "damaged.pth", "-o"]
+    assert main([*arguments, str(tmp_path / "file/out")]) == 2
+    error = capsys.readouterr().err
+    assert "--output" in error and "fix:" in error and "damaged.pth" not in error
+    assert main([*arguments, str(tmp_path / "new/out")]) == 2
+    assert "damaged.pth" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 @pytest.mark.extras
 def test_video_is_read_and_written(sequence, tmp_path, capsys):
     pytest.importorskip("av")
