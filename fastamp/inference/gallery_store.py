@@ -1,5 +1,6 @@
 """Items of a mutable gallery in an SQLite database: each batch of changes is on the disk before it is acknowledged."""
 
+import os
 import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,7 +90,7 @@ class GalleryStore:
         self.path = folder / DATABASE
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE}.\n  fix: correct the path")
-        self._file: tuple[int, int] | None = None  # known after the file is open
+        self._files: list[tuple[int, int] | None] = []  # known after they are open
         with self._errors():
             # Transactions are started explicitly; the lock of ``MutableGallery`` serializes the threads.
             self._connection = sqlite3.connect(
@@ -105,7 +106,7 @@ class GalleryStore:
                     row = (_FORMAT, model.width, model.metric, model.config_hash, model.checkpoint)
                     self._connection.execute("INSERT INTO gallery VALUES (?, ?, ?, ?, ?, 0, hex(randomblob(8)))", row)
         self.model = self._read_model()
-        self._file = self._file_id()
+        self._files = self._file_ids()
 
     def _read_model(self) -> GalleryModel:
         with self._errors():
@@ -126,35 +127,51 @@ class GalleryStore:
 
     @property
     def version(self) -> int:
-        """Number that changes if another process or connection has changed the gallery."""
+        """Number that changes if another process or connection has changed the gallery.
+
+        Raises:
+            WriteError: if the files were removed or replaced.
+        """
+        self._check_files()
         with self._errors():
             return int(self._connection.execute("PRAGMA data_version").fetchone()[0])
 
-    def _file_id(self) -> tuple[int, int] | None:
-        """Return the identity of the database file; None if there is no file."""
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_dev, found.st_ino
+    def _file_ids(self) -> list[tuple[int, int] | None]:
+        """Return the identities of the database, its log and its shared memory; None for a file that cannot be found.
+
+        SQLite keeps these files while a connection in WAL mode is open: https://www.sqlite.org/walformat.html
+        """
+        found: list[tuple[int, int] | None] = []
+        for suffix in ("", "-wal", "-shm"):
+            try:
+                status = os.stat(f"{self.path}{suffix}")
+                found.append((status.st_dev, status.st_ino))
+            except OSError:
+                found.append(None)
+        return found
+
+    def _check_files(self) -> None:
+        """Check that the open files are still those of the folder: SQLite would write to removed ones."""
+        if self._files and self._files != self._file_ids():
+            raise WriteError(
+                f"the gallery {self.path} was removed or replaced after it had been opened.\n"
+                "  fix: open it again, or restart the service"
+            )
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
         """Commit the changes inside the context, or none of them after an exception.
 
         Raises:
-            WriteError: if the changes cannot be written, or the file was removed or replaced, which loses them.
+            WriteError: if the changes cannot be written, or the files were removed or replaced, which loses them.
         """
-        if self._file not in (None, self._file_id()):
-            raise WriteError(
-                f"the gallery {self.path} was removed or replaced after it had been opened.\n"
-                "  fix: open it again, or restart the service"
-            )
+        self._check_files()
         with self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield
                 self._connection.execute("COMMIT")
+                self._check_files()
             except BaseException:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
@@ -197,6 +214,7 @@ class GalleryStore:
 
     def picture(self, item_id: str) -> bytes | None:
         """Return the picture of an item; None if it has none."""
+        self._check_files()
         with self._errors():
             row = self._connection.execute("SELECT picture FROM pictures WHERE id=?", (item_id,)).fetchone()
         return bytes(row[0]) if row else None

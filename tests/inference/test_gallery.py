@@ -316,6 +316,37 @@ def test_changes_after_the_files_were_removed_are_errors(tmp_path, replaced):
         with pytest.raises(WriteError, match="removed or replaced"):
             gallery.add([Item("b")], np.ones((1, WIDTH)))
         assert len(gallery) == 1
+        for read in (lambda: gallery.search(np.ones((1, WIDTH))), lambda: gallery.picture("a"), gallery.refresh):
+            with pytest.raises(WriteError, match="removed or replaced"):
+                read()
+
+
+@pytest.mark.parametrize("name", ["items.db", "items.db-wal", "items.db-shm", ""])
+def test_changes_are_not_acknowledged_if_a_file_is_removed_before_or_during_the_commit(tmp_path, name):
+    for during in (False, True):
+        folder = tmp_path / f"{during}.gallery"
+        with MutableGallery(folder, model()) as gallery:
+            gallery.add([Item("a")], np.ones((1, WIDTH)))
+            MutableGallery(folder).close()  # the files remain while a connection is open
+            gallery.add([Item("b")], np.ones((1, WIDTH)))
+
+            def remove(*_, folder=folder):
+                if name:
+                    (folder / name).unlink()
+                else:  # a file instead of the folder
+                    folder.rename(folder.with_suffix(".old"))
+                    folder.write_text("")
+
+            if during:
+                gallery._store._connection.create_function("remove_files", 0, remove)
+                gallery._store._connection.execute(
+                    "CREATE TEMP TRIGGER during AFTER INSERT ON main.items BEGIN SELECT remove_files(); END"
+                )
+            else:
+                remove()
+            with pytest.raises(WriteError, match="removed or replaced|cannot use"):
+                gallery.add([Item("c")], np.ones((1, WIDTH)))
+            assert len(gallery) == 2
 
 
 @pytest.fixture(scope="module")
