@@ -51,8 +51,8 @@ class ItemIn(BaseModel):
     @classmethod
     def _has_an_address(cls, value: str | None) -> str | None:
         """Reject the segments that HTTP clients remove from addresses."""
-        if value in (".", ".."):
-            raise ValueError('"." and ".." cannot be part of the address of an item')
+        if value is not None and {".", ".."} & set(value.split("/")):
+            raise ValueError('"." and ".." cannot be segments of the address of an item')
         return value
 
 

@@ -222,7 +222,8 @@ def test_limits_and_invalid_requests_have_structured_errors(start, images):
     answer = client.post("/v1/features", files=[("images", (None, "/etc/passwd"))])
     assert error_of(answer, 422) == "not_a_file"
     wrong = ("[1]", '[{"path": "/etc/passwd"}]', '[{"time": "noon"}]', '[{"id": ""}]', '[{"id": ".."}]')
-    for items in ("{}", "[]", *wrong, '[{"id": "\\ud800"}]', "[" * 100_000):
+    segments = ('[{"id": "x/../b"}]', '[{"id": "./b"}]', '[{"id": "b/."}]')
+    for items in ("{}", "[]", *wrong, *segments, '[{"id": "\\ud800"}]', "[" * 100_000):
         answer = client.post("/v1/gallery/items", files=one, data={"items": items})
         assert error_of(answer, 422) in ("invalid_field", "invalid_value")
     assert error_of(client.post("/v1/features", content=b"x"), 415) == "not_a_form"
