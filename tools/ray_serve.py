@@ -11,6 +11,7 @@ field `ids`. There are no API key, limits and pages, as in `fastamp serve`: put 
 """
 
 import argparse
+import logging
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,13 @@ from fastamp import Predictor
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.gallery_store import Item
-from fastamp.utils.errors import DataError
+from fastamp.serving.errors import user_request_error
+from fastamp.utils.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from starlette.requests import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Model:
@@ -52,19 +56,29 @@ class Gallery:
     def __init__(self, checkpoint: str, gallery: str) -> None:
         self._gallery = create_or_open(gallery, gallery_model(Predictor(checkpoint, device="cpu")))
 
-    def add(self, ids: list[str], features: np.ndarray) -> int | str:
-        """Add items; return their number when they are on the disk, or the message of an error."""
+    def add(self, ids: list[str], features: np.ndarray) -> tuple[dict[str, Any], int]:
+        """Add items; return their number when they are on the disk, or an error, and the HTTP status."""
         try:
             self._gallery.add([Item(each) for each in ids], features)
-        except DataError as error:
-            return str(error)
-        return len(ids)
+        except UserError as error:
+            return _error_answer(error)
+        return {"added": len(ids)}, 200
 
-    def search(self, features: np.ndarray, k: int) -> list[list[dict[str, Any]]]:
-        """Return the k nearest items of each feature (Q, D)."""
-        found = self._gallery.search(features, k)
+    def search(self, features: np.ndarray, k: int) -> tuple[dict[str, Any], int]:
+        """Return the k nearest items of each feature (Q, D), or an error, and the HTTP status."""
+        try:
+            found = self._gallery.search(features, k)
+        except UserError as error:
+            return _error_answer(error)
         rows = zip(found.columns["id"].tolist(), found.scores.tolist(), strict=True)
-        return [[{"id": each, "score": score} for each, score in zip(*row, strict=True)] for row in rows]
+        return {"found": [[{"id": e, "score": score} for e, score in zip(*row, strict=True)] for row in rows]}, 200
+
+
+def _error_answer(error: UserError) -> tuple[dict[str, Any], int]:
+    """Return the body and the HTTP status of an error; the log has its whole message."""
+    logger.error("%s", error)
+    answer = user_request_error(error)
+    return {"error": answer.message}, answer.status
 
 
 class Routes:
@@ -74,6 +88,8 @@ class Routes:
         self._model, self._gallery = model, gallery
 
     async def __call__(self, request: "Request") -> Any:
+        from starlette.exceptions import HTTPException
+        from starlette.formparsers import MultiPartException
         from starlette.responses import JSONResponse
 
         def error(message: str, status: int = 422) -> JSONResponse:
@@ -82,7 +98,12 @@ class Routes:
         route = request.url.path.strip("/")
         if route not in ("features", "search", "add"):
             return error("the routes are /features, /search and /add", 404)
-        form = await request.form(max_files=32)
+        try:
+            form = await request.form(max_files=32)
+        except HTTPException as failure:
+            return error(str(failure.detail), failure.status_code)
+        except MultiPartException as failure:  # outside an application of Starlette
+            return error(failure.message, 400)
         images = [await each.read() for each in form.getlist("images") if not isinstance(each, str)]
         if not images:
             return error("no images in the field images")
@@ -97,12 +118,13 @@ class Routes:
         if wrong is not None:
             return error(wrong)
         features = np.stack(found)
-        if route == "search":
-            return {"found": await self._gallery.search.remote(features, int(k))}
-        if route == "add":
-            added = await self._gallery.add.remote(ids, features)
-            return error(added) if isinstance(added, str) else {"added": added}
-        return {"features": features.tolist()}
+        if route == "features":
+            return {"features": features.tolist()}
+        gallery = self._gallery
+        answer, status = await (
+            gallery.search.remote(features, int(k)) if route == "search" else gallery.add.remote(ids, features)
+        )
+        return JSONResponse(answer, status_code=status)
 
 
 def main() -> None:

@@ -13,14 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import fastamp
-from fastamp.inference.gallery import MissingItemError
 from fastamp.serving import schemas
-from fastamp.serving.errors import RequestError, error_body, split_fix
+from fastamp.serving.errors import RequestError, error_body, user_request_error
 from fastamp.serving.pages import add_pages
 from fastamp.serving.requests import check_access, limited
 from fastamp.serving.routes import add_gallery_routes, add_model_routes
 from fastamp.serving.service import Service
-from fastamp.utils.errors import UserError, WriteError
+from fastamp.utils.errors import UserError
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": schemas.ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 503)
@@ -86,10 +85,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(UserError)
     async def user_error(_: Request, error: UserError) -> Response:
-        if isinstance(error, WriteError):
-            return answer_error(RequestError(503, "gallery_not_written", "the gallery cannot be read or written"))
-        status, code = (404, "no_item") if isinstance(error, MissingItemError) else (422, "invalid_value")
-        return answer_error(RequestError(status, code, *split_fix(str(error))))
+        return answer_error(user_request_error(error))
 
     @app.exception_handler(RequestValidationError)
     async def validation_error(_: Request, error: RequestValidationError) -> Response:

@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from fastamp.inference.gallery import MissingItemError
+from fastamp.utils.errors import UserError, WriteError
+
 
 class RequestError(Exception):
     """A request that cannot be answered.
@@ -25,6 +28,14 @@ class RequestError(Exception):
 def error_body(code: str, message: str, fix: str = "") -> dict[str, Any]:
     """Return the body of an answer with an error."""
     return {"error": {"code": code, "message": message, "fix": fix}}
+
+
+def user_request_error(error: UserError) -> RequestError:
+    """Return the answer of a UserError; messages of the disk have paths of the server, which are left out."""
+    if isinstance(error, WriteError):
+        return RequestError(503, "gallery_not_written", "the gallery cannot be read or written")
+    status, code = (404, "no_item") if isinstance(error, MissingItemError) else (422, "invalid_value")
+    return RequestError(status, code, *split_fix(str(error)))
 
 
 def split_fix(text: str) -> tuple[str, str]:
