@@ -114,7 +114,7 @@ class MutableGallery(GalleryIndex):
         Args:
             items: N new items.
             features: (N, D) float, not normalized.
-            skip_existing: if True, leave out items whose id is in the gallery. Default: False, they are an error.
+            skip_existing: if True, skip items whose id is in the gallery. Default: False, they are an error.
 
         Returns:
             Positions in ``items`` of those that were added.
