@@ -31,7 +31,7 @@ def error_body(code: str, message: str, fix: str = "") -> dict[str, Any]:
 
 
 def user_request_error(error: UserError) -> RequestError:
-    """Return the answer of a UserError; messages of the disk have paths of the server, which are left out."""
+    """Return the answer of a UserError; a WriteError names paths of the server, which the answer does not show."""
     if isinstance(error, WriteError):
         return RequestError(503, "gallery_not_written", "the gallery cannot be read or written")
     status, code = (404, "no_item") if isinstance(error, MissingItemError) else (422, "invalid_value")
