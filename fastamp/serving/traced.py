@@ -42,6 +42,8 @@ def traced_features(model: FeatureModel, example: Tensor) -> Compute:
         try:
             # Two images: a size of 1 could be taken for a constant.
             traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
+            if model.policy.dtype == torch.float32:  # merges batch norm; in bfloat16, this would change the rounding
+                traced = torch.jit.freeze(traced)
             found = [_compute(traced, batch) for batch in batches]
         except Exception as error:  # PyTorch raises many exception types
             logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
