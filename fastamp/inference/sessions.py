@@ -56,20 +56,23 @@ def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
     return Session(run, [each.name for each in session.get_inputs()], session.get_modelmeta().custom_metadata_map)
 
 
-def open_openvino(model: Path | bytes, weights: bytes = b"", threads: int | None = None) -> Session:
+def open_openvino(
+    model: Path | bytes, weights: bytes = b"", threads: int | None = None, precision: str = "f32"
+) -> Session:
     """Load an OpenVINO model.
 
     Args:
         model: path or content of the .xml file.
         weights: content of the .bin file, which is read from the same folder if ``model`` is a path.
         threads: number of threads. Default: None, the cores that are available to this process.
+        precision: precision of the kernels, f32 (default) or bf16.
     """
     import openvino
 
     core = openvino.Core()
     read = core.read_model(model, weights) if isinstance(model, bytes) else core.read_model(model)
     # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
-    settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": str(threads or available_cores())}
+    settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": str(threads or available_cores())}
     request = core.compile_model(read, "CPU", settings).create_infer_request()
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
 

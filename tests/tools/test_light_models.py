@@ -4,6 +4,7 @@ import importlib.util
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fastamp.config import read_config
 
@@ -34,3 +35,25 @@ def test_models_are_recipes_and_all_runs_take_turns_on_both_batches():
     assert all(len(values) == 3 for values in times.values())
     table = MODULE.latency_table({(("a", "PyTorch", "float32"), 1): [3.0, 1.0, 2.0]}, ["a", "b"], 1)
     assert "2.0 (1.0-3.0)" in table and "OpenVINO int8" in table
+
+
+@pytest.mark.parametrize(
+    ("runtime", "opening", "options"),
+    [
+        ("onnxruntime", "open_onnx", {}),
+        ("openvino", "open_openvino", {}),
+        ("openvino", "open_openvino", {"precision": "bf16"}),
+    ],
+)
+def test_a_session_takes_arrays(runtime, opening, options, tmp_path):
+    pytest.importorskip(runtime)
+    onnx = pytest.importorskip("onnx")
+    images = onnx.helper.make_tensor_value_info("images", onnx.TensorProto.FLOAT, ["batch", 3])
+    features = onnx.helper.make_tensor_value_info("features", onnx.TensorProto.FLOAT, ["batch", 3])
+    node = onnx.helper.make_node("Neg", ["images"], ["features"])
+    graph = onnx.helper.make_graph([node], "a", [images], [features])
+    opset = onnx.helper.make_opsetid("", 17)
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=8), tmp_path / "a.onnx")
+    session = getattr(MODULE, opening)(tmp_path / "a.onnx", threads=1, **options)
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert (MODULE.session_run(session)(values).numpy() == -values).all()  # exact in bfloat16, too

@@ -35,7 +35,7 @@ from fastamp.diagnostics.environment import inspect_environment
 from fastamp.engine.dry_run import multiply_adds
 from fastamp.inference.export import ExportError, export
 from fastamp.inference.predictor import Predictor
-from fastamp.inference.sessions import open_onnx
+from fastamp.inference.sessions import Session, open_onnx, open_openvino
 from fastamp.modeling import build_model
 from fastamp.modeling.heads import EmbeddingHead
 
@@ -109,23 +109,9 @@ def pytorch_run(model: nn.Module, precision: str) -> Run:
     return run
 
 
-def onnx_run(path: Path) -> Run:
-    """Open an ONNX file with ONNX Runtime on one thread."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level, options.intra_op_num_threads = 3, 1
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return lambda images: session.run(None, {"images": images})
-
-
-def openvino_run(path: Path, precision: str) -> Run:
-    """Open a file with OpenVINO on one thread; bf16 is the precision of its kernels."""
-    import openvino
-
-    options = {"INFERENCE_NUM_THREADS": 1, "INFERENCE_PRECISION_HINT": "bf16" if precision == "bf16" else "f32"}
-    compiled = openvino.Core().compile_model(path, "CPU", options)
-    return lambda images: compiled({"images": images})
+def session_run(session: Session) -> Run:
+    """Return the function of a session for arrays."""
+    return lambda images: session.run({"images": torch.from_numpy(images)})
 
 
 def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str, str, str], Run], list[str]]:
@@ -150,11 +136,15 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
         path = export_once(predictor, folder / file, file_precision) if trained or precision != "int8" else None
         if path is None:
             continue
-        runs[name, runtime, precision] = onnx_run(path) if runtime == "ONNX Runtime" else openvino_run(path, precision)
+        if runtime == "ONNX Runtime":
+            session = open_onnx(path, threads=1)
+        else:
+            session = open_openvino(path, threads=1, precision="bf16" if precision == "bf16" else "f32")
+        runs[name, runtime, precision] = session_run(session)
         if suffix == ".onnx":
             sizes[file_precision] = f"{path.stat().st_size / 1e6:.2f}"
-        if precision == "int8":
-            float_layers = len(json.loads(open_onnx(path).metadata["quantization"])["float_layers"])
+        if (runtime, precision) == ("ONNX Runtime", "int8"):
+            float_layers = len(json.loads(session.metadata["quantization"])["float_layers"])
     classifiers = sum(head.weight.numel() for head in model.modules() if isinstance(head, EmbeddingHead))
     parameters = sum(parameter.numel() for parameter in model.parameters()) - classifiers
     macs = multiply_adds(model, torch.zeros(1, 3, *SIZE))
