@@ -90,7 +90,7 @@ class GalleryStore:
         self.path = folder / DATABASE
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE}.\n  fix: correct the path")
-        self._files: list[tuple[int, int] | None] = []  # known after they are open
+        self._files: list[tuple[int, int] | None] = []  # set when they are open
         with self._errors():
             # Transactions are started explicitly; the lock of ``MutableGallery`` serializes the threads.
             self._connection = sqlite3.connect(

@@ -229,7 +229,7 @@ class ExportedModel(FeatureModel):
                 values /= self._normalization[1]
         if not self._is_preprocessed:
             batch = np.ascontiguousarray(batch.transpose(0, 2, 3, 1))
-        features = self._session.run({"images": torch.from_numpy(batch)}).numpy()
+        features = self._session.run({"images": batch})
         if not np.isfinite(features).all():
             raise DataError(
                 f"{self.checkpoint} computes features that are not finite.\n"

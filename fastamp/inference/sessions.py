@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastamp.utils.env import available_cores
@@ -23,14 +25,18 @@ class Session:
     """Exported model, loaded by a runtime.
 
     Attributes:
-        run: function that computes features.
+        run: function: dict of input arrays -> (B, D) float32 features.
         inputs: names of the inputs.
         metadata: entries of the metadata of the file, as text.
     """
 
-    run: Run
+    run: Callable[[dict[str, NDArray[Any]]], NDArray[np.float32]]
     inputs: list[str]
     metadata: dict[str, str]
+
+    def run_tensors(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Compute the features (B, D) float32 of input tensors on the CPU."""
+        return torch.from_numpy(self.run({name: tensor.numpy() for name, tensor in inputs.items()}))
 
 
 def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
@@ -49,9 +55,9 @@ def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
     source = model if isinstance(model, bytes) else os.fspath(model)
     session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
 
-    def run(inputs: dict[str, Tensor]) -> Tensor:
-        (features,) = session.run(["features"], {name: tensor.numpy() for name, tensor in inputs.items()})
-        return torch.from_numpy(features)
+    def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        features: NDArray[np.float32] = session.run(["features"], inputs)[0]
+        return features
 
     return Session(run, [each.name for each in session.get_inputs()], session.get_modelmeta().custom_metadata_map)
 
@@ -76,9 +82,10 @@ def open_openvino(
     request = core.compile_model(read, "CPU", settings).create_infer_request()
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
 
-    def run(inputs: dict[str, Tensor]) -> Tensor:
-        found = request.infer({name: tensor.numpy() for name, tensor in inputs.items()}, share_inputs=True)
-        return torch.from_numpy(found["features"].copy())  # the next call overwrites the output
+    def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        found = request.infer(inputs, share_inputs=True)
+        features: NDArray[np.float32] = found["features"].copy()  # the next call overwrites the output
+        return features
 
     return Session(
         run, [each.any_name for each in read.inputs], {name: each.astype(str) for name, each in entries.items()}
@@ -100,15 +107,15 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
     types = {name: details["dtype"] for name, details in signature.get_input_details().items()}
     takes_batches = interpreter.get_input_details()[0]["shape_signature"][0] == -1
 
-    def run(inputs: dict[str, Tensor]) -> Tensor:
-        arrays: dict[str, Any] = {name: inputs[name].numpy().astype(dtype, copy=False) for name, dtype in types.items()}
+    def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
+        arrays = {name: inputs[name].astype(dtype, copy=False) for name, dtype in types.items()}
         count = len(arrays["images"])
         step = count if takes_batches else 1
         rows = []
         for start in range(0, count, step):
             (features,) = signature(**{name: values[start : start + step] for name, values in arrays.items()}).values()
-            rows.append(torch.from_numpy(features.copy()))  # the next call overwrites the output
-        return torch.cat(rows)
+            rows.append(features.copy())  # the next call overwrites the output
+        return np.concatenate(rows)
 
     metadata = {}
     if zipfile.is_zipfile(io.BytesIO(content)):

@@ -121,7 +121,7 @@ class Service:
             return found, [picture for _, picture in decoded]
 
     def _compute(self, images: Sequence[Tensor]) -> Tensor:
-        """Compute the features of a batch; the only one uses all threads of PyTorch."""
+        """Compute the features of a batch, with half of PyTorch's threads if two batches are computed."""
         if self._torch_threads:
             threads = max(1, self._torch_threads // self.batcher.computing)
             if torch.get_num_threads() != threads:  # of this thread
@@ -244,8 +244,8 @@ class Service:
 def _concurrent_batches(model: FeatureModel) -> int:
     """Return the number of batches to compute at the same time: two for a checkpoint on a CPU with several threads.
 
-    The threads of one batch wait for each other after each layer, and while requests are decoded on their cores. An
-    exported file has threads of its own, and a GPU computes one batch after the other.
+    The threads of one batch synchronize after each layer, which leaves cores idle; a second batch uses them. The
+    runtime of an exported file is called for one batch at a time, and so is a GPU.
     """
     on_cpu = isinstance(model, Predictor) and model.device.type == "cpu"
     return 2 if on_cpu and torch.get_num_threads() > 1 else 1

@@ -1,4 +1,4 @@
-"""Traced network of a checkpoint, during whose computation other Python threads run."""
+"""Traced network of a checkpoint, which computes features without holding the global interpreter lock (GIL)."""
 
 import logging
 import warnings
@@ -18,9 +18,10 @@ _TOLERANCE = 1e-4  # of the largest value
 
 
 def traced_features(model: FeatureModel, example: Tensor) -> Compute:
-    """Trace the network of a model, so that computing features does not hold Python's lock.
+    """Trace the network of a model, so that computing features does not hold the GIL.
 
-    In eager mode, each operator takes the lock, for which it waits while requests are received and answered.
+    In eager mode, Python code runs between the operators, so the network and the threads that handle requests wait for
+    each other.
 
     Args:
         model: checkpoint or exported file.
@@ -38,11 +39,11 @@ def traced_features(model: FeatureModel, example: Tensor) -> Compute:
     images = list(torch.randint(256, (3, *example.shape), generator=generator, dtype=torch.uint8))
     batches = (images, images[:1])
     with torch.inference_mode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of constants in the trace, which are checked, and of TorchScript's future
+        warnings.simplefilter("ignore")  # constants in the trace, which is checked below; deprecation
         try:
             # Two images: a size of 1 could be taken for a constant.
             traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
-            if model.policy.dtype == torch.float32:  # merges batch norm; in bfloat16, this would change the rounding
+            if model.policy.dtype == torch.float32:  # folds batch norm; in bfloat16, this changes the rounding
                 traced = torch.jit.freeze(traced)
             found = [_compute(traced, batch) for batch in batches]
         except Exception as error:  # PyTorch raises many exception types

@@ -111,7 +111,7 @@ def pytorch_run(model: nn.Module, precision: str) -> Run:
 
 def session_run(session: Session) -> Run:
     """Return the function of a session for arrays."""
-    return lambda images: session.run({"images": torch.from_numpy(images)})
+    return lambda images: session.run({"images": images})
 
 
 def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str, str, str], Run], list[str]]:

@@ -1,5 +1,6 @@
 """Geometric transforms: resizing, cropping, flipping and padding."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -106,14 +107,29 @@ class Resize:
         return image if self.crop is None else functional.center_crop(image, list(self.crop))
 
     def _resize(self, image: Tensor) -> Tensor:
-        is_native = self.interpolation == "bicubic" and len(self.size) == 2 and image.ndim == 3
-        if is_native and image.device.type == "cpu" and image.dtype == torch.uint8:
+        is_cpu_image = image.ndim == 3 and image.device.type == "cpu" and image.dtype == torch.uint8
+        if is_cpu_image and len(self.size) == 2 and _has_uint8_operator(self.interpolation):
             # The same operator as in torchvision, whose checks take 0.1 ms for a single image between other work.
-            return F.interpolate(image[None], size=self.size, mode="bicubic", antialias=True)[0]
+            return F.interpolate(image[None], size=self.size, mode=self.interpolation, antialias=True)[0]
         return functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
 
     def __repr__(self) -> str:
         return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"
+
+
+@cache
+def _has_uint8_operator(interpolation: str) -> bool:
+    """Return True if torchvision resizes uint8 images without conversion to float32 on this CPU.
+
+    This depends on the version of torchvision and on the instructions of the CPU. The rounding of both ways differs.
+    """
+    if interpolation not in ("bilinear", "bicubic"):
+        return False
+    image = torch.randint(256, (3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    expected = functional.resize(image, [48, 24], interpolation=_MODES[interpolation], antialias=True)
+    found = F.interpolate(image[None], size=(48, 24), mode=interpolation, antialias=True)[0]
+    in_float32 = F.interpolate(image[None].float(), size=(48, 24), mode=interpolation, antialias=True)[0]
+    return torch.equal(found, expected) and not torch.equal(in_float32.round().clamp(0, 255), expected.float())
 
 
 @TRANSFORM_REGISTRY.register("FLIP")

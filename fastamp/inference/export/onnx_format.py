@@ -87,4 +87,4 @@ def _forget_source(model: Any) -> None:
 def runner(files: dict[str, bytes]) -> Run:
     """Load an ONNX file."""
     with quiet("onnxruntime cannot load the exported model"):
-        return open_onnx(files[".onnx"]).run
+        return open_onnx(files[".onnx"]).run_tensors

@@ -38,7 +38,7 @@ def content(source: Source, metadata: dict[str, Any], opset: int | None) -> dict
 def runner(files: dict[str, bytes]) -> Run:
     """Load an OpenVINO file."""
     with quiet("OpenVINO cannot load the exported model"):
-        return open_openvino(files[".xml"], files[".bin"]).run
+        return open_openvino(files[".xml"], files[".bin"]).run_tensors
 
 
 def _resized(maps: Tensor, size: Sequence[int], align_corners: bool, scales: None = None) -> Tensor:

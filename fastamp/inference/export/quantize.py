@@ -243,7 +243,7 @@ def _insert_rounding(graph: Any, node: Any, offset: int, tensor: str, output: st
 
 
 def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
-    return open_onnx(model.SerializeToString()).run(inputs).double()
+    return open_onnx(model.SerializeToString()).run_tensors(inputs).double()
 
 
 def error_of(expected: Tensor, found: Tensor) -> float:

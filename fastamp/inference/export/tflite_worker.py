@@ -102,7 +102,7 @@ def _constant(model: Any, operator: Any, index: int = 1) -> np.ndarray:
 
 
 def _set_constant(model: Any, operator: Any, values: np.ndarray) -> None:
-    """Replace the second input of an operator by a constant of its own, because others may have the same input."""
+    """Replace the second input of an operator by a new constant; other operators may share the old one."""
     added = _add_constant(model, operator, values)
     operator.inputs = np.array([operator.inputs[0], added, *operator.inputs[2:]], dtype=np.int32)
 
