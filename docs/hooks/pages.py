@@ -6,7 +6,6 @@ from pathlib import Path
 from api_pages import api_pages
 from commands_page import commands_page
 from config_page import config_page
-from messages_page import messages_page
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +17,6 @@ def generated_pages() -> dict[str, str]:
         "changelog.md": top_level_file("CHANGELOG.md"),
         "reference/commands.md": commands_page(),
         "reference/config.md": config_page(),
-        "reference/messages.md": messages_page(),
         **api_pages(),
         **{
             path.relative_to(ROOT / "docs").with_suffix(".md").as_posix(): notebook(path)

@@ -22,7 +22,6 @@ EXEMPT = (
     "tests/helpers/language.py",
     "tests/test_language.py",
     "tests/reference/",
-    "tests/messages/snapshot",
     "tests/failures/",
 )
 
