@@ -7,6 +7,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ Run = Callable[[dict[str, Tensor]], Tensor]
 
 @dataclass(frozen=True)
 class Session:
-    """Exported model, loaded by a runtime.
+    """Exported model, loaded by a runtime. Several threads may call it.
 
     Attributes:
         run: function: dict of input arrays -> (B, D) float32 features.
@@ -79,12 +80,12 @@ def open_openvino(
     read = core.read_model(model, weights) if isinstance(model, bytes) else core.read_model(model)
     # By default, CPUs with bfloat16 instructions compute float32 models in bfloat16.
     settings = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": str(threads or available_cores())}
-    request = core.compile_model(read, "CPU", settings).create_infer_request()
+    request, lock = core.compile_model(read, "CPU", settings).create_infer_request(), Lock()
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
 
     def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        found = request.infer(inputs, share_inputs=True)
-        features: NDArray[np.float32] = found["features"].copy()  # the next call overwrites the output
+        with lock:  # a second request would wait for the same threads, with memory of its own
+            features: NDArray[np.float32] = request.infer(inputs, share_inputs=True)["features"].copy()
         return features
 
     return Session(
@@ -102,7 +103,7 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
     from ai_edge_litert.interpreter import Interpreter
 
     content = model if isinstance(model, bytes) else model.read_bytes()
-    interpreter = Interpreter(model_content=content, num_threads=threads or available_cores())
+    interpreter, lock = Interpreter(model_content=content, num_threads=threads or available_cores()), Lock()
     signature = interpreter.get_signature_runner()
     types = {name: details["dtype"] for name, details in signature.get_input_details().items()}
     takes_batches = interpreter.get_input_details()[0]["shape_signature"][0] == -1
@@ -113,8 +114,9 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
         step = count if takes_batches else 1
         rows = []
         for start in range(0, count, step):
-            (features,) = signature(**{name: values[start : start + step] for name, values in arrays.items()}).values()
-            rows.append(features.copy())  # the next call overwrites the output
+            with lock:  # another call changes the inputs, and overwrites the output
+                (output,) = signature(**{name: each[start : start + step] for name, each in arrays.items()}).values()
+                rows.append(output.copy())
         return np.concatenate(rows)
 
     metadata = {}

@@ -2,6 +2,10 @@
 
 import io
 import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
 
 import numpy as np
 import PIL.Image
@@ -16,6 +20,8 @@ from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.gallery_store import Item
 from fastamp.inference.runtime import ExportedModel
+from fastamp.inference.sessions import open_tflite
+from fastamp.integrations import BoxmotReID, UltralyticsReID
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -55,6 +61,65 @@ def test_features_are_those_of_the_checkpoint(exported, predictor, color):
     many = images() * 3  # more than one batch
     assert_close(exported.features(many, color=color), predictor.features(many, color=color))
     assert torch.cosine_similarity(exported.features(many[:1]), exported.features(many[:1], color="bgr")) < 0.9999
+
+
+def in_threads(function, *arguments):
+    """Call a function in four threads; return the results in the order of the arguments."""
+    with ThreadPoolExecutor(4) as pool:
+        return list(pool.map(function, *arguments))
+
+
+def check_threads(model):
+    """Check that threads get the features of their own images, from a model and from the adapters."""
+    random = np.random.default_rng(0)
+    frames = [random.integers(0, 256, (60, 30, 3), dtype=np.uint8) for _ in range(60)]
+    expected = torch.cat([model.features(frame) for frame in frames])
+    assert torch.pdist(expected).min() > 1e-3
+    torch.testing.assert_close(torch.cat(in_threads(model.features, frames)), expected, rtol=1e-4, atol=1e-5)
+    corners, centers = [np.array([[0, 0, 30, 60]])] * 60, [np.array([[15, 30, 30, 60]])] * 60
+    unit = torch.nn.functional.normalize(model.features(frames, color="bgr")).numpy()
+    for found in (
+        in_threads(BoxmotReID(model).get_features, corners, frames),
+        in_threads(UltralyticsReID(model), frames, centers),
+    ):
+        np.testing.assert_allclose(np.concatenate(found).reshape(unit.shape), unit, rtol=1e-3, atol=1e-4)
+
+
+def test_threads_share_an_exported_model(exported):
+    check_threads(exported)
+
+
+def test_threads_share_a_predictor(predictor):
+    check_threads(predictor)
+
+
+def test_threads_do_not_share_the_interpreter_of_a_tflite_file(monkeypatch):
+    class Interpreter:
+        """Interpreter whose only output holds the last inputs, as that of LiteRT."""
+
+        def __init__(self, model_content, num_threads):
+            self.output = np.zeros((1, 3), dtype=np.float32)
+
+        def get_input_details(self):
+            return [{"shape_signature": [1, 3]}]
+
+        def get_signature_runner(self):
+            def run(images):
+                self.output[:] = images
+                time.sleep(1e-4)
+                return {"features": self.output}
+
+            run.get_input_details = lambda: {"images": {"dtype": np.float32}}
+            return run
+
+    module = ModuleType("ai_edge_litert.interpreter")
+    module.Interpreter = Interpreter
+    monkeypatch.setitem(sys.modules, "ai_edge_litert", ModuleType("ai_edge_litert"))
+    monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", module)
+    session = open_tflite(b"")
+    images = [np.full((2, 3), number, dtype=np.float32) for number in range(40)]
+    found = in_threads(lambda each: session.run({"images": each}), images)
+    np.testing.assert_array_equal(np.stack(found), np.stack(images))
 
 
 def test_boxes_without_pixels_are_nan(exported, predictor):
