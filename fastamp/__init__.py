@@ -3,13 +3,11 @@
 from typing import Any
 
 from fastamp import compat
-from fastamp.utils import moved
 
 __version__ = "0.1.0"
 __all__ = ["Predictor", "__version__", "from_pretrained"]
 
 compat.install()
-moved.install()
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,6 @@
 from fastamp.amp.fp32 import apply_force_fp32, force_fp32, to_float32
 from fastamp.amp.policy import PrecisionPolicy, requested_device, resolve_device
 from fastamp.amp.step import LossScaler, OptimizationStep, PrecisionFailure, StepVerdict
-from fastamp.utils.moved import moved_names
 
 __all__ = [
     "LossScaler",
@@ -17,5 +16,3 @@ __all__ = [
     "resolve_device",
     "to_float32",
 ]
-
-__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precision_diagnostics.PrecisionDiagnostics"})

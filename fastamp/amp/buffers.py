@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fastamp.amp.model_tensors import ModelTensors
-from fastamp.utils.moved import renamed_attribute
 
 _LAYERS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
 
@@ -43,8 +42,6 @@ class ForwardBuffers:
         else:
             _copy(self._saved, self._groups)
         self._record_writes(True)
-
-    keep = renamed_attribute("keep", "save")
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -12,19 +12,11 @@ from torch.optim import Optimizer
 
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.sharding import row_shards
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "FirstSteps": "fastamp.amp.checks.ParameterUpdateMonitor",
-        "zero_share": "fastamp.amp.checks.zero_fraction",
-    },
-)
 
 FIRST_STEPS = 3
 """Number of optimizer steps at the start of a run in which parameter updates are monitored."""

@@ -9,16 +9,6 @@ import torch
 from fastamp.amp.policy import dtype_name
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, summarize_error
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "first_line": "fastamp.utils.errors.summarize_error",
-        "Refusals": "fastamp.amp.device_errors.DeviceErrorHandler",
-        "refusal": "fastamp.amp.device_errors.explain_device_error",
-    },
-)
 
 IN_TRAINING = (
     "reduce SOLVER.IMS_PER_BATCH (SOLVER.ACCUM_STEPS keeps the number of images per step constant) or INPUT.SIZE_TRAIN"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from fastamp.amp.row_update import gradient_values, step_rows
 from fastamp.amp.sharded_norm import norms_over_ranks
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
 from fastamp.utils.sharding import row_shards
 
 logger = logging.getLogger(__name__)
@@ -133,7 +131,6 @@ class LossScaler:
         self._good_steps = int(state["good_steps"])
 
 
-@renamed_arguments(zero_share="zero_fraction")
 @dataclass(frozen=True)
 class StepVerdict:
     """Result of the finiteness check of one optimizer step.
@@ -155,8 +152,6 @@ class StepVerdict:
     clip_coefficient: torch.Tensor | None = None
     bad_parameters: list[str] = field(default_factory=list)
     zero_fraction: torch.Tensor | None = None
-
-    zero_share = renamed_attribute("zero_share", "zero_fraction")
 
 
 class PrecisionFailure(TrainingError):
@@ -494,39 +489,11 @@ class OptimizationStep:
         self.check_skips()
         return self.verdict
 
-    def begin(self) -> None:
-        """Deprecated alias of ``zero_grad``."""
-        warnings.warn("OptimizationStep.begin() is deprecated; use zero_grad()", DeprecationWarning, stacklevel=2)
-        self.zero_grad()
-
-    def backward(self, losses: dict[str, torch.Tensor], share: float = 1.0) -> torch.Tensor:
-        """Deprecated alias of ``scale(losses, share).backward()``; returns the detached sum of the losses."""
-        warnings.warn(
-            "OptimizationStep.backward(x) is deprecated; use scale(x).backward()", DeprecationWarning, stacklevel=2
-        )
-        self.scale(losses, share).backward()
-        return self.total_loss
-
-    def check_overrides(self) -> None:
-        """Reject a subclass that overrides a method which ``SimpleTrainer.run_step`` does not call.
-
-        Raises:
-            TrainingError: if the class of this object overrides ``begin``, ``backward`` or ``finish``.
-        """
-        for old, new in _NOT_CALLED_IN_TRAINING.items():
-            if getattr(type(self), old) is not getattr(OptimizationStep, old):
-                raise TrainingError(
-                    f"{type(self).__name__} overrides {old}, which the trainer no longer calls.\n"
-                    f"  fix: override {new} instead, or override run_step of the trainer"
-                )
-
     def disable_loss_scaling(self) -> None:
         """Disable loss scaling and forget recent skipped steps, after a fallback to bfloat16 or float32."""
         self.scaler = None
         self.skipped_in_a_row = 0
         self._recent.clear()
-
-    go_on_without_scaling = renamed_attribute("go_on_without_scaling", "disable_loss_scaling")
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the loss scaler, and the total and consecutive numbers of skipped steps."""
@@ -569,11 +536,11 @@ class OptimizationStep:
         return self._sharded[1]
 
     def _in_order(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        """Return the parameters of an optimizer in the order of ``groups_by_value``, which is cached."""
+        """Return the parameters of an optimizer in the order of ``norm_order``, which is cached."""
         ids = [id(p) for p in _parameters(optimizer)]
         cached_ids, order = self._orders.get(id(optimizer), (None, []))
         if ids != cached_ids:
-            order = [p for group in groups_by_value(optimizer, self._positions) for p in group]
+            order = norm_order(optimizer, self._positions)
             self._orders[id(optimizer)] = ids, order
         return order
 
@@ -595,34 +562,26 @@ class OptimizationStep:
         return "a loss or the total gradient norm is not finite"
 
 
-_NOT_CALLED_IN_TRAINING = {
-    "begin": "zero_grad",
-    "backward": "scale",
-    "finish": "unscale, check_finite, clip_gradients, apply, skip or update_scale",
-}
-"""Method of earlier versions -> methods that the trainer calls now."""
+def norm_order(optimizer: Optimizer, positions: Mapping[int, int]) -> list[nn.Parameter]:
+    """Return the parameters of an optimizer in the order in which their gradient norms are summed.
 
-
-def groups_by_value(optimizer: Optimizer, positions: Mapping[int, int]) -> list[list[nn.Parameter]]:
-    """Group the parameters of an optimizer by learning rate and weight decay instead of by role.
-
-    Checkpoints of earlier versions store parameters in this order. Gradient norms are summed in this order too, so
-    that rounding, and therefore clipping by the global norm, does not depend on the number of roles.
+    They are grouped by learning rate and weight decay instead of by role, so that rounding, and therefore clipping by
+    the global norm, does not depend on the number of roles.
 
     Args:
-        optimizer: optimizer of the parameters. Groups without a ``role`` (built outside of fastamp) are returned
-            unchanged.
+        optimizer: optimizer of the parameters. If a group has no ``role`` (built outside of fastamp), the order of the
+            groups is kept.
         positions: ``id(parameter)`` -> index in ``model.parameters()``.
     """
     if not all("role" in group for group in optimizer.param_groups):
-        return [group["params"] for group in optimizer.param_groups]
-    entries = [
-        (p, (group["base_lr"], group["weight_decay"])) for group in optimizer.param_groups for p in group["params"]
-    ]
+        return _parameters(optimizer)
+    values = {
+        id(p): (group["base_lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter, values in sorted(entries, key=lambda each: positions.get(id(each[0]), len(positions))):
-        groups.setdefault(values, []).append(parameter)
-    return list(groups.values())
+    for parameter in sorted(_parameters(optimizer), key=lambda p: positions.get(id(p), len(positions))):
+        groups.setdefault(values[id(parameter)], []).append(parameter)
+    return [parameter for group in groups.values() for parameter in group]
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

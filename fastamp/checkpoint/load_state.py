@@ -1,7 +1,6 @@
 """Load state dicts from any source into a model: convert names, compare tensors, report mismatches."""
 
 import logging
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -13,17 +12,13 @@ from fastamp.checkpoint.layouts import block_counts, nearest_layout, transformer
 from fastamp.checkpoint.shards import full_state_form, load_full_state
 from fastamp.layers.lora import is_adapter
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.plural import plural
-
-__getattr__ = moved_names(__name__, {"adopt": "fastamp.checkpoint.load_state.convert_state_dict"})
 
 logger = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
 
 
-@renamed_arguments(backbone_share="backbone_fraction")
 @dataclass
 class ImportReport:
     """Result of loading a state dict.
@@ -49,8 +44,6 @@ class ImportReport:
     not_needed: list[str] = field(default_factory=list)
     backbone_fraction: float = 0.0
     notes: list[str] = field(default_factory=list)
-
-    backbone_share = renamed_attribute("backbone_share", "backbone_fraction")
 
     def __str__(self) -> str:
         own = len(self.matched) + len(self.missing) + len(self.other_shape) - len(self.not_needed)
@@ -91,26 +84,13 @@ def convert_state_dict(model: nn.Module, state: State) -> tuple[State, list[str]
     """
     notes: list[str] = []
     for name, module in model.named_modules():
-        convert = _conversion_method(module)
+        convert = getattr(module, "convert_state_dict", None)
         if convert is not None:
             prefix = f"{name}." if name else ""
             below = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
             others = {key: value for key, value in state.items() if not key.startswith(prefix)}
             state = others | {prefix + key: value for key, value in convert(below, notes).items()}
     return state, list(dict.fromkeys(notes))  # without duplicates from modules of the same class
-
-
-def _conversion_method(module: nn.Module) -> Callable[[State, list[str]], State] | None:
-    """Return ``convert_state_dict`` or ``adopt_state`` (its old name) from the most derived class that defines one."""
-    for cls in type(module).__mro__:
-        if "convert_state_dict" in vars(cls):
-            return module.convert_state_dict
-        if "adopt_state" in vars(cls):
-            warnings.warn(
-                f"{cls.__name__}.adopt_state is deprecated; use convert_state_dict", DeprecationWarning, stacklevel=3
-            )
-            return module.adopt_state
-    return None
 
 
 def load_model_state(

@@ -30,7 +30,6 @@ from fastamp.config import (
 )
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
-from fastamp.utils.moved import renamed_arguments
 
 NEEDS_TORCH = False
 _SOURCE = "recipe, YAML file, checkpoint or run folder"
@@ -125,7 +124,6 @@ def component_choices() -> dict[str, list[str]]:
     return names
 
 
-@renamed_arguments(parts="plugin")
 def convert(source: str, output: str = "", *, release: str = "", plugin: str = "") -> None:
     """Translate a config file from an old FastReID release to the current keys.
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from fastamp.cli.options import add_plugin_argument, split_key_values
 from fastamp.cli.source import CONFIG, evaluation_config, resolve_source
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
 
 if TYPE_CHECKING:
     from fastamp.inference import Predictor
@@ -17,8 +16,6 @@ SOURCE_HELP = (
     "checkpoint, run folder (its model_best.pth), packaged model, hf://user/name, or recipe or YAML file with "
     "MODEL.WEIGHTS"
 )
-
-__getattr__ = moved_names(__name__, {"add_place_arguments": "fastamp.cli.model_arguments.add_camera_view_arguments"})
 
 
 EXPORTED_HELP = f"{SOURCE_HELP}; or exported .onnx, .xml or .tflite file"

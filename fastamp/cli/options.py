@@ -8,9 +8,6 @@ from contextlib import contextmanager
 
 from fastamp.cli.source import is_source
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"add_parts": "fastamp.cli.options.add_plugin_argument"})
 
 _KEY = re.compile(r"[A-Z][A-Z0-9_]*(\.[^=\s]+)?")
 _NAME = re.compile(r"[A-Za-z][^=\s]*")
@@ -18,14 +15,13 @@ _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
 def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
-    """Add ``--plugin`` (former name: ``--parts``); the value is passed to ``read_config`` as ``plugin``."""
+    """Add ``--plugin``; the value is passed to ``read_config`` as ``plugin``."""
     parser.add_argument(
         "--plugin",
-        "--parts",
         dest="plugin",
         default="",
         metavar="FILE",
-        help="Python file that registers custom components and declares their config keys (former name: --parts)",
+        help="Python file that registers custom components and declares their config keys",
     )
 
 

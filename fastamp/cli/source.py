@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastamp.utils.errors import ConfigError, did_you_mean
-from fastamp.utils.moved import renamed_arguments
 
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
@@ -97,7 +96,6 @@ def is_source(text: str) -> bool:
     )
 
 
-@renamed_arguments(parts="plugin")
 def config_of(
     source: str | os.PathLike[str], plugin: str = "", *, define_keys: "Callable[[CfgNode], None] | None" = None
 ) -> "CfgNode":
@@ -200,7 +198,6 @@ def _pairs_of(key: str, opts: Sequence[str]) -> list[str]:
     return [text for pair in zip(opts[::2], opts[1::2], strict=True) if pair[0] == key for text in pair]
 
 
-@renamed_arguments(parts="plugin")
 def evaluation_config(
     config_file: str, opts: Sequence[str], *, plugin: str = "", source: str = ""
 ) -> tuple["CfgNode", str]:

@@ -25,13 +25,10 @@ from fastamp.cli.options import add_plugin_argument, add_source_arguments
 from fastamp.cli.source import CHECKPOINT, evaluation_config, move_config, resolve_source, training_config
 from fastamp.utils.arguments import add_launch_arguments, add_run_arguments, default_argument_parser
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.signals import handling
 
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
-
-__getattr__ = moved_names(__name__, {"try_out": "fastamp.cli.train.run_dry"})
 
 
 def argument_parser() -> argparse.ArgumentParser:

@@ -14,9 +14,6 @@ from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, at_least, dataset_argument
 from fastamp.cli.source import evaluation_config, resolve_source
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"checkpoint_of": "fastamp.checkpoint.entries.checkpoint_of"})
 
 FORMATS = ("png", "pdf", "svg")
 KINDS = ("rank-lists", "cmc", "roc", "histogram", "grad-cam", "curves")

@@ -9,18 +9,36 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
-from fastamp.utils.moved import ModuleAliases
-
 MODULES = {
+    f"fastamp.data.datasets.{name}": "fastamp.data.datasets.catalog"
+    for name in (
+        "caviara",
+        "cuhk_sysu",
+        "dukemtmcreid",
+        "grid",
+        "iLIDS",
+        "lpw",
+        "pes3d",
+        "pku",
+        "prai",
+        "prid",
+        "saivt",
+        "shinpuhkan",
+        "sysu_mm",
+        "thermalworld",
+        "wildtracker",
+    )
+} | {
     "fastamp.data.common": "fastamp.compat.data",
     "fastamp.data.data_utils": "fastamp.compat.data",
     "fastamp.data.datasets.bases": "fastamp.compat.datasets",
-    "fastamp.data.datasets.dukemtmcreid": "fastamp.data.datasets.catalog",
+    "fastamp.data.datasets.AirportALERT": "fastamp.data.datasets.airportalert",
     "fastamp.evaluation.clas_evaluator": "fastamp.compat.evaluation",
     "fastamp.evaluation.testing": "fastamp.compat.evaluation",
     "fastamp.layers.activation": "fastamp.compat.layers",
@@ -38,6 +56,7 @@ MODULES = {
     "fastamp.modeling.losses.focal_loss": "fastamp.modeling.losses.focal",
     "fastamp.modeling.losses.triplet_loss": "fastamp.modeling.losses.triplet",
     "fastamp.modeling.losses.utils": "fastamp.compat.modeling",
+    "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
     "fastamp.utils.collect_env": "fastamp.compat.tools",
     "fastamp.utils.compute_dist": "fastamp.compat.evaluation",
     "fastamp.utils.file_io": "fastamp.compat.files",
@@ -176,6 +195,25 @@ NAMES = {
 """Module of fastamp -> name in FastReID -> module and name of the object."""
 
 
+class _ModuleAliases(MetaPathFinder, Loader):
+    """Import hook that maps the names in ``MODULES`` to the module objects imported under fastamp's names."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in MODULES else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(MODULES[spec.name])
+        spec.loader_state = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            module.__spec__ = spec.loader_state  # the import system has replaced it by that of the alias
+
+
 class _AddedNames(MetaPathFinder):
     """Import hook that adds ``NAMES`` to modules of fastamp."""
 
@@ -194,13 +232,10 @@ class _AddedNames(MetaPathFinder):
 def _execute(run: Callable[[ModuleType], None], names: dict[str, str], module: ModuleType) -> None:
     """Execute a module, then add ``names`` to its ``__getattr__`` and ``__all__``."""
     run(module)
-    own = getattr(module, "__getattr__", None)
 
     def getattr_(name: str) -> Any:
         if name in names:
             return resolve(names[name])
-        if own is not None:
-            return own(name)
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
     vars(module).update(__getattr__=getattr_)
@@ -223,6 +258,6 @@ def resolve(path: str) -> Any:
 
 def install() -> None:
     """Install the import hooks. They must be installed before the modules in ``NAMES`` are imported."""
-    ModuleAliases(MODULES.get, deprecated=False).install()
-    if not any(isinstance(finder, _AddedNames) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AddedNames())
+    for hook in (_ModuleAliases, _AddedNames):
+        if not any(isinstance(finder, hook) for finder in sys.meta_path):
+            sys.meta_path.insert(0, hook())

@@ -8,9 +8,6 @@ from fastamp.config.key import Key
 from fastamp.config.read import load_plugin, read_config
 from fastamp.config.releases import RELEASES
 from fastamp.config.sizes import crop_size, fixed_input_size, input_size, size_key
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
 __all__ = [
     "RELEASES",

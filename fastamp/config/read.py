@@ -7,13 +7,9 @@ from fastamp.config.config import CfgNode, add_keys_of, get_cfg
 from fastamp.config.projects import PROJECTS_KEY, list_projects, project_of
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
-from fastamp.utils.moved import moved_names, renamed_arguments
 from fastamp.utils.plugins import import_plugin_file, load_installed_plugins
 
-__getattr__ = moved_names(__name__, {"load_parts": "fastamp.config.read.load_plugin"})
 
-
-@renamed_arguments(parts="plugin")
 def read_config(
     config_file: str = "",
     opts: Sequence[Any] = (),

@@ -14,9 +14,6 @@ from fastamp.config.files import read_layers
 from fastamp.config.key import Key, convert, parse_bool, show_value
 from fastamp.config.release_tables import FIRST_VALUES, RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
 from fastamp.utils.errors import ConfigError, check_choice, did_you_mean
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"present_names": "fastamp.config.releases.current_names"})
 
 RELEASES = tuple(RELEASE_DEFAULTS)
 Layers = list[tuple[str, dict[str, Any]]]

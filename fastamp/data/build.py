@@ -26,11 +26,9 @@ from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
-__getattr__ = moved_names(__name__, {"training_items": "fastamp.data.training_images.training_items"})
 
 
 def build_reid_train_loader(

@@ -24,12 +24,10 @@ from fastamp.data.file_parts import file_of
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
-from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(__name__, {"ImageStore": "fastamp.data.cache.ImageCache"})
 
 _VERSION = 2
 _SUFFIX, _PARTIAL_SUFFIX = ".images", ".unfinished"

@@ -32,12 +32,10 @@ from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_atomically
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
-__getattr__ = moved_names(__name__, {"contact_sheet": "fastamp.data.contact_sheet.contact_sheet"})
 
 SPLITS = ("train", "query", "gallery")
 # Pairs from which the threshold of near-duplicates is estimated.

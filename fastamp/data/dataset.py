@@ -18,7 +18,6 @@ from fastamp.data.missing_images import find_origin
 from fastamp.data.samplers import SampleKey
 from fastamp.data.transforms import Transforms
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +47,6 @@ class ReidDataset(Dataset):
     Raises:
         DataError: if ``relabel`` is False and an identity or a camera is not an integer.
     """
-
-    store = renamed_attribute("store", "cache")
 
     def __init__(
         self,

@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing.reduction import ForkingPickler
@@ -25,19 +24,11 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.samplers import EpochBatchSampler, InferenceSampler, SampleKey
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, UserError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.signals import set_handler
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "exhausted_resources_explained": "fastamp.data.loader.explain_exhausted_resources",
-        "lost_workers_explained": "fastamp.data.loader.explain_lost_workers",
-    },
-)
 
 _SHARED_MEMORY = "/dev/shm"
 # File descriptors kept free in a worker: for an image file, the socket of the transfer, a log file.
@@ -218,11 +209,6 @@ class TrainLoader(_Loader):
     def start_iter(self) -> int:
         """Index of the first batch of the next iterator, counted from the start of training."""
         return self.batch_sampler.start_iter
-
-    @start_iter.setter
-    def start_iter(self, start_iter: int) -> None:
-        warnings.warn("setting loader.start_iter is deprecated: call loader.start_at", DeprecationWarning, stacklevel=2)
-        self.start_at(start_iter)
 
     def start_at(self, start_iter: int) -> None:
         """Let the next iterator start at batch ``start_iter``, counted from the start of training."""

@@ -11,7 +11,6 @@ import numpy as np
 from fastamp.config import Key
 from fastamp.data.columns import integers_of
 from fastamp.utils.errors import ConfigError, DataError
-from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.registry import Registry
 
 SAMPLER_REGISTRY = Registry("DATALOADER.SAMPLER_TRAIN")
@@ -335,8 +334,6 @@ class SetReWeightSampler(BalancedIdentitySampler):
             identity in a batch comes from its dataset.
         DataError: if a dataset has fewer identities than a batch requires from it.
     """
-
-    shares = renamed_attribute("shares", "identities_per_set")
 
     def __init__(self, *, sets: Sequence[int], weights: Sequence[float], **options: Any) -> None:
         super().__init__(**options)

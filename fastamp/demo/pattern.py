@@ -2,10 +2,6 @@
 
 import numpy as np
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"accented_at": "fastamp.demo.pattern.accent_mask"})
-
 
 def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
     """Compute the mask of the garment pixels in the accent color.

@@ -4,18 +4,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Colour": "fastamp.demo.wardrobe.Color",
-        "HAIR_COLOURS": "fastamp.demo.wardrobe.HAIR_COLORS",
-        "SHOE_COLOURS": "fastamp.demo.wardrobe.SHOE_COLORS",
-        "TROUSER_COLOURS": "fastamp.demo.wardrobe.TROUSER_COLORS",
-    },
-)
-
 Color = tuple[int, int, int]
 
 SKINS: tuple[Color, ...] = ((241, 205, 180), (224, 178, 145), (190, 138, 105), (141, 94, 66), (92, 60, 44))

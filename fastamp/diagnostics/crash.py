@@ -14,18 +14,8 @@ from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.nan_locator import locate_in_training, try_locate
 from fastamp.utils import comm
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.sharding import row_shards
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Crash": "fastamp.diagnostics.crash.CrashDump",
-        "crash_of": "fastamp.diagnostics.crash.build_crash_dump",
-        "investigate": "fastamp.diagnostics.crash.replay_failure",
-    },
-)
 
 FOLDER = "amp_crash"
 _FORMAT = 1

@@ -32,20 +32,10 @@ from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Cost": "fastamp.diagnostics.profiling.Cost",
-        "LayerReport": "fastamp.diagnostics.profiling.LayerReport",
-        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.DOCTOR_MIN_COSINE",
-        "ranked_part": "fastamp.data.subset.subsample_identities",
-    },
-)
 
 T = TypeVar("T")
 

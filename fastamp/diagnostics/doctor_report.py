@@ -17,16 +17,6 @@ from fastamp.amp.policy import dtype_name
 from fastamp.diagnostics.profiling import Cost, LayerReport
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Examination": "fastamp.diagnostics.doctor_report.PrecisionReport",
-        "Diagnosis": "fastamp.diagnostics.doctor_report.AmpReport",
-        "write_diagnosis": "fastamp.diagnostics.doctor_report.write_amp_report",
-    },
-)
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +61,6 @@ class PrecisionReport:
         """Return True if the mAP differs from that in float32 by at most ``LARGEST_MAP_DIFFERENCE``."""
         return bool(self.metrics) and abs(self.metrics["mAP"] - reference.metrics["mAP"]) <= LARGEST_MAP_DIFFERENCE
 
-    ranks_as = renamed_attribute("ranks_as", "ranking_matches")
-
     def usable(self, reference: "PrecisionReport") -> bool:
         """Return True if a run can use this precision, with ``force_fp32`` if necessary."""
         return not self.refused and self.force_fp32 is not None and self.ranking_matches(reference)
@@ -115,8 +103,6 @@ class AmpReport:
     images: tuple[int, int]
     untrained: bool
     machine: dict[str, Any]
-
-    own = renamed_attribute("own", "configured")
 
     @property
     def configured(self) -> PrecisionReport | None:

@@ -16,15 +16,6 @@ from fastamp.diagnostics.environment_queries import Support
 from fastamp.diagnostics.smoke_train import SmokeTrainResult, smoke_train
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import summarize_error
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "MachineReport": "fastamp.diagnostics.environment.EnvironmentReport",
-        "inspect_machine": "fastamp.diagnostics.environment.inspect_environment",
-    },
-)
 
 T = TypeVar("T")
 

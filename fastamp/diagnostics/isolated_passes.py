@@ -17,17 +17,6 @@ from fastamp.amp.policy import PrecisionPolicy
 from fastamp.amp.row_update import gradient_values
 from fastamp.utils import comm
 from fastamp.utils.env import random_state, set_random_state
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "is_out_of_memory": "fastamp.amp.device_errors.is_out_of_memory",
-        "Rehearsal": "fastamp.diagnostics.isolated_passes.IsolatedPasses",
-        "apart": "fastamp.diagnostics.isolated_passes.without_collectives",
-        "part_of": "fastamp.diagnostics.isolated_passes.slice_batch",
-    },
-)
 
 # Attributes of nn.Module itself, and a patched forward; other attributes may be state.
 _NOT_STATE = frozenset(vars(nn.Module()).keys() - {"training"} | {"forward"})
@@ -206,8 +195,6 @@ class IsolatedPasses:
                     layer.momentum = momentum
             self._statistics = [(b, b.clone()) for layer, _ in fresh for b in layer.buffers(recurse=False)]
         return self._statistics
-
-    first_statistics = renamed_attribute("first_statistics", "initial_statistics")
 
     def _copy(self) -> dict[str, Any]:
         return {key: _copied(value) for key, value in self.batch.items()}

@@ -15,14 +15,6 @@ from fastamp.diagnostics.isolated_passes import IsolatedPasses, restore_generato
 from fastamp.diagnostics.layer_hooks import hooked, leaf_layers
 from fastamp.diagnostics.tensors import cloned, relative_error, tensors_in
 from fastamp.utils.env import random_state, set_random_state
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "embedding_cosine": "fastamp.diagnostics.tensors.embedding_cosine",
-    },
-)
 
 _PRODUCTS = (nn.modules.conv._ConvNd, nn.Linear)
 """Layers with inputs and weights that autocast rounds to the low precision."""

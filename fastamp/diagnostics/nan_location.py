@@ -6,10 +6,6 @@ from typing import Any
 
 import torch
 
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(__name__, {"Location": "fastamp.diagnostics.nan_location.NonFiniteLocation"})
-
 
 @dataclass(frozen=True)
 class NonFiniteLocation:
@@ -50,8 +46,6 @@ class NonFiniteLocation:
     adjacent: tuple[str, ...] = ()
     forced: tuple[str, ...] = ()
     position: int = 0
-
-    neighbours = renamed_attribute("neighbours", "adjacent")
 
     @property
     def order(self) -> int:

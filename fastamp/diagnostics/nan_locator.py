@@ -12,19 +12,6 @@ from fastamp.diagnostics.isolated_passes import IsolatedPasses, batch_size, slic
 from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.nan_observer import NonFiniteObserver
 from fastamp.diagnostics.tensors import all_finite
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Key": "fastamp.diagnostics.nan_observer.Key",
-        "magnitude": "fastamp.diagnostics.tensors.magnitude",
-        "tensors_in": "fastamp.diagnostics.tensors.tensors_in",
-        "locate": "fastamp.diagnostics.nan_locator.locate_in_training",
-        "search": "fastamp.diagnostics.nan_locator.try_locate",
-        "Location": "fastamp.diagnostics.nan_location.NonFiniteLocation",
-    },
-)
 
 
 def locate_in_training(

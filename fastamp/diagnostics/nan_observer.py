@@ -13,9 +13,6 @@ from fastamp.amp.policy import dtype_name
 from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.tensors import magnitude, tensors_in
 from fastamp.utils.compiled import uncompiled
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"Observer": "fastamp.diagnostics.nan_observer.NonFiniteObserver"})
 
 Key = tuple[str, str, int]
 """(kind of value, name of the module, number of its call)."""

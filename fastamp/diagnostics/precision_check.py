@@ -15,15 +15,6 @@ from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.nan_locator import largest_finite_scale, locate_in_evaluation, locate_in_training, try_locate
 from fastamp.diagnostics.tensors import all_finite, embedding_cosine
 from fastamp.utils.errors import TrainingError
-from fastamp.utils.moved import moved_names, renamed_arguments
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "SOUND_COSINE": "fastamp.diagnostics.precision_check.DOCTOR_MIN_COSINE",
-        "FAILING_COSINE": "fastamp.diagnostics.precision_check.PREFLIGHT_MIN_COSINE",
-    },
-)
 
 PREFLIGHT_MIN_COSINE = 0.9
 """Smallest mean cosine between low-precision and float32 embeddings of a trained model that passes the pre-flight.
@@ -149,7 +140,6 @@ def check_float32(
     return Float32Check(problem, location, trained.losses, unreached, features, count)
 
 
-@renamed_arguments(lowest_cosine="min_cosine")
 def check_precision(
     model: nn.Module,
     batch: dict[str, Any],

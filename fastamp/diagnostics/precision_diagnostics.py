@@ -17,9 +17,6 @@ from fastamp.diagnostics.preflight import PreflightReport, preflight
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
 from fastamp.utils.errors import TrainingError, WriteError
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
-
-__getattr__ = moved_names(__name__, {"Precautions": "fastamp.diagnostics.precision_diagnostics.PrecisionDiagnostics"})
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +34,6 @@ class PrecisionDiagnostics:
         config: YAML text of the config, for the crash dump.
     """
 
-    locate = renamed_attribute("locate", "trace_nonfinite")
-
-    @renamed_arguments(locate="trace_nonfinite")
     def __init__(
         self,
         *,
@@ -73,8 +67,6 @@ class PrecisionDiagnostics:
     def disable_crash_dumps(self) -> None:
         """Stop writing crash dumps."""
         self.folder = None
-
-    write_no_files = renamed_attribute("write_no_files", "disable_crash_dumps")
 
     def check(self, step: OptimizationStep, policy: PrecisionPolicy) -> None:
         """Check the dtype and device type of the parameters, and that the optimizers contain these parameters.
@@ -156,8 +148,6 @@ class PrecisionDiagnostics:
             batch = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
         self._micro_batches.append(MicroBatch(dict(batch), random_state()))
         self._versions += _versions(batch)
-
-    remember = renamed_attribute("remember", "record")
 
     def check_skips(self, step: OptimizationStep, policy: PrecisionPolicy, *, iteration: int) -> None:
         """Run ``step.check_skips()``; on failure, locate the first non-finite value and write a crash dump.

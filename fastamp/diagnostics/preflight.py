@@ -13,14 +13,6 @@ from fastamp.diagnostics.nan_location import NonFiniteLocation
 from fastamp.diagnostics.precision_check import check_float32, check_precision
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, UserError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "LOWEST_COSINE": "fastamp.diagnostics.precision_check.PREFLIGHT_MIN_COSINE",
-    },
-)
 
 
 @dataclass

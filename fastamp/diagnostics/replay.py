@@ -14,12 +14,10 @@ from fastamp.diagnostics.nan_locator import locate_in_evaluation, locate_in_trai
 from fastamp.diagnostics.tensors import all_finite
 from fastamp.modeling import build_model
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import renamed_arguments
 
 logger = logging.getLogger(__name__)
 
 
-@renamed_arguments(parts="plugin")
 def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
     """Replay a crash dump; log the recorded and the replayed losses, and the first non-finite value.
 

@@ -15,16 +15,6 @@ from fastamp.amp.policy import PrecisionPolicy, dtype_name
 from fastamp.amp.step import LossScaler, OptimizationStep
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError, summarize_error
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "first_line": "fastamp.utils.errors.summarize_error",
-        "ten_steps": "fastamp.diagnostics.smoke_train.smoke_train",
-        "LoopResult": "fastamp.diagnostics.smoke_train.SmokeTrainResult",
-    },
-)
 
 STEPS = 10
 

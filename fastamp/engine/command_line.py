@@ -14,12 +14,7 @@ from fastamp.utils.color import color_message
 from fastamp.utils.errors import USER_ERROR_EXIT_CODE, UserError
 from fastamp.utils.files import discard_stdout, stdout_has_no_reader
 from fastamp.utils.lock import unlock_all
-from fastamp.utils.moved import moved_names
 from fastamp.utils.terminal_text import sanitize_terminal_text
-
-__getattr__ = moved_names(
-    __name__, {"outcome_of": f"{__name__}.run_and_capture", "say": f"{__name__}.print_exit_message"}
-)
 
 _RENDEZVOUS_PORT = 29400  # torchrun's own choice
 

@@ -29,10 +29,7 @@ from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.env import peak_memory_mb
 from fastamp.utils.errors import ConfigError, NoMatchError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import format_duration
-
-__getattr__ = moved_names(__name__, {"TRIED": f"{__name__}.NUM_ITERATIONS"})
 
 logger = logging.getLogger(__name__)
 

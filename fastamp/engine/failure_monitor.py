@@ -18,12 +18,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from fastamp.utils import comm
-from fastamp.utils.moved import moved_names
 from fastamp.utils.signals import set_handler
-
-__getattr__ = moved_names(
-    __name__, {"Lifeline": f"{__name__}.FailureMonitor", "causes_among": f"{__name__}.select_causes"}
-)
 
 GRACE_SECONDS = 2.0
 """Seconds after the first failure during which other processes can report their own errors."""

@@ -16,7 +16,6 @@ from fastamp.report import History, Run, evaluated_set, items_of, read_history, 
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import expand, file_sha256, write_atomically
-from fastamp.utils.moved import moved_names
 
 __all__ = [
     "evaluated_set",
@@ -30,15 +29,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "ReportHook": "fastamp.engine.hooks.report.ReportHook",
-        "report": f"{__name__}.write_training_report",
-        "report_of_weights": f"{__name__}.write_evaluation_report",
-    },
-)
 
 
 def write_training_report(run: Run) -> None:

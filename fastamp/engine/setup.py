@@ -20,7 +20,6 @@ from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 from fastamp.utils.logger import setup_logger
-from fastamp.utils.moved import moved_names
 
 logger = logging.getLogger(__name__)
 
@@ -28,19 +27,6 @@ logger = logging.getLogger(__name__)
 _FILE_ONLY = {"file_only": True}
 # The values that PyTorch accepts in deterministic mode.
 _CUBLAS_WORKSPACES = (":4096:8", ":16:8")
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
-        "add_training_arguments": "fastamp.utils.arguments.add_training_arguments",
-        "add_process_arguments": "fastamp.utils.arguments.add_process_arguments",
-        "read_config": "fastamp.config.read_config",
-        "load_parts": "fastamp.config.load_plugin",
-        "merge_from_checkpoint": "fastamp.checkpoint.entries.merge_from_checkpoint",
-        "merge_if_config": "fastamp.checkpoint.entries.merge_if_config",
-    },
-)
 
 
 def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:

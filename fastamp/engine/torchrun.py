@@ -13,16 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from fastamp.engine.hooks import StopOnSignal
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "count_store_users": f"{__name__}.count_store_connections",
-        "end_with_agent": f"{__name__}.exit_with_agent",
-        "is_rank": f"{__name__}.is_worker",
-    },
-)
 
 _POLL_SECONDS = 0.05
 _OTHERS_SECONDS = 6.0

@@ -22,7 +22,6 @@ from fastamp.report import ClusterSheets
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
 from fastamp.utils.events import MetricStore
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
@@ -289,7 +288,6 @@ class SimpleTrainer(TrainerBase):
         on_failure, precision_diagnostics: see Args. A newly assigned value takes effect at the next step.
     """
 
-    @renamed_arguments(precautions="precision_diagnostics")
     def __init__(
         self,
         model: nn.Module,
@@ -331,8 +329,6 @@ class SimpleTrainer(TrainerBase):
         self._trainable: list[int] = []
         self._batches: Iterator[dict[str, Any]] | None = None
         self._start_clock()
-
-    precautions = renamed_attribute("precautions", "precision_diagnostics")
 
     @classmethod
     def from_config(

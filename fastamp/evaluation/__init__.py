@@ -23,7 +23,6 @@ from fastamp.evaluation.reid_evaluation import ReidEvaluator
 from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.results_table import print_results
 from fastamp.evaluation.retrieval_examples import RankList, ReportOptions, RetrievalExamples
-from fastamp.utils.moved import moved_names
 
 __all__ = [
     "EVALUATOR_REGISTRY",
@@ -49,13 +48,3 @@ __all__ = [
     "rank_features",
     "update_bn_statistics",
 ]
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Details": "fastamp.evaluation.retrieval_examples.RetrievalExamples",
-        "Judgement": "fastamp.evaluation.metrics.EvaluationResult",
-        "Wanted": "fastamp.evaluation.retrieval_examples.ReportOptions",
-        "judge_features": "fastamp.evaluation.metrics.compute_metrics",
-    },
-)

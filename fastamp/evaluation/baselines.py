@@ -3,15 +3,6 @@
 import torch
 import torch.nn.functional as F
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "colour_histogram": "fastamp.evaluation.baselines.color_histogram",
-    },
-)
-
 _PIXEL_GRID = (32, 16)
 _STRIPES = 6
 # Standard deviation of the horizontal Gaussian weight, as a fraction of the box width.

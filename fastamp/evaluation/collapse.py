@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from fastamp.evaluation.protocol import Identities
 from fastamp.utils import comm
-from fastamp.utils.moved import renamed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +22,6 @@ _BLOCK_ROWS = 4096
 _NUM_PROBED = 64
 
 
-@renamed_arguments(queries="query_features", gallery="gallery_features", ids="identities")
 def count_indistinct(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,

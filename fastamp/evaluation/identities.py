@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from fastamp.utils.moved import renamed_arguments
-
 CAMERA = "camera"
 """Name of the camera as a column, e.g. for ``TEST.GROUP_BY``."""
 
@@ -142,11 +140,6 @@ class Junk:
     uses_cameras: bool = True
 
 
-def junk_from_cross_camera(cross_camera: bool) -> "Junk | None":
-    """Convert the deprecated argument ``cross_camera`` to ``junk``."""
-    return SAME_CAMERA if cross_camera else None
-
-
 class Matches:
     """Matches and junk of each query.
 
@@ -166,7 +159,6 @@ class Matches:
         unmatched: (U,) int64, gallery indices of the excluded images and of those with ``unmatched_pid``.
     """
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
     def __init__(
         self,
         identities: Identities,

@@ -20,7 +20,6 @@ from fastamp.evaluation.roc import RocCounter, RocCurve, distance_limit
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, NoMatchError
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
@@ -29,16 +28,7 @@ logger = logging.getLogger(__name__)
 _RESAMPLED = 2**16
 _INTERVAL = (0.025, 0.975)
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Judgement": "fastamp.evaluation.metrics.EvaluationResult",
-        "judge_features": "fastamp.evaluation.metrics.compute_metrics",
-    },
-)
 
-
-@renamed_arguments(details="examples")
 @dataclass(frozen=True)
 class EvaluationResult:
     """Result of evaluating features under a protocol.
@@ -61,7 +51,6 @@ class EvaluationResult:
     examples: RetrievalExamples | None = None
     num_indistinct: int = 0
     groups: np.ndarray | None = None
-    details = renamed_attribute("details", "examples")
 
     def metrics(self) -> dict[str, Any]:
         """Return a dict of all metrics.
@@ -171,7 +160,6 @@ def _number_before_text(value: str) -> tuple[bool, float, str]:
         return True, 0.0, value
 
 
-@renamed_arguments(ids="identities", wanted="report_options")
 @torch.no_grad()
 @force_fp32
 def compute_metrics(
@@ -272,7 +260,6 @@ def distances_of(query_features: torch.Tensor, gallery_features: torch.Tensor, p
     )
 
 
-@renamed_arguments(ids="identities")
 def rank_features(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,
@@ -305,7 +292,6 @@ def rank_features(
     return ranker.result()
 
 
-@renamed_arguments(ids="identities")
 def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
     """Rank the gallery for each query by precomputed distances, under the Market-1501 rule.
 
@@ -340,7 +326,6 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
     return ranker.result()
 
 
-@renamed_arguments(ids="identities")
 def check_features(
     query_features: torch.Tensor,
     gallery_features: torch.Tensor,

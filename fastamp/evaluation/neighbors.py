@@ -16,16 +16,7 @@ from fastamp.evaluation.projected_neighbors import MIN_GALLERY, principal_axes, 
 from fastamp.layers.distance import FeatureDistances, pair_distances, squared_norms
 from fastamp.utils import comm
 from fastamp.utils.errors import check_choice
-from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Neighbours": "fastamp.evaluation.neighbors.Neighbors",
-        "nearest_neighbours": "fastamp.evaluation.neighbors.nearest_neighbors",
-    },
-)
 
 BACKENDS = ("auto", "torch", "faiss")
 # Additional neighbors to search for, so that rounding errors do not decide the last place.

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.protocol import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches, junk_from_cross_camera
+from fastamp.evaluation.protocol import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches
 from fastamp.layers.distance import pairwise_distance
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 _QUANTILES = 1001
 # Sampling this many takes less than a second for a test set of any size.
@@ -35,7 +34,6 @@ class PairScores:
     impostor: Tensor
     num_genuine: int
     num_impostor: int
-    less_alike = renamed_attribute("less_alike", "percentile_of")
 
     def percentile_of(self, score: float) -> tuple[float, float]:
         """Compute ``(genuine, impostor)``: fractions in 0..1 of pairs that are less similar than ``score``."""
@@ -55,7 +53,6 @@ class PairScores:
         return PairScores("cosine", quantiles, quantiles, 0, 0).state_dict()
 
 
-@renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
 @torch.no_grad()
 def sample_pairs(
     query_features: Features,

@@ -23,7 +23,6 @@ from fastamp.evaluation.identities import (
     Junk,
     Matches,
     Pairs,
-    junk_from_cross_camera,
     same_camera,
 )
 from fastamp.evaluation.neighbors import BACKENDS
@@ -32,7 +31,6 @@ from fastamp.evaluation.rank import RankingResult, query_scores, ranks_of_matche
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
 from fastamp.utils.registry import Registry
 
 __all__ = [
@@ -52,7 +50,6 @@ __all__ = [
     "RankingRule",
     "accept_rate_name",
     "build_ranker",
-    "junk_from_cross_camera",
     "recall_name",
     "same_camera",
 ]
@@ -64,14 +61,6 @@ KEYS = (
         "Name of a registered protocol: which gallery images count for each query, and how. market1501 excludes "
         "images of the query's identity and camera; no_camera excludes no images; the guide to evaluation lists all.",
     ),
-)
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Rule": "fastamp.evaluation.protocol.RankingRule",
-        "check_sets": "fastamp.evaluation.metrics.check_features",
-    },
 )
 
 
@@ -93,9 +82,7 @@ class Ranker:
 
     num_trials = 1
     num_extra = 0
-    draws = renamed_attribute("draws", "num_trials")
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
     def __init__(
         self,
         identities: Identities,
@@ -109,7 +96,6 @@ class Ranker:
         self.trapezoid = trapezoid
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
-    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Rank the gallery for queries ``start:start + B``, given (B, G) distances; those of junk become NaN."""
         for first, last in self.matches.spans(start, start + len(distances)):
@@ -150,7 +136,6 @@ def build_ranker(identities: Identities, protocol: "Protocol") -> Ranker:
     return Ranker(identities, junk=protocol.junk, trapezoid=protocol.trapezoid)
 
 
-@renamed_arguments(cross_camera=("junk", junk_from_cross_camera), draws_queries="random_query_gallery_split")
 @dataclass(frozen=True, kw_only=True)
 class RankingRule:
     """Rule that selects queries and gallery images, and counts ranks.
@@ -196,7 +181,6 @@ class RankingRule:
     further_metrics: Callable[[RankingResult, RankingResult], dict[str, Any]] | None = None
     further_names: tuple[str, ...] = ()
     is_calibrated: bool = False
-    draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
 
 RULES: dict[str, RankingRule] = {}
@@ -221,7 +205,6 @@ def recall_name(rank: int) -> str:
     return f"Recall@{rank}"
 
 
-@renamed_arguments(repeats="num_trials")
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
     """Settings of an evaluation.
@@ -263,8 +246,6 @@ class Protocol:
     memory_budget_mb: float = 256
     group_by: str = ""
     configured_rule: RankingRule | None = None
-    repeats = renamed_attribute("repeats", "num_trials")
-    draws_queries = renamed_attribute("draws_queries", "random_query_gallery_split")
 
     def __post_init__(self) -> None:
         check_metric(self.metric)
@@ -422,7 +403,6 @@ class Protocol:
         """Return the identities of the queries and the gallery that the rule ranks, given those of the test set."""
         return identities.all_images() if self.all_images else identities
 
-    @renamed_arguments(ids="identities")
     def ranker(self, identities: Identities) -> Ranker:
         """Build the ranker for this rule."""
         return self.ranking_rule.build(identities, self)

@@ -9,21 +9,12 @@ import torch.nn.functional as F
 from fastamp.amp.tf32 import without_tf32
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "SIDES": "fastamp.evaluation.query_expansion.TARGETS",
-    },
-)
 
 TARGETS = ("both", "query", "gallery")
 # Number of features whose neighbors are gathered at once.
 _BLOCK_ROWS = 64
 
 
-@renamed_arguments(sides="target")
 @dataclass(frozen=True, kw_only=True)
 class QueryExpansion:
     """Settings of alpha-weighted query expansion (alpha-QE).
@@ -45,7 +36,6 @@ class QueryExpansion:
     alpha: float = 3.0
     times: int = 1
     target: str = "both"
-    sides = renamed_attribute("sides", "target")
 
     def __post_init__(self) -> None:
         check_choice("TEST.AQE.TARGET", self.target, TARGETS)
@@ -65,7 +55,6 @@ class QueryExpansion:
         return f"expansion of {targets[self.target]} (k {self.k}, alpha {self.alpha:g}, {self.times} x)"
 
 
-@renamed_arguments(queries="query_features", gallery="gallery_features")
 @without_tf32()
 def expand(
     query_features: torch.Tensor,

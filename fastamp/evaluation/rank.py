@@ -10,22 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastamp.utils.moved import moved_names
-
 # Time in ns per element of sorting a row, per call of a comparison with one match, and per compared element (one core
 # of an AMD EPYC, NumPy 2.4, rows of 16,000 and 82,000 float32: 250 and 1,800 us per sort, 4 and 9 us per comparison).
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
 # Selecting the images up to a match is faster if they are less than 1 / _CLOSE_FRACTION of the gallery.
 _CLOSE_FRACTION = 8
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "Ranker": "fastamp.evaluation.protocol.Ranker",
-        "rank_distances": "fastamp.evaluation.metrics.rank_distances",
-        "rank_features": "fastamp.evaluation.metrics.rank_features",
-    },
-)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, writing
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +61,7 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
     pairs: PairScores | None = None
     calibration_check: CalibrationCheck | None = None
     _calibration: tuple[Calibration, str] | None = None
-    judgement = renamed_attribute("judgement", "result")
-    floors = renamed_attribute("floors", "baselines")
-    wanted = renamed_attribute("wanted", "report_options")
 
-    @renamed_arguments(wanted="report_options")
     def __init__(
         self, cfg: Any, num_query: int, output_dir: str | None = None, *, report_options: ReportOptions | None = None
     ) -> None:
@@ -272,7 +267,6 @@ def columns_of(batch: Mapping[str, Any]) -> list[str]:
     ]
 
 
-@renamed_arguments(judgement="result")
 def write_per_query(result: EvaluationResult, path: Path) -> None:
     """Write per-query results to an npz file.
 

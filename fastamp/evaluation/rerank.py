@@ -16,14 +16,6 @@ from fastamp.evaluation.neighbors import search_neighbors
 from fastamp.layers.distance import DistanceBlocks, FeatureDistances, check_metric, pair_distances
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, check_choice
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "FORMS": "fastamp.evaluation.rerank.VARIANTS",
-    },
-)
 
 if TYPE_CHECKING:
     from scipy.sparse import csc_matrix, csr_matrix
@@ -33,7 +25,6 @@ VARIANTS = ("zhong", "torchreid", "fastreid")
 _CHUNK = 2**21
 
 
-@renamed_arguments(share="lambda_value", form="variant")
 @dataclass(frozen=True, kw_only=True)
 class ReRanking:
     """Settings of k-reciprocal re-ranking.
@@ -55,9 +46,6 @@ class ReRanking:
     k2: int = 6
     lambda_value: float = 0.3
     variant: str = "zhong"
-    form = renamed_attribute("form", "variant")
-    share = renamed_attribute("share", "lambda_value")
-    num_neighbours = renamed_attribute("num_neighbours", "num_neighbors")
 
     @property
     def num_neighbors(self) -> int:
@@ -98,7 +86,6 @@ class ReRankedDistances(DistanceBlocks):
         ConfigError: if the metric or backend is unknown.
     """
 
-    @renamed_arguments(queries="query_features", gallery="gallery_features")
     def __init__(
         self,
         query_features: torch.Tensor,

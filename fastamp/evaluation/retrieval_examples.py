@@ -14,16 +14,6 @@ from fastamp.evaluation.protocol import Identities, Matches, Protocol, build_ran
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.roc import RocCounter, RocCurve, sum_over_ranks
 from fastamp.layers.distance import DistanceBlocks
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "DetailCounter": "fastamp.evaluation.retrieval_examples.ExampleCounter",
-        "Details": "fastamp.evaluation.retrieval_examples.RetrievalExamples",
-        "Wanted": "fastamp.evaluation.retrieval_examples.ReportOptions",
-    },
-)
 
 # Queries processed at once, which requires a copy of their distances.
 _BLOCK_ROWS = 128
@@ -89,7 +79,6 @@ class CameraMatrix:
     mean_ap: np.ndarray
     queries: np.ndarray
     num_omitted: int
-    left_out = renamed_attribute("left_out", "num_omitted")
 
 
 @dataclass(frozen=True)
@@ -112,7 +101,6 @@ class RetrievalExamples:
     cameras: CameraMatrix | None
     sampled: int
     queries: int
-    roc_of_all = renamed_attribute("roc_of_all", "roc_uses_all_pairs")
 
 
 class ExampleCounter:
@@ -125,7 +113,6 @@ class ExampleCounter:
         limit: see ``RocCounter``; None to accumulate no ROC curve.
     """
 
-    @renamed_arguments(ids="identities", wanted="report_options")
     def __init__(
         self, identities: Identities, protocol: Protocol, report_options: ReportOptions, *, limit: float | None
     ) -> None:
@@ -152,7 +139,6 @@ class ExampleCounter:
             self._rankers.append(build_ranker(sampled.select(slice(None), columns), protocol))
         self._first = len(self._sample)
 
-    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Add the sampled queries in ``start:start + B``, given (B, G) distances, which are not modified."""
         if self._roc is None and not self._rankers:
@@ -202,7 +188,6 @@ class ExampleCounter:
         )
 
 
-@renamed_arguments(distances="blocks", wanted="report_options")
 def rank_lists(
     ranking: RankingResult, blocks: DistanceBlocks, matches: Matches, protocol: Protocol, report_options: ReportOptions
 ) -> dict[str, list[RankList]]:

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches, Pairs, junk_from_cross_camera
+from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches, Pairs
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
-from fastamp.utils.moved import moved_names, renamed_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -25,16 +24,7 @@ _MIN_LIMIT = 1e-30
 # Queries sampled to estimate the range of an unbounded metric.
 _NUM_SAMPLED = 64
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "accept_rate_name": "fastamp.evaluation.protocol.accept_rate_name",
-        "limit_of": "fastamp.evaluation.roc.distance_limit",
-    },
-)
 
-
-@renamed_arguments(distances="blocks")
 def distance_limit(blocks: DistanceBlocks) -> float:
     """Return a limit that few distances exceed: the metric's maximum, or 4 times the median over sampled queries."""
     if blocks.limit is not None:
@@ -93,13 +83,11 @@ class RocCounter:
         counts: (2, 2^20) int64, number of genuine and impostor pairs per bin.
     """
 
-    @renamed_arguments(ids="identities", cross_camera=("junk", junk_from_cross_camera))
     def __init__(self, identities: Identities, *, limit: float, junk: Junk | None = SAME_CAMERA) -> None:
         self.matches = Matches(identities, junk=junk)
         self._scale = _BINS / max(limit, _MIN_LIMIT)
         self.counts = torch.zeros(2, _BINS, dtype=torch.int64)
 
-    @renamed_arguments(block="distances")
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Count the pairs of queries ``start:start + B``, given (B, G) distances, which are not modified."""
         for first, last in self.matches.spans(start, start + len(distances)):

@@ -3,11 +3,8 @@
 import numpy as np
 import torch
 
-from fastamp.evaluation.identities import SAME_CAMERA, GalleryGroups, Identities, Junk, junk_from_cross_camera
+from fastamp.evaluation.identities import SAME_CAMERA, GalleryGroups, Identities, Junk
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Ranker, RankingRule
-from fastamp.utils.moved import moved_names, renamed_arguments
-
-__getattr__ = moved_names(__name__, {"OneGalleryImageRanker": "fastamp.evaluation.single_shot.VehicleIDRanker"})
 
 
 class SingleGalleryShotRanker(Ranker):
@@ -24,7 +21,6 @@ class SingleGalleryShotRanker(Ranker):
         junk, trapezoid: see ``Ranker``.
     """
 
-    @renamed_arguments(ids="identities", repeats="num_trials", cross_camera=("junk", junk_from_cross_camera))
     def __init__(
         self,
         identities: Identities,
@@ -72,7 +68,6 @@ class VehicleIDRanker(Ranker):
         seed: seed of the random galleries.
     """
 
-    @renamed_arguments(ids="identities", repeats="num_trials")
     def __init__(self, identities: Identities, *, num_trials: int, seed: int) -> None:
         super().__init__(identities, junk=None)
         self.num_trials = num_trials

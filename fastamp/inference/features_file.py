@@ -14,14 +14,6 @@ import numpy as np
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import DataError, UserError
 from fastamp.utils.files import check_not_device
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "mapped_array": "fastamp.inference.features_file.map_array",
-    },
-)
 
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
 # Column -> allowed dtype kinds and shape; N is the number of images.

@@ -35,16 +35,8 @@ from fastamp.inference.gallery_store import DATABASE
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
 from fastamp.utils.files import write_atomically
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "kind_for": "fastamp.inference.index.choose_kind",
-    },
-)
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,7 @@ from fastamp.data.subset import identity_subset, subsample_identities
 from fastamp.evaluation import ReidEvaluator
 from fastamp.inference.predictor import Predictor
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.progress import track
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "on_random_images": "fastamp.inference.parity.compare_on_random_images",
-    },
-)
 
 BATCH_SIZES = (1, 3, 32)
 """Batch sizes of random images; several, because tracing may have fixed the batch size."""

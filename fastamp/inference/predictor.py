@@ -31,7 +31,6 @@ from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
-from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.progress import track
 from fastamp.utils.structure import structure_mismatch
 
@@ -538,9 +537,6 @@ class Predictor(FeatureModel):
         values = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
         count = len(self.attribute_names)
         return values[:, :-count], values[:, -count:]
-
-    places = renamed_attribute("places", "camera_view_ids")
-    place_counts = renamed_attribute("place_counts", "camera_view_counts")
 
     def camera_view_ids(self, count: int, **given: Sequence[int] | np.ndarray | None) -> dict[str, Tensor]:
         """Validate cameras and views and convert them to model inputs, one per image; see ``features``.

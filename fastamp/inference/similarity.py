@@ -9,17 +9,9 @@ import torch
 from fastamp.evaluation import Identities
 from fastamp.evaluation.calibration import Calibration, percent
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import SAME_CAMERA, Junk, junk_from_cross_camera
+from fastamp.evaluation.protocol import SAME_CAMERA, Junk
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import moved_names, renamed_arguments, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "pairs_of": "fastamp.inference.similarity.sample_pair_scores",
-    },
-)
 
 _NO_PAIRS = (
     "no reference pairs: the checkpoint contains no pairs for this metric; training saves pairs after an evaluation\n"
@@ -48,9 +40,6 @@ class Comparison:
     pairs: PairScores | None = None
     source: str = ""
     calibration: Calibration | None = None
-
-    genuine_share = renamed_attribute("genuine_share", "genuine_fraction")
-    impostor_share = renamed_attribute("impostor_share", "impostor_fraction")
 
     @property
     def genuine_fraction(self) -> float | None:
@@ -103,7 +92,6 @@ class Comparison:
         )
 
 
-@renamed_arguments(cross_camera=("junk", junk_from_cross_camera))
 def sample_pair_scores(
     reference: Extraction | str | PathLike[str],
     *,

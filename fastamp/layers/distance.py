@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from fastamp.amp import force_fp32, to_float32
 from fastamp.amp.tf32 import without_tf32
 from fastamp.utils.errors import ConfigError, did_you_mean
-from fastamp.utils.moved import renamed_arguments
 
 METRICS = ("euclidean", "cosine")
 # More rows per block do not make the matrix product faster.
@@ -140,7 +139,6 @@ class FeatureDistances(DistanceBlocks):
         ConfigError: if the metric is unknown.
     """
 
-    @renamed_arguments(queries="query_features", gallery="gallery_features")
     def __init__(
         self,
         query_features: torch.Tensor,

@@ -15,9 +15,6 @@ from fastamp.modeling.backbones import BACKBONE_REGISTRY, Variants
 from fastamp.modeling.heads import jpm_head, part_token_head
 from fastamp.modeling.meta_arch import lightmbn, mgn
 from fastamp.utils.errors import WeightsError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"recognize": "fastamp.modeling.infer_config.infer_config"})
 
 logger = logging.getLogger(__name__)
 

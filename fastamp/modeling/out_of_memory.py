@@ -11,9 +11,6 @@ from torch.overrides import TorchFunctionMode
 from fastamp.amp.device_errors import is_out_of_memory
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"building_model": "fastamp.modeling.out_of_memory.explain_out_of_memory"})
 
 _FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn, torch.randint, torch.arange}
 _MIN_CHECKED_BYTES = 2**26  # 64 MiB; smaller tensors are not checked, to save time

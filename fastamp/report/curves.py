@@ -10,7 +10,6 @@ from fastamp.evaluation.retrieval_examples import RetrievalExamples
 from fastamp.evaluation.roc import RocCurve
 from fastamp.report.history import History
 from fastamp.report.panel import Line, Panel
-from fastamp.utils.moved import renamed_arguments
 
 _RANKS = 50
 # Range of all axes that show a rate in percent, so that charts and reports can be compared.
@@ -32,7 +31,6 @@ def scores(distances: np.ndarray, protocol: Protocol) -> np.ndarray:
     return 1 - distances if score_name(protocol) == "cosine similarity" else distances
 
 
-@renamed_arguments(judgement="result")
 def cmc_panel(result: EvaluationResult) -> Panel:
     """Plot the CMC curve: fraction of queries with a match within each rank."""
     ranking = result.ranking
@@ -49,7 +47,6 @@ def cmc_panel(result: EvaluationResult) -> Panel:
     )
 
 
-@renamed_arguments(details="examples")
 def roc_panel(examples: RetrievalExamples) -> Panel | None:
     """Plot the ROC curve; None if there are no pairs."""
     curve = examples.roc
@@ -71,7 +68,6 @@ def roc_panel(examples: RetrievalExamples) -> Panel | None:
     )
 
 
-@renamed_arguments(details="examples")
 def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None:
     """Plot histograms of the scores of genuine and impostor pairs; None if there are no pairs."""
     curve = examples.roc
@@ -98,7 +94,6 @@ def score_panel(examples: RetrievalExamples, protocol: Protocol) -> Panel | None
     )
 
 
-@renamed_arguments(details="examples")
 def pairs_note(examples: RetrievalExamples) -> str:
     """Describe the pairs that the ROC curve is computed from."""
     curve = examples.roc

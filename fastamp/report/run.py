@@ -18,13 +18,11 @@ from fastamp.evaluation import DatasetEvaluator, EvaluationResult, ReportSection
 from fastamp.evaluation.calibration_check import CalibrationCheck
 from fastamp.report.history import History
 from fastamp.utils.env import available_cores
-from fastamp.utils.moved import renamed_arguments, renamed_attribute
 
 # Longer config values are truncated.
 _MAX_VALUE_LENGTH = 160
 
 
-@renamed_arguments(judgement="result")
 @dataclass(frozen=True)
 class EvaluatedSet:
     """Test set with its evaluation result.
@@ -47,7 +45,6 @@ class EvaluatedSet:
     source: ImageDataset | None = None
     calibration_check: CalibrationCheck | None = None
     sections: Sequence[ReportSection] = ()
-    judgement = renamed_attribute("judgement", "result")
 
     def identity(self, pid: int | str) -> str:
         """Return the name of an identity."""

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
 
 SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
-
-__getattr__ = moved_names(__name__, {"HeldSchedule": "fastamp.solver.lr_schedule.ConstantTailSchedule"})
 
 
 class LearningRateSchedule(Protocol):

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.amp.step import groups_by_value
 from fastamp.checkpoint.load_state import examples
 from fastamp.checkpoint.shards import gather_rows, select_rows
 from fastamp.solver.state_layout import check_state
@@ -37,7 +36,6 @@ class OptimizerState:
         self.optimizer = optimizer
         named = list(model.named_parameters()) if model is not None else []
         self._names = {id(parameter): name for name, parameter in named}
-        self._positions = {id(parameter): number for number, (_, parameter) in enumerate(named)}
         shards = row_shards(model) if model is not None else {}
         self._shards = {id(parameter): shards[name] for name, parameter in named if name in shards}
 
@@ -135,10 +133,7 @@ class OptimizerState:
                     f"optimizer{examples(sorted(differ))}"
                 )
         else:
-            # Earlier versions did not save names, and had one group per pair of learning rate and weight decay.
-            values = groups_by_value(self.optimizer, self._positions) if names else None
-            layout = [[id(parameter) for parameter in group] for group in values] if values else own
-            keys = own
+            layout = keys = own
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
                 "the parameter groups differ from the checkpoint, which stores no parameter names to match them: set "

@@ -8,10 +8,6 @@ import time
 import uuid
 from pathlib import Path
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"aside": "fastamp.utils.atomic_dir.temporary_path"})
-
 # A temporary folder of another machine, or of an earlier version, is removed if nothing was written for this long.
 _ABANDONED_SECONDS = 120
 

@@ -11,22 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fastamp.utils.moved import moved_names
 from fastamp.utils.sharding import row_shards
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "alone": "fastamp.utils.comm.as_single_process",
-        "any_rank": "fastamp.utils.comm.any_across_ranks",
-        "first_of_all": "fastamp.utils.comm.select_text",
-        "first_text": "fastamp.utils.comm.select_message",
-        "from_main_process": "fastamp.utils.comm.broadcast_scalar",
-        "largest": "fastamp.utils.comm.all_reduce_max",
-        "own_group": "fastamp.utils.comm.single_process_group",
-        "own_share": "fastamp.utils.comm.shard_range",
-    },
-)
 
 _as_single_process = False
 

@@ -15,15 +15,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fastamp.utils.errors import writing
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "check_no_device": "fastamp.utils.files.check_not_device",
-        "closed_stdout_allowed": "fastamp.utils.files.ignore_closed_stdout",
-    },
-)
 
 
 def expand(path: str | os.PathLike[str]) -> Path:

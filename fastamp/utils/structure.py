@@ -5,10 +5,6 @@ from typing import Any
 
 import torch
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"unlike": "fastamp.utils.structure.structure_mismatch"})
-
 
 def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
     """Describe the first structural difference between two states; "" if their structures match.

@@ -2,10 +2,6 @@
 
 import re
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"printable": "fastamp.utils.terminal_text.sanitize_terminal_text"})
-
 # Control characters except tab and line feed, lone surrogates (file names that are not UTF-8), and characters that
 # change the writing direction, so that one name can look like another.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")

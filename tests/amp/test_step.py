@@ -133,8 +133,8 @@ def test_parameters_added_after_the_first_step_are_unscaled():
 
 def test_step_computes_the_parameter_order_only_once(monkeypatch):
     calls = []
-    sort = amp_step.groups_by_value
-    monkeypatch.setattr(amp_step, "groups_by_value", lambda *given: calls.append(1) or sort(*given))
+    sort = amp_step.norm_order
+    monkeypatch.setattr(amp_step, "norm_order", lambda *given: calls.append(1) or sort(*given))
     model, step = make()
     for _ in range(3):
         step.scale(loss_of(model)).backward()
@@ -142,13 +142,10 @@ def test_step_computes_the_parameter_order_only_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_deprecated_begin_and_backward_warn_and_still_work():
+def test_weight_scales_the_gradients_but_not_the_total_loss():
     model, step = make()
-    with pytest.warns(DeprecationWarning, match="zero_grad"):
-        step.begin()
-    with pytest.warns(DeprecationWarning, match="scale"):
-        total = step.backward(loss_of(model), 0.5)
-    assert total.item() == loss_of(model)["loss"].item() and not total.requires_grad
+    step.scale(loss_of(model), weight=0.5).backward()
+    assert step.total_loss.item() == loss_of(model)["loss"].item() and not step.total_loss.requires_grad
     half = step.finish().grad_norm
     model, step = make()
     step.scale(loss_of(model)).backward()

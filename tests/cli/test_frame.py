@@ -120,11 +120,10 @@ def test_logging_continues_after_stdout_is_closed(tmp_path):
     assert (found, stderr) == (0, "end\n")
 
 
-@pytest.mark.parametrize("flag", ["--plugin", "--parts"])
-def test_plugin_flag_and_its_former_name_are_accepted(flag, tmp_path, capsys):
+def test_plugin_flag_declares_config_keys(tmp_path, capsys):
     plugin = tmp_path / "plugin.py"
     plugin.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'A number.'),)\n")
-    assert main(["config", "explain", "MODEL.MINE", flag, str(plugin)]) == 0
+    assert main(["config", "explain", "MODEL.MINE", "--plugin", str(plugin)]) == 0
     assert "MODEL.MINE: 1" in capsys.readouterr().out
 
 

@@ -11,7 +11,22 @@ from fastamp.config import get_cfg
 from fastamp.utils.errors import ConfigError
 
 NAMES = {
+    "data.datasets.AirportALERT": "AirportALERT",
+    "data.datasets.caviara": "CAVIARa",
+    "data.datasets.cuhk_sysu": "cuhkSYSU",
     "data.datasets.dukemtmcreid": "DukeMTMC",
+    "data.datasets.grid": "GRID",
+    "data.datasets.iLIDS": "iLIDS",
+    "data.datasets.lpw": "LPW",
+    "data.datasets.pes3d": "PeS3D",
+    "data.datasets.pku": "PKU",
+    "data.datasets.prai": "PRAI",
+    "data.datasets.prid": "PRID",
+    "data.datasets.saivt": "SAIVT",
+    "data.datasets.shinpuhkan": "Shinpuhkan",
+    "data.datasets.sysu_mm": "SYSU_mm",
+    "data.datasets.thermalworld": "Thermalworld",
+    "data.datasets.wildtracker": "WildTrackCrop",
     "evaluation": "inference_context",
     "evaluation.evaluator": "inference_context",
     "evaluation.reid_evaluation": "ReidEvaluator",

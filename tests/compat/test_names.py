@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import json
-import warnings
 from collections import OrderedDict
 from pathlib import Path
 
@@ -419,9 +418,7 @@ def check(name, found, cfg, model, tmp_path, image):
 def test_name_works_with_the_arguments_of_fastreid(module, name, cfg, model, tmp_path, monkeypatch):
     image = tmp_path / "image.png"
     Image.new("RGB", (32, 64), (200, 100, 50)).save(image)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = load(module, name)
+    found = load(module, name)
     if (module, name) == ("fastreid.utils.checkpoint", "PeriodicCheckpointer"):
         call_loop_checkpointer(found, load("fastreid.utils.checkpoint", "Checkpointer"), tmp_path)
     elif (module, name) == ("fastreid.engine.hooks", "PeriodicCheckpointer"):

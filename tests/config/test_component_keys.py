@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-import fastamp
 from fastamp.config import get_cfg, load_plugin, read_config
 from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.defaults import KEYS
@@ -108,15 +107,6 @@ def test_load_plugin_declares_the_config_keys_of_the_plugin_file(tmp_path, text,
     cfg = get_cfg()
     load_plugin(str(file), cfg)
     assert ("MINE" in cfg.MODEL) == declared
-
-
-def test_former_names_parts_and_load_parts_emit_deprecation_warnings(tmp_path):
-    file = tmp_path / "plugin.py"
-    file.write_text("from fastamp.config import Key\nKEYS = (Key('MODEL.MINE', 1, 'Mine.'),)\n")
-    with pytest.warns(DeprecationWarning, match="parts"):
-        assert read_config("", [], parts=str(file)).MODEL.MINE == 1
-    with pytest.warns(DeprecationWarning, match="load_parts"):
-        assert fastamp.config.load_parts is load_plugin
 
 
 def test_missing_plugin_file_raises_config_error(tmp_path):

@@ -126,8 +126,7 @@ def test_start_at_sets_first_batch_after_construction(market, cfg):
     loader = build_reid_train_loader(cfg)
     loader.start_at(4)
     assert loader.start_iter == 4 and equal_batches(take(loader, 1), uninterrupted[4:])
-    with pytest.warns(DeprecationWarning, match="start_at"):
-        loader.start_iter = 3
+    loader.start_at(3)
     assert equal_batches(take(loader, 2), uninterrupted[3:])
 
 

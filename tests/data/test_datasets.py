@@ -7,7 +7,6 @@ from fastamp.data.build import build_dataset
 from fastamp.data.datasets import (
     DATASET_REGISTRY,
     Demo,
-    FilenameDataset,
     ImageDataset,
     ImageItem,
     Market1501,
@@ -207,15 +206,3 @@ def test_demo_in_unwritable_folder_raises(tmp_path, small_demo):
     (tmp_path / "file").touch()
     with pytest.raises(DataError, match="FASTAMP_DATASETS"):
         Demo(root=str(tmp_path / "file" / "root"))
-
-
-def test_deprecated_dataset_attribute_names_warn(market):
-    with pytest.warns(DeprecationWarning, match="excluded_ids"):
-
-        class Farm(FilenameDataset):
-            left_out = frozenset({7})
-
-    assert Farm.excluded_ids == {7} and FilenameDataset.excluded_ids == {-1}
-    dataset = Market1501(root=market.parent)
-    with pytest.warns(DeprecationWarning, match="dataset_dir"):
-        assert dataset.place == dataset.dataset_dir == market

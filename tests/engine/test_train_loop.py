@@ -155,7 +155,6 @@ def test_error_raised_by_a_hook_replaces_the_step_error():
 
 
 def test_trainer_state_dict_excludes_internal_hooks():
-    """Checkpoints from earlier versions do not contain the state of internal hooks either."""
     trainer = explosive_trainer([{"number": 0}])
     assert trainer.state_dict()["hooks"] == {}
     trainer.register_hooks([RecordCalls(), RecordCalls()])

@@ -71,8 +71,6 @@ def test_pair_scores_from_extraction_equal_those_from_evaluation(predictor, chec
     # Training images have no query and gallery, so all pairs are used.
     train, _ = extract(predictor, "Demo", tmp_path / "train.npz", splits=["train"])
     assert sample_pair_scores(train, junk=None).num_genuine == 16 * 6 * 5
-    with pytest.warns(DeprecationWarning, match="junk"):
-        assert sample_pair_scores(train, cross_camera=False).num_genuine == 16 * 6 * 5
 
 
 def test_compare_raises_if_reference_extraction_is_unusable(predictor, checkpoint, two, tmp_path):

@@ -1,8 +1,7 @@
-"""Optimizer state in checkpoints: round trip, validation, layouts of earlier versions."""
+"""Optimizer state in checkpoints: round trip and validation."""
 
 import inspect
 import signal
-from pathlib import Path
 
 import pytest
 import tiny
@@ -14,8 +13,6 @@ from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.solver import OptimizerState
 from fastamp.solver.build import optimizer_names
 from fastamp.solver.state_layout import expected_state
-
-DATA = Path(__file__).parent / "data"
 
 
 def stepped(optimizer, **options):
@@ -140,9 +137,7 @@ def test_custom_optimizer_that_cannot_take_a_trial_step_warns_once(caplog):
     assert [record.levelname for record in caplog.records if "ClosureSGD" in record.getMessage()] == ["WARNING"]
 
 
-# Options of the stored checkpoint: weights of the heads and biases of the backbone share a group, and clipping sums
-# over all gradients.
-PREVIOUS = (
+OPTIONS = (
     "SOLVER.MAX_EPOCH", "2", "SOLVER.BIAS_LR_FACTOR", "2.0", "SOLVER.HEADS_LR_FACTOR", "2.0",
     "SOLVER.LR_FACTORS", "{'backbone.4.*': 0.5}", "SOLVER.CLIP_GRADIENTS", "True",
     "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", "global_norm", "SOLVER.CLIP_GRADIENTS.CLIP_VALUE", "1.0",
@@ -157,7 +152,7 @@ class Interrupt(HookBase):
 
 def train(folder, *hooks, resume=False, opts=()):
     torch.manual_seed(0)
-    trainer = DefaultTrainer(tiny.tiny_config(folder, *PREVIOUS, *opts))
+    trainer = DefaultTrainer(tiny.tiny_config(folder, *OPTIONS, *opts))
     trainer.resume_or_load(resume=resume)
     trainer.trainer.register_hooks(hooks)
     trainer.train()
@@ -169,60 +164,6 @@ def resumed(folder, content, opts=()):
     (folder / "last_checkpoint").write_text("model_interrupted.pth")
     train(folder, resume=True, opts=opts)
     return torch.load(folder / "model_final.pth", weights_only=True)
-
-
-def in_previous_layout(content):
-    """Convert a checkpoint to the layout of earlier versions: groups by learning rate and weight decay, no names.
-
-    Returns:
-        Converted checkpoint, and the parameter names in the order of the converted optimizer state.
-    """
-    state, order = content["optimizer"], list(content["model"])
-    held = [
-        (name, number, group)
-        for group in state["param_groups"]
-        for name, number in zip(group["param_names"], group["params"], strict=True)
-    ]
-    merged, names = {}, []
-    for name, number, group in sorted(held, key=lambda each: order.index(each[0])):
-        merged.setdefault((group["base_lr"], group["weight_decay"]), (group, []))[1].append((name, number))
-    groups, values = [], {}
-    for group, members in merged.values():
-        start = len(names)
-        names += [name for name, _ in members]
-        values |= {start + n: state["state"][number] for n, (_, number) in enumerate(members)}
-        options = {key: value for key, value in group.items() if key not in ("role", "param_names")}
-        groups.append(options | {"params": list(range(start, len(names)))})
-    return content | {"optimizer": {"name": state["name"], "state": values, "param_groups": groups}}, names
-
-
-def test_checkpoint_with_previous_optimizer_layout_resumes_bit_identically(demo, tmp_path):
-    train(tmp_path / "straight")
-    with pytest.raises(TrainingInterrupted):
-        train(tmp_path / "interrupted", Interrupt())
-    content = torch.load(tmp_path / "interrupted/model_interrupted.pth", weights_only=True)
-    previous, names = in_previous_layout(content)
-    stored = torch.load(DATA / "previous_layout.pth", weights_only=True)
-    end = torch.load(DATA / "previous_layout_end.pth", weights_only=True)
-    # The layout that this test writes equals that of the stored file.
-    assert names == end["names"]
-    for ours, theirs in zip(previous["optimizer"]["param_groups"], stored["optimizer"]["param_groups"], strict=True):
-        added = {"decoupled_weight_decay"} - set(ours)  # by PyTorch 2.7
-        assert ours == {name: value for name, value in theirs.items() if name not in added}
-    straight = tiny.weights(tmp_path / "straight/model_final.pth")
-    again = resumed(tmp_path / "again", previous)["model"]
-    assert all(torch.equal(again[name], straight[name]) for name in straight)
-    # Other CPUs round differently: the stored final weights are close, but not equal.
-    last = resumed(tmp_path / "stored", stored)
-    for name, tensor in end["model"].items():
-        torch.testing.assert_close(last["model"][name], tensor, rtol=1e-2, atol=1e-4)
-    # The same state with parameter names in place of positions.
-    state = stored["optimizer"]
-    group = {key: value for key, value in state["param_groups"][0].items() if key != "params"}
-    by_name = {"params": list(range(len(names))), "param_names": names}
-    named = stored | {"optimizer": state | {"param_groups": [group | by_name]}}
-    other = resumed(tmp_path / "named", named)
-    assert all(torch.equal(other["model"][name], last["model"][name]) for name in straight)
 
 
 def test_resume_uses_learning_rates_and_weight_decays_from_the_config(demo, tmp_path):

@@ -52,15 +52,6 @@ from fastamp.data.datasets.visible_infrared import (
     RegDB,
     RegDBThermalToVisible,
 )
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "MarketImages": "fastamp.data.datasets.filename_dataset.MarketStyleDataset",
-        "NamedImages": "fastamp.data.datasets.filename_dataset.FilenameDataset",
-    },
-)
 
 __all__ = [
     "CCVID",

@@ -29,12 +29,10 @@ from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import expand
-from fastamp.utils.moved import moved_names
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(__name__, {"OWN_DATA": "fastamp.data.datasets.custom.PATH_DATASETS"})
 
 KEYS = (
     Key(

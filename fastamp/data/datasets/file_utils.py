@@ -7,16 +7,6 @@ from fastamp.data.datasets.base import DATASET_REGISTRY, ROOT_FIX, ImageItem, as
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.datasets.path_hints import path_hint
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "check_listed": "fastamp.data.datasets.file_utils.check_first_image",
-        "describe": "fastamp.data.datasets.file_utils.describe_folder",
-        "entries": "fastamp.data.datasets.file_utils.list_entries",
-    },
-)
 
 _SHOWN_ENTRIES = 8
 

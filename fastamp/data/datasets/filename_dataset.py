@@ -2,29 +2,20 @@
 
 import logging
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
 from string import Formatter
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, as_number, number_cameras
 from fastamp.data.datasets.file_utils import check_tree, describe_folder, is_image, list_entries
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import moved_names, renamed_attribute
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
-__getattr__ = moved_names(
-    __name__,
-    {
-        "MarketImages": "fastamp.data.datasets.filename_dataset.MarketStyleDataset",
-        "NamedImages": "fastamp.data.datasets.filename_dataset.FilenameDataset",
-    },
-)
 
 _Found = tuple[Path, int | str, int | str, dict[str, int | str] | None]
 
@@ -82,13 +73,6 @@ class FilenameDataset(ImageDataset):
     first_camera: ClassVar[int | None] = None
     excluded_ids: ClassVar[frozenset[int]] = frozenset({-1})
     example: ClassVar[str] = ""
-    place = renamed_attribute("place", "dataset_dir")
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "left_out" in vars(cls):
-            warnings.warn(f"{cls.__name__}.left_out is deprecated: use excluded_ids", DeprecationWarning, stacklevel=2)
-            cls.excluded_ids = cls.left_out
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = self._find_dataset_dir(Path(root))

@@ -5,10 +5,6 @@ from collections.abc import Container, Iterable, Sequence
 from difflib import SequenceMatcher
 from pathlib import Path
 
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"near_layout": "fastamp.data.datasets.path_hints.path_hint"})
-
 _MIN_SIMILARITY = 0.6
 
 

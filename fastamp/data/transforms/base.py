@@ -9,16 +9,7 @@ import torch
 from torch import Tensor
 
 from fastamp.data.keyed_random import keyed_uniforms
-from fastamp.utils.moved import moved_names
 from fastamp.utils.registry import Registry
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "bits": "fastamp.data.transforms.base.byte_mask",
-        "choose": "fastamp.data.transforms.base.bitwise_where",
-    },
-)
 
 TRANSFORM_REGISTRY = Registry("INPUT")
 

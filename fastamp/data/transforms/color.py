@@ -17,9 +17,6 @@ from fastamp.data.transforms.base import (
     on_device,
 )
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"grey": "fastamp.data.transforms.color.to_grayscale"})
 
 KEYS = (
     Key("INPUT.CJ.ENABLED", False, "Jitter the colors of training images; a fourth channel is not changed."),

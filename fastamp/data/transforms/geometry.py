@@ -13,9 +13,6 @@ from torchvision.transforms.v2 import functional
 from fastamp.config import Key, crop_size, input_size
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, BatchTransform, Parameters, on_device
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"resampling": "fastamp.data.transforms.geometry.resampling_weights"})
 
 KEYS = (
     Key("INPUT.FLIP.ENABLED", False, "Flip training images horizontally at random."),

@@ -11,7 +11,6 @@ from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.hooks.base import HookBase
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, did_you_mean
-from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +119,6 @@ class EvalHook(HookBase):
         self.weights = weights
         self.best: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
-
-    forget_best = renamed_attribute("forget_best", "reset_best")
 
     def reset_best(self) -> None:
         """Reset the best score, so that the next evaluation saves ``model_best``."""

@@ -47,7 +47,6 @@ class PrecisionHook(HookBase):
         trainer = self.trainer
         if not self._preflight_done:
             self._preflight_done = True
-            trainer.step.check_overrides()
             start = time.perf_counter()
             diagnostics = trainer.precision_diagnostics
             policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)

@@ -4,8 +4,5 @@ from fastamp.inference.export.check import MIN_COSINE, TOLERANCE, ExportReport
 from fastamp.inference.export.export_model import PRECISIONS, export
 from fastamp.inference.export.formats import FORMATS
 from fastamp.inference.export.quiet import ExportError
-from fastamp.utils.moved import moved_names
 
 __all__ = ["FORMATS", "MIN_COSINE", "PRECISIONS", "TOLERANCE", "ExportError", "ExportReport", "export"]
-
-__getattr__ = moved_names(__name__, {"LEAST_COSINE": "fastamp.inference.export.MIN_COSINE"})

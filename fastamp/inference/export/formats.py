@@ -20,12 +20,6 @@ from fastamp.inference.export import (
 from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {name: f"fastamp.inference.export.quiet.{name}" for name in ("ExportError", "quiet")},
-)
 
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _ONNX_TORCH = (2, 7)

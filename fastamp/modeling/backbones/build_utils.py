@@ -8,11 +8,6 @@ from torch import nn
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights, load_pretrained_backbone
 from fastamp.utils.errors import check_choice
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__, {"warn_of_ignored_keys": "fastamp.modeling.backbones.build_utils.warn_ignored_options"}
-)
 
 logger = logging.getLogger(__name__)
 

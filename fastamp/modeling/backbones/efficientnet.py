@@ -13,7 +13,6 @@ from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
-from fastamp.utils.moved import renamed_attribute
 
 # Values for each of the seven stages, the same for all depths.
 EXPANSIONS = (1, 6, 6, 6, 6, 6, 6)
@@ -176,8 +175,6 @@ class EfficientNet(nn.Module):
         last = len(STRIDES) + 1
         names |= {f"features.{last}.0": "head.conv", f"features.{last}.1": "head.conv_bn"}
         return rename_modules(state, names)
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 @BACKBONE_REGISTRY.register()

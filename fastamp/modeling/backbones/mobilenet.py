@@ -16,7 +16,6 @@ from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
-from fastamp.utils.moved import renamed_attribute
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
@@ -69,8 +68,6 @@ class MobileNetV2(nn.Module):
             prefix = f"features.{number}.conv"
             names |= {f"{prefix}.{position}": f"{prefix}.{name}" for position, name in enumerate(layers)}
         return rename_modules(state, names)
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 class MobileNetV3(nn.Module):

@@ -9,15 +9,6 @@ from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "torchreids": "fastamp.modeling.backbones.osnet.torchreid_weights",
-        "halve": "fastamp.modeling.backbones.osnet.transition",
-    },
-)
 
 # Channels of the stem and of the three stages.
 CHANNELS = {

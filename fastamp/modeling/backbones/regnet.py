@@ -14,9 +14,6 @@ from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(__name__, {"stages_of": "fastamp.modeling.backbones.regnet.compute_stages"})
 
 STEM_WIDTH = 32
 _STAGES = ("s1", "s2", "s3", "s4")
@@ -204,8 +201,6 @@ class RegNet(nn.Module):
                 source, target = f"trunk_output.block{stage}.block{stage}-{number}", f"{name}.b{number + 1}"
                 names |= {f"{source}.{part}": f"{target}.{parts[part]}" for part in parts}
         return rename_modules(state, names)
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 @BACKBONE_REGISTRY.register()

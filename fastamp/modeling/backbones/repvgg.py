@@ -15,7 +15,6 @@ from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -149,8 +148,6 @@ class RepVGGBlock(nn.Module):
         rest = {key: value for key, value in state.items() if key not in branches | counters}
         fused = self._fuse(state, eps=_BATCH_NORM_EPS)
         return rest | {f"rbr_reparam.{key}": value for key, value in fused.items()}
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
     def _fuse(self, state: State, *, eps: float) -> State:
         """Compute weight and bias of the convolution equivalent to the branches in evaluation mode (section 3.3).
@@ -287,8 +284,6 @@ class RepVGG(nn.Module):
         if not any(key.startswith("stem.") for key in state):
             return state
         return {_convert_timm_name(key): value for key, value in state.items()}
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def _convert_timm_name(key: str) -> str:

@@ -18,7 +18,6 @@ from fastamp.modeling.backbones.build_utils import (
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.transformer import run_block
-from fastamp.utils.moved import renamed_attribute
 
 PATCH = 4
 WINDOW = 7
@@ -146,8 +145,6 @@ class Swin(SwinTransformer):
                 names |= {f"{source}.{part}": f"{target}.{part}" for part in ("norm", "reduction")}
         derived = ("relative_position_index", "attn_mask")
         return {key: value for key, value in rename_modules(state, names).items() if not key.endswith(derived)}
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 @BACKBONE_REGISTRY.register()

@@ -29,7 +29,6 @@ from fastamp.modeling.backbones.transformer import (
 )
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
 from fastamp.utils.files import expand
-from fastamp.utils.moved import renamed_attribute
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +193,6 @@ class TimmBackbone(SideInformation):
         if convert is not None:
             state = convert(dict(state), self.model)
         return {MODEL_PREFIX + key: value for key, value in state.items()}
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransformer:

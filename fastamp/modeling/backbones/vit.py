@@ -31,15 +31,6 @@ from fastamp.modeling.backbones.transformer import (
     size_of_training_images,
 )
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "grid_of": "fastamp.modeling.backbones.vit.infer_grid",
-        "keys_of_state": "fastamp.modeling.backbones.vit.infer_embedding_keys",
-    },
-)
 
 KEYS = (
     Key(
@@ -398,8 +389,6 @@ class VisionTransformer(TokenBackbone):
             state["pos_embed"] = positions
         self.note_unused_side_embedding(state, notes)
         return state
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def _join_part_tokens(state: State) -> State:

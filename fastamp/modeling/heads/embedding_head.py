@@ -11,7 +11,6 @@ from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, b
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.moved import renamed_attribute
 from fastamp.utils.sharding import RowShard
 
 
@@ -295,5 +294,3 @@ class EmbeddingHead(nn.Module):
                 key = f"bottleneck.{number}.{key.removeprefix('bottleneck.')}"
             renamed[key] = value
         return renamed
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")

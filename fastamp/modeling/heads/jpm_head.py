@@ -12,15 +12,6 @@ from fastamp.modeling.backbones.transformer import run_block
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.embedding_head import EmbeddingHead
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names, renamed_attribute
-
-__getattr__ = moved_names(
-    __name__,
-    {
-        "shuffled": "fastamp.modeling.heads.jpm_head.shuffle_patches",
-        "blocks_in_head": "fastamp.modeling.heads.jpm_head.last_block_state",
-    },
-)
 
 KEYS = (
     Key("MODEL.HEADS.JPM.PARTS", 4, "JPMHead: number of patch groups, each with a local feature.", low=1),
@@ -172,8 +163,6 @@ class JPMHead(nn.Module):
                 key = f"branches.{number or 0}.{kind}{dot}{rest}"
             renamed[key] = value
         return renamed
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def last_block_state(state: State, *, number: int) -> State:

@@ -10,7 +10,6 @@ from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
 from fastamp.modeling.losses.compute import column_of
 from fastamp.utils.errors import DataError
-from fastamp.utils.moved import renamed_attribute
 
 
 class ImageModel(nn.Module):
@@ -224,8 +223,6 @@ class ImageModel(nn.Module):
                     f"the weights are{weights} of MODEL.META_ARCHITECTURE {architecture}, but the model is{model}"
                 )
         return whole_model_names(state, self.backbone, notes)
-
-    adopt_state = renamed_attribute("adopt_state", "convert_state_dict")
 
 
 def normalization(cfg: Any) -> dict[str, Any]:

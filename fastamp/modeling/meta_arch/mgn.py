@@ -18,9 +18,6 @@ from fastamp.modeling.meta_arch.build import META_ARCH_REGISTRY
 from fastamp.modeling.meta_arch.image_model import normalization
 from fastamp.modeling.meta_arch.multi_branch import MultiBranchModel
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.moved import moved_names
-
-__getattr__ = moved_names(__name__, {"backbone_of": "fastamp.modeling.meta_arch.mgn.backbone_state"})
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from fastamp.amp.model_tensors import ModelTensors
-from fastamp.utils.moved import renamed_attribute
 
 
 class MomentumCopy(nn.Module):
@@ -72,9 +71,6 @@ class MomentumCopy(nn.Module):
             return state
         prefixes = tuple(f"{part}." for part in self._modules)
         return state | {prefix + name: value for name, value in state.items() if name.startswith(prefixes)}
-
-    follow_modes = renamed_attribute("follow_modes", "copy_training_modes")
-    starts_from = renamed_attribute("starts_from", "fill_from_model")
 
     def _lists_of(self, model: nn.Module) -> list[ModelTensors]:
         """Return up-to-date lists of the modules of each copy, then of each submodule of the model."""

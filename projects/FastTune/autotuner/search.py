@@ -34,7 +34,6 @@ MUTABLE = (
     "INPUT.*.PROB",
 )
 _SETTINGS, _OUTCOMES = "search.json", "outcomes.json"
-_FORMER_FLAGS = {"--parts": "--plugin"}
 EARLIER = {"refine": "search"}
 """Title of a search -> folder of the preceding search, whose trials are part of the results."""
 
@@ -395,7 +394,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
     # Keys of later versions had their default values.
     before = json.loads(json.dumps({key.path: key.default for key, _ in search.cfg.keys_below()}, default=dict))
     del before["OUTPUT_DIR"]
-    before |= {_FORMER_FLAGS.get(name, current_path(name)): value for name, value in saved.items()}
+    before |= {current_path(name): value for name, value in saved.items()}
     changed = [
         f"{name} was {before.get(name)}, got {facts.get(name)}"
         for name in before | facts

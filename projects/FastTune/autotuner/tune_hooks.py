@@ -9,13 +9,10 @@ from typing import Any
 
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.utils.env import peak_memory_mb
-from fastamp.utils.moved import moved_names
 
 Report = Callable[[dict[str, Any], Path], None]
 SCORE, EPOCH, ROUND, VALUES = "score", "epoch", "round", "values"
 CHECKPOINT = "model_tune"
-
-__getattr__ = moved_names(__name__, {"Rounds": "autotuner.tune_hooks.EvalRounds"})
 
 
 @dataclass(frozen=True)
