@@ -22,7 +22,7 @@ from fastamp.config.key import Key
 from fastamp.evaluation import identification
 from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, Ranker, RankingRule
-from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.rank import MISS, RankingResult
 from fastamp.utils.errors import ConfigError, DataError
 
 KEYS = (
@@ -111,7 +111,7 @@ class AnimalRanker(Ranker):
         extra[:, _OTHER] = self.offset - other.double().cpu().numpy()
         extra[:, _KNOWN], extra[:, _VALIDATION] = first_match[:, 0] >= 0, validation
         if self.missing_is_wrong:
-            first_match[first_match < 0] = self.num_gallery
+            first_match[first_match < 0] = MISS
         ap[validation], inp[validation], first_match[validation] = 0, 0, -1
         return ap, inp, first_match, extra
 

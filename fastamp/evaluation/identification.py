@@ -36,15 +36,11 @@ def encode_labels(
     """
     if len(true) != len(predicted):
         raise DataError(
-            f"expected one prediction for each image, got {len(predicted)} predictions for {len(true)} images"
+            f"expected one prediction for each image, got {len(predicted)} predictions for {len(true)} images.\n"
+            "  fix: pass one prediction for each true label"
         )
-    true, predicted = [_plain(each) for each in true], [_plain(each) for each in predicted]
-    kinds = {type(each) for each in (*true, *predicted) if new is None or each != new}
-    if len(kinds) > 1 or not kinds <= {str, int}:
-        raise DataError(
-            f"labels must be all text or all integers, got {' and '.join(sorted(kind.__name__ for kind in kinds))}.\n"
-            "  fix: convert the labels to one type, e.g. text"
-        )
+    true, predicted = _plain_labels(true), _plain_labels(predicted)
+    _check_kinds(true, predicted, new=new)
     numbers: dict[Any, int] = {} if new is None else {_plain(new): -1}
     for label in (*true, *predicted):
         numbers.setdefault(label, len(numbers))
@@ -127,14 +123,17 @@ def baks(true: Sequence[Any], predicted: Sequence[Any], unknown: Collection[Any]
     Args:
         true: N labels; unknown individuals have their real names.
         predicted: N labels.
-        unknown: names of the individuals that are not in the database.
+        unknown: names of the individuals that are not in the database, of the type of the labels.
         new: prediction for unknown individuals. Default: ``"new"``.
 
     Returns:
         Mean over the known identities of the fraction of their images that are predicted right; NaN without any.
+
+    Raises:
+        DataError: see ``encode_labels``; also if ``unknown`` is of another type than the labels.
     """
     codes, guesses, _ = encode_labels(true, predicted, new)
-    known = ~_is_member(true, unknown)
+    known = ~_is_member(true, unknown, new)
     return _mean_per_class(codes[known], (codes == guesses)[known])
 
 
@@ -145,7 +144,7 @@ def baus(true: Sequence[Any], predicted: Sequence[Any], unknown: Collection[Any]
         Mean over the unknown identities of the fraction of their images that are predicted ``new``; NaN without any.
     """
     codes, guesses, number = encode_labels(true, predicted, new)
-    chosen = _is_member(true, unknown)
+    chosen = _is_member(true, unknown, new)
     return _mean_per_class(codes[chosen], (guesses == number)[chosen])
 
 
@@ -164,8 +163,16 @@ def auc_new(is_new: Sequence[bool] | np.ndarray, scores: Sequence[float] | np.nd
     Returns:
         Probability that an unknown image has a lower score than a known one, ties counted half; NaN if one kind is
         missing.
+
+    Raises:
+        DataError: if the numbers of labels and scores differ, or a score is NaN.
     """
     is_new, scores = np.asarray(is_new, dtype=bool), np.asarray(scores, dtype=np.float64)
+    if is_new.shape != scores.shape or np.isnan(scores).any():
+        raise DataError(
+            f"AUC-new needs one score for each image; got {is_new.shape} labels and {scores.shape} scores, of which "
+            f"{int(np.isnan(scores).sum())} are NaN.\n  fix: pass the similarity of the nearest image for each image"
+        )
     known, unknown = np.sort(scores[~is_new]), scores[is_new]
     not_above, below = (np.searchsorted(known, unknown, side=side) for side in ("right", "left"))
     if not len(known):
@@ -178,8 +185,11 @@ def average_precision_at_k(true: Any, ranked: Sequence[Any]) -> float:
 
     The sum of the precisions at the hits is divided by the number of hits among the K images, as in wildlife-datasets,
     not by the number of all images of the identity: AP@K can fall when a further hit is added. 0 without a hit.
+
+    Raises:
+        DataError: if texts and integers are mixed.
     """
-    hits = np.array([_plain(label) == _plain(true) for label in ranked], dtype=np.float64)
+    hits = _hits(true, ranked).astype(np.float64)
     if not hits.any():
         return 0.0
     precisions = np.cumsum(hits) / np.arange(1, len(hits) + 1)
@@ -193,9 +203,15 @@ def mean_average_precision_at_k(true: Sequence[Any], ranked: Sequence[Sequence[A
 
 
 def top_k_accuracy(true: Sequence[Any], ranked: Sequence[Sequence[Any]], k: int) -> float:
-    """Compute the fraction of N queries whose label is among those of their ``k`` nearest images (not identities)."""
+    """Compute the fraction of N queries whose label is among those of their ``k`` nearest images (not identities).
+
+    Raises:
+        DataError: if ``k`` is below 1, or texts and integers are mixed.
+    """
+    if k < 1:
+        raise DataError(f"k must be at least 1; got {k}.\n  fix: pass the number of nearest images, e.g. 5")
     pairs = zip(true, ranked, strict=True)
-    return _mean(np.array([_plain(label) in map(_plain, labels[:k]) for label, labels in pairs], dtype=bool))
+    return _mean(np.array([_hits(label, labels)[:k].any() for label, labels in pairs], dtype=bool))
 
 
 class _ClassCounts:
@@ -221,9 +237,38 @@ def _plain(label: Any) -> Any:
     return str(label) if isinstance(label, str) else label
 
 
-def _is_member(labels: Sequence[Any], chosen: Collection[Any]) -> np.ndarray:
-    names = {_plain(each) for each in chosen}
-    return np.array([_plain(label) in names for label in labels], dtype=bool)
+def _plain_labels(labels: Collection[Any]) -> list[Any]:
+    return [_plain(each) for each in labels]
+
+
+def _check_kinds(*labels: list[Any], new: Label | None = None) -> None:
+    """Check that plain labels other than ``new`` are all texts or all integers; labels of two types never match.
+
+    Raises:
+        DataError: if they are not.
+    """
+    kinds = {type(each) for part in labels for each in part if new is None or each != new}
+    if len(kinds) > 1 or not kinds <= {str, int}:
+        raise DataError(
+            f"labels must be all text or all integers, got {' and '.join(sorted(kind.__name__ for kind in kinds))}.\n"
+            "  fix: convert the labels to one type, e.g. text"
+        )
+
+
+def _is_member(labels: Sequence[Any], chosen: Collection[Any], new: Label) -> np.ndarray:
+    """Return True for each label that is in ``chosen``, which must be of the same type."""
+    if isinstance(chosen, str):
+        raise DataError(f"expected a list of labels, got the text {chosen!r}.\n  fix: pass [{chosen!r}]")
+    found, names = _plain_labels(labels), set(_plain_labels(chosen))
+    _check_kinds(found, list(names), new=new)
+    return np.array([label in names for label in found], dtype=bool)
+
+
+def _hits(true: Any, ranked: Sequence[Any]) -> np.ndarray:
+    """Return True for each of the ranked labels that equals ``true``, which must be of the same type."""
+    label, labels = _plain(true), _plain_labels(ranked)
+    _check_kinds([label], labels)
+    return np.array([each == label for each in labels], dtype=bool)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -9,7 +9,7 @@ import torch
 
 from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Ranker, RankingRule
-from fastamp.evaluation.rank import query_scores, ranks_of_matches
+from fastamp.evaluation.rank import MISS, query_scores, ranks_of_matches
 
 
 def same_image(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np.ndarray:
@@ -64,7 +64,7 @@ class FirstHitRanker(Ranker):
         ranks = ranks_of_matches(distances, pairs.rows, pairs.columns) - 1
         kept = ranks >= 0
         ap, inp, first_match = query_scores(ranks[kept], pairs.rows[kept], len(distances), trapezoid=self.trapezoid)
-        return ap, inp, np.where(first_match < 0, self.num_gallery, first_match)[:, None]
+        return ap, inp, np.where(first_match < 0, MISS, first_match)[:, None]
 
 
 PROTOCOL_REGISTRY.register("recall_at_k")(

@@ -15,6 +15,8 @@ import torch
 _SORT, _COMPARE_CALL, _COMPARE = 18.0, 3500.0, 0.07
 # Selecting the images up to a match is faster if they are less than 1 / _CLOSE_FRACTION of the gallery.
 _CLOSE_FRACTION = 8
+MISS = int(np.iinfo(np.int64).max)
+"""Rank of the first match of a query that has none, under a rule that counts it as a miss instead of excluding it."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,8 @@ class RankingResult:
         inp: (Q,) float64, inverse negative penalty in 0..1: number of matches divided by the rank of the last match
             (Ye et al. 2021, arXiv:2001.04193, eq. 8); 0 for queries that are not ``valid``.
         first_match: (Q, R) int64, 0-based rank of the first match, not counting junk, in each of R random galleries;
-            R is 1 for a fixed gallery. -1 if the query has no match or is itself in the gallery of that trial.
+            R is 1 for a fixed gallery. -1 if the query has no match or is itself in the gallery of that trial; ``MISS``
+            if a query without a match counts as wrong.
         extra: (Q, E) float64, further results that the ranker of a rule records, see ``RankingRule.further_metrics``.
             None (default) if there are none.
     """

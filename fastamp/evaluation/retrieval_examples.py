@@ -52,7 +52,7 @@ class RankList:
         distances: (K,) float32.
         matches: (K,) bool, True for images of the query's identity.
         ap: average precision of the query in 0..1.
-        first_match: 1-based rank of the first match.
+        first_match: 1-based rank of the first match; 0 for a query without a match, which the protocol counts as wrong.
     """
 
     query: int
@@ -256,7 +256,7 @@ def _rank_list(
         distances=distances[order[:length]].astype(np.float32),
         matches=is_match[:length],
         ap=float(ranking.ap[query]),
-        first_match=1 + int(is_match.argmax()),
+        first_match=1 + int(is_match.argmax()) if is_match.any() else 0,
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
-from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.rank import MISS, RankingResult
 from fastamp.utils.errors import writing
 from fastamp.utils.files import write_atomically
 
@@ -18,7 +18,8 @@ def write_queries(
 ) -> None:
     """Write a CSV file with one line per query: its file, identity, camera, average precision (%) and first match.
 
-    Queries are sorted by average precision, and those without a match are last, with empty values.
+    Queries are sorted by average precision, and those without a match are last, with empty values. If the protocol
+    counts a query without a match as wrong, only its ``first_match`` is empty.
 
     Args:
         path: file to write; its folder is created if necessary.
@@ -40,7 +41,8 @@ def write_queries(
         values = ("", "")
         if valid[number]:
             # With random galleries, the mean over the trials.
-            values = (f"{100 * ranking.ap[number]:.2f}", f"{1 + first[number][first[number] >= 0].mean():g}")
+            ranks = first[number][(first[number] >= 0) & (first[number] != MISS)]
+            values = (f"{100 * ranking.ap[number]:.2f}", f"{1 + ranks.mean():g}" if len(ranks) else "")
         writer.writerow((item.path, *names, *values))
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -219,7 +219,8 @@ def _rank_list(
 ) -> dict[str, Any]:
     query = queries[rank_list.query]
     name = each.identity(query.pid)
-    title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, first match at rank {rank_list.first_match}"
+    found = f"first match at rank {rank_list.first_match}" if rank_list.first_match else "no match"
+    title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, {found}"
     pictures = [_picture(query, f"query, identity {name}", "query", each)]
     for rank, (number, score, match) in enumerate(
         zip(

@@ -95,6 +95,35 @@ def test_labels_of_mixed_types_or_numbers_are_an_error(true, predicted):
         identification.accuracy(true, predicted)
 
 
+@pytest.mark.parametrize("true, unknown", [([1, 2], ["2"]), (["1", "2"], [2]), (["ab", "b"], "b"), ([1], [None])])
+def test_unknown_of_another_type_than_the_labels_is_an_error(true, unknown):
+    for function in (identification.baks, identification.baus):
+        with pytest.raises(DataError, match="fix:"):
+            function(true, ["new"] * len(true), unknown)
+    assert identification.baus(["new", "a"], ["new", "new"], ["a"], "new") == 1
+
+
+@pytest.mark.parametrize("ranked", [["1", "2"], [None], [1.0]])
+def test_ranked_labels_of_another_type_are_an_error(ranked):
+    with pytest.raises(DataError, match="fix:"):
+        identification.average_precision_at_k(1, ranked)
+    with pytest.raises(DataError, match="fix:"):
+        identification.top_k_accuracy([1], [ranked], 1)
+
+
+def test_top_k_accuracy_needs_a_positive_k():
+    assert identification.top_k_accuracy(["a"], [["b", "a"]], 50) == 1
+    with pytest.raises(DataError, match="fix:"):
+        identification.top_k_accuracy(["a"], [["b", "a"]], -1)
+
+
+@pytest.mark.parametrize("scores", [[0.5, float("nan")], [0.5], []])
+def test_scores_that_are_missing_are_an_error(scores):
+    with pytest.raises(DataError, match="fix:"):
+        identification.auc_new([True, False], scores)
+    assert identification.auc_new([True, False], [float("-inf"), float("inf")]) == 1
+
+
 def test_numpy_labels_are_the_same_as_python_labels():
     assert identification.accuracy(np.array(["a", "b"]), ["a", "new"], "new") == 0.5
     assert identification.accuracy(np.array([3, 4], dtype=np.int32), [3, 4]) == 1

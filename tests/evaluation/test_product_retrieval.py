@@ -77,6 +77,22 @@ def test_image_without_another_of_its_class_is_excluded_or_a_miss():
         compute_metrics(features, features[:0], identities(range(5), []), Protocol(rule="recall_at_k"))
 
 
+@pytest.mark.parametrize("rule", ["recall_at_k_first_hit", "animals_disjoint_miewid"])
+def test_miss_is_no_hit_at_ranks_beyond_the_gallery(rule):
+    generator = torch.Generator().manual_seed(0)
+    pids = [0, 0, 1, 1, 2, 3, 4, 5, 6]  # five of nine images are the only ones of their class
+    options = protocol("TEST.PROTOCOL", rule, "TEST.ANIMALS.DATABASE", "", "TEST.RANKS", "(8, 9, 50)")
+    features = torch.randn(9, 4, generator=generator)
+    report = ReportOptions(lists=9, length=50)
+    result = compute_metrics(features, features[:0], identities(pids, []), options, report)
+    found = result.metrics()
+    assert [found[f"Rank-{rank}"] for rank in (8, 9, 50)] == pytest.approx([100 * 4 / 9] * 3)
+    assert found["num_query_without_match"] == 0
+    lists = {one.query: one.first_match for part in result.examples.lists.values() for one in part}
+    misses = [query for query in lists if query > 3]
+    assert misses and not any(lists[query] for query in misses)
+
+
 def test_reports_and_verification_exclude_the_query_itself():
     generator = torch.Generator().manual_seed(1)
     pids = torch.arange(40) % 8
