@@ -44,6 +44,8 @@ EXTRAS = {
     "hub": ["huggingface_hub>=2", "safetensors"],
     "dev": [
         "ruff",
+        "import-linter",
+        "codespell",
         "mypy",
         "types-PyYAML",
         "jsonschema",

@@ -92,7 +92,7 @@ class FastReIDMethods:
 
     @property
     def _hooks(self) -> list[Any]:
-        return self.trainer._hooks
+        return self.trainer._hooks  # noqa: SLF001
 
     @property
     def iters_per_epoch(self) -> int:

@@ -316,7 +316,7 @@ class _RankProcess:
     def __init__(self, number: int, process: Any, pipe: Any) -> None:
         self.number, self.process, self.pipe = number, process, pipe
         self.ready = False
-        self.signalled: int | None = None
+        self.signaled: int | None = None
         self.outcomes: list[Outcome] | None = None
 
     @property
@@ -341,8 +341,8 @@ class _RankProcess:
     def _outcome_from_exit_code(self, code: int) -> Outcome:
         if code >= 0:
             return Outcome(code, f"the process of rank {self.number} exited with code {code}", self.number, "lost")
-        if self.signalled:
-            return Outcome(128 + self.signalled, "interrupted", self.number, "lost")
+        if self.signaled:
+            return Outcome(128 + self.signaled, "interrupted", self.number, "lost")
         message = f"the process of rank {self.number} was terminated by {signal.Signals(-code).name}"
         if -code == signal.SIGKILL:
             message += ", e.g. by the out-of-memory killer (check dmesg)"
@@ -351,7 +351,7 @@ class _RankProcess:
     def signal(self, number: int) -> None:
         """Forward a signal to the process, or send SIGTERM if the process has not yet installed its handlers."""
         if self.process.exitcode is None:
-            self.signalled = number
+            self.signaled = number
             os.kill(self.process.pid, number if self.ready else signal.SIGTERM)
 
 

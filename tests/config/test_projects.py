@@ -80,7 +80,7 @@ def test_key_value_pairs_and_plugin_argument_name_a_project(folder):
 
 def test_unknown_project_is_an_error_with_the_choices(folder):
     with pytest.raises(ConfigError, match="choices: Colors"):
-        read_config("", ["PROJECTS", "[Colours]"])
+        read_config("", ["PROJECTS", "[Colers]"])
 
 
 def test_unpickled_config_registers_the_components_of_its_projects(folder):

@@ -299,7 +299,7 @@ except DataError as error:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sigwaitinfo to identify the sender of a signal")
 def test_workers_ignore_external_signals_and_exit_with_the_main_process(market, tmp_path):
     """The main process exits without stopping the workers."""
-    script = tmp_path / "signalled.py"
+    script = tmp_path / "signaled.py"
     script.write_text(SIGNALLED)
     run = preloaded.run(script)
     assert run.returncode == 0, run.stderr

@@ -88,7 +88,7 @@ def test_fp32_search_selects_layers_next_to_an_overflowing_function():
 def test_fp32_search_selects_layers_that_lose_precision():
     """Cancellation of large numbers: no overflow, but features dominated by rounding."""
 
-    class Cancelling(nn.Module):
+    class Canceling(nn.Module):
         def __init__(self):
             super().__init__()
             self.linear = nn.Linear(16, 16)
@@ -101,16 +101,16 @@ def test_fp32_search_selects_layers_that_lose_precision():
     class Model(Net):
         def __init__(self):
             super().__init__()
-            self.cancelling = Cancelling()
+            self.canceling = Canceling()
             for norm in self.norms:
                 norm.num_batches_tracked += 1  # embeddings are compared for trained models only
 
         def forward(self, batch):
             out = super().forward(batch)
-            return out if self.training else self.cancelling(out)
+            return out if self.training else self.canceling(out)
 
     found, lines = search(Model(), BFLOAT16)
-    assert any(name.startswith("cancelling") for name in found)
+    assert any(name.startswith("canceling") for name in found)
     assert any("bfloat16 embeddings differ from float32" in line for line in lines)
     assert passes_check(Model(), BFLOAT16, found) and not passes_check(Model(), BFLOAT16)
 

@@ -56,7 +56,7 @@ def test_distances_equal_the_reference_program_for_its_neighbors(name):
     """The order of exact duplicates is that of the search library, so that its neighbors are given."""
     data = load(name)
     features = torch.from_numpy(data["features"])
-    neighbors = data["neighbours"].astype(np.int64)
+    neighbors = data["neighbours"].astype(np.int64)  # codespell:ignore neighbours
     for eps in EPS:
         weights = reciprocal_weights(features, neighbors, None, ReRanking(k1=30, k2=6, variant="fastreid"))
         distances = distances_of_weights(weights, float(eps))

@@ -31,13 +31,13 @@ def gallery(demo, predictor, tmp_path):
 def clustered(path, metric, count=1500, width=24):
     """Write an extraction with clustered features, and return it and 40 query features."""
     random = np.random.default_rng(0)
-    centres = 3 * random.standard_normal((count // 10, width))
-    features = (centres.repeat(10, 0) + random.standard_normal((count, width))).astype(np.float32)
+    centers = 3 * random.standard_normal((count // 10, width))
+    features = (centers.repeat(10, 0) + random.standard_normal((count, width))).astype(np.float32)
     columns = {"paths": np.arange(count).astype(str), "pids": np.arange(count) // 10, "camids": np.zeros(count, int)}
     texts = {"config_hash": "a", "checkpoint": "a.pth", "metric": metric}
     with path.open("wb") as file:
         write_arrays(file, columns | {name: np.array(text) for name, text in texts.items()}, [features], features.shape)
-    queries = centres[:40] + random.standard_normal((40, width))
+    queries = centers[:40] + random.standard_normal((40, width))
     return read_extraction(path), queries.astype(np.float32)
 
 

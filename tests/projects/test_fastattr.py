@@ -262,7 +262,7 @@ def test_weights_of_a_joint_model_do_not_change_its_reid_features(tmp_path):
 
 def test_column_that_does_not_exist_lists_the_columns(tmp_path):
     with pytest.raises(ConfigError, match="available columns: color, hat"):
-        DefaultTrainer(config(tmp_path, columns="[colour]"))
+        DefaultTrainer(config(tmp_path, columns="[colr]"))
 
 
 def test_all_columns_are_attributes_by_default_and_a_set_without_columns_is_an_error(tmp_path):

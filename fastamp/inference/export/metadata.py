@@ -54,7 +54,6 @@ def export_metadata(
             "center_crop": None if resize.crop is None else list(resize.crop),
             "channels": cfg.INPUT.CHANNELS,
             "color_order": colors,
-            "colour_order": colors,
             "normalization": "inside" if normalization else "outside",
             "pixel_mean": model.pixel_mean.flatten().tolist(),
             "pixel_std": model.pixel_std.flatten().tolist(),
