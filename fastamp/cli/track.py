@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Track the detections, write the files and print a summary."""
     from fastamp.tracking.frames import Frames, import_av
-    from fastamp.tracking.metrics import tracking_metrics
+    from fastamp.tracking.metrics import check_ids, tracking_metrics
     from fastamp.tracking.mot_file import read_boxes
     from fastamp.tracking.track import check_frames, check_output, track
     from fastamp.tracking.tracker import TrackerOptions
@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     options = TrackerOptions(max_distance=args.max_distance, max_age=args.max_age, min_hits=args.min_hits)
     detections = _detections(args)
     truth = read_boxes(args.gt) if args.gt else None
+    if truth is not None:
+        check_ids(truth)
     if args.video:
         import_av("--video")
     frames = Frames(args.source)

@@ -9,9 +9,11 @@ import PIL.ImageOps
 import torch
 from torch.utils.data import Dataset, default_collate
 
+from fastamp.data.boxes import clip_box
 from fastamp.data.datasets.base import data_root
 from fastamp.data.datasets.items import ImageItem
 from fastamp.data.decode import open_with_pil
+from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
 
 
@@ -89,7 +91,12 @@ class CommDataset(Dataset):
         path, pid, camid = item[:3]
         image = read_image(path)
         if item.box is not None:
-            image = image.crop(item.box)
+            box = clip_box(item.box, *image.size)
+            if box is None:
+                raise DataError(
+                    f"box {item.box} is outside the image {path} of {image.size[0]} x {image.size[1]} pixels"
+                )
+            image = image.crop(box)
         if self.transform is not None:
             image = self.transform(image)
         if self.relabel:

@@ -15,6 +15,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from fastamp.data.boxes import clip_box
 from fastamp.data.file_parts import file_of, read_bytes
 from fastamp.utils.errors import DataError
 
@@ -63,7 +64,7 @@ def read_image(
         path (str): image file, or ``FILE#START+COUNT`` for bytes of a file, see ``file_parts``.
         channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
         box (tuple, optional): (left, top, right, bottom) of the region to return, in pixels of the upright image; right
-            and bottom are exclusive. Default: the whole image.
+            and bottom are exclusive, and parts outside the image are cut off. Default: the whole image.
         max_pixels (int): maximum width x height to decode, at most ``LARGEST_PIXELS``. Default 100,000,000.
         least_side (int, optional): required height and width, in pixels. A JPEG file of more than 2**24 pixels is
             decoded at 1/2, 1/4 or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many
@@ -73,17 +74,18 @@ def read_image(
         Tensor: (channels, H, W) uint8.
 
     Raises:
-        DataError: if the file is missing, cannot be read, is corrupt or too large, or ``box`` exceeds the image. The
-            message names the file and the cause.
+        DataError: if the file is missing, cannot be read, is corrupt or too large, or ``box`` is outside the
+            image. The message names the file and the cause.
         OSError: if too many files are open.
     """
     image = _read_full_image(path, channels, max_pixels, least_side if box is None else None)
     if box is None:
         return image
-    left, top, right, bottom = box
     height, width = image.shape[1:]
-    if right > width or bottom > height:
-        raise DataError(f"box {left} {top} {right} {bottom} exceeds the image {path} of {width} x {height} pixels")
+    clipped = clip_box(box, width, height)
+    if clipped is None:
+        raise DataError(f"box {' '.join(map(str, box))} is outside the image {path} of {width} x {height} pixels")
+    left, top, right, bottom = clipped
     return image[:, top:bottom, left:right]
 
 

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 from PIL import Image, ImageOps
 
+from fastamp.data.boxes import clip_box
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.decode import MAX_PIXELS, cause_of, check_mode, check_pixels, open_with_pil
 from fastamp.data.file_parts import read_bytes
@@ -56,9 +57,12 @@ def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> ImageSumm
     except Exception as error:  # PIL's plugins raise many exception types on corrupt files
         return ImageSummary(fault=cause_of(error))
     if item.box is not None:
-        if item.box[2] > upright.width or item.box[3] > upright.height:
-            return ImageSummary(fault=f"box {item.box} exceeds the image of {upright.width} x {upright.height} pixels")
-        upright = upright.crop(item.box)
+        box = clip_box(item.box, *upright.size)
+        if box is None:
+            return ImageSummary(
+                fault=f"box {item.box} is outside the image of {upright.width} x {upright.height} pixels"
+            )
+        upright = upright.crop(box)
     if upright.mode.startswith("I"):  # more than 8 bits
         values = np.asarray(upright, dtype=np.float64)
         upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))

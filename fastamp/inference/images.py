@@ -1,5 +1,6 @@
 """Conversion of input images: paths, contents of files, PIL images, arrays, tensors, and boxes in a frame."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -9,8 +10,11 @@ import PIL.Image
 import torch
 from torch import Tensor
 
+from fastamp.data.boxes import SMALLEST_SIDE, are_normalized, clip_box, normalized_error, small_sides
 from fastamp.data.decode import decode_image, image_from_pil, read_image, with_channels
 from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Image = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
@@ -54,13 +58,21 @@ def crop_frame(
         decode: function (image, color) -> (C, H, W) uint8 RGB, for other images.
 
     Raises:
-        DataError: if there is not exactly one image; see also ``as_boxes`` and ``crop_boxes``.
+        DataError: if there is not exactly one image, or the boxes are normalized; see also ``as_boxes`` and
+            ``crop_boxes``.
     """
     frames, corners = as_list(images), as_boxes(boxes)
     if len(frames) != 1:
         raise DataError(
             f"boxes require exactly one image, the frame; got {len(frames)} images.\n"
             "  fix: extract the features of one frame per call"
+        )
+    if are_normalized(corners):
+        raise normalized_error("boxes")
+    small = small_sides(corners)
+    if small.any():
+        logger.warning(
+            "%d of %d boxes have a side of less than %d pixels", int(small.sum()), len(corners), SMALLEST_SIDE
         )
     frame = frames[0]
     if not isinstance(frame, (np.ndarray, Tensor)):
@@ -87,9 +99,9 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
     if isinstance(frame, Tensor):
         frame = frame.movedim(0, -1)
     height, width = frame.shape[:2]
-    corners = np.clip(np.rint(corners), 0, (width, height, width, height))
-    corners = np.where(np.isnan(corners).any(axis=1, keepdims=True), 0, corners).astype(np.int64)
-    crops = [frame[top:bottom, left:right] for left, top, right, bottom in corners.tolist()]
+    # Faster than in NumPy for the few boxes of a frame.
+    clipped = [clip_box(box, width, height) or (0, 0, 0, 0) for box in corners.tolist()]
+    crops = [frame[top:bottom, left:right] for left, top, right, bottom in clipped]
     return [crop.movedim(-1, 0) if isinstance(crop, Tensor) else crop for crop in crops]
 
 

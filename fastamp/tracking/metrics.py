@@ -8,6 +8,8 @@ from scipy.optimize import linear_sum_assignment
 
 from fastamp.tracking.mot_file import Boxes
 from fastamp.tracking.tracker import iou
+from fastamp.utils.errors import DataError
+from fastamp.utils.plural import plural
 
 MIN_IOU = 0.5
 """Smallest IoU of a ground-truth box and a tracked box that match."""
@@ -49,7 +51,12 @@ def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
     Args:
         truth (Boxes): ground truth.
         found (Boxes): tracks.
+
+    Raises:
+        DataError: see ``check_ids``.
     """
+    for boxes in (truth, found):
+        check_ids(boxes)
     truth = truth.select(truth.confidences != 0)
     last: dict[int, int] = {}
     switches = matches = 0
@@ -71,6 +78,28 @@ def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
     mota = 100 * (1 - (misses + false_positives + switches) / count) if count else np.nan
     idf1 = 200 * correct / (count + len(found)) if count else np.nan
     return TrackingMetrics(switches, misses, false_positives, count, float(mota), float(idf1))
+
+
+def check_ids(boxes: Boxes) -> None:
+    """Check that the counted boxes have an id, once in each frame.
+
+    Raises:
+        DataError: if an id is negative, or is twice in a frame; the message names the line.
+    """
+    counted = boxes.select(boxes.confidences != 0)
+    _, first, number = np.unique(
+        np.stack([counted.frames, counted.ids], axis=1), axis=0, return_index=True, return_inverse=True
+    )
+    is_again = first[number.reshape(-1)] != np.arange(len(counted))
+    wrong = np.flatnonzero((counted.ids < 0) | is_again)
+    if len(wrong):
+        row = int(wrong[0])
+        place, frame, each = f"{boxes.path}, line {counted.lines[row]}", counted.frames[row], counted.ids[row]
+        fault = f"{each} is not an identity" if each < 0 else f"id {each} is twice in frame {frame}"
+        raise DataError(
+            f"{place}: {fault} ({plural(len(wrong), 'such line')}).\n"
+            "  fix: give each identity one number from 0 in all frames; confidence 0 excludes a line of a ground truth"
+        )
 
 
 def _matches(

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageOps
 
+from fastamp.data.boxes import clip_box
 from fastamp.tracking.frames import Frame, Frames, track_color
 from fastamp.tracking.mot_file import Boxes
 from fastamp.tracking.tracker import Tracker, TrackerOptions
@@ -19,6 +21,8 @@ from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import load_font
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import ProgressBar
+
+logger = logging.getLogger(__name__)
 
 Embed = Callable[[list[Frame]], NDArray[np.float32]]
 """Function: list of N images (H, W, 3) uint8 RGB -> (N, D) float32 features."""
@@ -87,17 +91,29 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
         batch (int): largest number of crops of a call, at least 1.
 
     Returns:
-        np.ndarray: (N, D) float32.
+        np.ndarray: (N, D) float32; NaN for boxes outside their frame, which a warning counts.
 
     Raises:
-        DataError: if a box is outside its frame; the message names the line. See also ``Frames.read``.
+        DataError: if all boxes are outside their frames; the message names the first line. See also ``Frames.read``.
     """
     features: list[NDArray[np.float32]] = []
     crops: list[Frame] = []
+    rows: list[int] = []
+    outside: list[str] = []
     bar = ProgressBar(len(detections), "extracting features")
     try:
         for number, frame in frames.read(np.unique(detections.frames).tolist()):
-            crops += _crops(frame, detections, np.flatnonzero(detections.frames == number))
+            height, width = frame.shape[:2]
+            for row in np.flatnonzero(detections.frames == number).tolist():
+                corners = clip_box(_corners(detections.boxes[row]), width, height)
+                if corners is None:
+                    box = ",".join(f"{value:g}" for value in detections.boxes[row])
+                    outside.append(f"line {detections.lines[row]}: {box} in {width} x {height} pixels")
+                    bar.update(bar.done + 1)
+                    continue
+                left, top, right, bottom = corners
+                crops.append(frame[top:bottom, left:right].copy())
+                rows.append(row)
             while len(crops) >= batch:
                 features.append(embed(crops[:batch]))
                 crops = crops[batch:]
@@ -106,30 +122,23 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
             features.append(embed(crops))
     finally:
         bar.close()
-    return np.concatenate(features)
+    if outside:
+        message = (
+            f"{detections.path}: boxes outside their frames or smaller than a pixel: {len(outside)} of "
+            f"{len(detections)}; the first: {outside[0]}"
+        )
+        if not features:
+            raise DataError(f"{message}\n  fix: columns are left,top,width,height in pixels of the frame")
+        logger.warning("%s\n  they are tracked by motion only", message)
+    found = np.concatenate(features)
+    result = np.full((len(detections), found.shape[1]), np.nan, dtype=np.float32)
+    result[rows] = found
+    return result
 
 
-def _crops(frame: Frame, detections: Boxes, rows: NDArray[np.int64]) -> list[Frame]:
-    """Return copies of the boxes of a frame."""
-    height, width = frame.shape[:2]
-    crops = []
-    for row in rows.tolist():
-        left, top, right, bottom = _corners(detections.boxes[row], width, height)
-        if left >= right or top >= bottom:
-            box = ",".join(f"{value:g}" for value in detections.boxes[row])
-            raise DataError(
-                f"{detections.path}, line {detections.lines[row]}: the box {box} is outside the frame of "
-                f"{width} x {height} pixels, or smaller than a pixel.\n"
-                "  fix: remove this line; columns are left,top,width,height in pixels of the frame"
-            )
-        crops.append(frame[top:bottom, left:right].copy())
-    return crops
-
-
-def _corners(box: NDArray[np.float64], width: int, height: int) -> tuple[int, int, int, int]:
-    """Round a box to whole pixels within the frame: left, top, right and bottom, as ``Predictor.features``."""
-    left, top, right, bottom = np.rint([*box[:2], *(box[:2] + box[2:])]).clip(0, (width, height) * 2).astype(int)
-    return int(left), int(top), int(right), int(bottom)
+def _corners(box: NDArray[np.float64]) -> list[float]:
+    """Return left, top, right and bottom of a box (4,) left, top, width and height."""
+    return [*box[:2].tolist(), *(box[:2] + box[2:]).tolist()]
 
 
 def track(
@@ -147,9 +156,12 @@ def track(
     """
     tracker = Tracker(options)
     numbers = np.full(len(detections), -1, dtype=np.int64)
-    last = int(detections.frames.max(initial=0))
-    bounds = np.searchsorted(detections.frames, np.arange(1, last + 2))
-    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+    none = None if features is None else features[:0]
+    frames, starts = np.unique(detections.frames, return_index=True)
+    bounds = [*starts.tolist(), len(detections)]
+    for gap, start, end in zip(np.diff(frames, prepend=0).tolist(), bounds[:-1], bounds[1:], strict=True):
+        for _ in range(min(gap - 1, tracker.options.max_age + 1)):
+            tracker.update(detections.boxes[:0], none)  # no track outlives more frames without a detection
         rows = slice(start, end)
         numbers[rows] = tracker.update(detections.boxes[rows], None if features is None else features[rows])
     names = {number: name for name, number in enumerate(tracker.confirmed, start=1)}
@@ -196,8 +208,9 @@ def write_sheet(
     for number, frame in frames:
         for row in sorted(set(np.flatnonzero(tracks.frames == number).tolist()) & cells.keys()):
             line_number, column = cells[row]
-            left, top, right, bottom = _corners(tracks.boxes[row], frame.shape[1], frame.shape[0])
-            if left < right and top < bottom:
+            corners = clip_box(_corners(tracks.boxes[row]), frame.shape[1], frame.shape[0])
+            if corners:
+                left, top, right, bottom = corners
                 crop = ImageOps.contain(Image.fromarray(frame[top:bottom, left:right]), (width, height))
                 corner = (gap + column * (width + gap), gap + line + line_number * (height + gap + line))
                 sheet.paste(crop, corner)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
 from fastamp.tracking.kalman import GATE, Array, BoxFilter
+from fastamp.utils.errors import DataError
 
 _REJECTED = 1e5
 
@@ -77,13 +78,18 @@ class Tracker:
         Args:
             boxes (np.ndarray): (N, 4) left, top, width and height in pixels.
             features (np.ndarray, optional): (N, D) features of the boxes, of any length above 0. Default: None,
-                association by motion only.
+                association by motion only. A box whose feature is zero or not finite, e.g. of
+                ``Predictor.features`` for a box outside the frame, is associated by motion only.
 
         Returns:
             np.ndarray: (N,) numbers of the tracks, from 0; only those in ``confirmed`` are final.
+
+        Raises:
+            DataError: if a box is not finite or has no area, the numbers of boxes and features differ, or D differs
+                from that of earlier frames.
         """
-        boxes = np.asarray(boxes, dtype=np.float64).reshape(-1, 4)
-        units = None if features is None else _unit_length(features)
+        boxes = _checked_boxes(boxes)
+        units = None if features is None else self._unit_length(features, len(boxes))
         for track in self._tracks:
             track.filter.predict()
             track.age += 1
@@ -106,7 +112,7 @@ class Tracker:
 
     def _add(self, track: _Track, row: int, units: Array | None) -> None:
         """Store the feature of a detection, and confirm the track if it has enough detections."""
-        if units is not None:
+        if units is not None and not np.isnan(units[row, 0]):
             track.features.append(units[row])
         if not track.confirmed and track.hits >= self.options.min_hits:
             track.confirmed = True
@@ -123,12 +129,17 @@ class Tracker:
                 pairs += self._match(tracks, rows, [self._appearance(track, boxes, units) for track in tracks])
         matched = {id(track) for track, _ in pairs}
         others = [track for track in self._tracks if id(track) not in matched]
-        others = [track for track in others if units is None or not track.confirmed or track.age == 1]
+        motion_only = units is None
+        others = [
+            track for track in others if motion_only or not (track.confirmed and track.features) or track.age == 1
+        ]
         costs = [_overlap_cost(track, boxes, self.options.max_iou_distance) for track in others]
         return pairs + self._match(others, rows, costs)
 
     def _appearance(self, track: _Track, boxes: Array, units: Array) -> Array:
         """Return the costs (N,) of a track by appearance, within the gate of the Kalman filter."""
+        if not track.features:
+            return np.full(len(boxes), _REJECTED)
         distances = 1 - (units @ np.stack(track.features).T).max(axis=1, initial=-1)
         inside = track.filter.distances(boxes) <= GATE
         return np.where(inside & (distances <= self.options.max_distance), distances, _REJECTED)
@@ -144,6 +155,43 @@ class Tracker:
             rows.remove(row)
         return pairs
 
+    def _unit_length(self, features: NDArray[np.floating], count: int) -> Array:
+        """Return the features of ``count`` boxes with unit length; NaN for those that are zero or not finite."""
+        values = np.asarray(features, dtype=np.float64)
+        if values.ndim != 2 or len(values) != count or not values.shape[1]:
+            raise DataError(
+                f"features must have shape ({count}, D), one for each box; got {values.shape}.\n"
+                "  fix: pass the features of the boxes of this frame"
+            )
+        dimension = next((len(track.features[0]) for track in self._tracks if track.features), values.shape[1])
+        if count and values.shape[1] != dimension:
+            raise DataError(
+                f"the features have dimension {values.shape[1]}, those of earlier frames {dimension}.\n"
+                "  fix: use one model for all frames of a sequence"
+            )
+        largest = np.abs(values).max(axis=1, keepdims=True)
+        values = values / np.where(np.isfinite(largest) & (largest > 0), largest, np.nan)
+        return values / np.linalg.norm(values, axis=1, keepdims=True)
+
+
+def _checked_boxes(boxes: Array) -> Array:
+    """Return boxes (N, 4) as float64; raise DataError if one is not finite or has no area."""
+    values = np.asarray(boxes, dtype=np.float64)
+    values = values.reshape(0, 4) if not values.size else values
+    if values.ndim != 2 or values.shape[1] != 4:
+        raise DataError(
+            f"boxes must have shape (N, 4); got {values.shape}.\n"
+            "  fix: pass left, top, width and height in pixels for each box"
+        )
+    valid = np.isfinite(values).all(axis=1) & (values[:, 2:] > 0).all(axis=1)
+    if not valid.all():
+        row = int(np.argmin(valid))
+        raise DataError(
+            f"box {row} has left, top, width and height {values[row].tolist()}; expected finite numbers and a size "
+            "above 0.\n  fix: exclude this box"
+        )
+    return values
+
 
 def iou(box: Array, boxes: Array) -> Array:
     """Return the intersections over unions (N,) of a box (4,) and boxes (N, 4): left, top, width and height."""
@@ -156,8 +204,3 @@ def iou(box: Array, boxes: Array) -> Array:
 def _overlap_cost(track: _Track, boxes: Array, largest: float) -> Array:
     distances = 1 - iou(track.filter.box, boxes)
     return np.where(distances <= largest, distances, _REJECTED)
-
-
-def _unit_length(features: NDArray[np.floating]) -> Array:
-    values = np.asarray(features, dtype=np.float64)
-    return values / np.linalg.norm(values, axis=1, keepdims=True)

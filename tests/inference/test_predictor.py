@@ -217,6 +217,7 @@ def test_features_of_boxes_in_a_frame_equal_features_of_crops(checkpoint, monkey
         (np.zeros((2, 8, 8, 3), np.uint8), [[1, 2, 3, 4]], "one image.*2"),
         (np.zeros((8, 8, 3), np.int32), [[1, 2, 3, 4]], r"int32 \(8, 8, 3\)"),
         (torch.zeros(8, 8, dtype=torch.uint8), [], r"uint8 \(8, 8\)"),
+        (np.zeros((8, 8, 3), np.uint8), [[0.1, 0.2, 0.9, 1]], "normalized"),
     ],
 )
 def test_predictor_features_raise_for_invalid_boxes(checkpoint, images, boxes, message):

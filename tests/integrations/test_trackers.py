@@ -46,6 +46,15 @@ def test_boxes_without_pixels_and_no_boxes(predictor, frame):
     boxes = np.concatenate([boxes, missing, np.full((1, 4), np.nan)])
     features = BoxmotReID(predictor).get_features(boxes, frame)
     np.testing.assert_allclose(np.linalg.norm(features, axis=1), 1, atol=1e-5)
+    reid = BoxmotReID(predictor)
+    mixed = reid.get_features(np.concatenate([boxes[:2], BOXES]), frame)
+    np.testing.assert_array_equal(mixed[2:], BoxmotReID(predictor).get_features(BOXES, frame))
+    np.testing.assert_array_equal(mixed[:2], features[:2])
+    assert reid.outside == 2
+    shifted = np.array([[-30, -40, 30, 60], [100, 120, 190, 300]])
+    np.testing.assert_array_equal(
+        reid.get_features(shifted, frame), unit(predictor.features(frame, boxes=shifted, color="bgr"))
+    )
     assert BoxmotReID(predictor).get_features(np.zeros((0, 4)), frame).shape == (0, features.shape[1])
     assert UltralyticsReID(predictor)(frame, np.zeros((0, 4))) == []
 

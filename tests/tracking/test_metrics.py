@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fastamp.tracking import Boxes, tracking_metrics
+from fastamp.utils.errors import DataError
 
 
 def boxes_of(rows):
@@ -101,3 +102,13 @@ def test_perfect_and_empty_tracks():
 def test_ground_truth_with_confidence_0_is_not_counted():
     truth = [(1, 1, 0.0, 1.0), (2, 1, 0.0, 0.0)]
     assert tracking_metrics(boxes_of(truth), boxes_of([(1, 1, 0.0)])).boxes == 1
+
+
+@pytest.mark.parametrize("rows, message", [([(1, 1, 0.0), (1, 1, 50.0)], "id 1"), ([(1, -1, 0.0)], "-1")])
+def test_an_id_twice_in_a_frame_or_below_0_is_an_error(rows, message):
+    good = [(1, 1, 0.0), (2, 1, 0.0)]
+    for truth, found in ((rows, good), (good, rows)):
+        with pytest.raises(DataError, match=f"x, line {len(rows)}: .*{message}"):
+            tracking_metrics(boxes_of(truth), boxes_of(found))
+    excluded = [(frame, pid, left, 0.0) for frame, pid, left in rows]
+    assert tracking_metrics(boxes_of(good + excluded), boxes_of(good)).mota == 100

@@ -1,6 +1,7 @@
 """Tracking of a generated sequence: features, tracks equal to those by hand, and fewer switches than by motion."""
 
 import csv
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import fastamp
 from fastamp.cli import main
 from fastamp.demo.sequence import generate_sequence
 from fastamp.inference.export import export
-from fastamp.tracking import Tracker, TrackerOptions, read_boxes, tracking_metrics
+from fastamp.tracking import Boxes, Tracker, TrackerOptions, read_boxes, tracking_metrics
 from fastamp.tracking.frames import Frames
 from fastamp.tracking.track import extract_features, track
 from fastamp.tracking.tracker import iou
@@ -63,13 +64,37 @@ def test_tracks_equal_those_of_the_same_features_by_hand(sequence):
     assert dict(zip(tracks.lines.tolist(), tracks.ids.tolist(), strict=True)) == by_hand
 
 
-def test_box_outside_the_frame_names_the_line(sequence, tmp_path):
+def test_boxes_outside_the_frame_have_no_feature(sequence, tmp_path, caplog):
     path = tmp_path / "det.txt"
-    path.write_text("1,-1,10,10,50,100,1\n2,-1,600,10,50,100,1\n")
-    with pytest.raises(DataError, match=r"det\.txt, line 2: the box 600,10,50,100 is outside"):
+    path.write_text("1,-1,600,10,50,100,1\n1,-1,10,10,50,100,1\n2,-1,10,-200,50,100,1\n")
+    features = extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
+    assert np.isnan(features).all(axis=1).tolist() == [True, False, True]
+    assert "2 of 3" in caplog.text and "line 1: 600,10,50,100" in caplog.text
+    path.write_text("1,-1,600,10,50,100,1\n")
+    with pytest.raises(DataError, match=r"det\.txt: boxes outside.*1 of 1;.*line 1: 600,10,50,100"):
         extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
     path.write_text("1,-1,-20,-20,50,100,1\n")  # partly outside: cut off
     assert extract_features(Frames(sequence), read_boxes(path), colors, batch=8).shape == (1, 24)
+
+
+def test_frame_numbers_in_the_millions_give_the_same_tracks(monkeypatch):
+    count, update = 0, Tracker.update
+
+    def counted(*args):
+        nonlocal count
+        count += 1
+        return update(*args)
+
+    monkeypatch.setattr(Tracker, "update", counted)
+    frames = np.repeat(np.arange(1, 6), 2)
+    boxes = np.tile([[10.0, 10, 40, 90], [200, 10, 40, 90]], (5, 1))
+    found = [
+        track(Boxes(Path("x"), np.arange(10), numbers, -np.ones(10), boxes, np.ones(10)), np.tile(np.eye(2), (5, 1)))
+        for numbers in (frames, frames + 30_000_000, np.where(frames > 3, frames + 40_000_000, frames))
+    ]
+    assert found[0].ids.tolist() == found[1].ids.tolist() == [1, 2] * 5
+    assert found[2].ids.tolist() == [1, 2] * 3  # the second part is too short for a track
+    assert 15 <= count < 15 + 3 * 40
 
 
 def test_command_writes_tracks_csv_and_sheet(sequence, tmp_path, capsys):

@@ -7,6 +7,7 @@ from scipy.stats import chi2
 from fastamp.tracking import Tracker, TrackerOptions
 from fastamp.tracking.kalman import GATE, BoxFilter, to_measurement
 from fastamp.tracking.tracker import iou
+from fastamp.utils.errors import DataError
 
 
 def naive_filter(boxes):
@@ -100,6 +101,40 @@ def test_features_of_any_length_give_the_same_tracks():
     first, second = Tracker(), Tracker()
     for boxes, features, _ in crossing():
         assert first.update(boxes, features).tolist() == second.update(boxes, 7 * features).tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+def test_feature_without_a_direction_is_not_stored(bad):
+    tracker, box = Tracker(), np.array([[10.0, 10, 40, 100]])
+    feature, none = np.array([[1.0, 0]]), np.zeros((0, 4))
+    for values in (feature, feature, feature, np.full((1, 2), bad)):
+        assert tracker.update(box, values).tolist() == [0]  # by motion, if not by appearance
+    for _ in range(3):
+        tracker.update(none, feature[:0])
+    assert tracker.update(box, feature).tolist() == [0]  # only appearance matches a track of earlier frames
+    alone = Tracker()
+    assert {alone.update(box, np.full((1, 2), bad)).item() for _ in range(4)} == {0}
+    alone.update(none, feature[:0])
+    assert alone.update(box, feature).tolist() == [0]  # a track without features is matched by motion
+
+
+@pytest.mark.parametrize(
+    "boxes, features",
+    [
+        (np.ones((2, 4)), np.ones((1, 3))),
+        (np.ones((1, 4)), np.ones((2, 3))),
+        (np.ones((1, 4)), np.ones(3)),
+        (np.ones((1, 4)), np.ones((1, 2))),
+        (np.ones((2, 2)), np.ones((1, 3))),
+        (np.array([[1, 1, np.nan, 5]]), np.ones((1, 3))),
+        (np.array([[1, 1, 0, 5]]), np.ones((1, 3))),
+    ],
+)
+def test_boxes_and_features_must_belong_together(boxes, features):
+    tracker = Tracker()
+    tracker.update(np.ones((1, 4)), np.ones((1, 3)))
+    with pytest.raises(DataError, match="fix:"):
+        tracker.update(boxes, features)
 
 
 def test_distance_above_the_maximum_is_no_match():

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from tabulate import tabulate
 
 from fastamp.compat.dataset_methods import FastReIDDataset
+from fastamp.data.boxes import SMALLEST_SIDE, are_normalized, normalized_error, small_sides
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.utils.files import expand
@@ -150,9 +152,32 @@ class ImageDataset(FastReIDDataset):
         if split not in self._items:
             items = self._splits[split]
             items = items() if callable(items) else items
-            packed = isinstance(items, PackedItems)
-            self._items[split] = items if packed else [ImageItem(*item) for item in items]
+            if not isinstance(items, PackedItems):
+                items = [ImageItem(*item) for item in items]
+            self._check_boxes(split, items)
+            self._items[split] = items
         return self._items[split]
+
+    def _check_boxes(self, split: str, items: Sequence[ImageItem]) -> None:
+        """Raise DataError if the boxes of a split are not in pixels, and log a warning about those of a few pixels."""
+        if isinstance(items, PackedItems):
+            found, rows = items.boxes, None
+        else:
+            rows = [row for row, item in enumerate(items) if item.box is not None]
+            found = np.array([items[row].box for row in rows], dtype=np.float64).reshape(-1, 4)
+        if found is None or not len(found):
+            return
+        place = f"{self.title}, {split}"
+        if are_normalized(found):
+            raise normalized_error(place)
+        small = np.flatnonzero(small_sides(found))
+        if len(small):
+            first = items[int(small[0]) if rows is None else rows[small[0]]]
+            logger.warning(
+                "%s: %d of %d boxes have a side of less than %d pixels; the first: %s of %s\n"
+                "  fix: check that the boxes are in pixels of the image file",
+                *(place, len(small), len(found), SMALLEST_SIDE, first.box, first.path),
+            )
 
     def _add_name_prefix(self, items: Iterable[ImageItem]) -> list[ImageItem]:
         """Add the dataset's name as a prefix to the identities."""

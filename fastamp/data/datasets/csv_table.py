@@ -295,15 +295,17 @@ def _parse_box(columns: Sequence[str], values: Sequence[str]) -> tuple[int, int,
     """Convert a box, with the corner x1, y1 or with width and height, to ``(x0, y0, x1, y1)``."""
     try:
         corners = [float(value) for value in values]
+        if max(map(abs, corners)) <= 1:
+            raise DataError(f"box {' '.join(values)} is normalized to 0..1; multiply it by the size of its image file")
         if columns == _BOX_WITH_SIZE:
             corners[2:] = corners[0] + corners[2], corners[1] + corners[3]
         x0, y0, x1, y1 = map(round, corners)
     except (ValueError, OverflowError) as error:
         fix = " (write a decimal point, not a comma)" if "," in "".join(values) else ""
         raise DataError(f"{' '.join(columns)} must be numbers, got {' '.join(values)}{fix}") from error
-    if not (0 <= x0 < x1 < _MAX_COORDINATE and 0 <= y0 < y1 < _MAX_COORDINATE):
+    if not (-_MAX_COORDINATE < x0 < x1 < _MAX_COORDINATE and -_MAX_COORDINATE < y0 < y1 < _MAX_COORDINATE):
         found = f"{x0} {y0} {x1} {y1}"
         if columns == _BOX_WITH_SIZE:
             found += f" (x1 = x + w, y1 = y + h, from {' '.join(values)})"
-        raise DataError(f"box: expected 0 <= x0 < x1 and 0 <= y0 < y1, got {found}")
+        raise DataError(f"box: expected x0 < x1 and y0 < y1, in pixels, got {found}")
     return x0, y0, x1, y1

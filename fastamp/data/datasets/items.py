@@ -31,7 +31,7 @@ class ImageItem(NamedTuple):
         camid (int or str): camera.
         viewid (int): viewpoint. Default 0.
         box (tuple, optional): (left, top, right, bottom) of the region of the image file to use, in pixels; right and
-            bottom are exclusive. None (default) uses the whole image.
+            bottom are exclusive. Parts outside the image are cut off. None (default) uses the whole image.
         columns (Mapping, optional): column name -> int, float, str, tuple of these, or None for a missing value, e.g.
             ``{"modality": "infrared"}``. ``fastamp.data.columns`` describes the types. Default None: no columns.
     """
@@ -249,7 +249,8 @@ class PackedItems(Sequence[ImageItem]):
             paths.append(*split_path(os.fsdecode(item.path)))
         boxes = None
         if any(item.box is not None for item in items):
-            boxes = np.array([(_NO_BOX,) * 4 if item.box is None else item.box for item in items], dtype=np.int64)
+            given = [(_NO_BOX,) * 4 if item.box is None else [round(each) for each in item.box] for item in items]
+            boxes = np.array(given, dtype=np.int64)
         names = dict.fromkeys(name for item in items for name in item.columns or ())
         columns = {name: Column.pack((item.columns or {}).get(name) for item in items) for name in names}
         return cls(

@@ -7,10 +7,14 @@ import pytest
 import torch
 from PIL import Image
 
+from fastamp.compat.data import CommDataset
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
-from fastamp.data.datasets.base import count_items
+from fastamp.data.datasets.base import ImageDataset, count_items
+from fastamp.data.datasets.items import PackedItems
+from fastamp.data.decode import read_image
+from fastamp.data.image_summary import inspect_image
 from fastamp.data.missing_images import check_files
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
@@ -76,10 +80,40 @@ def test_boxes_with_width_and_height_equal_boxes_with_corners(tmp_path):
 
 def test_csv_box_outside_image_raises(tmp_path):
     Image.new("RGB", (60, 40)).save(tmp_path / "frame.png")
-    name = write_csv(tmp_path, ["frame.png,1,5,6,61,38"], "path,pid,x0,y0,x1,y1")
+    name = write_csv(tmp_path, ["frame.png,1,60,6,81,38", "frame.png,2,-9,6,0,38"], "path,pid,x0,y0,x1,y1")
     dataset = ReidDataset(build_dataset(name).train, build_transforms(get_cfg(), is_train=False), relabel=True)
-    with pytest.raises(DataError, match="5 6 61 38.*frame.png.* 60 x 40"):
-        dataset[0]
+    for row, box in enumerate(("60 6 81 38", "-9 6 0 38")):
+        with pytest.raises(DataError, match=f"{box}.*frame.png.* 60 x 40"):
+            dataset[row]
+
+
+@pytest.mark.parametrize("header, box", [("x0,y0,x1,y1", "-3,6,61,40.7"), ("x,y,w,h", "-3,6,64,34.7")])
+def test_box_across_the_border_is_clipped_by_every_reader(tmp_path, header, box):
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "frame.png")
+    dataset = build_dataset(write_csv(tmp_path, [f"frame.png,1,{box}", "frame.png,2,1,2,30,31"], f"path,pid,{header}"))
+    item = dataset.train[0]
+    assert torch.equal(read_image(item.path, box=item.box), torch.from_numpy(pixels[6:]).permute(2, 0, 1))
+    assert np.array_equal(CommDataset(dataset.train)[0]["images"], pixels[6:])
+    assert inspect_image(item).size == (60, 34) and not inspect_image(item).fault
+
+
+def test_normalized_boxes_are_an_error(tmp_path):
+    for header, row in (("x0,y0,x1,y1", "0.1,0.2,0.9,1"), ("x,y,w,h", "0.5,0.5,0.2,0.4")):
+        with pytest.raises(DataError, match="line 2.*normalized"):
+            build_dataset(write_csv(tmp_path, [f"frame.png,1,{row}"], f"path,pid,{header}"))
+    dataset = ImageDataset([("a.png", "x", 0, 0, (0.1, 0.2, 0.9, 1.0))], [], [])
+    with pytest.raises(DataError, match="train.*normalized"):
+        _ = dataset.train
+
+
+def test_boxes_of_a_few_pixels_log_a_warning(tmp_path, caplog):
+    rows = ["frame.png,1,5,6,30,38", "frame.png,2,5,6,9,38"]
+    dataset = build_dataset(write_csv(tmp_path, rows, "path,pid,x0,y0,x1,y1"))
+    assert len(dataset.train) == 2 and "1 of 2 boxes" in caplog.text and "(5, 6, 9, 38)" in caplog.text
+    caplog.clear()
+    packed = PackedItems.of(ImageDataset([("a.png", "x", 0, 0, (1.6, 2, 5.2, 9))], [], []).train)
+    assert packed.box(0) == (2, 2, 5, 9) and "1 of 1 boxes" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -97,7 +131,7 @@ def test_csv_box_outside_image_raises(tmp_path):
         (HEADER, ["a,1,1,train", 'b,"1 "x,1,train'], r"line 3: cannot read the CSV file"),
         ("path,pid,x0,y0,x1,y1", ['a,1,5,0,"9,5",9'], "decimal point"),
         (HEADER, ["a,1,1,trian"], r"line 2: unknown split 'trian'.*Did you mean 'train'"),
-        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected 0 <= x0 < x1"),
+        ("path,pid,x0,y0,x1,y1", ["a,1,5,0,5,9"], "expected x0 < x1"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,x,9"], "must be numbers, got 5 0 x 9"),
         ("path,pid,x,y,w,h", ["a,1,5,0,x,9"], "x y w h must be numbers, got 5 0 x 9"),
         ("path,pid,x,y,w,h", ["a,1,5,0,0,9"], "got 5 0 5 9 .x1 = x . w"),
