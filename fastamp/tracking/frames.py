@@ -74,7 +74,8 @@ class Frames:
             needed: numbers of the frames. Default: None, all frames.
 
         Yields:
-            Number of the frame, and (H, W, 3) uint8 RGB.
+            Number of the frame, and (H, W, 3) uint8 RGB, turned as the EXIF data of an image or the display matrix of a
+            video state.
 
         Raises:
             DataError: if a frame cannot be decoded, or a video ends before the last needed frame.
@@ -93,7 +94,7 @@ class Frames:
             try:
                 for number, frame in enumerate(video.decode(video=0), start=1):
                     if chosen is None or number in chosen:
-                        yield number, frame.to_ndarray(format="rgb24")
+                        yield number, _upright(frame)
                     if wanted and number >= wanted[-1]:
                         return
             except (OSError, ValueError) as error:  # PyAV's errors are of both types
@@ -108,6 +109,20 @@ class Frames:
                 f"{self.path} has {plural(number, 'frame')}, but there are detections for frame {wanted[-1]}.\n"
                 "  fix: pass the detections of this video"
             )
+
+
+def _upright(frame: Any) -> Frame:
+    """Return the pixels of a decoded frame, turned and mirrored by multiples of 90 degrees as its header states."""
+    pixels: Frame = frame.to_ndarray(format="rgb24")
+    matrix = next((each for each in frame.side_data if each.type.name == "DISPLAYMATRIX"), None)
+    if matrix is None:
+        return pixels
+    (a, b, _), (c, d, _), _ = np.frombuffer(matrix, dtype=np.int32).reshape(3, 3).tolist()
+    if abs(a) < abs(b):  # columns become rows: x' = c y, y' = b x; else x' = a x, y' = d y
+        pixels, (horizontal, vertical) = pixels.swapaxes(0, 1), (c, b)
+    else:
+        horizontal, vertical = a, d
+    return np.ascontiguousarray(pixels[:: -1 if vertical < 0 else 1, :: -1 if horizontal < 0 else 1])
 
 
 def _numbered_images(folder: Path) -> dict[int, Path]:
