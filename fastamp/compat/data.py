@@ -36,6 +36,7 @@ def read_image(file_name: str, format: str | None = None) -> PIL.Image.Image:
 
     Raises:
         OSError: if the file cannot be read or is not an image.
+        DataError: if decoding it would take unusually long.
     """
     with open_with_pil(expand(file_name)) as image:
         image = PIL.ImageOps.exif_transpose(image)

@@ -3,12 +3,13 @@
 import errno
 import io
 import os
+import re
 import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from fastamp.data.boxes import clip_box
-from fastamp.data.file_parts import file_of, read_bytes
+from fastamp.data.file_parts import read_bytes
 from fastamp.utils.errors import DataError
 
 try:
@@ -30,13 +31,22 @@ except ImportError:
 _LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
-_MARKERS_WITHOUT_LENGTH = {0x00, 0x01, *range(0xD0, 0xD9)}  # not followed by a length
+_PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
+_START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN, _TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
+# The code of a marker, after any number of fill bytes; neither a byte of compressed data nor a restart.
+_MARKER = re.compile(rb"\xff[\x01-\xcf\xd8-\xfe]")
 _PIL_LOCK, _WARNINGS_LOCK = Lock(), Lock()
 # A small file can declare an image that exceeds the memory.
 MAX_PIXELS = 100_000_000
 """Default of INPUT.MAX_PIXELS: maximum width x height of an image."""
 LARGEST_PIXELS = 178_956_970
 """Maximum number of pixels that PIL decodes."""
+# Each scan of a progressive JPEG file takes time for all pixels, also if it has few bytes. Usual files have 10.
+MAX_SCANS = 100
+"""Maximum number of scans of a JPEG file."""
+_MAX_SCANNED_PIXELS = 2_000_000_000  # 20 scans of MAX_PIXELS
+# PIL takes a step in Python for each of them.
+_MAX_SEGMENTS, _MAX_FILL_BYTES = 10_000, 2**16
 # Larger JPEG files (16.8 million pixels) are decoded at reduced size if that is sufficient.
 _MAX_FULL_SIZE_PIXELS = 2**24
 # Pixel formats only: PIL runs external programs for others, such as Ghostscript for PostScript.
@@ -123,9 +133,10 @@ def decode_image(
 def _decode_full_image(content: bytearray, path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
-    is_jpeg = content[:2] == _JPEG
-    width, height = _declared_size(content) if is_jpeg else (0, 0)
-    check_pixels(path, width, height, max_pixels)
+    width, height = 0, 0
+    if content[:2] == _JPEG:
+        width, height, _ = check_jpeg(content, path)
+        check_pixels(path, width, height, max_pixels)
     if width * height <= _MAX_FULL_SIZE_PIXELS or least_side is None or min(width, height) < 2 * least_side:
         least_side = None
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
@@ -166,22 +177,67 @@ def check_mode(image: Image.Image) -> None:
         raise ValueError(f"unsupported PIL mode {image.mode}: the value range of float pixels is unknown")
 
 
-def _declared_size(content: bytearray) -> tuple[int, int]:
-    """Return ``(width, height)`` from the header of a JPEG file, or ``(0, 0)`` if not found.
+class JpegHeader(NamedTuple):
+    """Size and number of scans of a JPEG file; 0 if they were not found."""
+
+    width: int
+    height: int
+    scans: int
+
+
+def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
+    """Find the size of a JPEG file, and count its scans up to ``MAX_SCANS`` + 1.
 
     Bytes between marker segments are skipped, as in libjpeg.
+
+    Args:
+        content (bytes): content of the file.
+        path (str): image file, for the message.
+
+    Raises:
+        DataError: if the file has an unusual number of segments, or of bytes between them.
     """
-    offset = content.find(b"\xff", 2)
-    while 0 < offset <= len(content) - 9:
-        marker, length = content[offset + 1], int.from_bytes(content[offset + 2 : offset + 4], "big")
-        if marker in _START_OF_FRAME:
-            height, width = struct.unpack_from(">HH", content, offset + 5)
-            return width, height
-        if marker == 0xFF:
-            offset += 1
-        else:
-            offset = content.find(b"\xff", offset + 2 + (0 if marker in _MARKERS_WITHOUT_LENGTH else length))
-    return 0, 0
+    width = height = scans = segments = fill = components = 0
+    progressive, offset = False, 2
+    while (found := _MARKER.search(content, offset)) and found.end() + 2 <= len(content):
+        marker, start = content[found.end() - 1], found.end()
+        if not scans:  # compressed data follow a scan
+            fill += found.start() - offset
+        segments += 1
+        if segments > _MAX_SEGMENTS or fill > _MAX_FILL_BYTES:
+            raise DataError(
+                f"the image {path} has more than {_MAX_SEGMENTS:,} segments, or {_MAX_FILL_BYTES:,} bytes between "
+                "them\n  fix: save it again with another program"
+            )
+        if marker == _END_OF_IMAGE or scans > MAX_SCANS:
+            break
+        if marker in _START_OF_FRAME and not width * height and start + 8 <= len(content):
+            height, width, components = struct.unpack_from(">HHB", content, start + 3)
+            progressive = marker in _PROGRESSIVE
+        if marker == _START_OF_SCAN:
+            scans += 1
+            if not progressive and content[start + 2 : start + 3] == bytes([components]):
+                break  # decoders stop after a scan with all components
+        has_length = marker not in (_TEMPORARY, _START_OF_IMAGE)
+        offset = start + (max(2, int.from_bytes(content[start : start + 2], "big")) if has_length else 0)
+    return JpegHeader(width, height, scans)
+
+
+def check_jpeg(content: bytes | bytearray, path: str) -> JpegHeader:
+    """Check that decoding a JPEG file takes no unusual time for its size, and return its header.
+
+    Raises:
+        DataError: if not, see ``MAX_SCANS`` and ``jpeg_header``.
+    """
+    header = jpeg_header(content, path)
+    width, height, scans = header
+    if scans > MAX_SCANS or (scans > 1 and scans * width * height > _MAX_SCANNED_PIXELS):
+        raise DataError(
+            f"the image {path} has {width} x {height} pixels and at least {scans} scans; at most {MAX_SCANS} scans and "
+            f"{_MAX_SCANNED_PIXELS:,} pixels in all scans are decoded\n"
+            "  fix: save it as a JPEG file that is not progressive"
+        )
+    return header
 
 
 def _luma(image: Tensor) -> Tensor:
@@ -215,9 +271,17 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
 
     ``source`` is a path as in ``read_image``, or an open file. PIL's warning about large images is suppressed, because
     ``check_pixels`` limits the number of pixels.
+
+    Raises:
+        DataError: see ``check_jpeg``.
     """
-    if isinstance(source, str | os.PathLike) and file_of(source) != os.fspath(source):
+    name = os.fspath(source) if isinstance(source, str | os.PathLike) else "(bytes)"
+    if isinstance(source, str | os.PathLike):
         source = io.BytesIO(read_bytes(source))
+    start = source.tell()
+    if source.read(len(_JPEG)) == _JPEG:
+        check_jpeg(_JPEG + source.read(), name)
+    source.seek(start)
     Image.init()  # registers the formats
     # Warning filters are global: two threads must not replace and restore them concurrently.
     with _WARNINGS_LOCK, warnings.catch_warnings():

@@ -12,7 +12,7 @@ from PIL import Image
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.custom import CsvDataset
-from fastamp.data.decode import read_image
+from fastamp.data.decode import jpeg_header, read_image
 from fastamp.data.image_summary import inspect_image
 from fastamp.utils.errors import DataError, UserError, WeightsError
 
@@ -90,6 +90,34 @@ def bmp(width, height):
     )
 
 
+def scans(count, side=64):
+    """Return a progressive JPEG file that repeats its last scan, and declares a height and width of ``side``."""
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, "JPEG", progressive=True)
+    content = bytearray(stream.getvalue())
+    start = content.index(b"\xff\xc2")
+    content[start + 5 : start + 9] = struct.pack(">HH", side, side)
+    last, end = content.rindex(b"\xff\xda"), len(content) - 2
+    found = content.count(b"\xff\xda")
+    return bytes(content[:end] + content[last:end] * (count - found) + content[end:])
+
+
+def sequential_scans(count):
+    """Return a JPEG file with a scan of one component, many times."""
+    stream = io.BytesIO()
+    Image.new("RGB", (64, 64)).save(stream, "JPEG")
+    content = stream.getvalue()
+    start = content.index(b"\xff\xda")
+    tail = content[start + 2 + 12 : -2]
+    return content[:start] + (b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + tail) * count + b"\xff\xd9"
+
+
+def padded(where):
+    """Return a JPEG file with 30 MB of fill bytes in its header."""
+    content = jpeg(8, 8)
+    return content[:where] + b"\xff" * 30_000_000 + content[where:]
+
+
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n(marker) (w) file closefile\n%%EOF\n"
 SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"/></svg>'
 
@@ -102,8 +130,30 @@ SVG = b'<svg xmlns="http://www.w3.org/2000/svg"><image href="file:///etc/passwd"
         (bmp(2**20, 2**20), "pixels"),
         (EPS, "cannot identify"),
         (SVG, "cannot identify"),
+        (scans(101), "at least 101 scans"),
+        (scans(4000), "at least 101 scans"),
+        (scans(60, side=6000), "at least 60 scans"),
+        (sequential_scans(4000), "at least 101 scans"),
+        (padded(2), "bytes between"),
+        (jpeg(8, 8)[:2] + b"\xff\xfe\0\2" * 1_000_000 + jpeg(8, 8)[2:], "segments"),
+        (jpeg(8, 8)[:2] + b"\xff\x01" * 1_000_000 + jpeg(8, 8)[2:], "segments"),
     ],
-    ids=["png", "jpeg", "bmp", "eps", "svg"],
+    ids=[
+        *(
+            "png",
+            "jpeg",
+            "bmp",
+            "eps",
+            "svg",
+            "scans",
+            "many-scans",
+            "scanned-pixels",
+            "sequential",
+            "fill",
+            "comments",
+        ),
+        "markers",
+    ],
 )
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_reading_a_malicious_image_raises(tmp_path, content, expected, channels, recwarn):
@@ -111,6 +161,20 @@ def test_reading_a_malicious_image_raises(tmp_path, content, expected, channels,
     with pytest.raises(DataError, match=expected):
         read_image(str(tmp_path / "a.jpg"), channels)
     assert inspect_image(ImageItem(str(tmp_path / "a.jpg"), 0, 0)).fault
+
+
+def test_scans_fill_bytes_and_restarts_of_usual_files_are_read(tmp_path):
+    """Markers in the metadata are not scans."""
+    plain = jpeg(8, 8)
+    comment = b"\xff\xfe\x01\x2c" + b"\xff\xda" * 149
+    for content in (scans(100), plain[:2] + b"\xff" * 1000 + plain[2:], plain[:2] + comment + plain[2:]):
+        (tmp_path / "a.jpg").write_bytes(content)
+        for channels in (1, 3, 4):
+            assert read_image(str(tmp_path / "a.jpg"), channels).shape[0] == channels
+    assert jpeg_header(scans(12), "") == (64, 64, 12)
+    assert jpeg_header(plain[:2] + b"\xff" * 1000 + plain[2:], "") == (8, 8, 1)
+    assert jpeg_header(sequential_scans(3), "") == (64, 64, 3)
+    assert jpeg_header(plain[:10], "") == (0, 0, 0)
 
 
 def test_reading_a_damaged_png_raises_instead_of_crashing(tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image
 
 from fastamp.config import Key
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
@@ -13,6 +12,7 @@ from fastamp.data.datasets.catalog import DukeMTMC, OccludedDuke
 from fastamp.data.datasets.demo import Demo
 from fastamp.data.datasets.filename_dataset import FilenameDataset
 from fastamp.data.datasets.market1501 import Market1501
+from fastamp.data.decode import open_with_pil
 from fastamp.data.split import hold_out
 from partialreid.demo_occluded import OccludedDemo
 
@@ -117,7 +117,7 @@ def cut_parts(items: Iterable[ImageItem], seed: int) -> list[ImageItem]:
     parts = []
     for number, item in enumerate(items):
         rng = np.random.default_rng([seed, number])
-        with Image.open(item.path) as image:
+        with open_with_pil(item.path) as image:
             left, top, right, bottom = item.box or (0, 0, *image.size)
         side, kept = rng.choice(4, p=(0.5, 0.2, 0.15, 0.15)), rng.uniform(0.4, 0.7)
         across, down = max(1, round(kept * (right - left))), max(1, round(kept * (bottom - top)))
