@@ -240,7 +240,7 @@ def test_training_or_evaluation_with_a_damaged_checkpoint_never_crashes(place, s
 
 # ---- extractions, indices and checkpoints, read without a run
 
-PREVIOUS = Path(__file__).parent / "reference/previous_version"
+SAVED = Path(__file__).parent / "reference/saved_gallery"
 SLOWEST: dict[str, float] = {}
 
 
@@ -287,8 +287,8 @@ def nasty_npz(rng, content, arrays, others):
 def test_reading_a_damaged_extraction_never_crashes(tmp_path_factory, seed):
     """``read_in_time`` contains the assertions: any exception other than a UserError fails the test."""
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.npz"
-    good = (PREVIOUS / "gallery.npz").read_bytes()
-    path.write_bytes(nasty_npz(rng, good, arrays_in(PREVIOUS / "gallery.npz"), [good, *fuzz.image_files().values()]))
+    good = (SAVED / "gallery.npz").read_bytes()
+    path.write_bytes(nasty_npz(rng, good, arrays_in(SAVED / "gallery.npz"), [good, *fuzz.image_files().values()]))
     with read_in_time("extraction"):
         extraction = features_file.read_extraction(path)
         float(extraction.features.sum(dtype=np.float64)), extraction.paths.tolist(), extraction.pids.tolist()
@@ -304,15 +304,15 @@ def test_reading_a_damaged_extraction_never_crashes(tmp_path_factory, seed):
 @seeds
 def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
-    files = {kind: (PREVIOUS / f"{kind}.index").read_bytes() for kind in index.KINDS}
+    files = {kind: (SAVED / f"{kind}.index").read_bytes() for kind in index.KINDS}
     kind = rng.choice(index.KINDS)
     if rng.random() < 0.5:
         path.write_bytes(fuzz.damage(rng, files[kind], list(files.values())))
     else:  # the index is unchanged, so that its checksum matches
-        arrays, file = arrays_in(PREVIOUS / f"{kind}.index"), io.BytesIO()
+        arrays, file = arrays_in(SAVED / f"{kind}.index"), io.BytesIO()
         file.write(files[kind][: int(arrays["size"])])
         whole = {name: arrays.pop(name) for name in ("size", "crc")}
-        other = arrays_in(PREVIOUS / f"{rng.choice(index.KINDS)}.index")
+        other = arrays_in(SAVED / f"{rng.choice(index.KINDS)}.index")
         arrays["kind"] = other["kind"]
         features_file.write_arrays(file, whole | (fuzz.nasty_arrays(rng, arrays) if rng.random() < 0.7 else arrays))
         path.write_bytes(file.getvalue())
@@ -325,7 +325,7 @@ def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
 @seeds
 def test_predictor_with_a_damaged_checkpoint_never_crashes(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.pth"
-    good = (PREVIOUS / "model_final.pth").read_bytes()
+    good = (SAVED / "model_final.pth").read_bytes()
     kind = rng.randrange(4)
     if kind == 0:
         path.write_bytes(fuzz.damage(rng, good, [good, *fuzz.image_files().values()]))

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--config-file", default="", metavar="FILE", help="recipe or YAML file, instead of SOURCE")
     listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining.add_argument(
-        "key", metavar="KEY", help="config key or its last part, in any case; former names are accepted"
+        "key", metavar="KEY", help="config key or its last part, in any case; FastReID's names are accepted"
     )
     showing = actions.add_parser("show", help="print a complete config as YAML")
     showing.add_argument("source", metavar="SOURCE", help=_SOURCE)

@@ -3,7 +3,6 @@
 from typing import Any
 
 from fastamp.config.config import CfgNode
-from fastamp.config.defaults import former_paths
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import show_value
 
@@ -49,13 +48,10 @@ def changed_values(cfg: CfgNode) -> dict[str, Any]:
 
 
 def _at(mapping: Any, path: str, default: Any) -> Any:
-    """Return the value at ``path``, or at a former path of this key, in nested dicts; else ``default``."""
-    for each in (path, *former_paths(path)):
-        value = mapping
-        for name in each.split("."):
-            if not isinstance(value, dict) or name not in value:
-                break
-            value = value[name]
-        else:
-            return value
-    return default
+    """Return the value at ``path`` in nested dicts; ``default`` if there is none."""
+    value = mapping
+    for name in path.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return default
+        value = value[name]
+    return value

@@ -48,7 +48,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     in the ``add_*_config(cfg)`` of FastReID's projects, an assignment declares a key with a warning, unless the name is
     similar to that of an existing key, which is an error.
 
-    Former names of keys and sections are accepted as aliases; see ``RENAMED`` in ``config/defaults.py``.
+    The spellings in ``FASTREID_SPELLINGS`` (``config/defaults.py``) are accepted, too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             raise AttributeError(self._unknown(name)) from None
 
     def __missing__(self, name: str) -> Any:
-        """Look up a key or section by its former name."""
+        """Look up a key by FastReID's spelling."""
         current = self._current(name)
         if current == name:
             raise KeyError(name)
@@ -407,7 +407,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         return f"{self._path}.{name}" if self._path else name
 
     def _current(self, name: Any) -> Any:
-        """Resolve a current or former name of a key or section to its current path, relative to this node."""
+        """Resolve FastReID's spelling of a key to the current path, relative to this node."""
         if not isinstance(name, str) or name.partition(".")[0] in self:
             return name
         path = self._full(name)
@@ -579,7 +579,7 @@ def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
 
 def _restore(cls: type[CfgNode], state: dict[str, Any], items: dict[str, Any]) -> CfgNode:
     node = cls.__new__(cls)
-    node.__dict__.update({"_assigned": set()} | state)  # missing from configs that earlier versions pickled
+    node.__dict__.update(state)
     dict.update(node, items)
     for project in state.get("_projects", ()):  # in another process, its components are not registered yet
         import_project(project)

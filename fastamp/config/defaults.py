@@ -1,4 +1,4 @@
-"""Table of all config keys, and aliases of keys and sections."""
+"""Table of all config keys, and other spellings of keys."""
 
 from fastamp.config.component_keys import component_keys
 from fastamp.config.key import Key
@@ -27,34 +27,12 @@ def _all_keys() -> dict[str, Key]:
 
 KEYS: dict[str, Key] = _all_keys()
 
-# A spelling in FastReID's config files that is not a key of any of its releases.
+# Spelling in FastReID's config files that is not a key of any of its releases -> current path.
 FASTREID_SPELLINGS = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
-# Aliases of keys and sections: former path -> current path.
-RENAMED = FASTREID_SPELLINGS | {
-    "LOG_ACTIVATIONS": "LOG_ACTIVATION_STATS",
-    "INPUT.GREY": "INPUT.GRAYSCALE",
-    "INPUT.LOCAL_GREY": "INPUT.LOCAL_GRAYSCALE",
-    "SOLVER.AMP.BN_GUARD": "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP",
-    "SOLVER.AMP.LOCATE": "SOLVER.AMP.TRACE_NONFINITE",
-    "TEST.AP": "TEST.AP_METHOD",
-    "TEST.AQE.SIDES": "TEST.AQE.TARGET",
-    "TEST.FLOORS": "TEST.BASELINES",
-    "TEST.REPEATS": "TEST.NUM_TRIALS",
-    "TEST.RERANK.FORM": "TEST.RERANK.VARIANT",
-}
 # Sections that accept a single value: it is assigned to this key, and the section is enabled.
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
 
 
 def current_path(path: str) -> str:
-    """Return the current path of a key or section, given its current or former path."""
-    names = path.split(".")
-    for count in range(1, len(names) + 1):
-        if current := RENAMED.get(".".join(names[:count])):
-            return ".".join([current, *names[count:]])
-    return path
-
-
-def former_paths(path: str) -> list[str]:
-    """Return the former paths of a key."""
-    return [old + path.removeprefix(new) for old, new in RENAMED.items() if f"{path}.".startswith(f"{new}.")]
+    """Return the path of a key, given its path or its spelling in ``FASTREID_SPELLINGS``."""
+    return FASTREID_SPELLINGS.get(path, path)

@@ -5,7 +5,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from fastamp.config.config import CfgNode, get_cfg
-from fastamp.config.defaults import FASTREID_SPELLINGS, RENAMED, SHORTHANDS, former_paths
+from fastamp.config.defaults import FASTREID_SPELLINGS, SHORTHANDS
 from fastamp.config.key import Key, list_choices, show_value
 from fastamp.config.releases import current_names, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
@@ -25,7 +25,7 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
         ConfigError: if no key or section has this name. The message suggests the nearest one.
     """
     keys = list((get_cfg() if cfg is None else cfg).keys_below())
-    path = _current(prefix, RENAMED)
+    path = _current(prefix, FASTREID_SPELLINGS)
     chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{path}." if path else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
@@ -53,7 +53,7 @@ def explain_key(
     """Describe one key: default, description, type, constraints, aliases, and the values set by a config file.
 
     Args:
-        name: key in upper or lower case; former names and FastReID's names are accepted. For a section, the result is
+        name: key in upper or lower case; FastReID's names are accepted. For a section, the result is
             that of ``describe_config``. Other names are searched among the last parts of all keys: ``LR`` finds
             SOLVER.BASE_LR, and if several keys match equally well, e.g. ``ENABLED``, they are listed. If no
             name matches, the keys whose descriptions contain the words are listed: ``batch_size``.
@@ -68,7 +68,7 @@ def explain_key(
     """
     cfg = get_cfg() if cfg is None else cfg
     spellings = current_names() | FASTREID_SPELLINGS
-    path = _current(name, spellings | RENAMED)
+    path = _current(name, spellings)
     values = list(cfg.keys_below())
     keys = [key for key, _ in values]
     key = next((key for key in keys if key.path.lower() == path), None)
@@ -101,7 +101,7 @@ def explain_key(
 
 
 def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | None = None) -> list[str]:
-    """Return the type, bounds, choices, aliases, former names and shorthands of a key, one text each.
+    """Return the type, bounds, choices, aliases, FastReID's names and shorthands of a key, one text each.
 
     Args:
         key: the key.
@@ -118,7 +118,6 @@ def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | 
     if key.aliases:
         facts.append(f"aliases: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
     facts += [f"name in FastReID: {old}" for old, new in spellings.items() if new == key.path]
-    facts += [f"former name: {old}" for old in former_paths(key.path) if old not in spellings]
     if SHORTHANDS.get(section) == last:
         facts.append(f"shorthand: `{section} VALUE`, which also sets {section}.ENABLED True")
     if last == "ENABLED":

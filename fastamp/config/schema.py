@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastamp.config.defaults import KEYS, RENAMED, SHORTHANDS, current_path
+from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, SHORTHANDS
 from fastamp.config.files import BASE_KEY
 from fastamp.config.key import Key
 from fastamp.config.releases import old_names
@@ -23,9 +23,9 @@ def build_schema(
 ) -> dict[str, Any]:
     """Build the JSON Schema (draft 7) of a config file.
 
-    Former names of keys, and keys of old FastReID releases, are marked as deprecated. The schema is stricter than
-    ``merge_from_file`` in three cases: dotted keys (``SOLVER.AMP.ENABLED: True``), quoted numbers, and choices in mixed
-    case are errors in an editor only.
+    FastReID's other spellings of keys, and keys of its old releases, are marked as deprecated. The schema is stricter
+    than ``merge_from_file`` in three cases: dotted keys (``SOLVER.AMP.ENABLED: True``), quoted numbers, and choices in
+    mixed case are errors in an editor only.
 
     Args:
         keys: declared keys, including those of plugins. Default: the keys of fastamp.
@@ -39,10 +39,9 @@ def build_schema(
     for key in keys:
         _parent(root, key.path)[key.path.rpartition(".")[2]] = _key(key, (names or {}).get(key.path, ()))
     _add_shorthands(root, "")
-    for old in RENAMED:
-        current = current_path(old)
+    for old, current in FASTREID_SPELLINGS.items():
         schema = {name: value for name, value in _find(root, current).items() if name != "default"}
-        _parent(root, old)[old.rpartition(".")[2]] = schema | _deprecated(f"Former name of {current}.")
+        _parent(root, old)[old.rpartition(".")[2]] = schema | _deprecated(f"FastReID's spelling of {current}.")
     for old, current in old_names().items():
         node, name = _parent(root, old), old.rpartition(".")[2]
         if name in node:  # now a section

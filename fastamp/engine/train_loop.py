@@ -235,13 +235,13 @@ class TrainerBase:
                 f"the number of iterations per epoch changed from {state['iters_per_epoch']} to "
                 f"{self.iters_per_epoch}: SOLVER.IMS_PER_BATCH, SOLVER.ACCUM_STEPS or the training data changed"
             )
-        before = state.get("labels_checksum")
+        before = state["labels_checksum"]
         if before is not None and self.labels_checksum is not None and before != self.labels_checksum:
             raise ValueError(
                 "the labels of the training images differ from those in the checkpoint: DATASETS or the training data "
                 "changed"
             )
-        processes = state.get("processes", self.processes)
+        processes = state["processes"]
         if processes != self.processes:
             logger.warning(
                 "the number of processes changed from %d to %d: the batches are the same, but dropout, batch norm and "

@@ -42,8 +42,6 @@ _KEYS_OF_FEATURES = (
     *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
     *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP"),
 )
-# Keys of later versions with the value that keeps the features, so that hashes of earlier versions stay valid.
-_ADDED_KEYS = {"crop": None, "interpolation": "bicubic"}
 
 
 class Predictor(FeatureModel):
@@ -185,10 +183,10 @@ class Predictor(FeatureModel):
         """
         if not hasattr(self, "_config_hash"):
             digest = hashlib.blake2b(digest_size=8)
-            values = feature_values(self.cfg)
-            for name, value in _ADDED_KEYS.items():
-                if getattr(self.resize, name) != value:
-                    values[name] = getattr(self.resize, name)
+            # Without default values, so that hashes stay valid when a release adds a key.
+            defaults = {key.path: key.default for key, _ in self.cfg.keys_below()}
+            values = {path: value for path, value in feature_values(self.cfg).items() if value != defaults[path]}
+            values |= {"crop": self.resize.crop, "interpolation": self.resize.interpolation}
             digest.update(repr(sorted(values.items())).encode())
             for name, tensor in sorted(self.model.state_dict().items()):
                 digest.update(name.encode())
@@ -601,21 +599,6 @@ class Predictor(FeatureModel):
         return batch | {self.modality_column: torch.tensor([names.index(each) for each in given], dtype=torch.int64)}
 
 
-# Keys of later versions, with the values that do not change the features: hashes of earlier versions remain valid.
-_LATER_KEYS = {
-    "MODEL.BACKBONE.EXTRA_BN": False,
-    "MODEL.BACKBONE.FEATURE": "auto",
-    "MODEL.BACKBONE.MODALITY_COLUMN": "modality",
-    "MODEL.BACKBONE.PART_TOKENS": 0,
-    "MODEL.BACKBONE.PROJECTION": False,
-    "MODEL.BACKBONE.QUICK_GELU": True,
-    "MODEL.BACKBONE.SEMANTIC_WEIGHT": 0.2,
-    "MODEL.BACKBONE.STEM_CONV": False,
-    "MODEL.HEADS.PART_TOKENS.FUSION": "cat",
-    "MODEL.HEADS.PART_TOKENS.SEPARATE_NECKS": True,
-}
-
-
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
     """Return the values of the config keys that determine the features, in addition to the weights."""
     excluded = {"MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.HEADS.NUM_CLASSES"}
@@ -628,7 +611,7 @@ def feature_values(cfg: CfgNode) -> dict[str, Any]:
     excluded |= {"MODEL.HEADS.TEMPORAL_POOL", "MODEL.HEADS.SUBCENTERS.NUMBER", "MODEL.HEADS.SUBCENTERS.MIN_MARGIN"}
     excluded |= {"MODEL.HEADS.PFC.ENABLED", "MODEL.HEADS.PFC.SAMPLE_RATE", "MODEL.HEADS.FILTER_ABOVE"}
     values = {key.path: value for key, value in cfg.keys_below() if key.path.startswith(_KEYS_OF_FEATURES)}
-    return {path: value for path, value in values.items() if path not in excluded and _LATER_KEYS.get(path) != value}
+    return {path: value for path, value in values.items() if path not in excluded}
 
 
 def _check_pairs(pairs: Any, checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ import yaml
 from fastamp.cli import main
 from fastamp.config import Key, get_cfg, read_config
 from fastamp.config.component_keys import declared_keys
-from fastamp.config.defaults import KEYS, RENAMED
+from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS
 from fastamp.config.recipes import list_recipes
 from fastamp.config.schema import build_schema
 from fastamp.utils.errors import ConfigError
@@ -112,13 +112,13 @@ def test_each_value_is_valid_if_and_only_if_the_config_accepts_it(validator, sub
                 assert validator.is_valid(mapping) == accepts(mapping), (path, value)
 
 
-def test_former_names_are_valid_and_deprecated(validator):
-    for old, current in RENAMED.items():
+def test_fastreid_spellings_are_valid_and_deprecated(validator):
+    for old, current in FASTREID_SPELLINGS.items():
         node = validator.schema
         for name in old.split("."):
             node = node["properties"][name]
         assert node["deprecated"] and current in node["deprecationMessage"]
-        assert validator.is_valid(nested(old, KEYS[current].default if current in KEYS else True))
+        assert validator.is_valid(nested(old, KEYS[current].default))
     assert not validator.is_valid({"SOLVER": {"AMP_ENABLED": "maybe"}})
 
 

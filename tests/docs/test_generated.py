@@ -36,7 +36,7 @@ def test_config_key_has_default_choices_aliases_and_recipes(config):
     text = entry(config, "SOLVER.AMP.ON_FAILURE")
     assert "Default `error`" in text and "choices: error, bfloat16, float32" in text and "bf16 (bfloat16)" in text
     assert "greater than 0" in entry(config, "SOLVER.AMP.INIT_SCALE")
-    assert "former name: SOLVER.AMP.BN_GUARD" in entry(config, "SOLVER.AMP.RESTORE_BUFFERS_ON_SKIP")
+    assert "name in FastReID: SOLVER.AMP_ENABLED" in entry(config, "SOLVER.AMP.ENABLED")
     recipes = entry(config, "SOLVER.MAX_EPOCH").partition("`60` in ")[2].partition("; ")[0]
     assert {"Base-SBS", "VehicleID/bagtricks_R50-ibn"} <= set(recipes.split(", "))
     assert "EmbeddingHead" in entry(config, "MODEL.HEADS.NAME")

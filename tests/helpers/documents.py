@@ -157,7 +157,7 @@ def declared_keys(text: str) -> set[str]:
 
 
 def is_known(path: str, declared: set[str]) -> bool:
-    """Return True if a config key or section exists, in its current or former spelling."""
+    """Return True if a config key or section exists, in its own or FastReID's spelling."""
     current = current_path(path)
     free_form = any(key.is_free_form and current.startswith(f"{key.path}.") for key in KEYS.values())
     return free_form or any(f"{key}.".startswith(f"{current}.") for key in {*KEYS, *declared})

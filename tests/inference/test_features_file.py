@@ -14,7 +14,7 @@ from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import KINDS, load_index
 from fastamp.utils.errors import DataError
 
-FILES = Path(__file__).parents[1] / "reference/previous_version"
+FILES = Path(__file__).parents[1] / "reference/saved_gallery"
 GALLERY = (FILES / "gallery.npz").read_bytes()
 
 

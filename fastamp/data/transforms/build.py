@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fastamp.config import crop_size
-from fastamp.config.defaults import current_path
 from fastamp.data.decode import image_from_pil, read_image
 from fastamp.data.transforms.base import TRANSFORM_REGISTRY, Augmentation, BatchTransform
 from fastamp.data.transforms.geometry import Resize
@@ -202,7 +201,7 @@ def transform_order() -> list[str]:
         transform = TRANSFORM_REGISTRY.get(name)
         if name in ORDER:
             continue
-        before = current_path(f"INPUT.{transform.before}").removeprefix("INPUT.")
+        before = transform.before
         if before:
             check_choice(f"{transform.__name__}.before", before, ORDER)
         order.insert(order.index(before) if before else len(order), name)

@@ -42,8 +42,7 @@ class EMA(HookBase):
         return {"warmup": self.warmup}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Runs that started before warm-up existed continue without it.
-        if state.get("warmup", False) != self.warmup:
+        if state["warmup"] != self.warmup:
             self.warmup = not self.warmup
             logger.info(
                 "SOLVER.EMA.WARMUP cannot change on resume: using %s, as at the start of this run",

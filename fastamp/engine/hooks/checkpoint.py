@@ -102,4 +102,4 @@ class PeriodicCheckpointer(HookBase):
         return {"names": list(self._names)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._names = [name for name in state.get("names", []) if _PERIODIC.fullmatch(name)]
+        self._names = [name for name in state["names"] if _PERIODIC.fullmatch(name)]

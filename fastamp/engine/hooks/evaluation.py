@@ -163,7 +163,7 @@ class EvalHook(HookBase):
         return {"best": self.best, "metric": str(self.metric)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        best, before = state["best"], state.get("metric", "metric")
+        best, before = state["best"], state["metric"]
         if not (best is None or isinstance(best, float)):
             raise ValueError(f"EvalHook: best score: expected a float or None, got {type(best).__name__}")
         self.best = best

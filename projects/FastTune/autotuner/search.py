@@ -17,7 +17,6 @@ from autotuner.space import Space
 from autotuner.trial import FAILURE, PARENT, TrialSettings, plain_values, prune, ray_trial, read_reports, run_dir
 from autotuner.tune_hooks import EPOCH, SCORE, VALUES, EvalRounds
 from fastamp.config import CfgNode
-from fastamp.config.defaults import current_path
 from fastamp.utils.errors import ConfigError, writing
 
 ALGORITHMS = ("hyperopt", "bohb", "optuna", "random")
@@ -394,7 +393,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
     # Keys of later versions had their default values.
     before = json.loads(json.dumps({key.path: key.default for key, _ in search.cfg.keys_below()}, default=dict))
     del before["OUTPUT_DIR"]
-    before |= {current_path(name): value for name, value in saved.items()}
+    before |= saved
     changed = [
         f"{name} was {before.get(name)}, got {facts.get(name)}"
         for name in before | facts

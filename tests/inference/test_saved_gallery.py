@@ -1,7 +1,7 @@
-"""Tests that files written by an earlier version load with the same features and search results.
+"""Tests that saved files keep loading with the same features and search results.
 
-``tests/reference/previous_version`` contains a checkpoint, an extraction of 30 images, an index of each kind, and the
-results of the earlier version. Never regenerate these files with a later version: they represent files that users have.
+``tests/reference/saved_gallery`` contains a checkpoint, an extraction of 30 images, an index of each kind, and their
+results. Never regenerate these files after the release of 0.1.0: they represent files that users have.
 """
 
 import json
@@ -19,24 +19,24 @@ from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import KINDS, load_index, open_gallery
 from fastamp.utils.errors import WeightsError
 
-FILES = Path(__file__).parents[1] / "reference/previous_version"
+FILES = Path(__file__).parents[1] / "reference/saved_gallery"
 EXPECTED = json.loads((FILES / "expected.json").read_text())
 IMAGES = torch.arange(2 * 3 * 64 * 32).reshape(2, 3, 64, 32).remainder(251).to(torch.uint8)
 QUERIES = np.stack([np.linspace(-1, 1, tiny.WIDTH), np.linspace(1, -1, tiny.WIDTH)]).astype(np.float32)
 
 
-def test_predictor_features_from_checkpoint_of_earlier_version_are_unchanged():
+def test_predictor_features_from_saved_checkpoint_are_unchanged():
     features = Predictor(FILES / "model_final.pth", device="cpu").features(list(IMAGES))
     torch.testing.assert_close(features, torch.tensor(EXPECTED["features"]), rtol=1e-3, atol=1e-4)
 
 
-def test_checkpoint_of_an_earlier_version_contains_entries_for_resume():
+def test_saved_checkpoint_contains_entries_for_resume():
     content = read_checkpoint(FILES / "model_final.pth")
     assert {"model", "optimizer", "trainer", "random", "config"} <= content.keys()
     assert content["trainer"]["iteration"] > 0
 
 
-def test_extraction_by_an_earlier_version_can_be_read():
+def test_saved_extraction_can_be_read():
     extraction = read_extraction(FILES / "gallery.npz")
     np.testing.assert_allclose(extraction.features.astype(float).sum(0), EXPECTED["extraction_sum"], atol=1e-6)
     assert extraction.pids.tolist() == EXPECTED["pids"] and len(extraction.paths) == 30
@@ -44,7 +44,7 @@ def test_extraction_by_an_earlier_version_can_be_read():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_search_results_from_index_of_an_earlier_version_are_unchanged(kind):
+def test_search_results_from_saved_index_are_unchanged(kind):
     index = load_index(FILES / f"{kind}.index")
     found = index.search(QUERIES, 3)
     assert (index.kind, len(index), index.width) == (kind, 30, tiny.WIDTH)
@@ -52,7 +52,7 @@ def test_search_results_from_index_of_an_earlier_version_are_unchanged(kind):
     np.testing.assert_allclose(found.scores, EXPECTED[kind]["scores"], atol=1e-5)
 
 
-def test_index_of_an_earlier_version_is_used_without_rebuilding(tmp_path):
+def test_saved_index_is_used_without_rebuilding(tmp_path):
     """The hashes in the gallery and the index match the model, so neither file is computed again."""
     shutil.copy(FILES / "gallery.npz", tmp_path / "gallery.npz")
     shutil.copy(FILES / "flat.index", tmp_path / "gallery.index")
