@@ -91,8 +91,8 @@ class Candidates:
             write_atomically(path, lambda file: write_arrays(file, arrays))
 
     @classmethod
-    def read(cls, path: Path, token: str) -> "Candidates | None":
-        """Read the index of a gallery with this token.
+    def read(cls, path: Path, token: str, width: int) -> "Candidates | None":
+        """Read the index of a gallery with this token and dimension of features.
 
         None, with a warning, if the file is damaged or of another gallery, because exact search does not need it.
         """
@@ -105,12 +105,19 @@ class Candidates:
                     raise ValueError(f"checksum mismatch in {record}")
                 if str(read_array(archive, "token")) != token:
                     raise ValueError("it is of another gallery")
-                index = faiss.deserialize_index(read_array(archive, "index"))
+                index = faiss.deserialize_index(read_array(archive, "index").view(np.uint8))
                 numbers, built, probed, recall = (read_array(archive, name) for name in names)
+                if not isinstance(index, faiss.IndexIVFPQFastScan) or index.d != width:
+                    raise ValueError("it is for other features")
+                if numbers.dtype != np.int64 or numbers.shape != (index.ntotal,) or {built.shape, probed.shape} != {()}:
+                    raise ValueError("wrong number of features")
+                found = cls(index, set(numbers.tolist()), int(built), int(probed), float(recall))
+                if found.built < 1 or not 1 <= found.probed <= index.nlist or not 0 <= found.recall <= 1:
+                    raise ValueError("invalid numbers")
         except DataError as error:
             logger.warning("the approximate index is not used, and the search is exact: %s", error)
             return None
-        return cls(index, set(numbers.tolist()), int(built), int(probed), float(recall))
+        return found
 
 
 def trained_on(count: int) -> int:

@@ -63,7 +63,7 @@ class MutableGallery(GalleryIndex):
         self._lock = threading.RLock()
         self._tried = 0  # number of items when no candidate index had a sufficient recall
         file = path / _CANDIDATES_FILE
-        self._candidates = Candidates.read(file, self._store.token) if file.exists() else None
+        self._candidates = Candidates.read(file, self._store.token, self.model.width) if file.exists() else None
         self._load()
 
     def __enter__(self) -> "MutableGallery":
@@ -354,6 +354,11 @@ class MutableGallery(GalleryIndex):
         candidates, self._candidates = self._candidates, None
         for items, numbers, features in self._store.read():
             self._append(items, numbers, features)
+        if not len(self.items) == len(self._row_of_id) == len(self._row_of_number):
+            raise DataError(
+                f"{self.path} is damaged: ids or numbers of items repeat.\n"
+                "  fix: restore the gallery from a backup, or add its images to a new one"
+            )
         if candidates is not None:
             self._synchronize(candidates)
             self._candidates = candidates

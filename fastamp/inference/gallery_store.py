@@ -1,7 +1,9 @@
 """Items of a mutable gallery in an SQLite database: each batch of changes is on the disk before it is acknowledged."""
 
+import math
 import os
 import sqlite3
+import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,6 +29,24 @@ CREATE TABLE pictures (id TEXT PRIMARY KEY REFERENCES items (id) ON DELETE CASCA
 """
 _READ_ROWS = 8192
 _BUSY_SECONDS = 60
+# Limits of files of other people: bytes of a value, dimension of a feature, numbers of items, and instructions of
+# SQLite's virtual machine, which needs fewer than 10 for each byte of a gallery that it reads.
+_MOST_BYTES, _LARGEST_WIDTH, _LARGEST_NUMBER = 2**24, 2**20, 2**62
+_STEPS, _STEPS_PER_BYTE, _STEPS_AT_ONCE = 10**6, 10, 10**4
+_FIRST_TIME, _LAST_TIME = -62135596800, 253402300800  # years 1 to 9999
+_TABLES = {statement.split()[2]: statement.strip() for statement in _SCHEMA.split(";") if statement.strip()}
+_VALID_MODEL = f"""
+    typeof(width) = 'integer' AND width BETWEEN 1 AND {_LARGEST_WIDTH} AND metric IN ('cosine', 'euclidean')
+    AND typeof(config_hash) = 'text' AND typeof(checkpoint) = 'text' AND typeof(token) = 'text'
+    AND typeof(next_number) = 'integer' AND next_number BETWEEN 0 AND {_LARGEST_NUMBER}
+"""
+_VALID_ITEM = f"""
+    typeof(id) = 'text' AND typeof(name) = 'text' AND typeof(identity) = 'text' AND typeof(camera) = 'text'
+    AND length(id) BETWEEN 1 AND 500 AND instr(CAST(id AS BLOB), x'00') = 0
+    AND (time IS NULL OR typeof(time) = 'real' AND time >= {_FIRST_TIME} AND time < {_LAST_TIME})
+    AND typeof(number) = 'integer' AND number >= 0 AND number < (SELECT next_number FROM gallery)
+    AND typeof(feature) = 'blob' AND length(feature) = 4 * (SELECT width FROM gallery) AND typeof(crc) = 'integer'
+"""
 
 
 @dataclass(frozen=True)
@@ -55,6 +75,15 @@ class Item:
                 f"invalid id of a gallery item: {self.id[:50]!r} ({len(self.id)} characters).\n"
                 "  fix: choose 1 to 500 characters"
             )
+        wrong = [name for name in ("id", "name", "identity", "camera") if not isinstance(getattr(self, name), str)]
+        if self.time is not None and not _FIRST_TIME <= self.time < _LAST_TIME:
+            wrong.append("time")
+        if wrong:
+            found = ", ".join(f"{name} {getattr(self, name)!r:.50}" for name in wrong)
+            raise DataError(
+                f"invalid values of the gallery item {self.id!r:.50}: {found}.\n"
+                "  fix: pass texts, and the time in seconds since 1970 between the years 1 and 9999"
+            )
 
 
 @dataclass(frozen=True)
@@ -72,6 +101,8 @@ class GalleryStore:
 
     SQLite runs in WAL mode with ``synchronous=FULL``: ``transaction`` returns after the changes are on the disk, and a
     process that is killed leaves all of a transaction or nothing of it. Several processes may open the same gallery.
+    The database may be of another person: before any other statement, its tables are compared with those of this
+    program, and the types and sizes of all values are checked, in a number of steps that depends on the file size.
 
     Args:
         folder: folder of the gallery.
@@ -91,17 +122,21 @@ class GalleryStore:
         if model is None and not self.path.is_file():
             raise DataError(f"{folder} is not a gallery: it has no {DATABASE}.\n  fix: correct the path")
         self._files: list[tuple[int, int] | None] = []  # set when they are open
+        self._steps = math.inf  # remaining instructions of a bounded read
         with self._errors():
             # Transactions are started explicitly; the lock of ``MutableGallery`` serializes the threads.
             self._connection = sqlite3.connect(
                 self.path, timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
             )
-            for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+            if sys.version_info >= (3, 11):
+                self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MOST_BYTES)
+            pragmas = "trusted_schema=OFF", "cell_size_check=ON", "journal_mode=WAL", "synchronous=FULL"
+            for pragma in (*pragmas, "foreign_keys=ON"):
                 self._connection.execute(f"PRAGMA {pragma}").fetchone()
         if model is not None:
             with self.transaction():
                 if not self._connection.execute("SELECT 1 FROM sqlite_master").fetchone():
-                    for statement in filter(str.strip, _SCHEMA.split(";")):
+                    for statement in _TABLES.values():
                         self._connection.execute(statement)
                     row = (_FORMAT, model.width, model.metric, model.config_hash, model.checkpoint)
                     self._connection.execute("INSERT INTO gallery VALUES (?, ?, ?, ?, ?, 0, hex(randomblob(8)))", row)
@@ -109,17 +144,31 @@ class GalleryStore:
         self._files = self._file_ids()
 
     def _read_model(self) -> GalleryModel:
-        with self._errors():
-            row = self._connection.execute(
-                "SELECT format, width, metric, config_hash, checkpoint, token FROM gallery"
-            ).fetchone()
-        if row is None or row[0] != _FORMAT or row[2] not in ("cosine", "euclidean") or not int(row[1]) > 0:
+        """Check the tables and return the model.
+
+        Raises:
+            DataError: if a table, view, trigger or index is not that of a gallery, or a value is invalid.
+        """
+        with self._bounded():
+            found = self._connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL").fetchmany(
+                9
+            )
+            others = {(kind, name, sql) for kind, name, sql in found} ^ {("table", *each) for each in _TABLES.items()}
+            if others:
+                raise DataError(
+                    f"{self.path} is not a gallery of this version of fastamp: other definitions of "
+                    f"{', '.join(sorted({str(name)[:50] for _, name, _ in others}))}.\n"
+                    "  fix: use the version of fastamp that wrote it"
+                )
+            columns = "format, width, metric, config_hash, checkpoint, token"
+            rows = self._connection.execute(f"SELECT {_VALID_MODEL}, {columns} FROM gallery").fetchmany(2)
+        if len(rows) != 1 or rows[0][:2] != (1, _FORMAT):
             raise DataError(
-                f"{self.path} has an unknown format: {row[:3] if row else 'none'}.\n"
+                f"{self.path} has an unknown format: {rows[0][1:4] if rows else 'none'}.\n"
                 "  fix: use the version of fastamp that wrote it"
             )
-        self.token = row[5]
-        return GalleryModel(*row[1:5])
+        self.token = rows[0][6]
+        return GalleryModel(*rows[0][2:6])
 
     def close(self) -> None:
         """Close the database."""
@@ -217,29 +266,55 @@ class GalleryStore:
         self._check_files()
         with self._errors():
             row = self._connection.execute("SELECT picture FROM pictures WHERE id=?", (item_id,)).fetchone()
-        return bytes(row[0]) if row else None
+        if row and not isinstance(row[0], bytes):
+            raise self._damaged(f"the picture of item {item_id!r} is not a file")
+        return row[0] if row else None
 
     def read(self) -> Iterator[tuple[list[Item], list[int], np.ndarray]]:
         """Read all items in the order of their numbers, in blocks: items, numbers and features (N, D) float32.
 
         Raises:
-            DataError: if a feature is damaged.
+            DataError: if a value is damaged, or a feature is not finite.
         """
         columns = "id, name, identity, camera, time, number, feature, crc"
-        with self._errors():
+        with self._bounded():
+            query = f"SELECT quote(substr(id, 1, 50)) FROM items WHERE ({_VALID_ITEM}) IS NOT TRUE LIMIT 1"
+            if found := self._connection.execute(query).fetchone():
+                raise self._damaged(f"a value of item {found[0]} has a wrong type or size")
             cursor = self._connection.execute(f"SELECT {columns} FROM items ORDER BY number")
             while rows := cursor.fetchmany(_READ_ROWS):
-                damaged = next(
-                    (row[0] for row in rows if len(row[6]) != 4 * self.model.width or zlib.crc32(row[6]) != row[7]),
-                    None,
-                )
-                if damaged is not None:
-                    raise DataError(
-                        f"{self.path}: the feature of item {damaged!r} is damaged.\n"
-                        "  fix: restore the gallery from a backup, or add its images to a new one"
-                    )
                 features = np.frombuffer(b"".join(row[6] for row in rows), "<f4").reshape(len(rows), -1)
+                finite = np.isfinite(features).all(1).tolist()
+                for row, is_finite in zip(rows, finite, strict=True):
+                    if not is_finite or zlib.crc32(row[6]) != row[7]:
+                        raise self._damaged(
+                            f"the feature of item {row[0]!r} is {'changed' if is_finite else 'not finite'}"
+                        )
                 yield [Item(*row[:5]) for row in rows], [row[5] for row in rows], features.astype(np.float32)
+
+    @contextmanager
+    def _bounded(self) -> Iterator[None]:
+        """Convert errors as ``_errors``; repeating pages of a damaged file do not lead to an endless read."""
+        size = sum(os.stat(path).st_size for each in ("", "-wal") if os.path.exists(path := f"{self.path}{each}"))
+        self._steps = _STEPS + _STEPS_PER_BYTE * size
+
+        def has_ended() -> bool:
+            self._steps -= _STEPS_AT_ONCE
+            return self._steps < 0
+
+        self._connection.set_progress_handler(has_ended, _STEPS_AT_ONCE)
+        try:
+            with self._errors():
+                yield
+        finally:
+            self._connection.set_progress_handler(None, 0)
+            self._steps = math.inf
+
+    def _damaged(self, cause: object) -> DataError:
+        return DataError(
+            f"{self.path} is damaged: {cause}.\n"
+            "  fix: restore the gallery from a backup, or add its images to a new one"
+        )
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
@@ -247,16 +322,15 @@ class GalleryStore:
         try:
             yield
         except sqlite3.OperationalError as error:
+            if self._steps < 0 or "decode" in str(error):
+                raise self._damaged(error) from error
             raise WriteError(
                 f"cannot use the gallery {self.path}: {error}.\n"
                 "  fix: check that the folder exists and is writable, the disk has space, and no other process has "
                 f"been writing for {_BUSY_SECONDS} seconds"
             ) from error
         except sqlite3.DatabaseError as error:
-            raise DataError(
-                f"{self.path} is damaged: {error}.\n"
-                "  fix: restore the gallery from a backup, or add its images to a new one"
-            ) from error
+            raise self._damaged(error) from error
 
 
 def _encode(feature: np.ndarray) -> tuple[bytes, int]:
