@@ -23,7 +23,7 @@ def norms_over_ranks(norms: torch.Tensor, sharded: Sequence[int], order: float =
     index = torch.tensor(list(sharded), device=norms.device)
     own = norms[index].double()
     if order == float("inf"):
-        whole = comm.all_reduce_largest(own)
+        whole = comm.all_reduce_max(own)
     else:
         whole = comm.all_reduce_sum(own.pow(order)).pow(1 / order)
     return norms.index_copy(0, index, whole.to(norms.dtype))

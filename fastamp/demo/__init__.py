@@ -1,7 +1,7 @@
 """Demo dataset of generated pedestrians in the layout of Market-1501."""
 
 from fastamp.demo.attributes import VALUES, ImageAttributes
-from fastamp.demo.generate import DEMO_VERSION, generate_demo, image_attributes, is_complete, write_attributes
+from fastamp.demo.generate import DEMO_VERSION, generate_demo, image_attributes, is_complete
 from fastamp.demo.sheet import contact_sheet
 
 __all__ = [
@@ -12,5 +12,4 @@ __all__ = [
     "generate_demo",
     "image_attributes",
     "is_complete",
-    "write_attributes",
 ]

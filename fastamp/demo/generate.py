@@ -153,17 +153,6 @@ def image_attributes(folder: str | Path) -> list[ImageAttributes]:
     return _attributes(_plan(settings), settings)
 
 
-def write_attributes(folder: str | Path) -> Path:
-    """Write ``attributes.csv`` for a demo dataset that was generated without it, and return its path.
-
-    Raises:
-        DataError: if ``folder`` is not a complete demo dataset of this version.
-    """
-    path = Path(folder) / ATTRIBUTES
-    write_csv(image_attributes(folder), path)
-    return path
-
-
 def _attributes(shots: list[_Shot], settings: dict) -> list[ImageAttributes]:
     seed, image_size = settings["seed"], tuple(settings["image_size"])
     splits = dict(zip(SPLITS, ("train", "query", "gallery"), strict=True))

@@ -107,7 +107,7 @@ def preflight(
     report.in_float32 = comm.any_across_ranks(report.in_float32)
     report.kernel = comm.any_across_ranks(report.kernel)
     if scaler is not None:  # a collective: all ranks take part, with or without a result
-        smallest = -comm.all_reduce_max(-math.inf if report.loss_scale is None else -report.loss_scale)
+        smallest = -comm.max_over_ranks(-math.inf if report.loss_scale is None else -report.loss_scale)
         report.loss_scale = None if report.loss_scale is None else smallest
     return report
 

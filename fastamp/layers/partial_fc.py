@@ -185,7 +185,7 @@ class _PartialCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         ctx.uses_parameters = False  # for ``check_losses``
-        shifted = logits - comm.all_reduce_largest(logits.amax(1))[:, None]
+        shifted = logits - comm.all_reduce_max(logits.amax(1))[:, None]
         log_probabilities = shifted - comm.all_reduce_sum(shifted.exp().sum(1)).log()[:, None]
         held = positions >= 0
         columns = positions.clamp_min(0)[:, None]

@@ -8,7 +8,7 @@ import time
 import uuid
 from pathlib import Path
 
-# A temporary folder of another machine, or of an earlier version, is removed if nothing was written for this long.
+# A temporary folder of another machine is removed if nothing was written for this long.
 _ABANDONED_SECONDS = 120
 
 

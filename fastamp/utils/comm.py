@@ -75,7 +75,7 @@ def all_reduce_min(tensor: torch.Tensor) -> torch.Tensor:
     return _all_reduce(tensor, dist.ReduceOp.MIN) if is_distributed() else tensor
 
 
-def all_reduce_largest(tensor: torch.Tensor) -> torch.Tensor:
+def all_reduce_max(tensor: torch.Tensor) -> torch.Tensor:
     """Compute the element-wise maximum of ``tensor`` over all ranks."""
     return _all_reduce(tensor, dist.ReduceOp.MAX) if is_distributed() else tensor
 
@@ -91,7 +91,7 @@ def _all_reduce(tensor: torch.Tensor, operation: dist.ReduceOp) -> torch.Tensor:
     return reduced
 
 
-def all_reduce_max(number: float) -> float:
+def max_over_ranks(number: float) -> float:
     """Compute the maximum of ``number`` over all ranks."""
     if not is_distributed():
         return number
@@ -101,7 +101,7 @@ def all_reduce_max(number: float) -> float:
 
 def any_across_ranks(flag: bool) -> bool:
     """Return True if ``flag`` is true on at least one rank."""
-    return bool(all_reduce_max(flag))
+    return bool(max_over_ranks(flag))
 
 
 class RankMaxima:
@@ -141,7 +141,7 @@ class RankMaxima:
 
     def get(self, key: Hashable) -> float:
         """Return the maximum over all ranks. All ranks must call this method in the same iteration."""
-        return self._maxima[key] if key in self._maxima else all_reduce_max(self._numbers[key]())
+        return self._maxima[key] if key in self._maxima else max_over_ranks(self._numbers[key]())
 
 
 def sum_over_ranks(numbers: Sequence[float]) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.data.datasets.demo import Demo
-from fastamp.demo import VALUES, ImageAttributes, generate_demo, image_attributes, is_complete, write_attributes
+from fastamp.demo import VALUES, ImageAttributes, generate_demo, image_attributes, is_complete
 from fastamp.demo.attributes import describe_person
 from fastamp.demo.wardrobe import draw_appearance
 from fastamp.utils.errors import DataError
@@ -137,14 +137,11 @@ def test_demo_dataset_without_attributes_csv_is_complete(small, tmp_path):
     assert is_complete(folder)
     generate_demo(folder, **SMALL, progress=lambda done, total: pytest.fail("images were drawn again"))
     assert not (folder / "attributes.csv").exists()
-    assert write_attributes(folder) == folder / "attributes.csv"
-    assert (folder / "attributes.csv").read_bytes() == (small / "attributes.csv").read_bytes()
 
 
 def test_image_attributes_raises_if_folder_is_not_a_demo_dataset(tmp_path):
-    for function in (image_attributes, write_attributes):
-        with pytest.raises(DataError, match="not a demo dataset"):
-            function(tmp_path)
+    with pytest.raises(DataError, match="not a demo dataset"):
+        image_attributes(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

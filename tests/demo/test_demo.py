@@ -84,12 +84,12 @@ def test_loading_the_demo_dataset_removes_abandoned_build_folders(small, tmp_pat
         f"{host}-{os.getpid()}-{'0' * 32}": True,
         f"{host}.other-{exited.pid}-{'0' * 32}": True,
         f"{socket.gethostname()}-{exited.pid}-{'0' * 32}": True,  # a container with the same host name
-        "0" * 32: True,  # from an earlier version, recent
-        "1" * 32: False,  # from an earlier version, old
+        f"other-1-{'0' * 32}": True,  # of another machine, recent
+        f"other-1-{'1' * 32}": False,  # of another machine, abandoned
     }
     for name in builds:
         (root / f".{folder.name}.building-{name}" / "query").mkdir(parents=True)
-    old = root / f".{folder.name}.building-{'1' * 32}"
+    old = root / f".{folder.name}.building-other-1-{'1' * 32}"
     for path in (old / "query", old):
         os.utime(path, (0, 0))
     Demo(root)

@@ -126,7 +126,7 @@ def test_collectives_are_no_ops_in_a_single_process():
     x = torch.tensor([1.0, 2.0])
     assert comm.all_reduce_min(x) is x and comm.all_reduce_sum(x) is x
     assert comm.sum_over_ranks([1, 2]) == [1, 2] and comm.broadcast_scalar(3.5) == 3.5
-    assert comm.select_text("x") == (0, "x") and comm.select_text("") == (-1, "") and comm.all_reduce_max(-2.5) == -2.5
+    assert comm.select_text("x") == (0, "x") and comm.select_text("") == (-1, "") and comm.max_over_ranks(-2.5) == -2.5
     assert comm.any_across_ranks(True) and not comm.any_across_ranks(False)
     assert comm.gather_bytes(b"x") == [b"x"] and torch.equal(comm.gather_rows(x), x)
     comm.synchronize()

@@ -189,7 +189,7 @@ def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_pat
     assert sorted(path.name for path in parts.iterdir()) == [
         "000000000000.npz",
         "of.json",
-    ]  # as written by earlier versions
+    ]
     (parts / "features.npz").write_text("mine")
     (parts / ".000000000008.npz.abc.tmp").write_text("a killed extraction's")
     elsewhere = tmp_path / "elsewhere.npz"

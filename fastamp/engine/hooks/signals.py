@@ -73,7 +73,7 @@ class StopOnSignal(HookBase):
 
     def after_epoch(self) -> None:
         if self.trainer.iter + 1 < self.trainer.max_iter:
-            self._stop_if(comm.all_reduce_max(self._number()))  # includes signals received during the evaluation
+            self._stop_if(comm.max_over_ranks(self._number()))  # includes signals received during the evaluation
 
     def _number(self) -> int:
         return self.received or 0

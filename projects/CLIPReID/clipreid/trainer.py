@@ -123,7 +123,7 @@ class _StageHook(HookBase):
         for name, value in self.trainer.losses.items():
             self._sums[name] = self._sums.get(name, 0) + value
         number = max((hook.received or 0 for hook in self.outer.stop_hooks()), default=0)
-        if number := int(comm.all_reduce_max(number)) if comm.is_distributed() else number:
+        if number := int(comm.max_over_ranks(number)) if comm.is_distributed() else number:
             path = self.outer.checkpointer.save("model_interrupted")
             comm.synchronize()
             raise TrainingInterrupted(number, str(path))
