@@ -86,17 +86,13 @@ class ModuleMonitor:
         for name, module in _parts(self.model):
             parameters = [p for p in _dense_parameters(module) if p.requires_grad and p.numel() and id(p) in moving]
             if parameters:
-                gradients = [p.grad for p in parameters if p.grad is not None]
-                nonzero = [torch.count_nonzero(gradient) for gradient in gradients]
-                total = sum(p.numel() for p in parameters)
-                nonzero_total = torch.stack(nonzero).sum() if nonzero else torch.zeros((), device=parameters[0].device)
-                self._zeros.append(1 - nonzero_total / total)
+                self._zeros.append(zeros := _zero_fraction(module, parameters))
                 self._before[name] = parameters, [p.clone() for p in parameters]
                 # Two numbers per parameter: softmax losses keep the sum of a classifier constant.
                 sums = torch.stack([*(p.sum() for p in parameters), *torch._foreach_norm(parameters)])
                 last = self._sums.get(name)
                 known = last is not None and last.shape == sums.shape
-                self._same.append((last == sums).all() if known else torch.zeros_like(nonzero_total, dtype=torch.bool))
+                self._same.append((last == sums).all() if known else torch.zeros_like(zeros, dtype=torch.bool))
                 self._sums[name] = sums
 
     @torch.no_grad()
@@ -199,6 +195,29 @@ class ModuleMonitor:
             self._reported.add((name, kind))
             if not quiet:
                 logger.warning("%s", message)
+
+
+def _zero_fraction(module: nn.Module, parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Compute the fraction of gradient elements that are exactly zero, 0..1: () float32. A missing gradient is zero.
+
+    Kernel positions of a convolution whose gradients are all zero are excluded if others are not: on a feature map as
+    narrow as the kernel, they only ever see the padding.
+    """
+    kernels = {id(each.weight) for each in module.modules() if isinstance(each, nn.modules.conv._ConvNd)}
+    nonzero, total = torch.zeros(2, dtype=torch.float32, device=parameters[0].device)
+    for parameter in parameters:
+        if parameter.grad is None:
+            total = total + parameter.numel()
+            continue
+        hits = parameter.grad != 0
+        size: int | torch.Tensor = parameter.numel()
+        if id(parameter) in kernels:
+            live = hits.flatten(2).any(dim=1).any(dim=0).sum()
+            positions = parameter[0, 0].numel()
+            size = torch.where(live > 0, live, positions) * (size // positions)
+        nonzero = nonzero + torch.count_nonzero(hits)
+        total = total + size
+    return 1 - nonzero / total
 
 
 def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -29,6 +29,7 @@ from fastamp.utils.terminal_text import sanitize_terminal_text
 if TYPE_CHECKING:
     from fastamp.config import CfgNode
     from fastamp.data.check import Report
+    from fastamp.data.datasets.base import ImageDataset
 
 _BAR = 40
 _MAX_EXAMPLES = 5
@@ -151,6 +152,17 @@ def run(args: argparse.Namespace) -> int:
     return int(any(checks))
 
 
+def _describe_training(dataset: "ImageDataset", cfg: "CfgNode") -> list[str]:
+    """Describe what a training of ``cfg`` would repeat in a batch, and what it would not reach."""
+    from fastamp.data.build import build_training_batches, describe_repeats
+    from fastamp.engine.unreached import describe_unreached_events
+
+    if (batches := build_training_batches(dataset, cfg)) is None:
+        return []
+    iters_per_epoch = -(-batches.iters_per_epoch // cfg.SOLVER.ACCUM_STEPS)
+    return [note for note in (describe_repeats(batches), describe_unreached_events(cfg, iters_per_epoch)) if note]
+
+
 def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, folder: Path) -> bool:
     """Print the report on one dataset and write the contact sheet to ``folder``; return True if it has errors."""
     from fastamp.data.build import build_dataset, find_training_problems
@@ -168,6 +180,8 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
         training_problems=find_training_problems(dataset, cfg),
         protocol=protocol,
     )
+    if args.config_file or (is_source(args.name) and cfg.DATASETS.NAMES == (name,)):
+        report.notes += _describe_training(dataset, cfg)
     title = f"{name}\nrun: {recipe}\n\n"
     print(sanitize_terminal_text(f"{title}{text(report)}\n"), flush=True)
     sheet, findings = folder / "contact_sheet.png", folder / "findings.txt"

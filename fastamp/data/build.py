@@ -20,7 +20,7 @@ from fastamp.data.datasets.custom import PATH_DATASETS
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
-from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, InferenceSampler, build_sampler
+from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, IdentitySampler, InferenceSampler, build_sampler
 from fastamp.data.tracklets import TrackletInferenceSampler, TrackletSampler, select_test_frames, tracklets_of
 from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
@@ -115,6 +115,8 @@ def build_reid_train_loader(
             plural(batch_sampler.iters_per_epoch, "iteration"),
             plural(cfg.SOLVER.IMS_PER_BATCH, "image"),
         )
+        if repeats := describe_repeats(batch_sampler):
+            logger.warning("%s", repeats)
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     _attach_cache(dataset, cfg)
     return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
@@ -179,6 +181,41 @@ def _build_batch_sampler(
     )
 
 
+def describe_repeats(batches: EpochBatchSampler) -> str:
+    """Describe how many images of a batch repeat another image of it; "" if identities have enough images."""
+    sampler = batches.sampler
+    repeats = sampler.repeats_per_batch if isinstance(sampler, IdentitySampler) else 0.0
+    if not repeats:
+        return ""
+    too_few = sampler.images_per_identity < sampler.num_instances
+    return (
+        f"{too_few.sum()} of {plural(len(too_few), 'identity', 'identities')} have fewer than "
+        f"{sampler.num_instances} images (DATALOADER.NUM_INSTANCE): a batch of {batches.batch_size} repeats "
+        f"{repeats:.1f} images on average, and the triplet loss compares them with themselves.\n"
+        "  fix: set DATALOADER.NUM_INSTANCE to 0 (2 to 4, by the images that exist), or DATASETS.MIN_IMAGES to "
+        f"{sampler.num_instances}"
+    )
+
+
+def build_training_batches(dataset: ImageDataset, cfg: Any) -> EpochBatchSampler | None:
+    """Build the batch sampler that a run of this config would use on ``dataset``.
+
+    Args:
+        dataset (ImageDataset): the training set.
+        cfg (CfgNode): config of the run; DATASETS.NAMES is ignored.
+
+    Returns:
+        EpochBatchSampler, optional: the batch sampler; None if there are no training images, or
+        ``find_training_problems`` reports why a training is impossible.
+    """
+    if not dataset.train:
+        return None
+    try:
+        return _check_training_set(cfg, PackedItems.of(dataset.train), dataset)
+    except UserError:
+        return None
+
+
 def find_training_problems(dataset: ImageDataset, cfg: Any) -> list[str]:
     """List what would stop a training or an evaluation of this config on ``dataset``.
 
@@ -201,21 +238,22 @@ def find_training_problems(dataset: ImageDataset, cfg: Any) -> list[str]:
     return problems
 
 
-def _collect_problem(problems: list[str], check: Callable[..., None], *args: Any) -> None:
+def _collect_problem(problems: list[str], check: Callable[..., Any], *args: Any) -> None:
     try:
         check(*args)
     except UserError as error:
         problems.append(str(error))
 
 
-def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:
+def _check_training_set(cfg: Any, items: PackedItems, source: ImageDataset) -> EpochBatchSampler:
     cfg = cfg.with_values({"DATASETS.NAMES": (source.title,)})
     transforms = build_transforms(cfg, is_train=True)
     [items] = exclude_rare_identities([items], cfg.DATASETS.MIN_IMAGES)
     dataset = ReidDataset(items, transforms, relabel=True, sources=[source], categories=cfg.DATASETS.CATEGORIES)
     _check_camera_view_ids(cfg, dataset, [source.title])
-    _build_batch_sampler(cfg, dataset, np.zeros(len(dataset), dtype=np.int64), 0, 0, 1)
+    batches = _build_batch_sampler(cfg, dataset, np.zeros(len(dataset), dtype=np.int64), 0, 0, 1)
     _check_equal_sizes(dataset, cfg.SOLVER.IMS_PER_BATCH)
+    return batches
 
 
 def _check_test_set(cfg: Any, items: PackedItems, source: ImageDataset) -> None:

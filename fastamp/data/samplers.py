@@ -124,10 +124,13 @@ class IdentitySampler(EpochSampler):
         labels (Sequence[int]): identity of each image.
         camids (Sequence[int]): camera of each image.
         batch_size (int): images per batch over all ranks, P * K.
-        num_instances (int): images per identity, K.
+        num_instances (int): images per identity, K; 0 chooses 2, 3 or 4 by the images that the identities have.
         seed (int): any integer.
         world_size (int): number of ranks that share a batch; all K images of an identity go to one rank. Default 1.
         frames_per_instance (int): batch positions of each of the K; more than 1 for tracklets. Default 1.
+
+    Attributes:
+        images_per_identity (np.ndarray): (I,) int64, number of images of each identity.
 
     Raises:
         ConfigError: if ``batch_size`` is not a multiple of ``num_instances * frames_per_instance * world_size``.
@@ -145,9 +148,12 @@ class IdentitySampler(EpochSampler):
         world_size: int = 1,
         frames_per_instance: int = 1,
     ) -> None:
-        if num_instances < 1:
-            raise ConfigError(f"DATALOADER.NUM_INSTANCE must be at least 1, got {num_instances}")
+        if num_instances < 0:
+            raise ConfigError(f"DATALOADER.NUM_INSTANCE must be at least 0, got {num_instances}")
         per_rank = batch_size_per_rank(batch_size, world_size)
+        self.images_per_identity = np.unique(labels, return_counts=True)[1]
+        if num_instances == 0:
+            num_instances = self._instances_that_exist(per_rank // frames_per_instance)
         size, divisor = num_instances * frames_per_instance, f"DATALOADER.NUM_INSTANCE {num_instances}"
         if frames_per_instance > 1:
             divisor += f" x DATALOADER.TRACKLET.FRAMES {frames_per_instance}"
@@ -173,6 +179,20 @@ class IdentitySampler(EpochSampler):
                 "  fix: reduce SOLVER.IMS_PER_BATCH, increase DATALOADER.NUM_INSTANCE, or set "
                 "DATALOADER.SAMPLER_TRAIN to TrainingSampler"
             )
+
+    def _instances_that_exist(self, per_rank: int) -> int:
+        """Return K from 2 to 4: the number of images that at least half of the identities have, if it divides a batch.
+
+        Otherwise K is the next smaller divisor of ``per_rank``.
+        """
+        typical = int(np.sort(self.images_per_identity)[(len(self.images_per_identity) - 1) // 2])
+        return next((k for k in range(min(typical, 4), 2, -1) if per_rank % k == 0), 2)
+
+    @property
+    def repeats_per_batch(self) -> float:
+        """Mean number of images in a batch that repeat another one, because identities have fewer than K images."""
+        missing = np.maximum(self.num_instances - self.images_per_identity, 0)
+        return float(missing.mean()) * self.identities_per_batch
 
     def images_of(self, number: int) -> np.ndarray:
         """Return the indices of the images of ``identities[number]``: (n,) int64."""

@@ -25,6 +25,7 @@ from fastamp.engine.defaults import DefaultTrainer
 from fastamp.engine.hooks.freeze import freeze_length
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase
+from fastamp.engine.unreached import find_unreached_events
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.env import peak_memory_mb
@@ -58,6 +59,8 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     trainer.trainer.precision_diagnostics.disable_crash_dumps()  # crash dumps in a temporary folder are useless
     left = cfg.SOLVER.MAX_EPOCH * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     rows = _describe_model(trainer)
+    if events := find_unreached_events(cfg, trainer.trainer.iters_per_epoch):
+        rows.append(["not reached", "; ".join(events)])
     if left > 0:
         seconds = _train(trainer)
         rows.append(["training", _describe_training(trainer, seconds)])
@@ -225,7 +228,7 @@ def _describe_training(trainer: DefaultTrainer, seconds: list[float]) -> str:
     text = f"{images / seconds[-1]:.0f} images/s: {seconds[-1]:.3f} s for the measured iteration"
     if len(seconds) > 1:
         text += f"; {seconds[0]:.3f} s for the warm-up iteration"
-    if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch):
+    if cfg.MODEL.FREEZE_LAYERS and end <= freeze_length(cfg, loop.iters_per_epoch) < loop.max_iter:
         text += "; iterations take longer once MODEL.FREEZE_LAYERS is no longer frozen"
     return text
 

@@ -1,7 +1,6 @@
 """Learning-rate schedules, as pure functions of the epoch and the number of optimizer steps."""
 
 import bisect
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from typing import Any, Protocol
 
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
-
-logger = logging.getLogger(__name__)
 
 SCHEDULE_REGISTRY = Registry("SOLVER.SCHED")
 
@@ -181,6 +178,7 @@ class RampedExponentialSchedule:
         lowest (float): lowest rate.
         stride (int): epochs of the schedule per epoch of the training. MiewID's program has 2 instead of 1: its rate
             peaks in half of the ramp, below the base rate, and then decays with the square of ``gamma``.
+        iters_per_epoch (int): iterations per epoch. Default 1.
     """
 
     ramp_epochs: int
@@ -188,6 +186,12 @@ class RampedExponentialSchedule:
     gamma: float
     lowest: float
     stride: int = 1
+    iters_per_epoch: int = 1
+
+    @property
+    def warmup_iters(self) -> int:
+        """Iterations until the base rate is reached."""
+        return math.ceil(self.ramp_epochs / self.stride) * self.iters_per_epoch
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
         """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
@@ -208,6 +212,7 @@ def build_ramped_exponential(cfg: Any, *, iters_per_epoch: int) -> RampedExponen
         gamma=solver.GAMMA,
         lowest=solver.ETA_MIN_LR * learning_rate_factor(cfg),
         stride=solver.SCHEDULE_STRIDE,
+        iters_per_epoch=iters_per_epoch,
     )
 
 
@@ -223,12 +228,19 @@ class EpochCosineSchedule:
         total_epochs (int): number of epochs of the cosine, including the warm-up.
         first (float): rate from which the warm-up rises.
         lowest (float): rate of the last epoch.
+        iters_per_epoch (int): iterations per epoch. Default 1.
     """
 
     warmup_epochs: int
     total_epochs: int
     first: float
     lowest: float
+    iters_per_epoch: int = 1
+
+    @property
+    def warmup_iters(self) -> int:
+        """Iterations until the warm-up ends."""
+        return max(self.warmup_epochs - 1, 0) * self.iters_per_epoch
 
     def learning_rate(self, base_lr: float, *, epoch: int, steps_taken: int) -> float:
         """Compute the learning rate of the next step; see ``LearningRateSchedule``."""
@@ -251,6 +263,7 @@ def build_epoch_cosine(cfg: Any, *, iters_per_epoch: int) -> EpochCosineSchedule
         total_epochs=max(solver.MAX_EPOCH, 1),
         first=solver.WARMUP_FACTOR * solver.BASE_LR * factor,
         lowest=solver.ETA_MIN_LR * factor,
+        iters_per_epoch=iters_per_epoch,
     )
 
 
@@ -334,7 +347,7 @@ def swa_start(cfg: Any) -> int:
 
 
 def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
-    """Build the learning-rate schedule ``SOLVER.SCHED``. Log a warning if training ends before the warm-up does.
+    """Build the learning-rate schedule ``SOLVER.SCHED``.
 
     Args:
         cfg (CfgNode): config; reads ``SOLVER``.
@@ -344,17 +357,6 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
         ConfigError: if the schedule is unknown.
     """
     schedule = SCHEDULE_REGISTRY.build(cfg.SOLVER.SCHED, cfg, iters_per_epoch=iters_per_epoch)
-    warmup, total = getattr(schedule, "warmup_iters", 0), cfg.SOLVER.MAX_EPOCH * iters_per_epoch
-    if warmup >= total > 0:
-        logger.warning(
-            "the warm-up of %d iterations is not shorter than the training of %d: the learning rate does not reach "
-            "SOLVER.BASE_LR\n  fix: reduce %s, or train longer (SOLVER.MAX_EPOCH)",
-            warmup,
-            total,
-            "SOLVER.WARMUP_EPOCHS"
-            if cfg.SOLVER.WARMUP_EPOCHS
-            else f"SOLVER.WARMUP_ITERS, e.g. to {max(1, total // 10)}",
-        )
     swa = cfg.SOLVER.SWA
     if swa.ENABLED and swa.LR_FACTOR > 0:
         return ConstantTailSchedule(schedule, swa_start(cfg), swa.LR_FACTOR)

@@ -312,6 +312,34 @@ def test_modules_with_zero_learning_rate_or_sparse_gradients_do_not_warn(caplog)
     assert not warnings_of(caplog)
 
 
+class Narrow(nn.Module):
+    """Convolutions of a feature map as narrow as a pixel: six of nine kernel positions only see the padding."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1))
+        self.heads = nn.Linear(4, 4)
+
+    def forward(self, x, targets):
+        features = self.backbone(x[:, None, :, None]).mean((2, 3))
+        return {"loss": nn.functional.cross_entropy(self.heads(features), targets)}
+
+
+@pytest.mark.failure("zero gradients in one module")
+def test_kernel_positions_that_only_see_padding_do_not_warn(caplog):
+    model, step = make(Narrow)
+    gradient = torch.empty(0)
+
+    def keep(number):
+        nonlocal gradient
+        gradient = model.backbone[1].weight.grad
+
+    run(model, step, FIRST_CHECK + 1, hook=keep)
+    assert (gradient == 0).float().mean() > 0.6 and not warnings_of(caplog)
+    run(model, step, 60, hook=lambda number: "zero the backbone")
+    assert len(warnings_of(caplog)) == 1
+
+
 @pytest.mark.failure("module that does not change")
 def test_backbone_parameters_that_do_not_change_warn(caplog):
     model, _ = make()

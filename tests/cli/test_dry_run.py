@@ -73,6 +73,13 @@ def test_dry_run_supports_accumulation_swa_precise_bn_and_freezing(dry_run):
     assert "MODEL.FREEZE_LAYERS" in report["training"]
 
 
+def test_dry_run_lists_events_that_the_run_does_not_reach(dry_run):
+    code, out, err = dry_run("SOLVER.WARMUP_ITERS", "1000")
+    assert code == 0, err
+    assert "SOLVER.WARMUP_ITERS 1000" in rows(out)["not reached"]
+    assert "not reached" not in rows(dry_run()[1])
+
+
 def test_dry_run_of_a_single_iteration_reports_no_warmup(dry_run):
     code, out, err = dry_run("SOLVER.MAX_EPOCH", "1", "SOLVER.IMS_PER_BATCH", "64", "SOLVER.STEPS", "()")
     assert code == 0, err

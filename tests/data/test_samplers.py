@@ -135,7 +135,7 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
 @pytest.mark.parametrize(
     ("options", "error", "numbers"),
     [
-        ({"num_instances": 0}, ConfigError, ["NUM_INSTANCE", "got 0"]),
+        ({"num_instances": -1}, ConfigError, ["NUM_INSTANCE", "got -1"]),
         ({"num_instances": 5}, ConfigError, ["IMS_PER_BATCH 12", "NUM_INSTANCE 5", "multiple of 5"]),
         ({"num_instances": 1}, DataError, ["has 7", "needs 12"]),
         ({"num_instances": 4, "world_size": 2}, ConfigError, ["6 images on each of 2 ranks", "multiple of 8"]),

@@ -212,20 +212,6 @@ def test_schedule_matches_fastreid_v0_1_1_and_v1_0_0(release, update, counting, 
         assert rates_of(config(**solver | {"EPOCH_SCHEDULE": "after_warmup"}), 7) != pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "solver, warns",
-    [
-        ({"WARMUP_ITERS": 40}, True),
-        ({"WARMUP_ITERS": 39}, False),
-        ({"WARMUP_ITERS": 0, "WARMUP_EPOCHS": 4}, True),
-        ({"WARMUP_ITERS": 40, "SCHED": "OneCycleLR"}, False),
-    ],
-)
-def test_warmup_as_long_as_the_training_is_reported(solver, warns, caplog):
-    build_lr_schedule(config(MAX_EPOCH=4, **solver), 10)
-    assert ("SOLVER.BASE_LR" in caplog.text) == warns
-
-
 def ramped(*options):
     cfg = get_cfg()
     cfg.merge_from_list(["SOLVER.SCHED", "RampedExponentialLR", "SOLVER.WARMUP_EPOCHS", "15", *options])

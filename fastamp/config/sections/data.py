@@ -103,7 +103,13 @@ KEYS = (
         "identities), or NaiveIdentitySampler, BalancedIdentitySampler, ColumnBalancedSampler, GroupIdentitySampler, "
         "SetReWeightSampler (NUM_INSTANCE images per identity), TrackletSampler (tracklets of video).",
     ),
-    Key("DATALOADER.NUM_INSTANCE", 4, "Images per identity in a batch, for the identity samplers.", low=1),
+    Key(
+        "DATALOADER.NUM_INSTANCE",
+        4,
+        "Images per identity in a batch, for the identity samplers; 0 chooses 2 to 4 by the number of images that at "
+        "least half of the identities have.",
+        low=0,
+    ),
     "DATALOADER.BALANCE_COLUMN",
     "DATALOADER.GROUPS",
     "DATALOADER.TRACKLET",

@@ -138,8 +138,9 @@ KEYS = (
     Key(
         "SOLVER.FREEZE_EPOCHS",
         0,
-        "Epochs at the start during which MODEL.FREEZE_LAYERS are frozen; if positive, it replaces FREEZE_ITERS.",
-        low=0,
+        "Epochs at the start during which MODEL.FREEZE_LAYERS are frozen; -1 means the whole training. If not 0, it "
+        "replaces FREEZE_ITERS.",
+        low=-1,
     ),
     Key(
         "SOLVER.FREEZE_FC_ITERS",

@@ -11,6 +11,7 @@ from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.epoch import SetEpoch
 from fastamp.engine.hooks.freeze import FreezeClassifier, FreezeLayers, freeze_length
 from fastamp.engine.hooks.learning_rate import LRScheduler
+from fastamp.engine.unreached import describe_unreached_events
 from fastamp.solver import WeightAverage, build_lr_schedule, swa_start
 
 logger = logging.getLogger(__name__)
@@ -52,6 +53,8 @@ def build_training_hooks(
             "no layers are frozen: freezing requires MODEL.FREEZE_LAYERS and either SOLVER.FREEZE_ITERS or "
             "SOLVER.FREEZE_EPOCHS.\n  fix: to freeze layers, set the missing key; otherwise, remove the key that is set"
         )
+    if events := describe_unreached_events(cfg, iters_per_epoch):
+        logger.warning("%s", events)
     hooks: list[HookBase] = [LRScheduler(build_lr_schedule(cfg, iters_per_epoch))]
     if any(hasattr(module, "set_epoch") for module in model.modules()):
         hooks.append(SetEpoch(model))

@@ -15,7 +15,8 @@ logger = logging.getLogger(__name__)
 
 def freeze_length(cfg: CfgNode, iters_per_epoch: int) -> int:
     """Return the number of iterations during which the layers in ``MODEL.FREEZE_LAYERS`` are frozen."""
-    return cfg.SOLVER.FREEZE_EPOCHS * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
+    epochs = cfg.SOLVER.MAX_EPOCH if cfg.SOLVER.FREEZE_EPOCHS == -1 else cfg.SOLVER.FREEZE_EPOCHS
+    return epochs * iters_per_epoch or cfg.SOLVER.FREEZE_ITERS
 
 
 class FreezeLayers(HookBase):

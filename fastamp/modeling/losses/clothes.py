@@ -140,6 +140,7 @@ class ClothesAdversarialLoss(nn.Module):
     """
 
     loss_name = "loss_cal"
+    start_epoch_key = "MODEL.LOSSES.CAL.START_EPOCH"
     written_in_forward = True
 
     def __init__(

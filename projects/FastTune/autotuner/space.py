@@ -137,7 +137,7 @@ class Space:
         identities = changed.pop(IDENTITIES, None)
         if identities is None and not {IMAGES, BATCH} & set(changed):
             return changed
-        images = changed.get(IMAGES, cfg.DATALOADER.NUM_INSTANCE)
+        images = changed.get(IMAGES, cfg.DATALOADER.NUM_INSTANCE) or 4
         if identities is None:
             # Round the batch size to a multiple of the images per identity.
             batch = changed.get(BATCH, cfg.SOLVER.IMS_PER_BATCH)
@@ -159,7 +159,7 @@ class Space:
             Key -> sampled number. None if a value of ``cfg`` is not among the choices of the key.
         """
         own = {key.path: value for key, value in cfg.keys_below()}
-        own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // cfg.DATALOADER.NUM_INSTANCE
+        own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // (cfg.DATALOADER.NUM_INSTANCE or 4)
         sample: dict[str, Any] = {}
         for key, parameter in self.parameters.items():
             if parameter.kind != "choice":

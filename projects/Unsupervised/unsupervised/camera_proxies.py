@@ -53,6 +53,7 @@ class CameraProxyLoss(MemoryLoss):
     """
 
     loss_name = "loss_proxy"
+    start_epoch_key = "UNSUPERVISED.INTER_CAMERA.START_EPOCH"
 
     def __init__(self, *, weight: float = 0.5, start_epoch: int = 5, negatives: int = 50, **options: Any) -> None:
         super().__init__(**options)

@@ -118,7 +118,7 @@ class ClusterSampler(EpochSampler):
             labeled=np.isin(sets, [names.index(name) for name in labeled if name in names]),
             camids=camids,
             batch_size=cfg.SOLVER.IMS_PER_BATCH,
-            num_instances=cfg.DATALOADER.NUM_INSTANCE,
+            num_instances=cfg.DATALOADER.NUM_INSTANCE or 4,
             iters_per_epoch=cfg.UNSUPERVISED.ITERS_PER_EPOCH,
             seed=cfg.SEED,
             cross_camera=cfg.UNSUPERVISED.CROSS_CAMERA,

@@ -193,7 +193,7 @@ class ClusterTrainer(AMPTrainer):
         unlabeled = ~self.pseudo_labels.labeled
         classes = len(np.unique(self._classes[unlabeled & (self._classes >= 0)]))
         images = self.config.SOLVER.IMS_PER_BATCH // (1 if unlabeled.all() else 2)
-        per_batch = images // self.config.DATALOADER.NUM_INSTANCE
+        per_batch = images // (self.config.DATALOADER.NUM_INSTANCE or 4)
         if classes < per_batch:
             logger.warning(
                 "only %d clusters for batches of %d: clusters are repeated in a batch.\n"
