@@ -180,7 +180,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
         training_problems=find_training_problems(dataset, cfg),
         protocol=protocol,
     )
-    if args.config_file or (is_source(args.name) and cfg.DATASETS.NAMES == (name,)):
+    if args.config_file or (is_source(args.name) and (name,) == cfg.DATASETS.NAMES):
         report.notes += _describe_training(dataset, cfg)
     title = f"{name}\nrun: {recipe}\n\n"
     print(sanitize_terminal_text(f"{title}{text(report)}\n"), flush=True)

@@ -60,9 +60,9 @@ def _learning_rate_events(cfg: CfgNode, iters_per_epoch: int) -> Iterator[str]:
             counted = f" (counted from epoch {first}, the end of warm-up and delay)" if first else ""
             steps = f"{', '.join(map(str, late))} of {list(solver.STEPS)}{counted}"
             yield f"SOLVER.STEPS {steps}: the learning rate does not decrease there"
-    elif solver.SCHED == "CosineAnnealingLR" and solver.DELAY_EPOCHS >= solver.MAX_EPOCH:
-        if solver.EPOCH_SCHEDULE == "after_warmup" or solver.LR_UPDATE == "iteration":
-            yield _event(cfg, "SOLVER.DELAY_EPOCHS", "the learning rate does not decrease")
+    applies = solver.EPOCH_SCHEDULE == "after_warmup" or solver.LR_UPDATE == "iteration"
+    if solver.SCHED == "CosineAnnealingLR" and applies and solver.DELAY_EPOCHS >= solver.MAX_EPOCH:
+        yield _event(cfg, "SOLVER.DELAY_EPOCHS", "the learning rate does not decrease")
 
 
 def _freezing_events(cfg: CfgNode, total: int, iters_per_epoch: int) -> Iterator[str]:
@@ -70,7 +70,7 @@ def _freezing_events(cfg: CfgNode, total: int, iters_per_epoch: int) -> Iterator
     if layers and solver.FREEZE_EPOCHS != -1 and freeze_length(cfg, iters_per_epoch) >= total:
         key = "SOLVER.FREEZE_EPOCHS" if solver.FREEZE_EPOCHS else "SOLVER.FREEZE_ITERS"
         yield _event(cfg, key, f"{layers} stays frozen to the end; SOLVER.FREEZE_EPOCHS -1 if this is intended")
-    if solver.FREEZE_FC_ITERS >= total:
+    if total <= solver.FREEZE_FC_ITERS:
         yield _event(cfg, "SOLVER.FREEZE_FC_ITERS", "the classifier is frozen from the start")
 
 

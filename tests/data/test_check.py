@@ -542,3 +542,18 @@ def test_identities_without_gallery_images_are_reported(tmp_path, monkeypatch):
     (tmp_path / "LTCC_ReID/query/005_1_c2_1.png").rename(tmp_path / "LTCC_ReID/query/006_1_c2_1.png")
     report = check_dataset(build_dataset("LTCC"), protocol=Protocol(rule="market1501"))
     assert "queries without a gallery image of their identity" in [each.fault for each in report.findings]
+
+
+def test_check_data_with_a_recipe_notes_repeats_and_events_beyond_the_end(folder, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yml"
+    recipe.write_text(
+        "SOLVER: {IMS_PER_BATCH: 12, MAX_EPOCH: 2, WARMUP_ITERS: 500}\n"
+        "DATALOADER: {SAMPLER_TRAIN: NaiveIdentitySampler, NUM_INSTANCE: 6}\n"
+    )
+    command = [f"csv:{folder}/set.csv", "--output", str(tmp_path / "out")]
+    assert check_data.cli([*command, "--config-file", str(recipe)]) == 0
+    notes = [block for block in capsys.readouterr().out.split("\n\n") if block.startswith("note: ")]
+    assert any("DATALOADER.NUM_INSTANCE" in note and "repeats 4.0 images" in note for note in notes)
+    assert any("SOLVER.WARMUP_ITERS 500" in note and "fix:" in note for note in notes)
+    check_data.cli(command)
+    assert "SOLVER.WARMUP_ITERS" not in capsys.readouterr().out

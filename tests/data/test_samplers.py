@@ -104,6 +104,27 @@ def test_naive_sampler_fills_small_identities_with_repeated_images():
     assert all(len(set(chunk)) <= 2 for chunk in chunks(take(sampler.epoch(0), 80), 4))
 
 
+@pytest.mark.parametrize(
+    ("counts", "batch_size", "expected"),
+    [
+        ((2,) * 8, 16, 2),
+        ((1,) * 8, 16, 2),  # one image is repeated
+        ((2, 2, 2, 3, 3, 9, 9, 9), 15, 3),  # what at least half of the identities have
+        ((3,) * 8, 16, 2),  # 3 does not divide the batch
+        ((20,) * 8, 16, 4),
+    ],
+)
+def test_number_of_instances_follows_the_images_that_exist(counts, batch_size, expected):
+    sampler, _, _ = make("naive", counts=counts, batch_size=batch_size, num_instances=0)
+    assert sampler.num_instances == expected
+
+
+def test_repeats_in_a_batch_are_counted():
+    sampler, _, _ = make("naive", counts=(2, 4, 4, 5), batch_size=8, num_instances=4)
+    assert sampler.repeats_per_batch == pytest.approx(2 * 2 / 4)  # 2 missing images of one of 4 identities, 2 drawn
+    assert make("naive", counts=(4, 4, 4, 5), batch_size=8, num_instances=4)[0].repeats_per_batch == 0
+
+
 def test_balanced_sampler_visits_every_identity_once_per_pass():
     sampler, labels, _ = make("balanced", counts=[5] * 9, batch_size=12, num_instances=4)
     passes = chunks([labels[chunk[0]] for chunk in chunks(take(sampler.epoch(0), 9 * 4 * 20), 4)], 9)
