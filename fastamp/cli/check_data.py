@@ -181,7 +181,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
         protocol=protocol,
     )
     if args.config_file or (is_source(args.name) and (name,) == cfg.DATASETS.NAMES):
-        report.notes += _describe_training(dataset, cfg)
+        report.notes.extend(_describe_training(dataset, cfg))
     title = f"{name}\nrun: {recipe}\n\n"
     print(sanitize_terminal_text(f"{title}{text(report)}\n"), flush=True)
     sheet, findings = folder / "contact_sheet.png", folder / "findings.txt"
