@@ -176,6 +176,7 @@ def _check(args: argparse.Namespace, name: str, cfg: "CfgNode", recipe: str, fol
     report = check_dataset(
         dataset,
         max_pixels=cfg.INPUT.MAX_PIXELS,
+        bit_depth=cfg.INPUT.BIT_DEPTH,
         near_duplicate_bits=args.near_duplicates,
         training_problems=find_training_problems(dataset, cfg),
         protocol=protocol,

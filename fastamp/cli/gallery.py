@@ -2,7 +2,8 @@
 
 A gallery is a folder, such as people.gallery. Each batch is on the disk before the next one starts: after an
 interruption, the same command adds the rest, because it skips items that exist. The id of an item is the path of its
-image as given. Features that were extracted before (.npz) are added without the model.
+image, relative to the folder of the gallery if it is in that folder. Features that were extracted before (.npz) are
+added without the model.
 
 examples:
   fastamp gallery add people.gallery photos/ --model logs/run
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adding.add_argument("--identity", default="", metavar="NAME", help="identity of all images")
     adding.add_argument("--time", metavar="TIME", help="time of all images, ISO 8601, in UTC without an offset")
     adding.add_argument("--replace", action="store_true", help="replace items that exist (default: skip them)")
+    adding.add_argument("--skip-corrupt", action="store_true", help="skip and list images that cannot be read")
     adding.add_argument("--no-pictures", action="store_true", help="store no small pictures of the images")
     removing.add_argument("ids", nargs="+", metavar="ID", help="ids of items")
     listing.add_argument("--json", action="store_true", help="print the items as JSON, one per line")
@@ -52,12 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Change or print the gallery."""
     from fastamp.inference.gallery import MutableGallery
+    from fastamp.inference.gallery_source import id_of_path
 
     if args.action == "add":
         return _add(args)
     with MutableGallery(args.gallery) as gallery:
         if args.action == "remove":
-            gallery.remove(args.ids)
+            known = {item.id for item in gallery.items}
+            ids = {each: id_of_path(args.gallery, each) for each in args.ids}
+            gallery.remove([given if given in known or found not in known else found for given, found in ids.items()])
             print(f"removed {plural(len(args.ids), 'item')}; {len(gallery):,} remain")
         else:
             _list(gallery, args.json)
@@ -83,14 +88,18 @@ def _add(args: argparse.Namespace) -> int:
         raise ConfigError("images need a model.\n  fix: add --model CHECKPOINT, or add extracted features (.npz)")
     model = model_of(args) if args.checkpoint else None
     added = skipped = 0
+    unreadable: list[str] = []
     for extraction in extractions:
         counts = add_extraction(args.gallery, extraction, metadata, replace=args.replace)
         added, skipped = added + counts[0], skipped + counts[1]
     if paths and model is not None:
-        counts = add_images(args.gallery, paths, model, metadata, replace=args.replace, pictures=not args.no_pictures)
-        added, skipped = added + counts[0], skipped + counts[1]
-    existing = f"; skipped {skipped:,} that existed (--replace replaces them)" if skipped else ""
-    print(f"added {plural(added, 'item')} to {args.gallery}{existing}")
+        options = {"replace": args.replace, "pictures": not args.no_pictures, "skip_corrupt": args.skip_corrupt}
+        new, existing, unreadable = add_images(args.gallery, paths, model, metadata, **options)
+        added, skipped = added + new, skipped + existing
+    if unreadable:
+        print(f"skipped {plural(len(unreadable), 'unreadable image')}:", *unreadable, sep="\n  ")
+    present = f"; skipped {skipped:,} that existed (--replace replaces them)" if skipped else ""
+    print(f"added {plural(added, 'item')} to {args.gallery}{present}")
     return 0
 
 

@@ -134,6 +134,7 @@ def _features(args: argparse.Namespace, frames: "Frames", detections: "Boxes") -
     from fastamp.tracking.track import embedder, extract_features
 
     model = model_of(args, args.key_values)
+    frames.bit_depth = model.bit_depth
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}
     return extract_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
 

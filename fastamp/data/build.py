@@ -16,7 +16,7 @@ from fastamp.data.columns import CAMERA, EncodedColumn
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, data_root, log_splits
-from fastamp.data.datasets.custom import PATH_DATASETS
+from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
@@ -342,6 +342,7 @@ def build_reid_test_loader(
         rows = select_test_frames(tracklets, cfg.TEST.TRACKLET.FRAMES, num_query)
         dataset = ReidDataset(items.take(rows), transforms, **options)
         num_query, tracklets = int((rows < num_query).sum()), tracklets[rows]
+    check_known_cameras(cfg, source)
     _check_camera_view_ids(cfg, dataset, [dataset_name])
     check_files(dataset.items, [source])
     if len(dataset) < world_size:
@@ -454,7 +455,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
         dataset.read,
         where=cfg.DATALOADER.CACHE,
         folder=cfg.DATALOADER.CACHE_DIR,
-        kind=f"{transforms.resize}{' skip' if dataset.skip_corrupt else ''}",
+        kind=f"{transforms.resize} {transforms.bit_depth}{' skip' if dataset.skip_corrupt else ''}",
     )
     dataset.use_cache(cache)
 
@@ -509,6 +510,23 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
         )
 
 
+def check_known_cameras(cfg: Any, dataset: ImageDataset | None) -> None:
+    """Check that the cameras of a CSV file are those of the training, if the model has an embedding for each of them.
+
+    Raises:
+        ConfigError: if a camera is not in DATASETS.CAMERAS.
+    """
+    known = cfg.DATASETS.CAMERAS if cfg.MODEL.BACKBONE.SIE_CAMERAS else ()
+    names = dataset.camera_names if isinstance(dataset, CsvDataset) and known else ()
+    unknown = [name for name in names if name not in known]
+    if dataset is not None and unknown:
+        raise ConfigError(
+            f"{dataset.title}: the model has no embedding for {plural(len(unknown), 'camera')}: "
+            f"{', '.join(unknown[:5])}; those of the training (DATASETS.CAMERAS) are {', '.join(known[:10])}.\n"
+            "  fix: use images of these cameras, or a model without MODEL.BACKBONE.SIE_CAMERAS"
+        )
+
+
 def _rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     return (
         comm.get_rank() if rank is None else rank,
@@ -532,7 +550,14 @@ def with_num_classes(cfg: CfgNode, num_classes: int) -> CfgNode:
 
 
 def with_num_categories(cfg: CfgNode, dataset: Dataset) -> CfgNode:
-    """Return a frozen copy of the config with ``DATASETS.NUM_CATEGORIES`` set for the columns of a training set."""
+    """Return a frozen copy of the config with what its model learns of a training set.
+
+    ``DATASETS.NUM_CATEGORIES`` is set for the columns, and ``DATASETS.CAMERAS`` for embeddings of cameras.
+    """
     columns: Mapping[str, EncodedColumn] = getattr(dataset, "columns", {})
     categories = {name: len(column.names) for name, column in columns.items() if column.names}
-    return cfg.with_values({"DATASETS.NUM_CATEGORIES": categories}) if categories else cfg
+    values: dict[str, Any] = {"DATASETS.NUM_CATEGORIES": categories} if categories else {}
+    sources = getattr(dataset, "sources", ())
+    if cfg.MODEL.BACKBONE.SIE_CAMERAS and len(sources) == 1 and isinstance(sources[0], CsvDataset):
+        values["DATASETS.CAMERAS"] = sources[0].camera_names
+    return cfg.with_values(values) if values else cfg

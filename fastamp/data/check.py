@@ -25,6 +25,7 @@ from fastamp.data.datasets.custom import (
 )
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.decode import (
+    BIT_DEPTH,
     MAX_PIXELS,
 )
 from fastamp.data.image_summary import ImageSummary, inspect_image
@@ -93,6 +94,7 @@ def check_dataset(
     dataset: ImageDataset,
     *,
     max_pixels: int = MAX_PIXELS,
+    bit_depth: int = BIT_DEPTH,
     near_duplicate_bits: int | None = None,
     training_problems: Sequence[str] = (),
     protocol: Any = None,
@@ -103,6 +105,7 @@ def check_dataset(
         dataset (ImageDataset): dataset to check.
         max_pixels (int): maximum width x height of an image; larger images are reported as unreadable. Default
             100,000,000.
+        bit_depth (int): see ``read_image``. Default 16.
         near_duplicate_bits (int, optional): see ``NearestImages``.
         training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
         protocol (evaluation.Protocol, optional): evaluation protocol, whose rule defines which queries have a match.
@@ -122,7 +125,9 @@ def check_dataset(
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
         inspected = track(
-            pool.map(partial(inspect_image, max_pixels=max_pixels), images.values()), len(images), "reading images"
+            pool.map(partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth), images.values()),
+            len(images),
+            "reading images",
         )
         summaries = dict(zip(images, inspected, strict=True))
     report.sizes.update(each.size for each in summaries.values() if not each.fault)

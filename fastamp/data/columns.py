@@ -42,6 +42,13 @@ KEYS = (
         "list numbers the values of the training set in sorted order, also if they are integers.",
     ),
     Key(
+        "DATASETS.CAMERAS",
+        (),
+        "Names of the cameras of a CSV file in the order of their numbers, from 0; other cameras of a file have higher "
+        "numbers. Set by the training if the model has embeddings of cameras (MODEL.BACKBONE.SIE_CAMERAS).",
+        of=str,
+    ),
+    Key(
         "DATASETS.NUM_CATEGORIES",
         {},
         "Column name -> number of its categories in the training set. Set by the training, as MODEL.HEADS.NUM_CLASSES.",

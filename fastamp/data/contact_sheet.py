@@ -59,7 +59,9 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
         draw.text((gap, gap + row * step), drawn, fill="black", font=load_font(font, 12))
         for column, item in enumerate(items):
             try:
-                pixels = read_image(item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height)
+                pixels = read_image(
+                    item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height, bit_depth=None
+                )
                 pixels = pixels.permute(1, 2, 0).numpy()
             except DataError:
                 continue  # reported as a finding

@@ -2,13 +2,14 @@
 
 import errno
 import io
+import logging
 import os
 import re
 import struct
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,8 @@ except ImportError:
     # torchvision 0.29 announces the removal of its decoders.
     torchvision_decode = None
 
+logger = logging.getLogger(__name__)
+
 # PIL's fixed-point luma (ITU-R BT.601). All sums are exact in float32, so every machine rounds them equally.
 _LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
 _JPEG = b"\xff\xd8"
@@ -41,6 +44,9 @@ MAX_PIXELS = 100_000_000
 """Default of INPUT.MAX_PIXELS: maximum width x height of an image."""
 LARGEST_PIXELS = 178_956_970
 """Maximum number of pixels that PIL decodes."""
+BIT_DEPTH = 16
+"""Default of INPUT.BIT_DEPTH."""
+_warned_of_bits = Event()
 # Each scan of a progressive JPEG file takes time for all pixels, also if it has few bytes. Usual files have 10.
 MAX_SCANS = 100
 """Maximum number of scans of a JPEG file."""
@@ -50,6 +56,7 @@ _MAX_SEGMENTS, _MAX_FILL_BYTES = 10_000, 2**16
 # Larger JPEG files (16.8 million pixels) are decoded at reduced size if that is sufficient.
 _MAX_FULL_SIZE_PIXELS = 2**24
 # Pixel formats only: PIL runs external programs for others, such as Ghostscript for PostScript.
+_HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "JPEG2000", "MPO", "PCX", "PNG", "PPM", "TGA", "TIFF", "WEBP")
 
 
@@ -60,12 +67,13 @@ def read_image(
     box: tuple[int, int, int, int] | None = None,
     max_pixels: int = MAX_PIXELS,
     least_side: int | None = None,
+    bit_depth: int | None = BIT_DEPTH,
 ) -> Tensor:
     """Read an image, a file or bytes of a file, and apply its EXIF orientation.
 
     The image is converted to the given number of channels. If ``channels`` is 4, alpha is 255 for files without an
-    alpha channel. If ``channels`` is 1 or 3, an alpha channel is dropped without blending. 16-bit channels are reduced
-    to their upper 8 bits. For an animation, the first frame is read.
+    alpha channel. If ``channels`` is 1 or 3, an alpha channel is dropped without blending. Integers of more than 8 bits
+    are reduced to their upper 8 bits, see ``bit_depth``. For an animation, the first frame is read.
 
     torchvision decodes JPEG files, and PIL decodes all other formats and the JPEG files that torchvision rejects.
     Grayscale is computed from the decoded RGB, as PIL does.
@@ -79,16 +87,19 @@ def read_image(
         least_side (int, optional): required height and width, in pixels. A JPEG file of more than 2**24 pixels is
             decoded at 1/2, 1/4 or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many
             pixels. Ignored if ``box`` is given. Default: decode at full size.
+        bit_depth (int, optional): number of bits that the values of gray images of more than 8 bits use, in 8..32:
+            values in 0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for
+            pictures to look at.
 
     Returns:
         Tensor: (channels, H, W) uint8.
 
     Raises:
-        DataError: if the file is missing, cannot be read, is corrupt or too large, or ``box`` is outside the
-            image. The message names the file and the cause.
+        DataError: if the file is missing, cannot be read, is corrupt or too large, a value is outside the range of
+            ``bit_depth``, or ``box`` is outside the image. The message names the file and the cause.
         OSError: if too many files are open.
     """
-    image = _read_full_image(path, channels, max_pixels, least_side if box is None else None)
+    image = _read_full_image(path, channels, max_pixels, least_side if box is None else None, bit_depth)
     if box is None:
         return image
     height, width = image.shape[1:]
@@ -99,7 +110,9 @@ def read_image(
     return image[:, top:bottom, left:right]
 
 
-def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
+def _read_full_image(
+    path: str, channels: int, max_pixels: int, least_side: int | None, bit_depth: int | None
+) -> Tensor:
     try:
         content = read_bytes(path)
     except OSError as error:
@@ -108,17 +121,23 @@ def _read_full_image(path: str, channels: int, max_pixels: int, least_side: int 
         raise DataError(f"cannot read the image {path}: {error.strerror or error}") from error
     except ValueError as error:  # invalid file name
         raise DataError(f"cannot read the image {path!r}: {error}") from error
-    return _decode_full_image(content, path, channels, max_pixels, least_side)
+    return _decode_full_image(content, path, channels, max_pixels, least_side, bit_depth)
 
 
 def decode_image(
-    content: bytes, channels: int = 3, *, name: str = "", max_pixels: int = MAX_PIXELS, least_side: int | None = None
+    content: bytes,
+    channels: int = 3,
+    *,
+    name: str = "",
+    max_pixels: int = MAX_PIXELS,
+    least_side: int | None = None,
+    bit_depth: int | None = BIT_DEPTH,
 ) -> Tensor:
     """Decode the content of an image file, as ``read_image`` does.
 
     Args:
         content (bytes): content of the file.
-        channels, max_pixels, least_side: see ``read_image``.
+        channels, max_pixels, least_side, bit_depth: see ``read_image``.
         name (str): name of the image for messages. Default "".
 
     Returns:
@@ -127,10 +146,12 @@ def decode_image(
     Raises:
         DataError: if the content is corrupt or too large.
     """
-    return _decode_full_image(bytearray(content), name or "(bytes)", channels, max_pixels, least_side)
+    return _decode_full_image(bytearray(content), name or "(bytes)", channels, max_pixels, least_side, bit_depth)
 
 
-def _decode_full_image(content: bytearray, path: str, channels: int, max_pixels: int, least_side: int | None) -> Tensor:
+def _decode_full_image(
+    content: bytearray, path: str, channels: int, max_pixels: int, least_side: int | None, bit_depth: int | None
+) -> Tensor:
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     width, height = 0, 0
@@ -142,7 +163,8 @@ def _decode_full_image(content: bytearray, path: str, channels: int, max_pixels:
     # torchvision 0.29 aborts the process on corrupt PNG files, ignores the orientation of WebP files, decodes all
     # frames of an animation, has no scaled decoding, and cannot be limited if the declared size was not found.
     if torchvision_decode is None or not width * height or channels == 4 or least_side is not None:
-        image = _decode_with_pil(content, path, "RGBA" if channels == 4 else "RGB", max_pixels, least_side)
+        mode = "RGBA" if channels == 4 else "RGB"
+        image = _decode_with_pil(content, path, mode, max_pixels, least_side, bit_depth)
     else:
         try:
             encoded = torch.frombuffer(content, dtype=torch.uint8)
@@ -286,10 +308,29 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
     # Warning filters are global: two threads must not replace and restore them concurrently.
     with _WARNINGS_LOCK, warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
+        try:
+            return Image.open(source, formats=[name for name in _FORMATS if name in Image.OPEN])
+        except UnidentifiedImageError as error:
+            raise (_HeicError() if _is_heic(source) else error) from error
 
 
-def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
+class _HeicError(UnidentifiedImageError):
+    def __init__(self) -> None:
+        super().__init__("it is a HEIC image, as of an iPhone, which is not supported; convert it to JPEG")
+
+
+def _is_heic(source: str | os.PathLike[str] | Any) -> bool:
+    """Return True if the header of a file is that of HEIF with the video codec HEVC or of unknown kind."""
+    if isinstance(source, str | os.PathLike):
+        with open(source, "rb") as file:
+            header = file.read(12)
+    else:
+        source.seek(0)
+        header = source.read(12)
+    return header[4:8] == b"ftyp" and header[8:12] in _HEIC_BRANDS
+
+
+def image_from_pil(image: Image.Image, channels: int = 3, *, bit_depth: int | None = BIT_DEPTH) -> Tensor:
     """Convert a PIL image to a tensor that equals the result of ``read_image`` on the image file.
 
     There are two exceptions. Pixel values from a CMYK JPEG file differ by up to 3, because ``read_image`` decodes such
@@ -299,28 +340,34 @@ def image_from_pil(image: Image.Image, channels: int = 3) -> Tensor:
     Args:
         image (PIL.Image.Image): image in any mode except F (32-bit floats). Its EXIF orientation is applied.
         channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
+        bit_depth (int, optional): see ``read_image``.
 
     Returns:
         Tensor: (channels, H, W) uint8.
 
     Raises:
-        DataError: if the mode is F, or the image file cannot be decoded.
+        DataError: if the mode is F, a value is outside the range of ``bit_depth``, or the image file cannot be decoded.
     """
     name = getattr(image, "filename", "") or "(a PIL image)"
     # PIL decodes the file and its EXIF data at first use, which is not thread-safe.
     with _PIL_LOCK, _pil_errors(os.fsdecode(name)):
-        pixels = _pil_pixels(image, "RGBA" if channels == 4 else "RGB")
+        pixels = _pil_pixels(image, "RGBA" if channels == 4 else "RGB", os.fsdecode(name), bit_depth)
     return _luma(pixels) if channels == 1 else pixels
 
 
 def _decode_with_pil(
-    content: bytearray, path: str, mode: str, max_pixels: int, least_side: int | None = None
+    content: bytearray,
+    path: str,
+    mode: str,
+    max_pixels: int,
+    least_side: int | None = None,
+    bit_depth: int | None = BIT_DEPTH,
 ) -> Tensor:
     with _pil_errors(path), open_with_pil(io.BytesIO(content)) as image:
         check_pixels(path, *image.size, max_pixels)  # type: ignore[call-arg]
         if least_side is not None:
             image.draft(None, (least_side, least_side))
-        return _pil_pixels(image, mode)
+        return _pil_pixels(image, mode, path, bit_depth)
 
 
 @contextmanager
@@ -341,40 +388,87 @@ def _pil_errors(path: str) -> Iterator[None]:
 
 def cause_of(error: Exception) -> str:
     """Return the cause of an error that occurred while an image was read, in one line without the path."""
-    if isinstance(error, UnidentifiedImageError):
+    if isinstance(error, UnidentifiedImageError) and not isinstance(error, _HeicError):
         return "cannot identify the image format"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def has_image_format(path: str) -> bool:
-    """Return False if the first bytes of a file identify none of the supported image formats."""
+def format_fault(path: str) -> str:
+    """Return the cause if the first bytes of a file identify none of the supported image formats; otherwise ""."""
     with open(path, "rb") as file:
         if file.read(len(_JPEG)) == _JPEG:
-            return True  # much faster than PIL
+            return ""  # much faster than PIL
     try:
         open_with_pil(path).close()
-    except UnidentifiedImageError:
-        return False
+    except UnidentifiedImageError as error:
+        return cause_of(error)
     except Exception:  # PIL's plugins raise many exception types; reading the image raises them again
         pass
-    return True
+    return ""
 
 
-def _pil_pixels(image: Image.Image, mode: str) -> Tensor:
+def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None) -> Tensor:
     """Convert a PIL image to (C, H, W) uint8 pixels in ``mode``, and apply its EXIF orientation.
 
     Raises:
         ValueError: if the image has float pixels.
+        DataError: if a value is outside the range of ``bit_depth``.
     """
     check_mode(image)
-    pixels = np.asarray(_convert(ImageOps.exif_transpose(image), mode))
+    # PIL reads the upper 8 bits of colors of 16 bits.
+    is_reduced = not image.mode.startswith("I") and any(";16" in str(tile[3]) for tile in getattr(image, "tile", ()))
+    if is_reduced and bit_depth not in (None, 16):
+        raise DataError(
+            f"the image {path} has colors of 16 bits, of which the upper 8 are read; INPUT.BIT_DEPTH is {bit_depth}\n"
+            "  fix: save the image with 8 bits, or as grayscale, or set INPUT.BIT_DEPTH to 16"
+        )
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I"):  # PIL would clip 16-bit values at 255
+        image = Image.fromarray(reduce_bits(np.asarray(image), path, bit_depth))
+    elif is_reduced and bit_depth is not None:
+        _warn_if_dark(256 * max(each[1] for each in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits")  # type: ignore[index]
+    pixels = np.asarray(image.convert(mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 
 
-def _convert(image: Image.Image, mode: str) -> Image.Image:
-    if image.mode.startswith("I"):
-        # PIL would clip 16-bit values at 255.
-        image = Image.fromarray((np.asarray(image).astype(np.int64) >> 8).astype(np.uint8))
-    return image.convert(mode)
+def reduce_bits(values: np.ndarray, path: str, bit_depth: int | None = BIT_DEPTH) -> np.ndarray:
+    """Reduce integers to 8 bits; a warning names the first file whose values are all in a small part of the range.
+
+    Args:
+        values (np.ndarray): integers of any type.
+        path (str): image file, for messages.
+        bit_depth (int, optional): see ``read_image``.
+
+    Returns:
+        np.ndarray: uint8, of the same shape.
+
+    Raises:
+        DataError: if a value is not in 0..2**bit_depth - 1.
+    """
+    values = values.astype(np.int64)
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
+    if bit_depth is None:
+        low = int(values.min()) if values.size else 0
+        return np.rint(255 * ((values - low) / max(high - low, 1))).astype(np.uint8)
+    if low < 0 or high >= 2**bit_depth:
+        fix = f"set INPUT.BIT_DEPTH to {high.bit_length()}" if low >= 0 and high < 2**32 else "save it with 8 bits"
+        raise DataError(
+            f"the image {path} has values from {low} to {high}, outside 0..{2**bit_depth - 1} of INPUT.BIT_DEPTH "
+            f"{bit_depth}\n  fix: {fix}"
+        )
+    bits = max(high.bit_length(), 8)
+    _warn_if_dark(high, path, bit_depth, f"set INPUT.BIT_DEPTH to {bits} if {bits} bits are those of the camera")
+    return (values >> (bit_depth - 8)).astype(np.uint8)
+
+
+def _warn_if_dark(high: int, path: str, bit_depth: int, fix: str) -> None:
+    """Log a warning, once in a process, if the largest value needs at least two bits less than ``bit_depth``."""
+    if 0 < high < 2 ** (bit_depth - 2) and bit_depth > 8 and not _warned_of_bits.is_set():
+        _warned_of_bits.set()
+        logger.warning(
+            "the image %s has values up to %d, a small part of the %d bits of INPUT.BIT_DEPTH, so it is dark; other "
+            "images of this kind are not reported\n  fix: %s",
+            *(path, high, bit_depth, fix),
+        )

@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 
 from fastamp.data.boxes import clip_box
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.decode import MAX_PIXELS, cause_of, check_mode, check_pixels, open_with_pil
+from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS, cause_of, check_mode, check_pixels, open_with_pil, reduce_bits
 from fastamp.data.file_parts import read_bytes
 from fastamp.data.near_duplicates import Fingerprint
 from fastamp.utils.env import available_cores
@@ -46,7 +46,8 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
     return [each.fingerprint for each in found if each.fingerprint is not None]
 
 
-def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> ImageSummary:
+def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: int = BIT_DEPTH) -> ImageSummary:
+    """Read an image; see ``read_image`` for the arguments."""
     try:
         content = read_bytes(item.path)
         with open_with_pil(io.BytesIO(content)) as image:
@@ -54,6 +55,9 @@ def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> ImageSumm
             check_mode(image)
             image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
             upright = ImageOps.exif_transpose(image)
+        if upright.mode.startswith("I"):  # more than 8 bits
+            reduce_bits(np.asarray(upright), item.path, bit_depth)
+            upright = Image.fromarray(reduce_bits(np.asarray(upright), item.path, None))
     except Exception as error:  # PIL's plugins raise many exception types on corrupt files
         return ImageSummary(fault=cause_of(error))
     if item.box is not None:
@@ -63,8 +67,5 @@ def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS) -> ImageSumm
                 fault=f"box {item.box} is outside the image of {upright.width} x {upright.height} pixels"
             )
         upright = upright.crop(box)
-    if upright.mode.startswith("I"):  # more than 8 bits
-        values = np.asarray(upright, dtype=np.float64)
-        upright = Image.fromarray((255 * (values - values.min()) / max(np.ptp(values), 1e-9)).astype(np.uint8))
     digest = hashlib.blake2b(content + str(item.box).encode(), digest_size=16).digest()
     return ImageSummary(size=upright.size, digest=digest, fingerprint=Fingerprint.of(upright))

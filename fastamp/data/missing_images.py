@@ -10,7 +10,7 @@ import numpy as np
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.custom import IMAGE_SUFFIXES, clean_command, path_fix
 from fastamp.data.datasets.items import PackedItems, encode
-from fastamp.data.decode import cause_of, has_image_format
+from fastamp.data.decode import cause_of, format_fault
 from fastamp.data.file_parts import check_readable, file_of
 from fastamp.utils.errors import DataError
 
@@ -85,8 +85,8 @@ def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> di
             except OSError as error:
                 found[row] = cause_of(error)
             else:
-                if path.lower().endswith(IMAGE_SUFFIXES) and not has_image_format(path):
-                    found[row] = "cannot identify the image format"
+                if path.lower().endswith(IMAGE_SUFFIXES) and (fault := format_fault(path)):
+                    found[row] = fault
     return found
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fastamp.config import CfgNode
-from fastamp.data.build import build_dataset
+from fastamp.data.build import build_dataset, check_known_cameras
 from fastamp.data.columns import to_array
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, number_cameras
@@ -220,6 +220,7 @@ def extract(
     out = check_output(out)
     listing = list_images(source, predictor.cfg, splits)
     items = listing.items
+    check_known_cameras(predictor.cfg, listing.dataset)
     predictor.camera_view_ids(len(items), camids=items.camids.codes, viewids=items.viewids)
     predictor.check_modality(items.columns, str(source))
     with writing(out):

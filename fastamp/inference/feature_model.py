@@ -71,6 +71,11 @@ class FeatureModel(ABC):
 
     @property
     @abstractmethod
+    def bit_depth(self) -> int:
+        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
+
+    @property
+    @abstractmethod
     def batch_size(self) -> int:
         """Number of images that are computed at once."""
 

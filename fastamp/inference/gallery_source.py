@@ -1,8 +1,10 @@
 """Add images and extractions to a mutable gallery, in batches that are each on the disk before the next one."""
 
 import io
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from os import PathLike
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import torch
 from torch import Tensor
 
 from fastamp.data.decode import read_image
+from fastamp.data.file_parts import file_of
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.features_file import read_extraction
 from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_store import GalleryModel, Item
+from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 
 _EXTRACTED_BATCH, _IMAGE_BATCH = 4096, 256
@@ -54,8 +58,9 @@ def add_images(
     *,
     replace: bool = False,
     pictures: bool = True,
-) -> tuple[int, int]:
-    """Add images to a gallery, which is created if it does not exist; their ids are their paths.
+    skip_corrupt: bool = False,
+) -> tuple[int, int, list[str]]:
+    """Add images to a gallery, which is created if it does not exist; their ids are those of ``id_of_path``.
 
     Args:
         gallery: folder of the gallery.
@@ -64,25 +69,42 @@ def add_images(
         metadata: values of all items. Default: None, unknown.
         replace: if True, replace items that exist. Default: False, skip them.
         pictures: if True, store a small picture of each image. Default: True.
+        skip_corrupt: if True, skip images that cannot be read instead of raising an error. Default: False.
 
     Returns:
-        Numbers of added or replaced, and of skipped images.
+        Numbers of added or replaced, and of existing images; the error message of each image that cannot be read.
 
     Raises:
-        DataError: if an image cannot be read, or the gallery has another model. Earlier batches are stored.
+        DataError: if an image cannot be read, or the gallery has another model. Images before the unreadable one, and
+            the others of its batch, are stored.
         WriteError: if the gallery cannot be written.
     """
     metadata = metadata or Metadata()
     with create_or_open(gallery, gallery_model(model)) as opened:
+        ids = [id_of_path(gallery, path) for path in paths]
 
-        def item(path: str) -> Item:
-            picture = make_picture(read_image(path, least_side=_PICTURE_SIDE)) if pictures else None
-            return Item(path, Path(path).name, metadata.identity, metadata.camera, metadata.time, picture)
+        def item(row: int) -> Item:
+            picture = (
+                make_picture(read_image(paths[row], least_side=_PICTURE_SIDE, bit_depth=None)) if pictures else None
+            )
+            name = Path(paths[row]).name
+            return Item(ids[row], name, metadata.identity, metadata.camera, metadata.time, picture)
 
         def features(rows: list[int]) -> Tensor:
             return model.require_features([paths[row] for row in rows])
 
-        return _add(opened, list(paths), item, features, replace=replace, size=_IMAGE_BATCH)
+        options = {"replace": replace, "skip_corrupt": skip_corrupt}
+        return _add(opened, ids, item, features, **options, size=_IMAGE_BATCH)
+
+
+def id_of_path(gallery: str | PathLike[str], path: str) -> str:
+    """Return the id of an image in a gallery, which does not depend on the current folder.
+
+    It is the path relative to the folder that contains the gallery, if the image is in that folder; otherwise the
+    absolute path.
+    """
+    folder, path = os.path.dirname(os.path.abspath(gallery)), os.path.abspath(path)
+    return os.path.relpath(path, folder) if os.path.commonpath((folder, path)) == folder else path
 
 
 def add_extraction(
@@ -92,8 +114,9 @@ def add_extraction(
     *,
     replace: bool = False,
 ) -> tuple[int, int]:
-    """Add the features of an extraction to a gallery, see ``add_images``; their ids are the paths of the images.
+    """Add the features of an extraction to a gallery, see ``add_images``, and return their numbers without the faults.
 
+    The ids are those of ``id_of_path``; paths whose file does not exist are used as they are.
     Boxes are part of the ids: ``PATH#LEFT,TOP,RIGHT,BOTTOM``. Identities and cameras are those of the extraction,
     unless ``metadata`` names others.
     """
@@ -101,22 +124,20 @@ def add_extraction(
     metadata = metadata or Metadata()
     model = GalleryModel(found.features.shape[1], found.metric, found.config_hash, found.checkpoint)
     cameras = found.camids if found.cameras is None else found.cameras
-    ids = found.paths.tolist()
+    ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in found.paths.tolist()]
     if found.boxes is not None:
         ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, found.boxes.tolist(), strict=True)]
-    row_of_id = {each: row for row, each in enumerate(ids)}
 
-    def item(item_id: str) -> Item:
-        row = row_of_id[item_id]
+    def item(row: int) -> Item:
         identity, camera = (_known(values[row]) for values in (found.pids, cameras))
         name = Path(str(found.paths[row])).name
-        return Item(item_id, name, metadata.identity or identity, metadata.camera or camera, metadata.time)
+        return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
 
     def features(rows: list[int]) -> np.ndarray:
         return np.array(found.features[rows])
 
     with create_or_open(gallery, model) as opened:
-        return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)
+        return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)[:2]
 
 
 def _known(value: object) -> str:
@@ -126,14 +147,15 @@ def _known(value: object) -> str:
 def _add(
     gallery: MutableGallery,
     ids: list[str],
-    item: Callable[[str], Item],
+    item: Callable[[int], Item],
     features: Callable[[list[int]], Tensor | np.ndarray],
     *,
     replace: bool,
     size: int,
-) -> tuple[int, int]:
+    skip_corrupt: bool = False,
+) -> tuple[int, int, list[str]]:
     """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
-    added = 0
+    added, faults = 0, list[str]()
     first_rows = list({each: row for row, each in reversed(list(enumerate(ids)))}.values())[::-1]
     starts = range(0, len(first_rows), size)
     for start in track(starts, len(starts), f"adding {len(first_rows)} items"):
@@ -142,12 +164,43 @@ def _add(
         block = [row for row in block if replace or ids[row] not in gallery]
         if not block:
             continue
-        items, values = [item(ids[row]) for row in block], torch.as_tensor(features(block))
+        items, values, found = _readable(block, item, features)
+        faults += found
+        if not items:
+            _check_readable(faults, skip_corrupt)
+            continue
         new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
         old = sorted(set(range(len(items))) - set(new)) if replace else []
         if old:
             gallery.update([items[each] for each in old], values[old])
         added += len(new) + len(old)
+        _check_readable(faults, skip_corrupt)
     if gallery.wants_candidates:
         gallery.build_candidates()
-    return added, len(first_rows) - added
+    return added, len(first_rows) - added - len(faults), faults
+
+
+def _readable(
+    block: list[int], item: Callable[[int], Item], features: Callable[[list[int]], Tensor | np.ndarray]
+) -> tuple[list[Item], Tensor, list[str]]:
+    """Return the items and features of the images of a block that can be read, and the errors of the others."""
+    try:
+        return [item(row) for row in block], torch.as_tensor(features(block)), []
+    except DataError as error:
+        if len(block) == 1:
+            return [], torch.empty(0), [str(error)]
+    found = [_readable([row], item, features) for row in block]
+    items, values, faults = zip(*found, strict=True)
+    good = [each for each in values if len(each)]
+    return [*chain(*items)], torch.cat(good) if good else torch.empty(0), [*chain(*faults)]
+
+
+def _check_readable(faults: list[str], skip_corrupt: bool) -> None:
+    """Raise DataError if images cannot be read, unless they are skipped."""
+    if faults and not skip_corrupt:
+        found = faults[0].partition("\n  fix:")[0]
+        more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
+        raise DataError(
+            f"{found}{more}. The images before it, and the others of its batch, are in the gallery.\n"
+            "  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
+        )

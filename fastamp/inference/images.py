@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import PIL.Image
@@ -16,18 +16,20 @@ from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-Image = str | os.PathLike[str] | bytes | PIL.Image.Image | np.ndarray | Tensor
+Image = str | os.PathLike[str] | bytes | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 
-def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_side: int | None = None) -> Tensor:
+def decode(
+    image: Image, color: str, channels: int, *, max_pixels: int, least_side: int | None = None, bit_depth: int
+) -> Tensor:
     """Decode an image to (C, H, W) uint8.
 
     Args:
         image: see ``Predictor.features``.
         color: channel order of arrays and tensors, one of ``COLORS``.
         channels: number of channels C: 1, 3 or 4.
-        max_pixels, least_side: size limits for image files, see ``read_image``.
+        max_pixels, least_side, bit_depth: see ``read_image``.
 
     Raises:
         DataError: if the image cannot be read, or has a wrong shape or dtype.
@@ -38,11 +40,13 @@ def decode(image: Image, color: str, channels: int, *, max_pixels: int, least_si
                 f"expected an image, got the folder {os.fspath(image)}.\n"
                 "  fix: pass the files, e.g. sorted(pathlib.Path(folder).glob('*.jpg'))"
             )
-        return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side)
-    if isinstance(image, bytes):
-        return decode_image(image, channels, max_pixels=max_pixels, least_side=least_side)
+        return read_image(os.fspath(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
+    if hasattr(image, "read"):
+        image = _content_of(image)
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return decode_image(image, channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
     if isinstance(image, PIL.Image.Image):
-        return image_from_pil(image, channels)
+        return image_from_pil(image, channels, bit_depth=bit_depth)
     return with_channels(_as_tensor(image, color), channels)
 
 
@@ -106,16 +110,34 @@ def crop_boxes(frame: np.ndarray | Tensor, corners: np.ndarray) -> list[np.ndarr
 
 
 def as_list(images: Image | Sequence[Image]) -> list[Image]:
-    """Convert one image, a batch or a sequence of images to a list; raise DataError if it is empty."""
+    """Convert one image, a batch or a sequence of images to a list; raise DataError if it is empty.
+
+    Open files are read here, because threads decode the images.
+    """
     texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
     if isinstance(images, (np.ndarray, Tensor)) and not texts:
         images = images if images.ndim == 4 else [images]
-    elif isinstance(images, (str, os.PathLike, bytes, Mapping)) or not isinstance(images, Iterable):
+    elif (
+        isinstance(images, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
+        or hasattr(images, "read")
+        or not isinstance(images, Iterable)
+    ):
         images = [images]
-    images = list(images)
+    images = [_content_of(image) if hasattr(image, "read") else image for image in images]
     if not images:
         raise DataError("no images were given.\n  fix: pass at least one image")
     return images
+
+
+def _content_of(file: Any) -> bytes:
+    """Return the content of an open file from its start, as PIL; raise DataError if it is open as text."""
+    if hasattr(file, "seekable") and file.seekable():
+        file.seek(0)
+    content = file.read()
+    if not isinstance(content, bytes):
+        name = getattr(file, "name", type(file).__name__)
+        raise DataError(f"{name} is open as text.\n  fix: open it as bytes, with the mode 'rb'")
+    return content
 
 
 def as_one(image: Image) -> list[Image]:
@@ -132,7 +154,9 @@ def as_one(image: Image) -> list[Image]:
 def as_boxes(boxes: Any) -> np.ndarray:
     """Convert boxes to (N, 4) float64."""
     try:
-        corners = np.asarray(boxes.cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
+        if isinstance(boxes, (list, tuple)):
+            boxes = [box.detach().cpu().tolist() if isinstance(box, Tensor) else box for box in boxes]
+        corners = np.asarray(boxes.detach().cpu() if isinstance(boxes, Tensor) else boxes, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise DataError(
             f"boxes must be an (N, 4) array of numbers: {error}.\n"

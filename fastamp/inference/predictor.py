@@ -40,7 +40,7 @@ _MAX_LISTED = 20
 # Config keys that determine the features, in addition to the weights.
 _KEYS_OF_FEATURES = (
     *("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE", "MODEL.HEADS", "MODEL.PIXEL_MEAN", "MODEL.PIXEL_STD"),
-    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "TEST.FLIP"),
+    *("INPUT.SIZE_TEST", "INPUT.CHANNELS", "INPUT.BIT_DEPTH", "TEST.FLIP"),
 )
 
 
@@ -124,6 +124,11 @@ class Predictor(FeatureModel):
     def max_pixels(self) -> int:
         """Maximum number of pixels of an image file."""
         return int(self.cfg.INPUT.MAX_PIXELS)
+
+    @property
+    def bit_depth(self) -> int:
+        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
+        return int(self.cfg.INPUT.BIT_DEPTH)
 
     @property
     def batch_size(self) -> int:
@@ -228,9 +233,10 @@ class Predictor(FeatureModel):
         The features of images without pixels, such as boxes outside the frame, are NaN; a warning lists their indices.
 
         Args:
-            images: one or more images. Each is a path, the bytes of an image file, a PIL image, a uint8 array (H, W) or
-                (H, W, C), or a uint8 tensor (C, H, W); arrays and tensors are gray, RGB or RGBA. A batch may also be an
-                array (N, H, W, C) or a tensor (N, C, H, W). With ``boxes``, exactly one image, the frame.
+            images: one or more images. Each is a path, the bytes of an image file, a file opened as bytes, a PIL image,
+                a uint8 array (H, W) or (H, W, C), or a uint8 tensor (C, H, W); arrays and tensors are gray, RGB or
+                RGBA. A batch may also be an array (N, H, W, C) or a tensor (N, C, H, W). With ``boxes``, exactly one
+                image, the frame.
             boxes: (N, 4) left, top, right and bottom in pixels of the frame, right and bottom exclusive; coordinates
                 are rounded and clipped to the frame. Default: None, full images.
             color: channel order of arrays and tensors: ``rgb`` (default), or ``bgr`` as in OpenCV (also BGRA). Ignored
@@ -456,7 +462,8 @@ class Predictor(FeatureModel):
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
         """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
         transforms = self._transforms
-        return decode(image, color, transforms.channels, max_pixels=transforms.max_pixels, least_side=least_side)
+        limits = {"max_pixels": transforms.max_pixels, "least_side": least_side}
+        return decode(image, color, transforms.channels, bit_depth=transforms.bit_depth, **limits)
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fastamp.data.decode import LARGEST_PIXELS
+from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
 from fastamp.data.transforms import Resize
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
@@ -51,6 +51,7 @@ class ExportedModel(FeatureModel):
 
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.checkpoint = expand(path)
+        self._threads = threads
         self._session = _open(self.checkpoint, threads)
         texts = self._session.metadata
         if "config_hash" not in texts or "resize" not in texts:
@@ -78,6 +79,10 @@ class ExportedModel(FeatureModel):
             np.array(self.metadata[name], dtype=np.float32).reshape(-1, 1, 1) for name in ("pixel_mean", "pixel_std")
         )
         self._normalization = (mean, std) if self.metadata["normalization"] == "outside" else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the path: a copy, e.g. in another process, opens the file again."""
+        return partial(type(self), threads=self._threads), (os.path.abspath(self.checkpoint),)
 
     def __repr__(self) -> str:
         return f"ExportedModel({str(self.checkpoint)!r})"
@@ -128,6 +133,11 @@ class ExportedModel(FeatureModel):
     def channels(self) -> int:
         """Number of channels of input images."""
         return int(self.metadata["channels"])
+
+    @property
+    def bit_depth(self) -> int:
+        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
+        return int(self.metadata.get("bit_depth", BIT_DEPTH))
 
     @property
     def batch_size(self) -> int:
@@ -210,7 +220,8 @@ class ExportedModel(FeatureModel):
         return self._resize(pixels) if pixels.numel() else None
 
     def _decode(self, image: Image, color: str) -> Tensor:
-        return decode(image, color, self.channels, max_pixels=LARGEST_PIXELS, least_side=self._resize.least_side)
+        limits = {"max_pixels": LARGEST_PIXELS, "least_side": self._resize.least_side}
+        return decode(image, color, self.channels, bit_depth=self.bit_depth, **limits)
 
     def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:
         """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""

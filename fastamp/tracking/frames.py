@@ -38,6 +38,7 @@ class Frames:
         path (Path): folder or file.
         rate (Fraction): frames per second; 25 for folders.
         count (int): number of frames, or 0 if a video does not state it.
+        bit_depth (int, optional): see ``read_image``, of images; that of the model, if one is used. Default None.
 
     Raises:
         DataError: if the source is missing, has no frames, or has frames without a number or with equal numbers.
@@ -54,6 +55,7 @@ class Frames:
             ) from error
         self.path = path / "img1" if (path / "img1").is_dir() else path
         self.rate = Fraction(_DEFAULT_RATE)
+        self.bit_depth: int | None = None
         self._files: dict[int, Path] = {}
         if self.path.is_dir():
             self._files = _numbered_images(self.path)
@@ -83,7 +85,7 @@ class Frames:
         wanted = None if needed is None else sorted(set(needed))
         if self._files:
             for number in sorted(self._files) if wanted is None else wanted:
-                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS)
+                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, bit_depth=self.bit_depth)
                 yield number, pixels.permute(1, 2, 0).numpy()
         else:
             yield from self._decode(wanted)

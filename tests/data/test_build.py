@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.data.build import with_num_categories
 from fastamp.data.loader import explain_lost_workers, worker_count
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -109,6 +110,31 @@ def test_cameras_or_views_outside_embedding_range_raise(market, cfg, caplog):
     cfg.DATASETS.NAMES = ("Elsewhere",)
     build_reid_test_loader(cfg, "Market1501")
     assert "Market1501" in caplog.text and "Elsewhere" in caplog.text
+
+
+def test_cameras_of_another_csv_file_keep_their_numbers(tmp_path, cfg, write_image):
+    images = [write_image(tmp_path / f"{number}.jpg") or tmp_path / f"{number}.jpg" for number in range(8)]
+
+    def write_csv(name, cameras, split):
+        rows = [f"{path},{row % 2},{cameras[row % len(cameras)]},{split(row)}" for row, path in enumerate(images)]
+        (tmp_path / name).write_text("\n".join(["path,pid,camid,split", *rows]))
+        return f"csv:{tmp_path / name}"
+
+    cfg.DATASETS.NAMES = (write_csv("train.csv", ["7", "door", "8", "9"], lambda row: "train"),)
+    cfg.MODEL.BACKBONE.SIE_CAMERAS = 8
+    trained = with_num_categories(cfg, build_reid_train_loader(cfg).dataset)
+    assert trained.DATASETS.CAMERAS == ("7", "8", "9", "door")
+
+    def test_split(row):
+        return "query" if row < 4 else "gallery"
+
+    loader, _ = build_reid_test_loader(trained, write_csv("test.csv", ["9", "door"], test_split))
+    assert loader.dataset.camids.tolist() == [2, 3] * 4
+    assert loader.dataset.column_names()["camera"][2:] == ["9", "door"]
+    unknown = write_csv("other.csv", ["9", "10"], test_split)
+    with pytest.raises(ConfigError, match="other.csv.*1 camera: 10.*DATASETS.CAMERAS.*7, 8, 9, door"):
+        build_reid_test_loader(trained, unknown)
+    build_reid_test_loader(trained.with_values({"MODEL.BACKBONE.SIE_CAMERAS": 0}), unknown)
 
 
 @pytest.mark.parametrize("sampler", ["TrainingSampler", "NaiveIdentitySampler", "BalancedIdentitySampler"])

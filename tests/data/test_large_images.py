@@ -43,7 +43,7 @@ def large(tmp_path, monkeypatch):
 def decoded_sizes(monkeypatch):
     """List to which the size of each image that PIL decodes is appended."""
     sizes, plain = [], decode._pil_pixels
-    monkeypatch.setattr(decode, "_pil_pixels", lambda image, mode: sizes.append(image.size) or plain(image, mode))
+    monkeypatch.setattr(decode, "_pil_pixels", lambda image, *args: sizes.append(image.size) or plain(image, *args))
     return sizes
 
 

@@ -127,6 +127,7 @@ def test_inference_code_in_export_guide_reproduces_predictor_features(
         "antialias": True,
         "center_crop": None,
         "channels": 3,
+        "bit_depth": 16,
         "color_order": "RGB",
         "normalization": "inside",
         "pixel_mean": predictor.model.pixel_mean.flatten().tolist(),

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import threading
@@ -391,6 +392,51 @@ def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, caps
         run_command(command, "add", folder, "x.jpg", *options)
 
 
+@pytest.fixture
+def photos(demo, tmp_path):
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for number, item in enumerate(build_dataset("Demo").query[:4]):
+        shutil.copy(item.path, folder / f"{number}.jpg")
+    return folder
+
+
+def test_unreadable_photos_lose_no_others(photos, checkpoint, tmp_path, capsys, caplog):
+    gallery, options = tmp_path / "a.gallery", ("--model", checkpoint, "--device", "cpu")
+    heic = b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00mif1heic" + bytes(200)
+    for name, content in (("1.jpg", b"damaged"), ("2.jpg", heic), ("9.HEIC", heic)):
+        (photos / name).write_bytes(content)
+    with pytest.raises(DataError, match=r"(?s)1\.jpg.*--skip-corrupt"):
+        run_command(command, "add", gallery, photos, *options)
+    assert [item.name for item in MutableGallery(gallery).items] == ["0.jpg", "3.jpg"]
+    assert "1 HEIC file" in caplog.text and "9.HEIC" in caplog.text
+    assert run_command(command, "add", tmp_path / "b.gallery", photos, *options, "--skip-corrupt", "--no-pictures") == 0
+    out = capsys.readouterr().out
+    assert "skipped 2 unreadable images" in out and "added 2 items" in out
+    assert f"{photos / '2.jpg'}: it is a HEIC image" in out and f"{photos / '1.jpg'}: cannot identify" in out
+    assert [item.name for item in MutableGallery(tmp_path / "b.gallery").items] == ["0.jpg", "3.jpg"]
+    bad = tmp_path / "bad"
+    shutil.copytree(photos, bad, ignore=shutil.ignore_patterns("0.jpg", "3.jpg"))
+    assert run_command(command, "add", tmp_path / "b.gallery", bad, *options, "--skip-corrupt") == 0
+    assert "added 0 items" in capsys.readouterr().out
+
+
+def test_ids_do_not_depend_on_the_current_folder(photos, checkpoint, tmp_path, capsys, monkeypatch):
+    options = ("--model", checkpoint, "--device", "cpu")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(command, "add", "a.gallery", "photos", *options) == 0
+    monkeypatch.chdir(photos)
+    for source in (".", photos, "0.jpg", "../photos/./1.jpg"):
+        assert run_command(command, "add", "../a.gallery", source, *options) == 0
+        assert "added 0 items" in capsys.readouterr().out
+    extraction, _ = extract(Predictor(checkpoint, device="cpu"), ".", tmp_path / "x.npz")
+    assert run_command(command, "add", tmp_path / "a.gallery", extraction.path) == 0
+    assert "added 0 items" in capsys.readouterr().out
+    assert [item.id for item in MutableGallery(tmp_path / "a.gallery").items] == [f"photos/{n}.jpg" for n in range(4)]
+    assert run_command(command, "remove", "../a.gallery", "2.jpg", "photos/3.jpg") == 0
+    assert len(MutableGallery(tmp_path / "a.gallery")) == 2
+
+
 def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     images = [item.path for item in build_dataset("Demo").query[:3]]
@@ -448,11 +494,11 @@ def test_items_that_another_process_adds_meanwhile_are_skipped_or_replaced(repla
             return getattr(predictor, name)
 
         def require_features(self, needed):
-            assert add_images(folder, paths[:2], predictor, Metadata(camera="fast")) == (2, 0)
+            assert add_images(folder, paths[:2], predictor, Metadata(camera="fast")) == (2, 0, [])
             return predictor.require_features(needed)
 
     counts = add_images(folder, paths, Slow(), Metadata(camera="slow"), replace=replace)
-    assert counts == ((4, 0) if replace else (2, 2))
+    assert counts == ((4, 0, []) if replace else (2, 2, []))
     gallery = MutableGallery(folder)
     cameras = {item.id: item.camera for item in gallery.items}
     assert sorted(cameras) == sorted(paths)

@@ -1,5 +1,6 @@
 """Python API: inputs that Predictor, models, trainers and configs accept, and explanations of inputs of wrong types."""
 
+import io
 import logging
 import os
 import subprocess
@@ -34,14 +35,26 @@ def test_call_accepts_images_of_every_kind(predictor, picture, tmp_path):
     picture.save(path)
     array = np.asarray(picture)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
-    expected = predictor.features(picture)
+    expected, pixels = predictor.features(picture), predictor.preprocess(picture)[None]
     for image in (picture, array, tensor, path, str(path), [picture], array[None], tensor[None], iter([picture])):
         assert torch.equal(predictor(image), expected), type(image)
+    content = path.read_bytes()
+    for image in (content, bytearray(content), memoryview(content), io.BytesIO(content), [io.BytesIO(content)]):
+        assert torch.equal(predictor(image), expected), type(image)
+    with path.open("rb") as file:
+        file.read()  # read from its start, as PIL does
+        assert torch.equal(predictor(file), expected) and torch.equal(predictor.preprocess(file)[None], pixels)
+    text = tmp_path / "image.txt"
+    text.touch()
+    with text.open() as file, pytest.raises(DataError, match=r"image\.txt is open as text"):
+        predictor(file)
     mixed = predictor([picture, array, tensor, path, str(path)])
     assert mixed.shape == (5, tiny.WIDTH) and torch.allclose(mixed, expected.expand(5, -1), atol=1e-6)
     frame = np.zeros((100, 100, 3), dtype=np.uint8)
     frame[10:74, 20:52] = array
-    assert torch.allclose(predictor(frame, boxes=[[20, 10, 52, 74]]), expected, atol=1e-6)
+    box = torch.tensor([20.0, 10, 52, 74], requires_grad=True)
+    for boxes in ([[20, 10, 52, 74]], box[None], [box], (box,)):
+        assert torch.allclose(predictor(frame, boxes=boxes), expected, atol=1e-6)
 
 
 def test_run_folder_is_its_best_model(run_folder, tmp_path, predictor, picture):

@@ -2,6 +2,7 @@
 
 import io
 import os
+import pickle
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +121,16 @@ def test_threads_do_not_share_the_interpreter_of_a_tflite_file(monkeypatch):
     images = [np.full((2, 3), number, dtype=np.float32) for number in range(40)]
     found = in_threads(lambda each: session.run({"images": each}), images)
     np.testing.assert_array_equal(np.stack(found), np.stack(images))
+
+
+def test_pickled_model_opens_its_file_again(exported, monkeypatch, tmp_path):
+    monkeypatch.chdir(exported.checkpoint.parent)
+    relative = ExportedModel(exported.checkpoint.name, threads=1)
+    content = pickle.dumps(relative)
+    monkeypatch.chdir(tmp_path)
+    again = pickle.loads(content)
+    assert again.config_hash == exported.config_hash
+    assert torch.equal(again.features(images()), exported.features(images()))
 
 
 def test_boxes_without_pixels_are_nan(exported, predictor):

@@ -11,7 +11,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads
 from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, infer_grid, resize_positions
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 TINY = Depth(pretrained=None, width=32, blocks=3, heads=4)
 URLS = {
@@ -182,6 +182,14 @@ def test_vit_raises_without_required_camera_or_view_ids():
         tiny(cameras=6, views=2)(images, camids=zeros)
     assert tiny(views=2)(images, viewids=zeros).shape == (2, 32, 1, 1)
     assert not tiny().takes_cameras
+
+
+@pytest.mark.parametrize("name", ["camids", "viewids"])
+@pytest.mark.parametrize("number", [-1, 3])
+def test_camera_and_view_without_an_embedding_is_an_error(name, number):
+    ids = {"camids": torch.tensor([0, 1]), "viewids": torch.tensor([0, 1])} | {name: torch.tensor([0, number])}
+    with pytest.raises(DataError, match=rf"{name} in .*{number}.*0\.\.2"):
+        tiny(cameras=3, views=3)(torch.randn(2, 3, 64, 32), **ids)
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -29,6 +29,14 @@ KEYS = (
         high=178_956_970,
     ),
     Key(
+        "INPUT.BIT_DEPTH",
+        16,
+        "Bits that the values of grayscale images of more than 8 bits use, e.g. 12 or 14 of thermal cameras: 0 to "
+        "2**BIT_DEPTH - 1 become 0 to 255. Larger values are an error. It changes the features.",
+        low=8,
+        high=32,
+    ),
+    Key(
         "INPUT.INTERPOLATION",
         "bicubic",
         "Interpolation for resizing, as in Pillow: bicubic and bilinear are antialiased. FastReID uses bicubic, "
@@ -96,6 +104,7 @@ KEYS = (
     ),
     "DATASETS.CATEGORIES",
     "DATASETS.NUM_CATEGORIES",
+    "DATASETS.CAMERAS",
     Key(
         "DATALOADER.SAMPLER_TRAIN",
         "TrainingSampler",

@@ -96,6 +96,7 @@ class CsvDataset(ImageDataset):
             error. Default False.
         identity (Sequence[str]): columns whose values together are the identity. Default ``("pid",)``.
         name (str): ``dataset_name``. Default "": ``csv:`` and the path.
+        cameras (Sequence[str]): names of cameras in the order of their numbers; others have higher ones. Default ().
 
     Attributes:
         file (Path): CSV file.
@@ -116,6 +117,7 @@ class CsvDataset(ImageDataset):
         skip_invalid: bool = False,
         identity: Sequence[str] = ("pid",),
         name: str = "",
+        cameras: Sequence[str] = (),
     ) -> None:
         self.dataset_name = name or f"csv:{path}"
         self.file = file = _resolve_path(self.dataset_name, path)
@@ -133,7 +135,8 @@ class CsvDataset(ImageDataset):
             logger.info("%s: column camid is missing; gallery images from the query's camera are not excluded", file)
             camids, self._cameras = Column(table.lines), {}
         else:
-            numbers = number_names(set(table.camids.values), start=0)
+            numbers = {camera: number for number, camera in enumerate(cameras)}
+            numbers |= number_names(set(table.camids.values) - numbers.keys(), start=len(numbers))
             camids = Column(np.array([numbers[camid] for camid in table.camids.values])[table.camids.codes])
             self._cameras = {number: name for name, number in numbers.items()}
         split_of, self.has_cameras = table.splits, table.camids is not None
@@ -207,11 +210,17 @@ class CsvDataset(ImageDataset):
             seed=settings.SEED,
             skip_invalid=skip_invalid,
             identity=cfg.DATASETS.CSV.IDENTITY,
+            cameras=cfg.DATASETS.CAMERAS,
         )
 
     def identity(self, pid: int | str) -> str:
         """Return the identity as written in the CSV file."""
         return self._names[pid] if isinstance(pid, int) else super().identity(pid)
+
+    @property
+    def camera_names(self) -> tuple[str, ...]:
+        """Cameras of the file in the order of their numbers; () if they are not used."""
+        return tuple(self._cameras[number] for number in sorted(self._cameras)) if self.has_cameras else ()
 
     def camera(self, camid: int | str) -> str:
         """Return the camera as written in the CSV file; "" if there is no column camid."""
@@ -461,14 +470,20 @@ def image_files(folder: Path) -> list[str]:
     """Return the sorted paths of the image files in a folder and its subfolders.
 
     Hidden files and subfolders, links to subfolders, and subfolders without read permission are skipped. Links to
-    files are listed even if they are broken.
+    files are listed even if they are broken. A warning counts HEIC files, which cannot be read.
     """
     found: list[str] = []
-    _add_images(_path_prefix(folder), found)
+    heic: list[str] = []
+    _add_images(_path_prefix(folder), found, heic)
+    if heic:
+        logger.warning(
+            "%s: skipping %s; the first: %s\n  fix: convert HEIC images to JPEG",
+            *(folder, plural(len(heic), "HEIC file"), heic[0]),
+        )
     return found
 
 
-def _add_images(prefix: str, found: list[str]) -> None:
+def _add_images(prefix: str, found: list[str], heic: list[str]) -> None:
     """Append the paths of the image files in the folder ``prefix``, which ends with a slash or is empty."""
     try:
         with os.scandir(prefix or ".") as entries:
@@ -479,9 +494,11 @@ def _add_images(prefix: str, found: list[str]) -> None:
         if entry.name[0] in ".@":
             continue
         if entry.is_dir(follow_symlinks=False):
-            _add_images(f"{prefix}{entry.name}/", found)
+            _add_images(f"{prefix}{entry.name}/", found, heic)
         elif _has_image_suffix(entry.name) and (entry.is_symlink() or entry.is_file()):
             found.append(prefix + entry.name)
+        elif entry.name.lower().endswith((".heic", ".heif")):
+            heic.append(prefix + entry.name)
 
 
 def _has_image_suffix(name: str) -> bool:

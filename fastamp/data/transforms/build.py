@@ -40,6 +40,7 @@ class Transforms(NamedTuple):
     Attributes:
         channels (int): number of channels of the images: 1, 3 or 4.
         max_pixels (int): maximum width x height of an image file; larger images are rejected.
+        bit_depth (int): see ``read_image``.
         resize (Resize): resizes one image.
         augment_each (Augmentation): transforms applied to each image before batching: if resized images have different
             sizes, all transforms up to the first that returns images of a fixed size; otherwise none.
@@ -49,6 +50,7 @@ class Transforms(NamedTuple):
 
     channels: int
     max_pixels: int
+    bit_depth: int
     resize: Resize
     augment_each: Augmentation
     augment: Augmentation
@@ -67,7 +69,8 @@ class Transforms(NamedTuple):
 
     def read_original(self, path: str, *, box: tuple[int, int, int, int] | None = None) -> Tensor:
         """Read an image as ``read`` does, but do not resize it."""
-        return read_image(path, self.channels, box=box, max_pixels=self.max_pixels, least_side=self.resize.least_side)
+        limits = {"max_pixels": self.max_pixels, "least_side": self.resize.least_side}
+        return read_image(path, self.channels, box=box, bit_depth=self.bit_depth, **limits)
 
     def __call__(self, image: Any) -> Tensor:
         """Resize and augment one decoded image, with random numbers from PyTorch's global generator.
@@ -84,7 +87,7 @@ class Transforms(NamedTuple):
         if isinstance(image, np.ndarray):
             image = torch.from_numpy(image).permute(2, 0, 1)
         elif not isinstance(image, Tensor):
-            image = image_from_pil(image, self.channels)
+            image = image_from_pil(image, self.channels, bit_depth=self.bit_depth)
         batch = self.resize(image)[None]
         epoch, position = torch.randint(2**31, (2,)).tolist()
         for augment in (self.augment_each, self.augment):
@@ -156,6 +159,7 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     return Transforms(
         channels=settings.CHANNELS,
         max_pixels=settings.MAX_PIXELS,
+        bit_depth=settings.BIT_DEPTH,
         resize=resize,
         augment_each=Augmentation(transforms=augmentations[:first], seed=cfg.SEED),
         augment=Augmentation(transforms=augmentations[first:], seed=cfg.SEED),

@@ -53,6 +53,7 @@ def export_metadata(
             "antialias": resize.interpolation != "nearest",
             "center_crop": None if resize.crop is None else list(resize.crop),
             "channels": cfg.INPUT.CHANNELS,
+            "bit_depth": cfg.INPUT.BIT_DEPTH,
             "color_order": colors,
             "normalization": "inside" if normalization else "outside",
             "pixel_mean": model.pixel_mean.flatten().tolist(),

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build_utils import LayerGroups
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, DataError
 
 KEYS = (
     Key(
@@ -179,6 +179,7 @@ class SideInformation(nn.Module):
 
         Raises:
             ValueError: if required camera or view IDs are missing.
+            DataError: see ``check_side_ids``.
         """
         if not self.takes_cameras:
             return tokens
@@ -186,6 +187,28 @@ class SideInformation(nn.Module):
         for _ in range(tokens.dim() - rows.dim()):
             rows = rows.unsqueeze(1)  # a view with the size of the batch would fix it in exported models
         return tokens + self.side_weight * rows
+
+    def check_side_ids(self, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None) -> None:
+        """Check that the embeddings of cameras and views on the CPU exist; on a device, this would wait for it.
+
+        Raises:
+            DataError: if an ID is negative, or at least the number of embeddings.
+        """
+        if torch.jit.is_tracing() or torch.compiler.is_compiling():
+            return
+        for key, number, name, ids in (
+            ("SIE_CAMERAS", self.cameras, "camids", camids),
+            ("SIE_VIEWS", self.views, "viewids", viewids),
+        ):
+            if not number or ids is None or ids.device.type != "cpu" or not len(ids):
+                continue
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or high >= number:
+                raise DataError(
+                    f"{name} in {low}..{high}, but the model has embeddings for 0..{number - 1} "
+                    f"(MODEL.BACKBONE.{key} {number}).\n"
+                    "  fix: pass the number of each image as in training"
+                )
 
     def _side_index(self, camids: torch.Tensor | None, viewids: torch.Tensor | None) -> torch.Tensor:
         """Compute the index of each image's row in ``sie_embed``, (B,) int64."""
@@ -198,6 +221,7 @@ class SideInformation(nn.Module):
                     f"MODEL.BACKBONE.{key}={number} requires {name!r}, but the batch does not contain it.\n"
                     f"  fix: add {name!r}, (B,) int64 IDs from 0 to {number - 1}, to the batch"
                 )
+        self.check_side_ids(camids, viewids)
         if self.cameras and self.views:
             return camids * self.views + viewids
         return camids if self.cameras else viewids

@@ -146,6 +146,8 @@ class ImageModel(nn.Module):
                 'fix: add "camids", (B,) int64, starting at 0, to the batch'
             )
         names = [name for name in ("camids", "viewids") if name in batch]
+        if hasattr(backbone, "check_side_ids"):  # before the IDs are on a device
+            backbone.check_side_ids(**{name: batch[name] for name in names})
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
