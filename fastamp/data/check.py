@@ -24,11 +24,9 @@ from fastamp.data.datasets.custom import (
     path_fix,
 )
 from fastamp.data.datasets.items import PackedItems
-from fastamp.data.decode import (
-    BIT_DEPTH,
-    MAX_PIXELS,
-)
+from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS, read_image
 from fastamp.data.image_summary import ImageSummary, inspect_image
+from fastamp.data.jpeg_warnings import damaged_files
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
@@ -137,6 +135,7 @@ def check_dataset(
         *_find_unpublished_counts(dataset, report.rows),
         *_find_other_protocol(dataset, protocol),
         *checked.find_unreadable(),
+        *checked.find_damaged(max_pixels),
         *checked.find_shared_identities(),
         *checked.find_unmatched_queries(),
         *checked.find_duplicates(near_duplicate_bits, report.notes),
@@ -381,6 +380,22 @@ class _CheckedDataset:
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
             fix=f"{path_fix(self._item(row).path for row, _ in bad)}; --write-clean OUT.csv excludes the files",
             excluded=(row for row, _ in bad),
+        )
+
+    def find_damaged(self, max_pixels: int) -> Iterable[Finding]:
+        """Find JPEG files a part of which is damaged, but which are decoded."""
+        files = {
+            item.path: row
+            for row, item, each in self.rows()
+            if not each.fault and item.path.lower().endswith((".jpg", ".jpeg"))
+        }
+        damaged = damaged_files(list(files), partial(read_image, max_pixels=max_pixels))
+        yield from _findings(
+            "images that are damaged in part",
+            [f"{self.label(files[path])}: {warning}" for path, warning in damaged.items()],
+            is_error=False,
+            fix="restore the files; --write-clean OUT.csv excludes them",
+            excluded=(row for row, item, _ in self.rows() if item.path in damaged),
         )
 
     def find_shared_identities(self) -> Iterable[Finding]:

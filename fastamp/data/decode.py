@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fastamp.data.boxes import clip_box
 from fastamp.data.file_parts import read_bytes
+from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError
 
 try:
@@ -168,7 +169,8 @@ def _decode_full_image(
     else:
         try:
             encoded = torch.frombuffer(content, dtype=torch.uint8)
-            image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
+            with named_warnings(path):
+                image = torchvision_decode(encoded, mode=ImageReadMode.RGB, apply_exif_orientation=True)
         except RuntimeError:
             image = _decode_with_pil(content, path, "RGB", max_pixels)
     return _luma(image) if channels == 1 else image

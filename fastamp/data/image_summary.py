@@ -38,7 +38,11 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
     """
     with ThreadPoolExecutor(available_cores()) as pool:
         found = list(
-            track(pool.map(partial(inspect_image, max_pixels=max_pixels), items), len(items), "reading images")
+            track(
+                pool.map(partial(inspect_image, max_pixels=max_pixels, bit_depth=None), items),
+                len(items),
+                "reading images",
+            )
         )
     for item, each in zip(items, found, strict=True):
         if each.fingerprint is None:
@@ -46,7 +50,7 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
     return [each.fingerprint for each in found if each.fingerprint is not None]
 
 
-def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: int = BIT_DEPTH) -> ImageSummary:
+def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = BIT_DEPTH) -> ImageSummary:
     """Read an image; see ``read_image`` for the arguments."""
     try:
         content = read_bytes(item.path)
