@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     check_frames(frames, detections)
     features = None
     if args.checkpoint:
-        features = _features(args, frames, detections)
+        features = _features(args, detections)
     tracks = track(detections, features, options)
     _write(output, frames, tracks, video=args.video)
     count = len(set(tracks.ids.tolist()))
@@ -129,12 +129,13 @@ def _detections(args: argparse.Namespace) -> "Boxes":
     return kept
 
 
-def _features(args: argparse.Namespace, frames: "Frames", detections: "Boxes") -> "NDArray[np.float32]":
+def _features(args: argparse.Namespace, detections: "Boxes") -> "NDArray[np.float32]":
     """Extract the features of the detections."""
+    from fastamp.tracking.frames import Frames
     from fastamp.tracking.track import embedder, extract_features
 
     model = model_of(args, args.key_values)
-    frames.bit_depth = model.bit_depth
+    frames = Frames(args.source, bit_depth=model.bit_depth)
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}
     return extract_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
 

@@ -16,7 +16,7 @@ from fastamp.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-Image = str | os.PathLike[str] | bytes | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
+Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
 
 
@@ -44,7 +44,7 @@ def decode(
     if hasattr(image, "read"):
         image = _content_of(image)
     if isinstance(image, (bytes, bytearray, memoryview)):
-        return decode_image(image, channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
+        return decode_image(bytes(image), channels, max_pixels=max_pixels, least_side=least_side, bit_depth=bit_depth)
     if isinstance(image, PIL.Image.Image):
         return image_from_pil(image, channels, bit_depth=bit_depth)
     return with_channels(_as_tensor(image, color), channels)
@@ -114,19 +114,20 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
 
     Open files are read here, because threads decode the images.
     """
-    texts = isinstance(images, np.ndarray) and images.dtype.kind == "U"
-    if isinstance(images, (np.ndarray, Tensor)) and not texts:
-        images = images if images.ndim == 4 else [images]
+    given: Any = images
+    texts = isinstance(given, np.ndarray) and given.dtype.kind == "U"
+    if isinstance(given, (np.ndarray, Tensor)) and not texts:
+        given = given if given.ndim == 4 else [given]
     elif (
-        isinstance(images, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
-        or hasattr(images, "read")
-        or not isinstance(images, Iterable)
+        isinstance(given, (str, os.PathLike, bytes, bytearray, memoryview, Mapping))
+        or hasattr(given, "read")
+        or not isinstance(given, Iterable)
     ):
-        images = [images]
-    images = [_content_of(image) if hasattr(image, "read") else image for image in images]
-    if not images:
+        given = [given]
+    found: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
+    if not found:
         raise DataError("no images were given.\n  fix: pass at least one image")
-    return images
+    return found
 
 
 def _content_of(file: Any) -> bytes:

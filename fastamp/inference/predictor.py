@@ -462,7 +462,7 @@ class Predictor(FeatureModel):
     def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
         """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
         transforms = self._transforms
-        limits = {"max_pixels": transforms.max_pixels, "least_side": least_side}
+        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side}
         return decode(image, color, transforms.channels, bit_depth=transforms.bit_depth, **limits)
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:

@@ -220,7 +220,7 @@ class ExportedModel(FeatureModel):
         return self._resize(pixels) if pixels.numel() else None
 
     def _decode(self, image: Image, color: str) -> Tensor:
-        limits = {"max_pixels": LARGEST_PIXELS, "least_side": self._resize.least_side}
+        limits: dict[str, Any] = {"max_pixels": LARGEST_PIXELS, "least_side": self._resize.least_side}
         return decode(image, color, self.channels, bit_depth=self.bit_depth, **limits)
 
     def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:

@@ -59,7 +59,7 @@ class ReID:
         corners = np.asarray(corners, dtype=np.float64)
         if not corners.size:
             return np.zeros((0, self.model.feature_dim), dtype=np.float32)
-        crops = crop_boxes(frame, corners.reshape(len(corners), -1)[:, :4])
+        crops: list[Any] = crop_boxes(frame, corners.reshape(len(corners), -1)[:, :4])
         rows = [row for row, crop in enumerate(crops) if crop.size]
         if len(rows) == len(crops):
             return self._unit_features(crops)
@@ -78,7 +78,7 @@ class ReID:
             features[rows] = self._unit_features([crops[row] for row in rows])
         return features
 
-    def _unit_features(self, crops: list[NDArray[np.uint8]]) -> NDArray[np.float32]:
+    def _unit_features(self, crops: list[Any]) -> NDArray[np.float32]:
         features: NDArray[np.float32] = self.model.features(crops, color="bgr").numpy()
         norms = np.linalg.norm(features, axis=1, keepdims=True)
         return features / np.maximum(norms, np.finfo(np.float32).tiny)

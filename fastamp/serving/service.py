@@ -133,7 +133,8 @@ class Service:
         model, name = self.model, f"{number} ({upload.name})"
         try:
             limit = min(int(self.limits.megapixels * 1e6), model.max_pixels)
-            limits = {"max_pixels": limit, "least_side": model.resize.least_side, "bit_depth": model.bit_depth}
+            limits: dict[str, Any] = {"max_pixels": limit, "least_side": model.resize.least_side}
+            limits["bit_depth"] = model.bit_depth
             pixels = decode_image(upload.content, model.channels, name=name, **limits)
             picture = make_picture(pixels) if self.pictures and self.gallery is not None else b""
             return model.preprocess(pixels), picture

@@ -33,19 +33,19 @@ class Frames:
     Args:
         source: folder of images whose names end in the number of the frame, e.g. ``000001.jpg``; sequence of the MOT
             Challenge, i.e. a folder with such a folder ``img1``; or video file.
+        bit_depth: see ``read_image``; that of the model, if one is used. Default: None.
 
     Attributes:
         path (Path): folder or file.
         rate (Fraction): frames per second; 25 for folders.
         count (int): number of frames, or 0 if a video does not state it.
-        bit_depth (int, optional): see ``read_image``, of images; that of the model, if one is used. Default None.
 
     Raises:
         DataError: if the source is missing, has no frames, or has frames without a number or with equal numbers.
         ConfigError: if it is a video and PyAV is not installed.
     """
 
-    def __init__(self, source: str | os.PathLike[str]) -> None:
+    def __init__(self, source: str | os.PathLike[str], *, bit_depth: int | None = None) -> None:
         path = expand(source)
         try:
             check_not_device(path)
@@ -55,7 +55,7 @@ class Frames:
             ) from error
         self.path = path / "img1" if (path / "img1").is_dir() else path
         self.rate = Fraction(_DEFAULT_RATE)
-        self.bit_depth: int | None = None
+        self._bit_depth = bit_depth
         self._files: dict[int, Path] = {}
         if self.path.is_dir():
             self._files = _numbered_images(self.path)
@@ -85,7 +85,7 @@ class Frames:
         wanted = None if needed is None else sorted(set(needed))
         if self._files:
             for number in sorted(self._files) if wanted is None else wanted:
-                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, bit_depth=self.bit_depth)
+                pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, bit_depth=self._bit_depth)
                 yield number, pixels.permute(1, 2, 0).numpy()
         else:
             yield from self._decode(wanted)

@@ -81,7 +81,7 @@ def read_boxes(path: str | os.PathLike[str]) -> Boxes:
             f"{path} cannot be read: {getattr(error, 'strerror', None) or 'it is not a text file'}.\n"
             "  fix: pass a text file with lines frame,id,left,top,width,height,confidence"
         ) from error
-    rows = []
+    rows: list[tuple[float, ...]] = []
     has_header = False
     for number, line in enumerate(text.splitlines(), start=1):
         fields, place = _split(line), f"{path}, line {number}"
