@@ -16,6 +16,7 @@ COMMANDS = {
     "recipes": "list the installed recipes, or print one",
     "init": "create a project folder: config, custom component and README",
     "train": "train a model",
+    "finetune": "fine-tune a model on your own images, from its weights file",
     "eval": "evaluate a model on test datasets",
     "extract": "extract the features of images to a file",
     "gallery": "add, remove and list the images of a mutable gallery",

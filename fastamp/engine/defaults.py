@@ -410,7 +410,13 @@ class DefaultTrainer(FastReIDMethods):
         """Build the hook that evaluates the model and saves the best one."""
         period, checkpointer = self.cfg.TEST.EVAL_PERIOD, self.build_best_checkpointer()
         return hooks.EvalHook(
-            period, self.evaluate, checkpointer, self.writers, self.best_metric, self.evaluated_weights
+            period,
+            self.evaluate,
+            checkpointer,
+            self.writers,
+            self.best_metric,
+            self.evaluated_weights,
+            at_start=self.cfg.TEST.EVAL_START,
         )
 
     def build_writers(self, start_iter: int) -> list[Any]:

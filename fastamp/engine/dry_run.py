@@ -245,6 +245,7 @@ def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: flo
     cfg = trainer.cfg
     period, last = cfg.TEST.EVAL_PERIOD, cfg.SOLVER.MAX_EPOCH
     count = sum(epoch % period == 0 or epoch == last for epoch in _epochs_left(trainer))
+    count += cfg.TEST.EVAL_START and trainer.trainer.start_iter == 0
     without = ["ranking", *(["precise batch norm"] if cfg.TEST.PRECISE_BN.ENABLED else []), "saving"]
     iterations = last * trainer.trainer.iters_per_epoch - trainer.trainer.start_iter
     return (

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     from tqdm.auto import tqdm
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 
 class _Bar(tqdm):
@@ -38,8 +39,12 @@ def in_notebook() -> bool:
     return "ipykernel.zmqshell" in sys.modules
 
 
+SECONDS_PER_LINE = 30.0
+"""Time in seconds after which a line is logged instead of a bar, if the output is not a terminal."""
+
+
 class ProgressBar:
-    """Progress bar, drawn only by the main process, on a terminal or in a notebook.
+    """Progress bar, drawn only by the main process, on a terminal or in a notebook; elsewhere a log line at times.
 
     ``seconds_left`` also works without a drawn bar.
 
@@ -55,7 +60,8 @@ class ProgressBar:
         stream = stream or sys.stdout
         self.total, self.done = total, done
         self._first = done
-        self._start = time.perf_counter()
+        self._start = self._last_line = time.perf_counter()
+        self._title = title
         self._bar = _Bar(
             total=total,
             desc=title,
@@ -77,6 +83,14 @@ class ProgressBar:
         """Set the number of steps done."""
         self._bar.update(done - self.done)
         self.done = done
+        if self._bar.disable and time.perf_counter() - self._last_line >= SECONDS_PER_LINE and comm.is_main_process():
+            self.note_line()
+            left = format_duration(self.seconds_left())
+            logger.info("%s: %d of %d, %s left", self._title, done, self.total, left)
+
+    def note_line(self) -> None:
+        """Postpone the next log line, because another line has shown the progress."""
+        self._last_line = time.perf_counter()
 
     def close(self) -> None:
         """Remove the bar."""

@@ -4,6 +4,7 @@ import io
 import logging
 import re
 
+from fastamp.utils import progress
 from fastamp.utils.progress import ConsoleHandler, ProgressBar, format_duration, track
 
 
@@ -58,3 +59,16 @@ def test_progress_bar_ignores_steps_before_a_resume_in_the_remaining_time():
 
 def test_track_yields_each_item():
     assert list(track([1, 2, 3], 3, "x")) == [1, 2, 3]
+
+
+def test_a_line_is_logged_at_times_if_no_bar_is_drawn(monkeypatch, caplog):
+    caplog.set_level(logging.INFO)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    bar = ProgressBar(100, "batch norm", stream=io.StringIO())
+    for done in range(1, 101):
+        now[0] += 1.0
+        bar.update(done)
+    assert [each.getMessage().split(",")[0] for each in caplog.records] == [
+        f"batch norm: {done} of 100" for done in (30, 60, 90)
+    ]

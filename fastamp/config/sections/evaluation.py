@@ -4,6 +4,7 @@ from fastamp.config.key import Key
 
 KEYS = (
     Key("TEST.EVAL_PERIOD", 20, "Evaluation interval, in epochs; the last epoch is always evaluated.", low=1),
+    Key("TEST.EVAL_START", False, "Also evaluate before the first step."),
     Key("TEST.IMS_PER_BATCH", 64, "Batch size in evaluation: images per batch, over all ranks.", low=1),
     Key("TEST.NUM_WORKERS", -1, "Worker processes per rank for test images; -1 means DATALOADER.NUM_WORKERS.", low=-1),
     Key("TEST.METRIC", "cosine", "Distance by which the gallery images are ranked.", choices=("cosine", "euclidean")),

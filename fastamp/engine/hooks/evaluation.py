@@ -91,6 +91,9 @@ class BestMetric:
 class EvalHook(HookBase):
     """Evaluate every ``period`` epochs and after the last one, and save the best model.
 
+    With ``at_start``, the model is also evaluated before the first step, as iteration and epoch -1 of the writers. If
+    the score after the last epoch is lower, a warning is logged.
+
     Args:
         period (int): period in epochs.
         evaluate (Callable): returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
@@ -100,6 +103,7 @@ class EvalHook(HookBase):
         metric (BestMetric, optional): selects the best model. Default: saves no ``model_best``.
         weights (Callable): returns a context manager in which the model holds the weights to evaluate and to save as
             ``model_best``. Default: the current weights.
+        at_start (bool): also evaluate before the first step. Default False.
     """
 
     def __init__(
@@ -110,6 +114,8 @@ class EvalHook(HookBase):
         writers: Sequence[Any] = (),
         metric: BestMetric | None = None,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
+        *,
+        at_start: bool = False,
     ) -> None:
         self.period = period
         self.evaluate = evaluate
@@ -117,12 +123,21 @@ class EvalHook(HookBase):
         self.writers = writers
         self.metric = metric
         self.weights = weights
+        self.at_start = at_start
+        self.first: float | None = None
         self.best: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
     def reset_best(self) -> None:
         """Reset the best score, so that the next evaluation saves ``model_best``."""
         self.best = None
+
+    def before_train(self) -> None:
+        if self.at_start and self.trainer.start_iter == 0:
+            with self.weights():
+                self.results = self.evaluate()
+                self._save_if_best(-1, -1)
+            self.first = self.best
 
     def after_epoch(self) -> None:
         epochs_done = self.trainer.epoch + 1
@@ -132,7 +147,7 @@ class EvalHook(HookBase):
             with self.weights():
                 self.results = self.evaluate()
                 if self.checkpointer is not None and self.metric is not None:
-                    self._save_if_best()
+                    self._save_if_best(self.trainer.iter, self.trainer.epoch)
                 elif self.results:  # FastReID's EvalHook(period, function)
                     self.trainer.storage.put_scalars(smoothing_hint=False, **dict(_flatten_results(self.results)))
         except Exception:
@@ -145,28 +160,43 @@ class EvalHook(HookBase):
                 )
             raise
 
-    def _save_if_best(self) -> None:
-        """Pass the results to the writers. If ``metric`` has improved, save ``model_best``."""
+    def _save_if_best(self, iteration: int, epoch: int) -> None:
+        """Pass the results to the writers. If ``metric`` has improved, save ``model_best``.
+
+        Args:
+            iteration (int): last completed iteration, from 0.
+            epoch (int): its epoch, from 0.
+        """
+        assert self.checkpointer is not None and self.metric is not None
         if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
         for writer in self.writers:
-            writer.write(self.trainer.iter, {"epoch": self.trainer.epoch, **row})
+            writer.write(iteration, {"epoch": epoch, **row})
         score = comm.broadcast_scalar(self.metric.of(self.results) if self.results else 0.0)
         if self.best is None or math.isnan(self.best) or score > self.best:
             self.best = score
-            best = {"metric": str(self.metric), "value": score, "iteration": self.trainer.iter + 1}
+            best = {"metric": str(self.metric), "value": score, "iteration": iteration + 1}
             path = self.checkpointer.save("model_best", tag=False, best=best)
             logger.info("new best score: %.2f (%s), saved to %s", score, self.metric, path)
+        if self.first is not None and epoch + 1 == self.trainer.max_epoch and score < self.first:
+            logger.warning(
+                "the training made the model worse: %.2f after the last epoch, %.2f before the first step (%s).\n"
+                "  fix: use model_best.pth, reduce SOLVER.BASE_LR or SOLVER.MAX_EPOCH, or add images",
+                score,
+                self.first,
+                self.metric,
+            )
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "metric": str(self.metric)}
+        start = {} if self.first is None else {"first": self.first}
+        return {"best": self.best, "metric": str(self.metric)} | start
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         best, before = state["best"], state["metric"]
         if not (best is None or isinstance(best, float)):
             raise ValueError(f"EvalHook: best score: expected a float or None, got {type(best).__name__}")
-        self.best = best
+        self.best, self.first = best, state.get("first")
         if self.best is not None and before != str(self.metric):
             logger.warning(
                 "the metric that selects the best model changed from %s (%.2f) to %s: the best score is reset, and the "
@@ -175,7 +205,7 @@ class EvalHook(HookBase):
                 self.best,
                 self.metric,
             )
-            self.best = None
+            self.best = self.first = None
 
 
 def _flatten_results(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

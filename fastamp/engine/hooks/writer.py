@@ -61,6 +61,7 @@ class PeriodicWriter(HookBase):
         metrics["epoch"] = trainer.epoch  # from 0, as in FastReID; so is the iteration
         for writer in self.writers:
             writer.write(trainer.iter, metrics)
+        self._bar.note_line()
         logger.info("%s", console_line(done, trainer.max_iter, metrics, epochs=trainer.max_epoch))
 
     def after_train(self) -> None:

@@ -76,6 +76,20 @@ def best_in(folder):
     return torch.load(folder / "model_best.pth", weights_only=True)["best"]
 
 
+@pytest.mark.parametrize(("scores", "worse"), [([30.0, 20.0], True), ([30.0, 31.0], False)])
+def test_evaluation_before_the_first_step_is_kept_as_best_and_compared(tmp_path, caplog, scores, worse):
+    hook = hook_for(tmp_path, "mAP", scores)
+    hook.at_start = True
+    hook.trainer.move_to(0, 1)
+    hook.before_train()
+    assert (best_in(tmp_path)["value"], best_in(tmp_path)["iteration"]) == (30.0, 0)
+    hook.trainer.move_to(hook.trainer.max_iter - 1, 1)
+    hook.after_epoch()
+    assert best_in(tmp_path)["value"] == max(scores)
+    warned = [each for each in caplog.records if each.levelno == logging.WARNING]
+    assert bool(warned) == worse and all("30.00" in each.getMessage() for each in warned)
+
+
 def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
     logging.getLogger("fastamp").setLevel(logging.INFO)
     hook = hook_for(tmp_path, "mAP", [10.0, 30.0, 20.0])

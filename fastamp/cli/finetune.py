@@ -1,0 +1,80 @@
+"""Fine-tune a re-identification model on your own images.
+
+The recipe is finetune/small_set. The model and the size of its images are those of FILE: of its config, or inferred
+from the tensors of a file of another program; the size is then that of the recipe. The model is evaluated before the
+first step, and model_best.pth is never below it.
+
+examples:
+  fastamp finetune model.pth csv:mine.csv
+  fastamp finetune logs/market folder:photos SOLVER.MAX_EPOCH=5 OUTPUT_DIR=logs/mine
+  fastamp finetune osnet_x0_25_msmt17.pth csv:mine.csv --dry-run
+"""
+
+import argparse
+from typing import Any
+
+from fastamp.cli import train
+from fastamp.cli.options import add_key_values, add_plugin_argument
+from fastamp.cli.source import CONFIG, resolve_source
+from fastamp.utils.arguments import add_launch_arguments
+from fastamp.utils.errors import ConfigError
+
+RECIPE = "finetune/small_set"
+_SECTIONS = ("MODEL.META_ARCHITECTURE", "MODEL.BACKBONE.", "MODEL.HEADS.", "MODEL.LORA.", "MODEL.PIXEL_", "INPUT.SIZE_")
+_SECTIONS += ("INPUT.CHANNELS", "INPUT.INTERPOLATION")
+# Keys of the training of the weights, not of their model.
+_EXCLUDED = ("MODEL.HEADS.NUM_CLASSES", "MODEL.BACKBONE.PRETRAIN", "MODEL.BACKBONE.PRETRAIN_PATH")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this command."""
+    parser.add_argument("weights", metavar="FILE", help="checkpoint, run folder, or weights file of another program")
+    parser.add_argument("data", metavar="DATA", help="dataset: csv:FILE, folder:FOLDER or a registered name")
+    parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and exit")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
+    add_launch_arguments(parser)
+    add_plugin_argument(parser)
+    add_key_values(parser)
+    parser.set_defaults(config_source=RECIPE, config_file="", eval_only=False, seeds=[], list_config=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train the recipe with the model of the weights file."""
+    found = resolve_source(args.weights)
+    if found.kind == CONFIG:
+        raise ConfigError(
+            f"FILE: expected a checkpoint, run folder or weights file, got the config {args.weights}.\n"
+            "  fix: give the weights to start from; fastamp train starts from a config"
+        )
+    data = [item for key in ("DATASETS.NAMES", "DATASETS.TESTS") for item in (key, [args.data])]
+    weights = ["MODEL.WEIGHTS", found.checkpoint]
+    opts = [*model_keys(found.checkpoint, args.plugin), *weights, *data, *args.opts]
+    return train.run(argparse.Namespace(**vars(args) | {"opts": opts}))
+
+
+def model_keys(checkpoint: str, plugin: str) -> list[Any]:
+    """Return KEY VALUE pairs of the model in a weights file: from its config, else inferred from its tensors.
+
+    Args:
+        checkpoint: path of the weights file.
+        plugin: Python file with custom components; empty for none.
+
+    Raises:
+        UserError: if the file cannot be read, or its model is not recognized.
+    """
+    from fastamp.checkpoint.entries import merge_if_config
+    from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
+    from fastamp.config import read_config
+    from fastamp.modeling.infer_config import infer_config
+
+    cfg = read_config("", [], plugin=plugin).clone()
+    cfg.defrost()
+    keys: dict[str, Any]
+    if merge_if_config(cfg, checkpoint):
+        keys = {key.path: value for key, value in cfg.keys_below()}
+        if cfg.MODEL.META_ARCHITECTURE == "Distiller":  # the file contains the student
+            keys["MODEL.META_ARCHITECTURE"] = "Baseline"
+    else:
+        keys = dict(infer_config(state_dict_in(read_checkpoint(checkpoint), checkpoint), checkpoint, cfg))
+    chosen = {key: value for key, value in keys.items() if key.startswith(_SECTIONS) and key not in _EXCLUDED}
+    return [item for pair in chosen.items() for item in pair]
