@@ -4,11 +4,14 @@ Every use of a box follows one rule: it is rounded to whole pixels and clipped t
 remains is outside the image.
 """
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 Box = tuple[int, int, int, int]
 
@@ -44,10 +47,25 @@ def are_normalized(boxes: np.ndarray) -> bool:
     return bool(0 < largest <= 1)
 
 
-def small_sides(boxes: np.ndarray) -> np.ndarray:
-    """Return (N,) bool: boxes (N, 4) left, top, right, bottom with a side of 1 to ``SMALLEST_SIDE - 1`` pixels."""
-    sides = np.rint(boxes[:, 2:]) - np.rint(boxes[:, :2])
-    return (sides > 0).all(axis=1) & (sides.min(axis=1, initial=SMALLEST_SIDE) < SMALLEST_SIDE)
+def warn_of_small_boxes(boxes: np.ndarray, place: str, name_of: Callable[[int], str] | None = None) -> None:
+    """Log a warning about boxes with a side of 1 to ``SMALLEST_SIDE - 1`` pixels.
+
+    Args:
+        boxes: (N, 4) left, top, right and bottom.
+        place: file or argument, for the message.
+        name_of: function from the row of a box to its name. Default: None, its coordinates.
+    """
+    with np.errstate(invalid="ignore"):  # infinite coordinates
+        sides = np.rint(boxes[:, 2:]) - np.rint(boxes[:, :2])
+    small = np.flatnonzero((sides > 0).all(axis=1) & (sides < SMALLEST_SIDE).any(axis=1))
+    if len(small):
+        row = int(small[0])
+        first = name_of(row) if name_of else " ".join(f"{value:g}" for value in boxes[row])
+        logger.warning(
+            "%s: %d of %d boxes have a side of less than %d pixels; the first: %s\n"
+            "  fix: check that the boxes are in pixels of the image",
+            *(place, len(small), len(boxes), SMALLEST_SIDE, first),
+        )
 
 
 def normalized_error(place: str) -> DataError:

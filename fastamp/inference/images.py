@@ -1,6 +1,5 @@
 """Conversion of input images: paths, contents of files, PIL images, arrays, tensors, and boxes in a frame."""
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import IO, Any
@@ -10,11 +9,9 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from fastamp.data.boxes import SMALLEST_SIDE, are_normalized, clip_box, normalized_error, small_sides
+from fastamp.data.boxes import are_normalized, clip_box, normalized_error, warn_of_small_boxes
 from fastamp.data.decode import decode_image, image_from_pil, read_image, with_channels
 from fastamp.utils.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 Image = str | os.PathLike[str] | bytes | bytearray | memoryview | IO[bytes] | PIL.Image.Image | np.ndarray | Tensor
 COLORS = ("rgb", "bgr")
@@ -73,11 +70,7 @@ def crop_frame(
         )
     if are_normalized(corners):
         raise normalized_error("boxes")
-    small = small_sides(corners)
-    if small.any():
-        logger.warning(
-            "%d of %d boxes have a side of less than %d pixels", int(small.sum()), len(corners), SMALLEST_SIDE
-        )
+    warn_of_small_boxes(corners, "boxes")
     frame = frames[0]
     if not isinstance(frame, (np.ndarray, Tensor)):
         frame, color = decode(frame, color), "rgb"

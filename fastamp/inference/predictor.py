@@ -552,7 +552,7 @@ class Predictor(FeatureModel):
         batch = {}
         for name, limit in self.camera_view_counts.items():
             ids = given[name]
-            if ids is None or len(ids) != count or not all(0 <= each < limit for each in ids):
+            if ids is None or len(ids) != count or not all(0 <= each < limit and each == int(each) for each in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
                     f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageOps
 
-from fastamp.data.boxes import clip_box
+from fastamp.data.boxes import clip_box, warn_of_small_boxes
 from fastamp.tracking.frames import Frame, Frames, track_color
 from fastamp.tracking.mot_file import Boxes
 from fastamp.tracking.tracker import Tracker, TrackerOptions
@@ -96,6 +96,8 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
     Raises:
         DataError: if all boxes are outside their frames; the message names the first line. See also ``Frames.read``.
     """
+    corners = np.array([_corners(box) for box in detections.boxes])
+    warn_of_small_boxes(corners, str(detections.path), lambda row: f"line {detections.lines[row]}")
     features: list[NDArray[np.float32]] = []
     crops: list[Frame] = []
     rows: list[int] = []
@@ -105,13 +107,13 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
         for number, frame in frames.read(np.unique(detections.frames).tolist()):
             height, width = frame.shape[:2]
             for row in np.flatnonzero(detections.frames == number).tolist():
-                corners = clip_box(_corners(detections.boxes[row]), width, height)
-                if corners is None:
+                clipped = clip_box(corners[row].tolist(), width, height)
+                if clipped is None:
                     box = ",".join(f"{value:g}" for value in detections.boxes[row])
                     outside.append(f"line {detections.lines[row]}: {box} in {width} x {height} pixels")
                     bar.update(bar.done + 1)
                     continue
-                left, top, right, bottom = corners
+                left, top, right, bottom = clipped
                 crops.append(frame[top:bottom, left:right].copy())
                 rows.append(row)
             while len(crops) >= batch:

@@ -1,5 +1,8 @@
 """Gray images of more than 8 bits: INPUT.BIT_DEPTH in every reader."""
 
+import struct
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -94,3 +97,25 @@ def test_the_bit_depth_is_part_of_the_features(checkpoint, tmp_path):
     export(predictor, tmp_path / "model.onnx", data="")
     exported = ExportedModel(tmp_path / "model.onnx")
     assert exported.bit_depth == 12 and torch.equal(exported.features(path), exported.features(EIGHT))
+
+
+def png_of_colors(values):
+    """Encode (H, W, 3) uint16 colors as a PNG file, which PIL cannot write."""
+
+    def chunk(name, content):
+        return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
+
+    height, width = values.shape[:2]
+    header = struct.pack(">IIBBBBB", width, height, 16, 2, 0, 0, 0)
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+
+
+def test_colors_of_16_bits_are_read_with_their_upper_8_bits(caplog):
+    colors = np.stack([EIGHT, EIGHT[::-1], EIGHT[:, ::-1]], axis=2).astype(np.uint16)
+    expected = torch.from_numpy(colors.astype(np.uint8)).permute(2, 0, 1)
+    assert torch.equal(decode_image(png_of_colors(colors << 8)), expected) and not caplog.text
+    assert torch.equal(decode_image(png_of_colors(colors << 4)), expected >> 4)
+    assert "8 bits" in caplog.messages[0]
+    with pytest.raises(DataError, match="16 bits.*BIT_DEPTH is 12"):
+        decode_image(png_of_colors(colors << 4), bit_depth=12)

@@ -69,7 +69,10 @@ def test_boxes_outside_the_frame_have_no_feature(sequence, tmp_path, caplog):
     path.write_text("1,-1,600,10,50,100,1\n1,-1,10,10,50,100,1\n2,-1,10,-200,50,100,1\n")
     features = extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
     assert np.isnan(features).all(axis=1).tolist() == [True, False, True]
-    assert "2 of 3" in caplog.text and "line 1: 600,10,50,100" in caplog.text
+    assert "2 of 3" in caplog.text and "line 1: 600,10,50,100" in caplog.text and "less than" not in caplog.text
+    path.write_text("1,-1,10,10,50,100,1\n2,-1,10,10,5,9,1\n")
+    assert np.isfinite(extract_features(Frames(sequence), read_boxes(path), colors, batch=8)).all()
+    assert "1 of 2 boxes" in caplog.text and "line 2" in caplog.messages[-1]
     path.write_text("1,-1,600,10,50,100,1\n")
     with pytest.raises(DataError, match=r"det\.txt: boxes outside.*1 of 1;.*line 1: 600,10,50,100"):
         extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
@@ -110,7 +113,8 @@ def test_command_writes_tracks_csv_and_sheet(sequence, tmp_path, capsys):
 
 def test_command_with_a_model_equals_features_by_hand(sequence, checkpoint, tmp_path, capsys):
     det = tmp_path / "det.txt"
-    det.write_text("".join((sequence / "det/det.txt").read_text().splitlines(keepends=True)[:60]))
+    lines = (sequence / "det/det.txt").read_text().splitlines(keepends=True)[:60]
+    det.write_text("".join([*lines, "80,-1,9000,10,20,40,1\n"]))  # the last box is outside its frame
     out = tmp_path / "out"
     command = ["track", str(sequence), "--detections", str(det), "--model", str(checkpoint), "-o", str(out)]
     assert main([*command, "--device", "cpu", "--max-distance", "0.5"]) == 0

@@ -11,7 +11,7 @@ import numpy as np
 from tabulate import tabulate
 
 from fastamp.compat.dataset_methods import FastReIDDataset
-from fastamp.data.boxes import SMALLEST_SIDE, are_normalized, normalized_error, small_sides
+from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_boxes
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.utils.files import expand
@@ -170,14 +170,12 @@ class ImageDataset(FastReIDDataset):
         place = f"{self.title}, {split}"
         if are_normalized(found):
             raise normalized_error(place)
-        small = np.flatnonzero(small_sides(found))
-        if len(small):
-            first = items[int(small[0]) if rows is None else rows[small[0]]]
-            logger.warning(
-                "%s: %d of %d boxes have a side of less than %d pixels; the first: %s of %s\n"
-                "  fix: check that the boxes are in pixels of the image file",
-                *(place, len(small), len(found), SMALLEST_SIDE, first.box, first.path),
-            )
+
+        def name_of(row: int) -> str:
+            item = items[row if rows is None else rows[row]]
+            return f"{item.box} of {item.path}"
+
+        warn_of_small_boxes(found, place, name_of)
 
     def _add_name_prefix(self, items: Iterable[ImageItem]) -> list[ImageItem]:
         """Add the dataset's name as a prefix to the identities."""
