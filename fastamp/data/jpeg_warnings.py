@@ -1,5 +1,6 @@
 """Warnings of libjpeg about damaged data, which it prints to stderr without the name of the file."""
 
+import functools
 import logging
 import os
 import re
@@ -19,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 _WARNING = re.compile(r"(?:Corrupt JPEG data|Premature end of JPEG file|Invalid SOS parameters)[^\n]*\n?")
 _AT_ONCE = 64
-_HAS_MEMORY_FILES = hasattr(os, "memfd_create")  # Linux
 
 
 @contextmanager
@@ -64,23 +64,30 @@ def damaged_files(paths: Sequence[str], read: Callable[[str], object]) -> dict[s
     return damaged
 
 
+@functools.lru_cache(maxsize=1)
+def _buffer(process: int) -> int:
+    """Return an open file in memory for the output of a process, which a forked one must not share."""
+    if hasattr(os, "memfd_create"):  # Linux
+        return os.memfd_create("stderr")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
 @contextmanager
 def _captured() -> Iterator[list[str]]:
     """Yield a list that contains the warnings of libjpeg after the block; other output is printed then."""
     found: list[str] = []
-    stderr = os.dup(2)
+    buffer, stderr = _buffer(os.getpid()), os.dup(2)
+    os.dup2(buffer, 2)
     try:
-        with open(os.memfd_create("stderr"), "r+b") if _HAS_MEMORY_FILES else tempfile.TemporaryFile() as file:
-            os.dup2(file.fileno(), 2)
-            try:
-                yield found
-            finally:
-                os.dup2(stderr, 2)
-                if file.seek(0, os.SEEK_END):
-                    file.seek(0)
-                    text = file.read().decode(errors="replace")
-                    found += [each.strip() for each in _WARNING.findall(text)]
-                    if other := _WARNING.sub("", text):
-                        os.write(2, other.encode())
+        yield found
     finally:
+        os.dup2(stderr, 2)
         os.close(stderr)
+        if size := os.lseek(buffer, 0, os.SEEK_CUR):
+            os.lseek(buffer, 0, os.SEEK_SET)
+            text = os.read(buffer, size).decode(errors="replace")
+            os.lseek(buffer, 0, os.SEEK_SET)
+            found += [each.strip() for each in _WARNING.findall(text)]
+            if other := _WARNING.sub("", text):
+                os.write(2, other.encode())
