@@ -7,10 +7,13 @@ Tracebacks, hangs, executed programs and files outside OUTPUT_DIR are failures. 
 import contextlib
 import functools
 import io
+import json
 import os
 import random
 import re
 import shutil
+import sqlite3
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -31,6 +34,10 @@ from fastamp import Predictor
 from fastamp.config.defaults import KEYS
 from fastamp.engine import setup
 from fastamp.inference import features_file, index
+from fastamp.inference.gallery import MutableGallery, create_or_open
+from fastamp.inference.gallery_source import gallery_model
+from fastamp.inference.gallery_store import DATABASE, GalleryModel, Item
+from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.errors import UserError
 
 EXAMPLES = int(os.environ.get("FASTAMP_FUZZ", "0"))
@@ -238,7 +245,7 @@ def test_training_or_evaluation_with_a_damaged_checkpoint_never_crashes(place, s
     assert code == 0 or path.name in stderr or "finite" in stderr, stderr
 
 
-# ---- extractions, indices and checkpoints, read without a run
+# ---- extractions, indices, galleries, exported files and checkpoints, read without a run
 
 SAVED = Path(__file__).parent / "reference/saved_gallery"
 SLOWEST: dict[str, float] = {}
@@ -347,3 +354,211 @@ def pickle_of(content):
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         return archive.read(name)[2:-1]
+
+
+@contextlib.contextmanager
+def read_in_limits(kind, folder):
+    """``read_in_time`` with at most 10 s of CPU time and 1 GiB of additional memory, for files in ``folder``."""
+    started = time.process_time()
+    with fuzz.bounded(memory=2**30), WATCH.over(folder):
+        try:
+            yield
+        except UserError as error:
+            assert 0 < len(str(error)) < 20_000
+    assert WATCH.seen == [], WATCH.seen
+    seconds = time.process_time() - started
+    SLOWEST[kind] = max(SLOWEST.get(kind, 0), seconds)
+    assert seconds < 10
+
+
+@functools.cache
+def good_gallery():
+    """Return the content of the database of a gallery with 60 items."""
+    with tempfile.TemporaryDirectory() as folder:
+        with MutableGallery(Path(folder) / "a.gallery", GalleryModel(tiny.WIDTH, "cosine", "hash", "a.pth")) as gallery:
+            items = [Item(f"item{number}", camera="c", time=float(number), picture=b"x" * 900) for number in range(60)]
+            gallery.add(items, np.random.default_rng(0).standard_normal((60, tiny.WIDTH)).astype(np.float32))
+        with contextlib.closing(sqlite3.connect(Path(folder) / "a.gallery" / DATABASE)) as connection:
+            connection.execute("PRAGMA journal_mode = DELETE")
+        return (Path(folder) / "a.gallery" / DATABASE).read_bytes()
+
+
+RECURSION = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
+SQL_VALUES = (
+    *("NULL", "9e999", "-1", "0", "9223372036854775807", "1e300", "'text'", "''", "x'00ff'", "CAST(x'ff' AS TEXT)"),
+    *("zeroblob(20000000)", "hex(zeroblob(9000000))", "random()", "'1'", "char(0)", "printf('%.5000d', 1)"),
+)
+SQL_CHANGES = (
+    "UPDATE OR IGNORE items SET {item} = {value} WHERE random() % 3 = 0",
+    "UPDATE OR IGNORE items SET {item} = {value}",
+    "UPDATE gallery SET {model} = {value}",
+    "UPDATE pictures SET picture = {value}",
+    "ALTER TABLE items RENAME COLUMN {item} TO other",
+    "CREATE TABLE other (a)",
+    "CREATE INDEX other ON items ({item})",
+    "CREATE TRIGGER other AFTER INSERT ON items BEGIN DELETE FROM items; END",
+    "DELETE FROM gallery",
+    "INSERT INTO gallery SELECT * FROM gallery",
+    "DROP TABLE items; CREATE VIEW items AS {recursion} i AS id, i AS number, '' AS name, '' AS identity, '' AS camera,"
+    " NULL AS time, zeroblob(16) AS feature, 0 AS crc FROM n",
+    "PRAGMA user_version = 77",
+    "PRAGMA page_size = 512; VACUUM",
+)
+
+
+@fuzzed
+@seeds
+def test_opening_and_changing_a_hostile_gallery_never_crashes(tmp_path_factory, seed):
+    rng, folder = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.gallery"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    content = good_gallery()
+    if rng.random() < 0.4:
+        content = fuzz.damage(rng, content, [content, *fuzz.image_files().values()])
+    (folder / DATABASE).write_bytes(content)
+    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
+        for _ in range(rng.choice((0, 1, 1, 2))):
+            columns = {"item": rng.choice(("id", "number", "name", "identity", "camera", "time", "feature", "crc"))}
+            columns["model"] = rng.choice(("format", "width", "metric", "config_hash", "next_number", "token"))
+            change = rng.choice(SQL_CHANGES).format(**columns, value=rng.choice(SQL_VALUES), recursion=RECURSION)
+            with contextlib.suppress(sqlite3.Error):
+                connection.executescript(change)
+    if rng.random() < 0.2:
+        (folder / f"{DATABASE}-{rng.choice(('wal', 'journal'))}").write_bytes(rng.randbytes(5000))
+    with read_in_limits("gallery", folder), MutableGallery(folder) as gallery:
+        feature = np.ones((1, gallery.width), np.float32)
+        assert gallery.search(feature, 3).rows.shape[0] == 1
+        assert gallery.columns["time"].shape == (len(gallery),)
+        for item in gallery.items[:2]:
+            gallery.picture(item.id)
+        gallery.add([Item("new", picture=b"x")], feature)
+        gallery.remove(["new"])
+
+
+@functools.cache
+def exported_graph():
+    """Return an ONNX graph that computes the mean of each channel, and the metadata of an export."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnxruntime")
+    sides = {name: onnx.helper.make_tensor_value_info(name, 1, shape) for name, shape in _SHAPES.items()}
+    node = onnx.helper.make_node("ReduceMean", ["images"], ["features"], axes=[2, 3], keepdims=0)
+    graph = onnx.helper.make_graph([node], "mean", [sides["images"]], [sides["features"]])
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 13)], ir_version=8)
+
+
+_SHAPES = {"images": ["batch", 3, "height", "width"], "features": ["batch", 3]}
+_CALIBRATION = {"config_hash": "1", "metric": "cosine", "scores": [0.0, 1.0], "probabilities": [0.1, 0.9], "seed": 0}
+_METADATA = {
+    **{"config_hash": "1", "resize": [8, 4], "center_crop": None, "interpolation": "bilinear", "channels": 3},
+    **{"color_order": "RGB", "normalization": "outside", "preprocess": "outside", "l2": False, "metric": "cosine"},
+    **{"pixel_mean": [1.0, 2.0, 3.0], "pixel_std": [1.0, 2.0, 3.0], "protocol": "market1501", "feature_width": 3},
+    "calibration": _CALIBRATION,
+}
+_JSON = (
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        4,
+        10**6,
+        2**31,
+        2**63,
+        10**400,
+        1.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+        "",
+        "x",
+        "\0",
+        "1",
+    ),
+    *([], [[]], [0], [-1, -1], [1, 1], [10**5, 10**5], [4096, 4096], [1e400] * 3, [None] * 3, {}, {"a": [1]}),
+    *(["inside"], "inside", "outside", "nearest", "euclidean", "x" * 10**6),
+)
+
+
+@fuzzed
+@seeds
+def test_exported_files_with_hostile_metadata_never_crash(tmp_path_factory, seed):
+    model, rng = exported_graph(), random.Random(seed)
+    path = tmp_path_factory.getbasetemp() / "nasty.onnx"
+    values = _METADATA | {"calibration": dict(_CALIBRATION)}
+    for _ in range(rng.choice((0, 1, 1, 2, 4))):
+        target = values["calibration"] if rng.random() < 0.2 and isinstance(values["calibration"], dict) else values
+        name = rng.choice([*target])
+        target[name] = rng.choice(_JSON)
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+    for name in rng.sample([*texts], rng.choice((0, 0, 0, 1))):
+        texts.pop(name)
+    if rng.random() < 0.1:
+        texts[rng.choice(["other", *texts])] = rng.choice(("[" * 10**5, '{"a":' * 10**5, "9" * 10**5))
+    del model.metadata_props[:]
+    for name, text in texts.items():
+        model.metadata_props.add(key=name, value=text)
+    content = model.SerializeToString()
+    path.write_bytes(fuzz.damage(rng, content, [content]) if rng.random() < 0.1 else content)
+    with read_in_limits("exported file", Path("/nowhere")):
+        exported = ExportedModel(path, threads=1)
+        str(exported.protocol), str(exported.calibration), exported.config_hash
+        assert exported.features([np.ones((9, 5, 3), np.uint8)] * 3).shape == (3, exported.feature_dim)
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory):
+    """Client of a service with a gallery, whose model has been trained by an earlier version."""
+    pytest.importorskip("fastapi")
+    from fastapi.testclient import TestClient
+
+    from fastamp.serving.app import create_app
+    from fastamp.serving.options import Limits
+    from fastamp.serving.service import Service
+
+    model = Predictor(SAVED / "model_final.pth", device="cpu")
+    gallery = create_or_open(tmp_path_factory.mktemp("service") / "a.gallery", gallery_model(model))
+    service = Service(model, gallery, Limits(megabytes=4))
+    with TestClient(create_app(service, api_key="", local=False), raise_server_exceptions=False) as client:
+        yield client
+
+
+ROUTES = [
+    *(("POST", f"/v1/{name}") for name in ("features", "compare", "search")),
+    *(("GET", "/v1/gallery"), ("GET", "/v1/gallery/items"), ("POST", "/v1/gallery/items")),
+    *(("PUT", "/v1/gallery/items"), ("GET", "/v1/gallery/items/a"), ("DELETE", "/v1/gallery/items/a")),
+]
+
+
+@settings(fuzzed, max_examples=EXAMPLES // 2 or 5)
+@seeds
+def test_hostile_bodies_of_requests_are_answered(client, seed):
+    rng = random.Random(seed)
+    files, boundary = list(fuzz.image_files().values()), b"b"
+    parts = []
+    for _ in range(rng.choice((0, 1, 1, 2, 3))):
+        name = rng.choice(
+            ("images", "image", "first", "second", "metadata", "k", "cameras", "after", "", "é", "x" * 900)
+        )
+        is_file = rng.random() < 0.6
+        value = rng.choice(files) if is_file else str(rng.choice(_JSON)).encode("utf-8", "replace")[:10_000]
+        if rng.random() < 0.4:
+            value = fuzz.damage(rng, value, files)
+        if not is_file and rng.random() < 0.3:
+            value = json.dumps([{"id": rng.choice(_JSON), "time": rng.choice(_JSON)}]).encode()
+        kind = f'; filename="{rng.choice(("a.png", "../a", ""))}"' if is_file else ""
+        head = f'Content-Disposition: form-data; name="{name}"{kind}'.encode()
+        parts.append(b"--b\r\n" + head + b"\r\n\r\n" + value + b"\r\n")
+    body = b"".join(parts) + b"--b--\r\n"
+    if rng.random() < 0.3:
+        body = fuzz.damage(rng, body, [body, b"--b\r\n", b"\r\n\r\n"])
+    forms = (f"multipart/form-data; boundary={boundary.decode()}", "multipart/form-data", "application/json", "x", "")
+    content_type = rng.choice((forms[0],) * 4 + forms)
+    method, route = rng.choice(ROUTES)
+    query = rng.choice(("", "", "", "?k=-1", "?limit=99999999999", "?k=%00", "?after=%ff", "?offset=-5"))
+    started = time.process_time()
+    with fuzz.bounded(memory=2**30):
+        found = client.request(method, route + query, content=body, headers={"Content-Type": content_type})
+    SLOWEST["request"] = max(SLOWEST.get("request", 0), time.process_time() - started)
+    assert found.status_code < 500 and "Traceback" not in found.text, (method, route, found.text)
+    assert time.process_time() - started < 10

@@ -1,7 +1,9 @@
 """Config entry of a checkpoint, and errors for missing or damaged entries."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fastamp.checkpoint.safetensors_file import WEIGHTS_NAME
 from fastamp.checkpoint.weights_file import read_checkpoint
@@ -75,6 +77,14 @@ def checkpoint_of(source: str | os.PathLike[str]) -> Path:
         f"  found: {', '.join(found) or 'no .pth file'}\n"
         "  fix: give the path of a checkpoint"
     )
+
+
+def is_training_recorded(entries: Mapping[str, Any]) -> bool:
+    """Return True if the entries of a checkpoint are of a training by fastamp; those of imported weights are not.
+
+    The config of imported weights has the defaults for all keys that only a training uses.
+    """
+    return bool(entries.get("policy") or entries.get("versions"))
 
 
 def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> WeightsError:

@@ -92,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     """Search and print the results."""
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
+    from fastamp.data.decode import read_image
     from fastamp.inference.features_file import check_same_model, has_missing_integers, is_unknown
     from fastamp.inference.index import check_gallery, has_features, open_gallery
 
@@ -117,6 +118,9 @@ def run(args: argparse.Namespace) -> int:
     gallery = open_gallery(path, **options) if args.group_by and has_features(path) else None
     group_by = None if gallery is None else _group_key(args.group_by, gallery.columns)
     model = model_of(args, split_key_values(args.queries[len(names) :]))
+    if not has_features(path):
+        for query in queries:  # an unreadable one is an error before the features of the gallery are extracted
+            read_image(query, max_pixels=model.max_pixels)
     if gallery is None:
         gallery = open_gallery(path, of=model, **options)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None

@@ -15,6 +15,7 @@ from torch import nn
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.checkpoint.entries import is_training_recorded
 from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
 from fastamp.compat.trainer import (
     FastReIDMethods,
@@ -556,6 +557,8 @@ class DefaultTrainer(FastReIDMethods):
         if precise_bn_loader is not None:
             update_bn_statistics(model, precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
         further = {"loaders": loaders, "calibration": read_calibration(extra, cfg.MODEL.WEIGHTS)}
+        if not is_training_recorded(extra):
+            cfg = cfg.with_values({"DATASETS.NAMES": ()})  # the training sets are unknown
         # FastReID's method, which a subclass may override, has no further parameters.
         accepted = inspect.signature(cls.test).parameters
         results = cls.test(cfg, model, **{name: value for name, value in further.items() if name in accepted})

@@ -29,6 +29,7 @@ def count_indistinct(
     *,
     metric: str,
     dtype: torch.dtype,
+    baseline: str = "",
 ) -> int:
     """Count images whose features cannot be distinguished from another identity's; log a warning if there are any.
 
@@ -43,6 +44,7 @@ def count_indistinct(
         identities: identities and cameras of the Q query and G gallery images.
         metric: ``"cosine"`` or ``"euclidean"``.
         dtype: dtype of the distances.
+        baseline: name of the baseline that computed the features from the pixels; "" (default) for a model.
 
     Returns:
         Number of indistinguishable images, in 0..Q + G.
@@ -58,6 +60,7 @@ def count_indistinct(
             f"{largest:.2g}, but the resolution of {str(dtype).removeprefix('torch.')} is {resolution:.2g} (largest "
             f"feature norm: {length:.3g}).",
             "the model collapsed to one output, its weights were not loaded, or its features are too small",
+            baseline,
         )
         return len(pids)
     indistinct = _equal_to_another_identity(sides, pids)
@@ -67,18 +70,24 @@ def count_indistinct(
         f"{indistinct} of {len(pids)} features are bit-identical to a feature of another identity.",
         "the model partly collapsed (e.g. the features of some images are 0), or several identities contain the same "
         "image",
+        baseline,
     )
     return indistinct
 
 
-def _warn(found: str, cause: str) -> None:
+def _warn(found: str, cause: str, baseline: str) -> None:
+    fix = "check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR"
+    if baseline:
+        found = f"baseline {baseline}: {found}"
+        cause, fix = "the images of several identities have the same pixels, e.g. blank images", "check the image files"
     if comm.is_main_process():
         logger.warning(
             "%s Images with equal features are ranked in gallery order, so the metrics are meaningless.\n"
             "  cause: %s\n"
-            "  fix:   check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR",
+            "  fix:   %s",
             found,
             cause,
+            fix,
         )
 
 

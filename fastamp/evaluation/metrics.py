@@ -170,6 +170,7 @@ def compute_metrics(
     report_options: ReportOptions | None = None,
     *,
     distances: DistanceBlocks | None = None,
+    baseline: str = "",
 ) -> EvaluationResult:
     """Compute CMC, mAP, mINP and verification metrics from query and gallery features.
 
@@ -182,6 +183,7 @@ def compute_metrics(
         protocol: evaluation protocol. Default: Market-1501 with cosine distance.
         report_options: settings of the retrieval examples. Default: no examples.
         distances: distances of the queries to the gallery images, instead of those between the features. Default: None.
+        baseline: name of the baseline that computed the features, for warnings. Default: "", they are of a model.
 
     Returns:
         The result, identical on all ranks except for the rank lists, which only rank 0 computes.
@@ -201,7 +203,9 @@ def compute_metrics(
         needs_gallery=not protocol.all_images,
     )
     dtype = protocol.dtype(torch.promote_types(query_features.dtype, gallery_features.dtype))
-    num_indistinct = count_indistinct(query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype)
+    num_indistinct = count_indistinct(
+        query_features, gallery_features, identities, metric=protocol.metric, dtype=dtype, baseline=baseline
+    )
 
     if protocol.all_images:
         query_features = gallery_features = torch.cat((query_features, gallery_features))

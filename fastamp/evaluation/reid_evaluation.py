@@ -160,7 +160,8 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
         )
         plain = protocol.plain()
         baselines = {
-            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain) for name in self.baselines
+            name: compute_metrics(columns[name][:n], columns[name][n:], identities, plain, baseline=name)
+            for name in self.baselines
         }
         self.result = result if self.report_options else None
         if not comm.is_main_process():

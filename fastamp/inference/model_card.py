@@ -1,6 +1,8 @@
 """Model card of a packaged model: README.md with the metadata that the Hugging Face Hub reads."""
 
-from collections.abc import Mapping, Sequence
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from fastamp import __version__
 from fastamp.checkpoint.checkpointer import STRIPPED
+from fastamp.checkpoint.entries import is_training_recorded
 from fastamp.config import CfgNode
 from fastamp.config.changes import changed_values
 from fastamp.evaluation import PROTOCOL_REGISTRY, Protocol
@@ -52,7 +55,7 @@ def model_card(
         feature_dim: dimension of the features.
         plugin: file name of the plugin that the model needs; "" (default) for none.
     """
-    evaluation = content.get("evaluation") or {}
+    evaluation, is_recorded = content.get("evaluation") or {}, is_training_recorded(content)
     results = {
         dataset: {
             metric: value
@@ -83,6 +86,7 @@ def model_card(
         feature_dim=feature_dim,
         weights=content[STRIPPED],
         best=content.get("best"),
+        is_recorded=is_recorded,
         initial_weights=initial_weights,
         recipe=yaml.safe_dump(changed_values(cfg), sort_keys=True, allow_unicode=True, width=1000).rstrip(),
         evaluation=evaluation,
@@ -96,8 +100,21 @@ def model_card(
         version=__version__,
         torch_version=torch.__version__,
         plugin=plugin,
-        withdrawn=[each for each in (*cfg.DATASETS.NAMES, *cfg.DATASETS.TESTS) if "duke" in each.lower()],
+        evaluate=_evaluation_command(name, results, plugin),
+        withdrawn=[
+            each
+            for each in (*(cfg.DATASETS.NAMES if is_recorded else ()), *(results or cfg.DATASETS.TESTS))
+            if "duke" in each.lower()
+        ],
     )
+
+
+def _evaluation_command(name: str, datasets: Iterable[str], plugin: str) -> str:
+    """Return the command that computes the metrics of a packaged model; its config has the other settings."""
+    source = f"hf://{name}" if "/" in name else name
+    tests = json.dumps([*datasets])  # its quotes need no escapes in a shell
+    words = ["fastamp", "eval", source, "DATASETS.TESTS", tests, "OUTPUT_DIR", "evaluation"]
+    return shlex.join([*words, *(("--plugin", plugin) if plugin else ())])
 
 
 def _describe_protocol(cfg: CfgNode) -> str:

@@ -1,7 +1,6 @@
 """Features of the ONNX, OpenVINO and TFLite files of `fastamp export`, with the preprocessing in their metadata."""
 
 import importlib
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -14,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
 from fastamp.data.transforms import Resize
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
+from fastamp.inference.exported_metadata import read_metadata
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
@@ -53,20 +54,13 @@ class ExportedModel(FeatureModel):
         self.checkpoint = expand(path)
         self._threads = threads
         self._session = _open(self.checkpoint, threads)
-        texts = self._session.metadata
-        if "config_hash" not in texts or "resize" not in texts:
-            raise WeightsError(
-                f"{self.checkpoint} has no description of its preprocessing, so it was not written by `fastamp "
-                f"export`.\n  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
-            )
+        self.metadata = read_metadata(self._session.metadata, self.checkpoint)
         others = [name for name in self._session.inputs if name != "images"]
         if others:
             raise ConfigError(
                 f"{self.checkpoint} requires {' and '.join(others)} for each image, which is not supported here.\n"
                 "  fix: use the checkpoint, or a model without camera, view or modality inputs"
             )
-        self.metadata: dict[str, Any] = {name: _value(text) for name, text in texts.items()}
-        self.metadata["config_hash"] = texts["config_hash"]  # may have the form of a number
         self._is_preprocessed = self.metadata.get("preprocess") != "inside"
         # With preprocessing inside, the file crops. Resizing images that already have the size does not change them.
         size, crop = self.metadata["resize"], self.metadata["center_crop"] if self._is_preprocessed else None
@@ -121,7 +115,10 @@ class ExportedModel(FeatureModel):
                 self.checkpoint,
             )
             return None
-        curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities")}
+        try:
+            curve = {name: torch.tensor(state[name], dtype=torch.float64) for name in ("scores", "probabilities")}
+        except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise damaged_entry_error(self.checkpoint, f"calibration: {type(error).__name__}: {error}") from error
         return read_calibration({"calibration": state | curve}, self.checkpoint)
 
     @property
@@ -240,7 +237,19 @@ class ExportedModel(FeatureModel):
                 values /= self._normalization[1]
         if not self._is_preprocessed:
             batch = np.ascontiguousarray(batch.transpose(0, 2, 3, 1))
-        features = self._session.run({"images": batch})
+        try:
+            features = self._session.run({"images": batch})
+        except Exception as error:  # exceptions of a runtime have no common base class
+            raise WeightsError(
+                f"{self.checkpoint} cannot compute images of shape {batch.shape} ({type(error).__name__}: "
+                f"{error!s:.300}).\n  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
+            ) from error
+        if features.shape != (len(batch), self.feature_dim) or features.dtype != np.float32:
+            raise WeightsError(
+                f"{self.checkpoint} computes {features.dtype} {features.shape}; expected float32 features of shape "
+                f"{(len(batch), self.feature_dim)}.\n"
+                f"  fix: export the model again: fastamp export MODEL {self.checkpoint.name}"
+            )
         if not np.isfinite(features).all():
             raise DataError(
                 f"{self.checkpoint} computes features that are not finite.\n"
@@ -289,10 +298,3 @@ _RUNTIMES: dict[str, tuple[str, str, str, Callable[..., Session]]] = {
     ".tflite": ("TFLite", "ai_edge_litert", "tflite", open_tflite),
 }
 """Suffix -> title, package, extra of fastamp that installs it, and function that opens a file."""
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastamp.inference.exported_metadata import MOST_BYTES
 from fastamp.utils.env import available_cores
 
 Run = Callable[[dict[str, Tensor]], Tensor]
@@ -122,7 +123,10 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
     metadata = {}
     if zipfile.is_zipfile(io.BytesIO(content)):
         with zipfile.ZipFile(io.BytesIO(content)) as archive:  # other programs append other files
-            text = archive.read("metadata.json") if "metadata.json" in archive.namelist() else b"{}"
+            sizes = {entry.filename: entry.file_size for entry in archive.infolist()}
+            if sizes.get("metadata.json", 0) > MOST_BYTES:
+                raise ValueError(f"metadata.json is larger than {MOST_BYTES} bytes")
+            text = archive.read("metadata.json") if "metadata.json" in sizes else b"{}"
         entries = json.loads(text).items()
         metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in entries}
     return Session(run, list(types), metadata)

@@ -90,9 +90,11 @@ def verdict(metrics: dict[str, Any], previous: PreviousRun | None) -> Verdict | 
 def previous_run(cfg: CfgNode, name: str) -> PreviousRun | None:
     """Find the newest other run with results on the test set ``name`` and the same evaluation settings.
 
-    Earlier runs in OUTPUT_DIR (``previous-<n>``) are searched first, then the folders next to it, at most 50.
+    Earlier runs in OUTPUT_DIR (``previous-<n>``) are searched first, then the folders next to it, at most 50. The
+    folder of the evaluated weights ``MODEL.WEIGHTS`` is that of the same run, not of an earlier one.
     """
     output = Path(cfg.OUTPUT_DIR).absolute()
+    evaluated = Path(cfg.MODEL.WEIGHTS).absolute().parent if cfg.MODEL.WEIGHTS else output
     try:
         files = [
             *_newest_first(output.glob("previous-*/metrics.json")),
@@ -101,6 +103,8 @@ def previous_run(cfg: CfgNode, name: str) -> PreviousRun | None:
     except (OSError, ValueError):
         return None
     for file in files[:_MAX_RUNS]:
+        if file.parent == evaluated:
+            continue
         try:
             value = read_history(file).latest(f"{name}/mAP")
             if value is not None and _same_evaluation(cfg, file.parent / "config.yaml"):

@@ -36,6 +36,15 @@ def test_evaluation_warns_if_all_features_are_equal_up_to_rounding(kind, metric,
     assert "150 images with the same feature" in caplog.text
 
 
+@pytest.mark.parametrize("change", [torch.ones_like, lambda features: features.round()])
+def test_warning_about_a_baseline_is_not_about_the_model(change, caplog):
+    queries, gallery, ids = random_set(0)
+    features = [change(each[:, :2]) for each in (queries, gallery)]
+    found = compute_metrics(*features, ids, Protocol(resamples=0), baseline="raw pixels")
+    assert found.num_indistinct and "raw pixels" in caplog.text and "fix:" in caplog.text
+    assert not any(word in caplog.text for word in ("MODEL.WEIGHTS", "SOLVER.BASE_LR", "the model"))
+
+
 @pytest.mark.parametrize("metric", METRICS)
 @pytest.mark.parametrize("scale", [1e-11, 1e-3, 1.0, 1e3, 1e15])
 def test_evaluation_does_not_warn_about_normal_features_at_any_scale(metric, scale, caplog):

@@ -8,6 +8,7 @@ import signal
 import sqlite3
 import threading
 import time
+from pathlib import Path
 
 import gallery_writer
 import numpy as np
@@ -353,6 +354,16 @@ def test_changes_are_not_acknowledged_if_a_file_is_removed_before_or_during_the_
 @pytest.fixture(scope="module")
 def predictor(checkpoint):
     return Predictor(checkpoint, device="cpu")
+
+
+def test_unreadable_query_is_found_before_the_gallery_is_extracted(demo, checkpoint, tmp_path):
+    images = [item.path for item in build_dataset("Demo").query[:2]]
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "photos/a.png").write_bytes(Path(images[0]).read_bytes())
+    (tmp_path / "empty.png").touch()
+    with pytest.raises(DataError, match=r"empty\.png"):
+        run_command(search_command, checkpoint, images[1], tmp_path / "empty.png", "--gallery", tmp_path / "photos")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.png", "photos"]
 
 
 def test_gallery_and_search_commands(demo, predictor, checkpoint, tmp_path, capsys):

@@ -78,6 +78,8 @@ def test_card_has_the_metrics_that_the_run_recorded(run_folder, packaged):
     assert f"| {shown} |" in text and "Market-1501 (images of the query's identity and camera are junk)" in text
     assert metadata["license"] == "mit" and metadata["library_name"] == "fastamp"
     assert "bfloat16 mixed precision" in text and f"torch {torch.__version__}" in text
+    assert "fastamp eval model DATASETS.TESTS '[\"Demo\"]' OUTPUT_DIR" in text and "pypi" not in text
+    assert "trained with fastamp" in text and "identity sampler" in text
     assert "dimension 16" in text and "SAMPLER_TRAIN: NaiveIdentitySampler" in text
     assert "Responsible use" in text
 
@@ -91,8 +93,22 @@ def test_card_states_that_metrics_are_missing_and_eval_adds_them(demo, run_folde
     assert main([*command, str(tmp_path / "without")]) == 0
     metadata, text = read_card(tmp_path / "without")
     assert "model-index" not in metadata and "--metrics metrics_eval.json" in text
-    assert text.count("not recorded") == 2  # precision and versions
-    assert main(["eval", str(tmp_path / "model.pth"), "OUTPUT_DIR", str(tmp_path / "eval")]) == 0
+    text = text.replace(re.search("````yaml.*````", text, re.DOTALL).group(), "")
+    for fact in (
+        "trained with",
+        "Trained",
+        "optimizer `",
+        "epochs;",
+        "identity sampler",
+        "random",
+        "evaluation during",
+    ):
+        assert fact not in text, fact
+    assert "DATASETS.TESTS" not in text and text.count("unknown") >= 3
+    others = ["DATASETS.NAMES", "('Market1501',)"]  # of which the file has no record
+    assert main(["eval", str(tmp_path / "model.pth"), "OUTPUT_DIR", str(tmp_path / "eval"), *others]) == 0
+    log = (tmp_path / "eval/log.txt").read_text()
+    assert "evaluation results" in log and "trained on" not in log
     found = json.loads((tmp_path / "eval/metrics_eval.json").read_text())
     assert main([*command, str(tmp_path / "with"), "--metrics", str(tmp_path / "eval/metrics_eval.json")]) == 0
     metadata, text = read_card(tmp_path / "with")

@@ -63,5 +63,7 @@ def test_previous_run_is_the_newest_run_with_the_same_evaluation(tmp_path):
     found = previous_run(cfg, "Demo")
     assert (found.folder.name, found.mean_ap) == ("b", 20.0)
     assert previous_run(cfg, "Market1501") is None
+    cfg.MODEL.WEIGHTS = str(tmp_path / "b" / "model_best.pth")
+    assert previous_run(cfg, "Demo").folder.name == "a"
     write_run(tmp_path / "now" / "previous-1", 5.0)
     assert previous_run(cfg, "Demo").mean_ap == 5.0

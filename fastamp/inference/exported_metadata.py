@@ -1,0 +1,101 @@
+"""Metadata of exported files, which may be of other people: types, ranges and sizes of all entries that are used."""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fastamp.utils.errors import WeightsError
+
+MOST_BYTES = 2**24
+"""Largest size of all metadata of a file, in bytes."""
+_LARGEST_SIDE, _LARGEST_WIDTH = 4096, 2**20
+
+
+def read_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """Convert the metadata of a file of `fastamp export` to values, and check them.
+
+    Args:
+        texts: entries of the metadata, JSON or text.
+        path: file, for messages.
+
+    Raises:
+        WeightsError: if an entry is missing, or has an invalid type or value.
+    """
+    if "config_hash" not in texts or "resize" not in texts:
+        raise WeightsError(
+            f"{path} has no description of its preprocessing, so it was not written by `fastamp export`.\n"
+            f"  fix: export the model again: fastamp export MODEL {path.name}"
+        )
+    if sum(map(len, texts.values())) > MOST_BYTES:
+        raise _invalid(path, f"it is larger than {MOST_BYTES:,} bytes")
+    found = {name: _value(text) for name, text in texts.items()}
+    found["config_hash"] = texts["config_hash"]  # may have the form of a number
+    for name, is_valid in _ENTRIES.items():
+        if name not in found and name not in _OPTIONAL:
+            raise _invalid(path, f"{name} is missing")
+        if name in found and not is_valid(found[name]):
+            raise _invalid(path, f"{name} is {texts[name]!r:.100}")
+    for name in ("pixel_mean", "pixel_std"):
+        if len(found[name]) != found["channels"]:
+            raise _invalid(path, f"{name} has {len(found[name])} values for {found['channels']} channels")
+    return found
+
+
+def _invalid(path: Path, cause: str) -> WeightsError:
+    return WeightsError(
+        f"{path} has invalid metadata: {cause}.\n  fix: export the model again: fastamp export MODEL {path.name}"
+    )
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _is_whole(value: Any, low: int, high: int) -> bool:
+    return type(value) is int and low <= value <= high
+
+
+def _is_size(value: Any, low: int = 1) -> bool:
+    """Return True for a list of height and width."""
+    return isinstance(value, list) and len(value) == 2 and all(_is_whole(each, low, _LARGEST_SIDE) for each in value)
+
+
+def _is_resize(value: Any) -> bool:
+    """Return True for the size of ``Resize``."""
+    return _is_size(value) or (isinstance(value, list) and len(value) == 1 and _is_whole(value[0], 0, _LARGEST_SIDE))
+
+
+def _are_numbers(value: Any, low: float) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(each, int | float) and not isinstance(each, bool) and low < each and abs(each) < 1e30
+        for each in value
+    )
+
+
+def _one_of(*choices: Any) -> Callable[[Any], bool]:
+    return lambda value: type(value) in map(type, choices) and value in choices
+
+
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "config_hash": lambda value: 0 < len(value) <= 200,
+    "resize": _is_resize,
+    "center_crop": lambda value: value is None or _is_size(value),
+    "interpolation": _one_of("bicubic", "bilinear", "nearest"),
+    "channels": _one_of(1, 3, 4),
+    "color_order": _one_of("L", "RGB", "BGR", "RGBA", ""),
+    "normalization": _one_of("inside", "outside"),
+    "preprocess": _one_of("inside", "outside"),
+    "pixel_mean": lambda value: _are_numbers(value, -math.inf),
+    "pixel_std": lambda value: _are_numbers(value, 0),
+    "l2": _one_of(True, False),
+    "metric": _one_of("cosine", "euclidean"),
+    "protocol": lambda value: isinstance(value, str) and len(value) <= 200,
+    "feature_width": lambda value: _is_whole(value, 1, _LARGEST_WIDTH),
+    "calibration": lambda value: isinstance(value, dict),
+}
+_OPTIONAL = ("protocol", "preprocess", "calibration")
