@@ -96,6 +96,7 @@ _ENTRIES: dict[str, Callable[[Any], bool]] = {
     "metric": _one_of("cosine", "euclidean"),
     "protocol": lambda value: isinstance(value, str) and len(value) <= 200,
     "feature_width": lambda value: _is_whole(value, 1, _LARGEST_WIDTH),
+    "bit_depth": lambda value: _is_whole(value, 1, 32),
     "calibration": lambda value: isinstance(value, dict),
 }
-_OPTIONAL = ("protocol", "preprocess", "calibration")
+_OPTIONAL = ("protocol", "preprocess", "bit_depth", "calibration")
