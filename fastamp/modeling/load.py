@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -97,7 +97,11 @@ def load_model(
         policy_cfg = cfg.with_values({"SOLVER.AMP": "off" if stored["dtype"] == "float32" else stored["dtype"]})
     else:
         policy_cfg = cfg
-    policy = PrecisionPolicy.from_config(policy_cfg, resolved).for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
+    policy = PrecisionPolicy.from_config(policy_cfg, resolved)
+    if policy_cfg is not cfg and not policy.enabled and cfg.SOLVER.AMP.ENABLED:
+        # SOLVER.AMP is on in the config of the run.
+        policy = replace(policy, reason="the last precision of the training")
+    policy = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
     policy.check_model(model)
     logger.info(
         "%s: %s, %d parameters, precision: %s",

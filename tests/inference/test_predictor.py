@@ -258,3 +258,11 @@ def test_boxes_without_pixels_have_nan_features_and_log_a_warning(checkpoint, ca
     assert predictor.features(frame, boxes=bad).isnan().all()
     with pytest.raises(DataError, match="image 1 has no pixels"):
         predictor.compare(frame, empty)
+
+
+def test_policy_of_a_training_with_amp_that_ended_in_float32_does_not_say_that_amp_is_off(demo, checkpoint, tmp_path):
+    content = torch.load(checkpoint, weights_only=True)
+    content["policy"]["dtype"] = "float32"  # e.g. after a fallback
+    torch.save(content, tmp_path / "model.pth")
+    policy = fastamp.Predictor(tmp_path / "model.pth", device="cpu").policy
+    assert not policy.enabled and "SOLVER.AMP" not in policy.reason

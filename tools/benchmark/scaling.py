@@ -35,7 +35,7 @@ from fastamp.solver import build_optimizer
 from fastamp.utils import comm
 from fastamp.utils.env import available_cores, keep_freed_memory
 
-QUICKSTART = "Demo/quickstart"
+QUICKSTART = "Demo/bagtricks_R18"
 NUM_CLASSES = 751
 BUCKET = 25 * 2**20
 """Bucket size of DistributedDataParallel in bytes."""
