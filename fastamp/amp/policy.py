@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fastamp.amp.fp32 import force_fp32
 from fastamp.amp.tf32 import set_tf32
 from fastamp.config import CfgNode
+from fastamp.utils.compiled import uncompiled
 from fastamp.utils.errors import ConfigError, TrainingError
 from fastamp.utils.plural import plural
 
@@ -197,6 +198,8 @@ class PrecisionPolicy:
     def checked_autocast(self, model: nn.Module | None = None) -> Iterator[None]:
         """Create an autocast context for the first forward pass, and check that it computes in low precision.
 
+        Compiled submodules run eagerly in it: PyTorch 2.11 never compiles a module whose first pass was recorded.
+
         Args:
             model: model whose child modules are examined: the dtypes in which each child computes matrix products and
                 convolutions are logged, and a large child that computes all of them in float32 causes a warning.
@@ -209,7 +212,8 @@ class PrecisionPolicy:
             yield
             return
         recorder = _DtypeRecorder(self.dtype)
-        with recorder, self.autocast(), recorder.follow(model):
+        eager = nullcontext() if model is None else uncompiled(model)
+        with eager, recorder, self.autocast(), recorder.follow(model):
             yield
         if not recorder.found:
             raise TrainingError(
@@ -342,12 +346,9 @@ class _DtypeRecorder(TorchDispatchMode):
 
     @contextmanager
     def follow(self, model: nn.Module | None) -> Iterator[None]:
-        """Record in ``products`` which child module runs each operation, unless a module of ``model`` is compiled."""
-        children = [] if model is None else list(model.named_children())
-        if any(getattr(module, "_compiled_call_impl", None) for _, child in children for module in child.modules()):
-            children = []  # a hook would compile it again
+        """Record in ``products`` which child module of ``model`` runs each operation."""
         handles = []
-        for name, child in children:
+        for name, child in [] if model is None else model.named_children():
             handles.append(child.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_child", name)))
             handles.append(child.register_forward_hook(lambda *_: setattr(self, "_child", "")))
         try:

@@ -36,6 +36,38 @@ def test_compiled_model_has_same_features_and_gradients_as_eager_model(tmp_path)
         torch.testing.assert_close(one.grad, other.grad)
 
 
+class Trunk(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu()
+
+
+class Model(torch.nn.Module):
+    trunks = ("trunk",)
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = Trunk()
+
+    def forward(self, x):
+        return self.trunk(x)
+
+
+def test_model_is_compiled_after_the_first_forward_pass_was_checked(caplog):
+    model, policy, graphs = Model(), PrecisionPolicy("cpu", torch.bfloat16), []
+    compile_parts(model, lambda graph, inputs: graphs.append(graph) or graph.forward)
+    caplog.set_level("INFO", "fastamp")
+    with policy.checked_autocast(model):
+        model(torch.ones(2, 4))
+    assert "trunk: bfloat16" in caplog.text and graphs == []
+    with policy.autocast():
+        model(torch.ones(2, 4))
+    assert len(graphs) == 1
+
+
 def test_forward_hooks_of_compiled_model_run_in_uncompiled_context(tmp_path):
     _, compiled = models(tmp_path)
     compiled.eval()(BATCH)
