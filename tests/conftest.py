@@ -21,6 +21,14 @@ from fastamp.utils import registry
 from fastamp.utils.resources import resource_folder
 
 
+def pytest_collection_modifyitems(items):
+    """Skip the tests with the mark cuda on a machine without a CUDA device."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def demo_root(tmp_path_factory):
     """Data root that contains the smallest demo dataset."""

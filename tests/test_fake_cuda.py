@@ -1,4 +1,7 @@
-"""Tests of CUDA code paths on fake tensors: all tensors are on the device, and each step reads it only once."""
+"""Tests of CUDA code paths on fake tensors: all tensors are on the device, and each step reads it only once.
+
+The tests that train or transform images also run on a CUDA device, with the mark cuda.
+"""
 
 import itertools
 
@@ -8,6 +11,7 @@ import pml_components
 import pytest
 import tiny
 import torch
+from device_waits import count_device_waits
 from fake_cuda import DEVICE, HostOperand, fake_cuda, to_fake_cuda
 from pml_components import pml_options
 from torch import nn
@@ -35,7 +39,7 @@ LOW = [torch.float16, torch.bfloat16]
 
 def make_batch(size=(64, 32)):
     return {
-        "images": torch.zeros(IMAGES, 3, *size, dtype=torch.uint8),
+        "images": torch.randint(256, (IMAGES, 3, *size), dtype=torch.uint8),
         "targets": torch.arange(IMAGES) // 2,
         "camids": torch.arange(IMAGES) % 2,
         "viewids": torch.zeros(IMAGES, dtype=torch.int64),
@@ -65,7 +69,7 @@ def tiny_config(*opts):
     return cfg
 
 
-def make_trainer(cfg, model, dtype=torch.bfloat16, **options):
+def make_trainer(cfg, model, dtype=torch.bfloat16, init_scale=65536.0, **options):
     policy, batches = PrecisionPolicy("cuda", dtype), Batches(tuple(cfg.INPUT.SIZE_TRAIN))
     batches.batch["images"] = batches.batch["images"].to(DEVICE)  # as the data loader does
     return SimpleTrainer(
@@ -73,26 +77,45 @@ def make_trainer(cfg, model, dtype=torch.bfloat16, **options):
         batches,
         list(build_optimizers(cfg, model).values()),
         policy=policy,
-        scaler=LossScaler() if policy.needs_loss_scaling else None,
+        scaler=LossScaler(init_scale=init_scale) if policy.needs_loss_scaling else None,
         clip=build_gradient_clipping(cfg),
         **options,
     )
 
 
-def train(cfg, monkeypatch, dtype=torch.bfloat16, answer=lambda count: [1.0] * count):
+def train(cfg, monkeypatch, dtype=torch.bfloat16, answer=lambda count: [1.0] * count, hooks=lambda model: ()):
     """Train on fake tensors, and return the trainer and the number of device reads."""
     model = build_model(cfg)
     with fake_cuda(monkeypatch, answer) as reads:
         trainer = make_trainer(cfg, to_fake_cuda(model), dtype)
+        trainer.register_hooks(hooks(model))
         uploads = reads.uploads
         trainer.train(0, 1, STEPS)
         assert reads.uploads - uploads == STEPS  # the targets
         return trainer, reads.count
 
 
-def check_reads(cfg, monkeypatch, dtype=torch.bfloat16):
-    trainer, reads = train(cfg, monkeypatch, dtype)
-    assert (trainer.steps_taken, reads) == (STEPS, STEPS)
+ON_DEVICE = [False, pytest.param(True, marks=pytest.mark.cuda)]
+
+
+@pytest.fixture(params=ON_DEVICE, ids=["fake", "device"])
+def check_reads(request, monkeypatch):
+    """Function that trains, and checks that each step reads the device once: on fake tensors, or on a CUDA device."""
+
+    def on_fake_tensors(cfg, dtype=torch.bfloat16, **options):
+        trainer, reads = train(cfg, monkeypatch, dtype, **options)
+        assert (trainer.steps_taken, reads) == (STEPS, STEPS)
+
+    def on_device(cfg, dtype=torch.bfloat16, hooks=lambda model: ()):
+        model = build_model(cfg).to(DEVICE)
+        trainer = make_trainer(cfg, model, dtype, init_scale=64.0)
+        trainer.register_hooks(hooks(model))
+        trainer.train(0, 1, STEPS)  # some losses move their constants to the device once
+        with count_device_waits() as waits:
+            trainer.train(STEPS, 2, STEPS)
+        assert (trainer.steps_taken, waits.count) == (2 * STEPS, STEPS), waits.messages
+
+    return on_device if request.param else on_fake_tensors
 
 
 # ---- the method itself
@@ -172,11 +195,11 @@ def test_loss_on_fake_cuda_has_the_same_value_as_on_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("name", every_backbone.BACKBONES)
-def test_training_with_each_backbone_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_backbone_reads_the_device_once_per_step(name, check_reads):
     if name.startswith("timm/"):
         pytest.importorskip("timm")
     cfg = every_backbone.config(name, "MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss')")
-    check_reads(cfg, monkeypatch)
+    check_reads(cfg)
 
 
 # ClothesAdversarialLoss needs a dataset with a column of clothes.
@@ -185,8 +208,8 @@ LOSSES = [name for name in LOSS_REGISTRY if name != "ClothesAdversarialLoss"]
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float32])
 @pytest.mark.parametrize("name", LOSSES)
-def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, monkeypatch):
-    check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), monkeypatch, dtype)
+def test_training_with_each_loss_reads_the_device_once_per_step(name, dtype, check_reads):
+    check_reads(tiny_config("MODEL.LOSSES.NAME", f"('{name}',)"), dtype)
 
 
 @pytest.mark.parametrize("memory", ["none", "mean", "last"])
@@ -212,8 +235,8 @@ def test_training_with_a_clothes_classifier_reads_the_device_once_per_step(memor
         "MODEL.LOSSES.CE.ALPHA 0.2",
     ],
 )
-def test_training_with_each_loss_option_reads_the_device_once_per_step(option, monkeypatch):
-    check_reads(tiny_config(*option.split(" ")), monkeypatch)
+def test_training_with_each_loss_option_reads_the_device_once_per_step(option, check_reads):
+    check_reads(tiny_config(*option.split(" ")))
 
 
 PML = [(name, "") for name in pml_components.LOSSES] + [("TripletMarginLoss", name) for name in pml_components.MINERS]
@@ -286,36 +309,36 @@ def test_fake_cuda_detects_a_host_tensor_in_a_pml_loss(loss, miner, monkeypatch)
 
 
 @pytest.mark.parametrize("name", list(HEADS_REGISTRY))
-def test_training_with_each_head_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_head_reads_the_device_once_per_step(name, check_reads):
     if name in ("JPMHead", "PartTokenHead"):
         parts = "3" if name == "PartTokenHead" else "0"
         cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.NAME", name, "MODEL.BACKBONE.PART_TOKENS", parts)
     else:
         cfg = tiny_config("MODEL.HEADS.NAME", name, "MODEL.HEADS.EMBEDDING_DIM", "32")
-    check_reads(cfg, monkeypatch)
+    check_reads(cfg)
 
 
 @pytest.mark.parametrize("name", list(POOL_LAYER_REGISTRY))
-def test_training_with_each_pooling_layer_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_pooling_layer_reads_the_device_once_per_step(name, check_reads):
     if name in ("Flatten", "Identity"):
         cfg = every_backbone.config("vit deit_small", "MODEL.HEADS.POOL_LAYER", "Identity")
     else:
         cfg = tiny_config("MODEL.HEADS.POOL_LAYER", name)
-    check_reads(cfg, monkeypatch)
+    check_reads(cfg)
 
 
 @pytest.mark.parametrize("name", list(CLS_LAYER_REGISTRY))
-def test_training_with_each_classifier_reads_the_device_once_per_step(name, monkeypatch):
-    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name, "MODEL.HEADS.MARGIN", "0.3"), monkeypatch)
+def test_training_with_each_classifier_reads_the_device_once_per_step(name, check_reads):
+    check_reads(tiny_config("MODEL.HEADS.CLS_LAYER", name, "MODEL.HEADS.MARGIN", "0.3"))
 
 
 @pytest.mark.parametrize("name", list(NORM_REGISTRY))
-def test_training_with_each_norm_layer_reads_the_device_once_per_step(name, monkeypatch):
-    check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name), monkeypatch)
+def test_training_with_each_norm_layer_reads_the_device_once_per_step(name, check_reads):
+    check_reads(every_backbone.config("resnet 18x", "MODEL.BACKBONE.NORM", name))
 
 
 @pytest.mark.parametrize("name", list(META_ARCH_REGISTRY))
-def test_training_with_each_meta_architecture_reads_the_device_once_per_step(name, monkeypatch):
+def test_training_with_each_meta_architecture_reads_the_device_once_per_step(name, check_reads):
     opts = {
         "MGN": [
             "MODEL.BACKBONE.DEPTH",
@@ -342,14 +365,14 @@ def test_training_with_each_meta_architecture_reads_the_device_once_per_step(nam
         "MoCo": ["MODEL.QUEUE_SIZE", "64"],
         "Distiller": ["KD.EMA.ENABLED", "True"],
     }
-    check_reads(every_backbone.config("resnet 18x", "MODEL.META_ARCHITECTURE", name, *opts.get(name, [])), monkeypatch)
+    check_reads(every_backbone.config("resnet 18x", "MODEL.META_ARCHITECTURE", name, *opts.get(name, [])))
 
 
 @pytest.mark.parametrize("clip", ["value", "norm", "global_norm"])
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam", "AdamW", "Lamb"])
-def test_optimizer_step_with_gradient_clipping_reads_the_device_once(optimizer, clip, monkeypatch):
+def test_optimizer_step_with_gradient_clipping_reads_the_device_once(optimizer, clip, check_reads):
     opts = ["SOLVER.OPT", optimizer, "SOLVER.CLIP_GRADIENTS.ENABLED", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip]
-    check_reads(tiny_config(*opts), monkeypatch)
+    check_reads(tiny_config(*opts))
 
 
 def test_skipped_step_reads_the_device_again_to_name_non_finite_gradients(monkeypatch):
@@ -362,14 +385,8 @@ def test_skipped_step_reads_the_device_again_to_name_non_finite_gradients(monkey
     assert (trainer.step.skipped_total, trainer.step.scaler.scale, count) == (1, 32768, STEPS + 1)
 
 
-def test_ema_update_does_not_read_the_device(monkeypatch):
-    cfg = tiny_config()
-    model = build_model(cfg)
-    with fake_cuda(monkeypatch) as reads:
-        trainer = make_trainer(cfg, to_fake_cuda(model))
-        trainer.register_hooks([EMA(WeightAverage(model, "ema"), 0.9)])
-        trainer.train(0, 1, STEPS)
-        assert reads.count == STEPS
+def test_ema_update_does_not_read_the_device(check_reads):
+    check_reads(tiny_config(), hooks=lambda model: [EMA(WeightAverage(model, "ema"), 0.9)])
 
 
 def test_preflight_keeps_all_tensors_on_the_device(monkeypatch, tmp_path):
@@ -443,6 +460,17 @@ def test_transforms_copy_random_parameters_to_the_device_once(names, monkeypatch
         assert images.device == DEVICE and images.shape == (IMAGES, 3, 64, 32)
         assert (reads.uploads - uploads, reads.blocking_uploads - blocking) == (1, 0)
         assert (reads.count, reads.device_draws) == (0, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
+def test_transforms_do_not_wait_for_the_device(name):
+    augment = device_transforms(name)
+    images = torch.randint(256, (IMAGES, 3, 64, 32), dtype=torch.uint8).to(DEVICE)
+    parameters = augment.draw([0] * IMAGES, range(IMAGES), (64, 32))
+    with count_device_waits() as waits:
+        assert augment.apply(images, parameters).device == DEVICE
+    assert waits.messages == []
 
 
 class UploadingTransform(BatchTransform):

@@ -136,7 +136,7 @@ for function, args in ((torch.conv2d, (images, filters)), (torch.mm, (rows, rows
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("before", list(EARLIER_SETTINGS))
 def test_convolutions_and_products_on_cuda_are_float32_without_tf32(before):
     subprocess.run([sys.executable, "-c", CUDA_SCRIPT, EARLIER_SETTINGS[before]], check=True)

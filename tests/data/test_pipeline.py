@@ -86,7 +86,6 @@ def test_augmentation_in_workers_and_on_device_gives_equal_batches(root, tmp_pat
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_augmentation_on_cuda_matches_augmentation_in_workers(root, tmp_path):
     options = [*AUGMENTED, "INPUT.CROP.SIZE", "(64, 32)", "MODEL.DEVICE", "cuda"]
     in_workers = batches(config(tmp_path, *options))

@@ -102,7 +102,6 @@ def test_environment_report_runs_smoke_training_only_on_request(monkeypatch):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_environment_report_on_real_gpu_lists_no_problems():
     before = torch.cuda.get_rng_state()
     report = inspect_environment(CUDA, train=True)

@@ -13,10 +13,7 @@ import torch
 from fastamp.modeling import build_model
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.cuda
 
 
 def environment(root=""):

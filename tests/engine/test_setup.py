@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-import torch
 
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 
@@ -131,7 +130,7 @@ print((matrix @ matrix).sum().item())
 """
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.cuda
 def test_cublas_is_deterministic_after_the_doctor(tmp_path, monkeypatch):
     monkeypatch.delenv(NAME, raising=False)
     options = ["MODEL.DEVICE", "cuda", "OUTPUT_DIR", str(tmp_path), "DETERMINISTIC", "True"]

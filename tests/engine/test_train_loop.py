@@ -391,7 +391,6 @@ def test_lr_schedule_uses_the_learning_rate_of_a_custom_optimizer(tmp_path):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_training_overfits_one_batch_on_cuda(tmp_path, precision):
     trainer = make(tmp_path, precision, "SOLVER.BASE_LR", "0.01", "MODEL.DEVICE", "cuda")

@@ -86,7 +86,6 @@ def test_evaluation_raises_if_squared_feature_distances_overflow(opts):
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(
     "opts",
     [
