@@ -1,30 +1,38 @@
 #!/usr/bin/env python
-"""Measure training, inference and ranking on a GPU, and run the CUDA tests; ``--part`` selects a subset.
+"""Test and measure fastamp on a GPU within a time budget: ten minutes in all, the most valuable measurements first.
 
-Each part takes about 8 minutes on one H200 with 16 cores. Results are written to one JSON file after each measurement;
-a second run continues after the last finished measurement. Training steps of fastamp and of a bare PyTorch loop with
-the same model alternate in blocks, so that both run at the same clock rate. ``--toy`` runs all measurements with tiny
-networks and images on any device.
+``--plan`` lists the parts, their measurements and the seconds of each, and starts nothing. Each measurement runs in a
+process that ends at its limit, and starts only if its limit fits into what is left of ``--budget``. Its figures are
+written to a JSON file when it ends. A second run with the same ``--output`` continues: first the measurements that have
+not run, then those that failed. What the measurements print is appended to a log file beside the JSON file.
+
+Training steps of fastamp and of a bare PyTorch loop with the same model alternate in blocks, so that both run at the
+same clock rate. ``--toy`` runs all measurements with tiny networks and images on any device.
 """
 
 import argparse
+import contextlib
 import json
+import multiprocessing
 import os
-import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import warnings
+import xml.etree.ElementTree
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from ranking import SIZES, generate, load
 from tabulate import tabulate
+from train_step import build_trainer, fastamp_step
 
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.amp.checks import FIRST_STEPS
@@ -33,20 +41,22 @@ from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.demo import DEMO_VERSION, generate_demo
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.engine import TRAINER_REGISTRY
+from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol, compute_metrics
 from fastamp.evaluation.evaluator import extract_features
-from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import matrix_product
 from fastamp.modeling import build_model
-from fastamp.solver import build_optimizer
-from fastamp.utils.env import keep_freed_memory
+from fastamp.utils.env import available_cores, keep_freed_memory
+from fastamp.utils.errors import ConfigError, TrainingError, UserError, summarize_error
+from fastamp.utils.files import write_atomically
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PARTS = ("tests", "train", "infer", "rank")
-PRECISIONS = ("float32", "tf32", "bf16", "fp16")
+DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 NUM_CLASSES = 751
+ROUNDS = 5
+STARTUP = 60.0
+"""Time limit of the process that describes the device, in seconds."""
 
 Figures = dict[str, float]
 
@@ -59,10 +69,9 @@ class Network(NamedTuple):
 
 
 NETWORKS = {
-    "R50": Network("bagtricks_R50.yml"),
-    "R18": Network("bagtricks_R50.yml", ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512")),
+    "R50": Network("Market1501/bagtricks_R50"),
     "OSNet x1.0": Network(
-        "bagtricks_R50.yml",
+        "Market1501/bagtricks_R50",
         (
             "MODEL.BACKBONE.NAME",
             "build_osnet_backbone",
@@ -72,10 +81,10 @@ NETWORKS = {
             "512",
         ),
     ),
-    "ViT-B": Network("vit_base.yml"),
-    "SBS R101-ibn": Network("sbs_R101-ibn.yml"),
+    "ViT-B": Network("Market1501/vit_base"),
+    "SBS R101-ibn": Network("Market1501/sbs_R101-ibn"),
 }
-TINY = Network("bagtricks_R50.yml", ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512"))
+TINY = Network("Market1501/bagtricks_R50", ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512"))
 
 
 class Setup(NamedTuple):
@@ -83,13 +92,17 @@ class Setup(NamedTuple):
 
     Attributes:
         device: device to measure.
-        toy: use tiny networks, images and test sets.
-        seconds: duration of one measurement.
+        toy: use tiny networks, images and test sets, and measure one step.
+        seconds: duration of the timed steps of one loop.
+        folder: folder for files, shared by the measurements of one run.
+        limit: seconds until the process of the measurement is ended.
     """
 
     device: torch.device
     toy: bool
     seconds: float
+    folder: Path
+    limit: float
 
     def synchronize(self) -> None:
         """Wait for all kernels on the device."""
@@ -100,22 +113,105 @@ class Setup(NamedTuple):
         """Build the config of a network with random weights at 256x128, or 64x32 in a toy run."""
         chosen = TINY if self.toy else NETWORKS[network]
         cfg = get_cfg()
-        cfg.merge_from_file(str(REPOSITORY / "configs/Market1501" / chosen.recipe))
+        cfg.merge_from_file(chosen.recipe)
         size = "(64, 32)" if self.toy else "(256, 128)"
-        dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(precision, "float32")
         cfg.merge_from_list([
             "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.DEVICE", str(self.device), "MODEL.HEADS.NUM_CLASSES",
             str(NUM_CLASSES), "INPUT.SIZE_TRAIN", size, "INPUT.SIZE_TEST", size, "SOLVER.IMS_PER_BATCH", str(batch),
-            "TEST.IMS_PER_BATCH", str(batch), "SOLVER.AMP.ENABLED", str(dtype != "float32"), "SOLVER.AMP.PREFLIGHT",
-            "off", "SOLVER.TF32", str(precision == "tf32"), "SOLVER.OPT", "Adam", *chosen.options, *opts,
+            "TEST.IMS_PER_BATCH", str(batch), "SOLVER.AMP.ENABLED", str(precision != "float32"),
+            "SOLVER.AMP.PREFLIGHT", "off", "SOLVER.TF32", "False", "SOLVER.OPT", "Adam", *chosen.options, *opts,
         ])  # fmt: skip
-        if dtype != "float32":
-            cfg.merge_from_list(["SOLVER.AMP.DTYPE", dtype])
+        if precision != "float32":
+            cfg.merge_from_list(["SOLVER.AMP.DTYPE", DTYPES[precision]])
         return cfg
 
     def batch_size(self, batch: int) -> int:
         """Return ``batch``, or at most 8 in a toy run."""
         return min(batch, 8) if self.toy else batch
+
+
+class Measurement(NamedTuple):
+    """Measurement of the plan.
+
+    Attributes:
+        part: part of the plan.
+        name: unique name.
+        limit: seconds until its process is ended, including the start of the process.
+        run: function that returns the figures.
+    """
+
+    part: str
+    name: str
+    limit: float
+    run: Callable[[Setup], Figures]
+
+
+class Failure(TrainingError):
+    """Failure of a measurement that has figures nevertheless."""
+
+    def __init__(self, message: str, figures: Figures) -> None:
+        super().__init__(message)
+        self.figures = figures
+
+
+# ---- tests
+
+
+def run_tests(setup: Setup, files: list[Path], *options: str) -> Figures:
+    """Run the tests that need CUDA, without the slow ones, and count their outcomes.
+
+    Ten seconds before the limit, pytest is interrupted; the tests that have run until then are counted. ``options`` are
+    options of pytest.
+
+    Raises:
+        Failure: if a test failed, or pytest was interrupted.
+    """
+    report = setup.folder / "tests.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda and not slow", "-p", "no:cacheprovider"]
+    command += [f"--junitxml={report}", "-o", "faulthandler_timeout=45", *(["-n", "0"] if setup.toy else [])]
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    process = subprocess.Popen(
+        [*command, *options, *map(str, files)], cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}
+    )
+    try:
+        process.wait(setup.limit - 10)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.wait()
+    if not report.exists():
+        raise TrainingError(f"pytest ended with exit code {process.returncode} and without a report")
+    failures, skips = [], []
+    suites = xml.etree.ElementTree.parse(report)
+    for case in suites.iter("testcase"):
+        skips += [each.get("message") for each in case.findall("skipped")]
+        for failed in (*case.findall("failure"), *case.findall("error")):
+            failures.append(f"{case.get('classname')}::{case.get('name')}: {failed.get('message', '')[:300]}")
+    total = sum(int(suite.get("tests", 0)) for suite in suites.iter("testsuite"))  # an interrupted test does not count
+    figures = {
+        "passed": float(total - len(failures) - len(skips)),
+        "failed": float(len(failures)),
+        "skipped": float(len(skips)),
+        "skipped for another reason": float(sum(reason != "needs a CUDA device" for reason in skips)),
+    }
+    problems = failures if process.returncode in (0, 1) else [f"pytest exit code {process.returncode}", *failures]
+    if problems:
+        raise Failure("\n".join(problems), figures)
+    return figures
+
+
+def cuda_tests(setup: Setup) -> Figures:
+    """Run all tests with the mark cuda, except those on fake tensors."""
+    files = [path for path in sorted((REPOSITORY / "tests").rglob("test_*.py")) if "mark.cuda" in path.read_text()]
+    return run_tests(setup, [path for path in files if path.name != "test_fake_cuda.py"])
+
+
+def fake_tensor_tests(setup: Setup) -> Figures:
+    """Run the tests on fake tensors that can also run on a device."""
+    return run_tests(setup, [REPOSITORY / "tests/test_fake_cuda.py"])
+
+
+# ---- training
 
 
 class RepeatedBatch:
@@ -135,44 +231,25 @@ class RepeatedBatch:
             yield dict(self.batch)
 
 
-# ---- training
+def trained_step(cfg: Any, loader: Any) -> Callable[[], None]:
+    """Build a function that runs one iteration of fastamp's trainer."""
+    return fastamp_step(build_trainer(cfg, loader))
 
 
-def fastamp_step(cfg: Any, loader: Any, *, read: bool = True) -> Callable[[], None]:
-    """Build a function that runs one iteration of fastamp's trainer.
+def step_without_read(cfg: Any, loader: Any) -> Callable[[], None]:
+    """Build an iteration that uses a constant instead of reading the result of the finiteness check from the device."""
+    trainer = build_trainer(cfg, loader)
+    step = fastamp_step(trainer)
+    for _ in range(FIRST_STEPS + 1):  # these steps have additional checks, which end when the host reads them
+        step()
+    verdict = StepVerdict(True, 1.0, trainer.step.loss_scale)
 
-    Args:
-        cfg: config.
-        loader: training batches.
-        read: if False, the host uses a constant instead of reading the result of the finiteness check from the device.
-    """
-    torch.manual_seed(0)
-    model = build_model(cfg)
-    trainer = TRAINER_REGISTRY.build(
-        "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer",
-        cfg,
-        model=model,
-        data_loader=loader,
-        optimizers=[build_optimizer(cfg, model)],
-    )
-    model.train()
-    if not read:
-        for _ in range(FIRST_STEPS + 1):  # these steps have additional checks, which end when the host reads them
-            trainer.run_step()
-            trainer.iter += 1
-        verdict = StepVerdict(True, 1.0, trainer.step.loss_scale)
+    def check_finite(gradients: Any) -> StepVerdict:
+        trainer.step.verdict = verdict
+        trainer.step._losses_finite = None
+        return verdict
 
-        def check_finite(gradients: Any) -> StepVerdict:
-            trainer.step.verdict = verdict
-            trainer.step._losses_finite = None
-            return verdict
-
-        trainer.step.check_finite = check_finite
-
-    def step() -> None:
-        trainer.run_step()
-        trainer.iter += 1  # only the first iteration checks that low precision is used
-
+    trainer.step.check_finite = check_finite
     return step
 
 
@@ -196,29 +273,26 @@ def bare_step(cfg: Any, loader: Any) -> Callable[[], None]:
     return step
 
 
-def time_blocks(setup: Setup, steps: list[Callable[[], None]], rounds: int = 5) -> list[float]:
-    """Measure the seconds per step of several functions, in alternating blocks of steps.
-
-    Args:
-        setup: device and duration.
-        steps: functions to compare.
-        rounds: number of blocks per function.
+def time_blocks(setup: Setup, steps: list[Callable[[], None]]) -> list[float]:
+    """Measure the seconds per step of several functions, in alternating blocks of steps; one step in a toy run.
 
     Returns:
         Median seconds per step over the blocks, for each function.
     """
     estimates = []
     for step in steps:
-        for _ in range(2 if setup.toy else 5):
+        for _ in range(1 if setup.toy else 5):
             step()
         setup.synchronize()
         start = time.perf_counter()
         step()
         setup.synchronize()
         estimates.append(time.perf_counter() - start)
-    block = max(1, int(setup.seconds / rounds / max(estimates)))
+    if setup.toy:
+        return estimates
+    block = max(1, int(setup.seconds / ROUNDS / max(estimates)))
     times: list[list[float]] = [[] for _ in steps]
-    for number in range(rounds):
+    for number in range(ROUNDS):
         for which in range(len(steps)) if number % 2 else reversed(range(len(steps))):
             setup.synchronize()
             start = time.perf_counter()
@@ -242,125 +316,131 @@ def count_reads(step: Callable[[], None], steps: int = 4) -> float:
     return sum("synchroniz" in str(each.message) for each in caught) / steps
 
 
-def device_figures(setup: Setup, step: Callable[[], None]) -> Figures:
-    """Measure the peak memory in MiB and the device reads of a step; empty for devices other than CUDA."""
-    if setup.device.type != "cuda":
-        return {}
-    torch.cuda.reset_peak_memory_stats(setup.device)
-    step()
-    memory = torch.cuda.max_memory_allocated(setup.device) / 2**20
-    return {"MiB": memory, "reads/step": count_reads(step)}
-
-
-def train_step(network: str, batch: int, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the comparison of a fastamp step with a step of a bare loop on the same network."""
+def training(network: str, batch: int, precisions: tuple[str, ...], *opts: str) -> Callable[[Setup], Figures]:
+    """Build the comparison of fastamp's steps with those of a bare loop on the same network, in each precision."""
 
     def measure(setup: Setup) -> Figures:
-        cfg = setup.config(network, setup.batch_size(batch), precision, *opts)
-        loader = RepeatedBatch(cfg, setup.device)
-        ours = fastamp_step(cfg, loader)
-        ours()
-        on_device = device_figures(setup, ours)
-        bare = bare_step(cfg, loader)
-        seconds, bare_seconds = time_blocks(setup, [ours, bare])
-        images = cfg.SOLVER.IMS_PER_BATCH
-        return {
-            "images/s": images / seconds,
-            "bare images/s": images / bare_seconds,
-            "of bare": bare_seconds / seconds,
-            **on_device,
-        }
+        images = setup.batch_size(batch)
+        steps, figures = {}, {}
+        for precision in precisions:
+            cfg = setup.config(network, images, precision, *opts)
+            loader = RepeatedBatch(cfg, setup.device)
+            for loop, build in ((precision, trained_step), (f"{precision} bare", bare_step)):
+                if setup.device.type != "cuda":
+                    steps[loop] = build(cfg, loader)
+                    continue
+                before = torch.cuda.memory_allocated(setup.device)
+                steps[loop] = step = build(cfg, loader)
+                step()
+                torch.cuda.reset_peak_memory_stats(setup.device)
+                step()
+                figures[f"{loop} MiB"] = (torch.cuda.max_memory_allocated(setup.device) - before) / 2**20
+                figures[f"{loop} reads/step"] = count_reads(step)
+        seconds = dict(zip(steps, time_blocks(setup, list(steps.values())), strict=True))
+        for loop, each in seconds.items():
+            figures[f"{loop} images/s"] = images / each
+        for precision in precisions:
+            figures[f"{precision} of bare"] = seconds[f"{precision} bare"] / seconds[precision]
+        for other in precisions[1:]:
+            figures[f"{precisions[0]} x {other}"] = seconds[other] / seconds[precisions[0]]
+        return figures
 
     return measure
 
 
-def device_read(network: str) -> Callable[[Setup], Figures]:
-    """Build a measurement of how much the only device read per step increases the step time."""
-
-    def measure(setup: Setup) -> Figures:
-        cfg = setup.config(network, setup.batch_size(64), "bf16")
-        loader = RepeatedBatch(cfg, setup.device)
-        with_read, without = (fastamp_step(cfg, loader, read=read) for read in (True, False))
-        seconds, seconds_without = time_blocks(setup, [with_read, without])
-        images = cfg.SOLVER.IMS_PER_BATCH
-        return {"images/s": images / seconds, "cost of the read": seconds / seconds_without - 1}
-
-    return measure
+def device_read(setup: Setup) -> Figures:
+    """Measure how much the only device read per step increases the step time."""
+    cfg = setup.config("R50", setup.batch_size(64), "bf16")
+    loader = RepeatedBatch(cfg, setup.device)
+    seconds, without = time_blocks(setup, [trained_step(cfg, loader), step_without_read(cfg, loader)])
+    return {"images/s": cfg.SOLVER.IMS_PER_BATCH / seconds, "cost of the read": seconds / without - 1}
 
 
-@contextmanager
-def demo_files(setup: Setup) -> Iterator[None]:
-    """Generate the Demo dataset as JPEG files with the network's image size."""
+# ---- extraction, ranking, files
+
+
+def extraction(setup: Setup) -> Figures:
+    """Compare feature extraction from a batch in memory in bfloat16 and in float32."""
+    batch, steps = setup.batch_size(256), []
+    for precision in ("bf16", "float32"):
+        cfg = setup.config("R50", batch, precision)
+        model, images = build_model(cfg).eval(), RepeatedBatch(cfg, setup.device).batch
+        policy = PrecisionPolicy.from_config(cfg, setup.device)
+
+        @torch.inference_mode()
+        def step(model: Any = model, images: Any = images, policy: PrecisionPolicy = policy) -> None:
+            extract_features(model, images, policy)
+
+        steps.append(step)
+    seconds, float32 = time_blocks(setup, steps)
+    return {"images/s": batch / seconds, "x float32": float32 / seconds}
+
+
+def ranking(setup: Setup) -> Figures:
+    """Compare an evaluation of the size of MSMT17 with its matrix product, and measure re-ranking."""
+    generate(SIZES["small" if setup.toy else "msmt17"], setup.folder)
+    queries, gallery, identities = load(setup.folder)
+    queries, gallery = queries.to(setup.device), gallery.to(setup.device)
+    out = torch.empty(min(1024, len(queries)), len(gallery), device=setup.device)
+
+    def product() -> None:
+        for block in queries.split(1024):
+            matrix_product(block, gallery, out[: len(block)])
+
+    def evaluate(protocol: Protocol) -> None:
+        compute_metrics(queries, gallery, identities, protocol)
+
+    seconds = []
+    for function, args in ((product, ()), (evaluate, (Protocol(),)), (evaluate, (Protocol(re_ranking=ReRanking()),))):
+        function(*args)
+        setup.synchronize()
+        start = time.perf_counter()
+        function(*args)
+        setup.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return {"s": seconds[1], "x product": seconds[1] / seconds[0], "re-ranking s": seconds[2]}
+
+
+def draw_images(setup: Setup) -> str:
+    """Generate the Demo dataset as JPEG files with the network's image size, unless a measurement did, and select it.
+
+    Returns:
+        The number of workers that load it.
+    """
+    folder = setup.folder / "images"
     identities = 16 if setup.toy else 256
-    size = (64, 32) if setup.toy else (256, 128)
-    before = os.environ.get("FASTAMP_DATASETS")
-    with tempfile.TemporaryDirectory() as folder:
-        generate_demo(
-            Path(folder) / f"fastamp-demo-v{DEMO_VERSION}",
-            train_identities=identities,
-            test_identities=identities // 4,
-            images_per_identity=6 if setup.toy else 10,
-            distractors=6,
-            cameras=3,
-            image_size=size,
-            workers=os.cpu_count() or 1,
-        )
-        os.environ["FASTAMP_DATASETS"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("FASTAMP_DATASETS")
-            if before is not None:
-                os.environ["FASTAMP_DATASETS"] = before
+    generate_demo(
+        folder / f"fastamp-demo-v{DEMO_VERSION}",
+        train_identities=identities,
+        test_identities=identities // 4,
+        images_per_identity=6 if setup.toy else 10,
+        distractors=6,
+        cameras=3,
+        image_size=(64, 32) if setup.toy else (256, 128),
+        workers=available_cores(),
+    )
+    os.environ["FASTAMP_DATASETS"] = str(folder)
+    return "2" if setup.toy else str(max(1, available_cores() - 2))
 
 
 def train_from_files(setup: Setup) -> Figures:
     """Compare training steps that read JPEG files with training steps on a batch in memory."""
-    workers = "2" if setup.toy else str(max(1, (os.cpu_count() or 2) - 2))
-    opts = ("DATASETS.NAMES", "('Demo',)", "DATALOADER.NUM_WORKERS", workers, "INPUT.FLIP.ENABLED", "True")
+    opts = ("DATASETS.NAMES", "('Demo',)", "DATALOADER.NUM_WORKERS", draw_images(setup), "INPUT.FLIP.ENABLED", "True")
     cfg = setup.config("R50", setup.batch_size(256), "bf16", *opts)
-    with demo_files(setup):
-        loader = build_reid_train_loader(cfg)
-        cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(loader.dataset.num_classes)])
-        from_files, from_memory = fastamp_step(cfg, loader), fastamp_step(cfg, RepeatedBatch(cfg, setup.device))
-        seconds, compute = time_blocks(setup, [from_files, from_memory])
-    images = cfg.SOLVER.IMS_PER_BATCH
-    return {"images/s": images / seconds, "of compute": compute / seconds}
-
-
-# ---- inference
-
-
-def extraction(network: str, precision: str, *opts: str) -> Callable[[Setup], Figures]:
-    """Build the comparison of feature extraction from a batch in memory with extraction in uncompiled float32."""
-
-    def measure(setup: Setup) -> Figures:
-        batch = setup.batch_size(256)
-        configs = [setup.config(network, batch, "float32"), setup.config(network, batch, precision, *opts)]
-        steps = []
-        for cfg in configs:
-            model = build_model(cfg).eval()
-            policy = PrecisionPolicy.from_config(cfg, setup.device)
-            images = RepeatedBatch(cfg, setup.device).batch
-
-            @torch.inference_mode()
-            def step(model: Any = model, images: Any = images, policy: PrecisionPolicy = policy) -> None:
-                extract_features(model, images, policy)
-
-            steps.append(step)
-        float32, seconds = time_blocks(setup, steps)
-        return {"images/s": batch / seconds, "x float32": float32 / seconds}
-
-    return measure
+    loader = build_reid_train_loader(cfg)
+    cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(loader.dataset.num_classes)])
+    seconds, compute = time_blocks(
+        setup, [trained_step(cfg, each) for each in (loader, RepeatedBatch(cfg, setup.device))]
+    )
+    return {"images/s": cfg.SOLVER.IMS_PER_BATCH / seconds, "of compute": compute / seconds}
 
 
 def extract_from_files(setup: Setup) -> Figures:
     """Measure feature extraction from JPEG files."""
-    workers = "2" if setup.toy else str(max(1, (os.cpu_count() or 2) - 2))
-    cfg = setup.config("R50", setup.batch_size(256), "bf16", "TEST.NUM_WORKERS", workers)
+    cfg = setup.config("R50", setup.batch_size(256), "bf16", "TEST.NUM_WORKERS", draw_images(setup))
     model, policy = build_model(cfg).eval(), PrecisionPolicy.from_config(cfg, setup.device)
-    with demo_files(setup), torch.inference_mode():
-        loader, _ = build_reid_test_loader(cfg, "Demo")
+    loader, _ = build_reid_test_loader(cfg, "Demo")
+    with torch.inference_mode():
         images, start = 0, time.perf_counter()
         for batch in loader:
             images += len(extract_features(model, batch, policy))
@@ -368,93 +448,62 @@ def extract_from_files(setup: Setup) -> Figures:
     return {"images/s": images / (time.perf_counter() - start)}
 
 
-# ---- ranking
+def demo(setup: Setup) -> Figures:
+    """Run the demo as in the README; in a toy run, only its first epoch with small images.
+
+    Raises:
+        TrainingError: if it fails.
+    """
+    output = setup.folder / "demo"
+    words = [f"MODEL.DEVICE={setup.device}", f"OUTPUT_DIR={output}"]
+    if setup.toy:
+        words += ["SOLVER.MAX_EPOCH=1", "INPUT.SIZE_TRAIN=[64,32]", "INPUT.SIZE_TEST=[64,32]"]
+    start = time.perf_counter()
+    environment = os.environ | {"FASTAMP_DATASETS": str(setup.folder / "datasets")}
+    status = subprocess.run([sys.executable, "-m", "fastamp", "demo", *words], env=environment).returncode
+    seconds = time.perf_counter() - start
+    if status:
+        raise TrainingError(f"fastamp demo ended with exit code {status}")
+    rows = [json.loads(line) for line in (output / "metrics.json").read_text().splitlines()]
+    return {"s": seconds, "mAP": [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]}
 
 
-def ranking(size: str, *, re_ranking: bool) -> Callable[[Setup], Figures]:
-    """Build the comparison of evaluation with its matrix product, or of re-ranking with its neighbor search."""
+COMPILED = ("MODEL.COMPILE", "inductor")
+LOW = ("bf16", "fp16")
+MEASUREMENTS = (
+    Measurement("tests", "CUDA tests", 100, cuda_tests),
+    Measurement("tests", "fake-tensor tests on the device", 80, fake_tensor_tests),
+    Measurement("ResNet-50", "R50 batch 256", 35, training("R50", 256, ("bf16", "float32"))),
+    Measurement("ResNet-50", "R50 batch 64", 25, training("R50", 64, ("bf16", "float32"))),
+    Measurement("ResNet-50", "R50 batch 64, the read", 15, device_read),
+    Measurement("ResNet-50", "R50 batch 256 compiled", 65, training("R50", 256, ("bf16",), *COMPILED)),
+    Measurement("ResNet-50", "R50 batch 64 compiled", 40, training("R50", 64, ("bf16",), *COMPILED)),
+    Measurement("networks", "OSNet x1.0 batch 64", 30, training("OSNet x1.0", 64, LOW)),
+    Measurement("networks", "ViT-B batch 64", 30, training("ViT-B", 64, LOW)),
+    Measurement("networks", "SBS R101-ibn batch 64", 35, training("SBS R101-ibn", 64, LOW)),
+    Measurement("networks", "R50 batch 64, fp16", 25, training("R50", 64, LOW)),
+    Measurement("pipeline", "R50 extraction", 15, extraction),
+    Measurement("pipeline", "ranking, size of MSMT17", 25, ranking),
+    Measurement("pipeline", "R50 batch 256 from files", 25, train_from_files),
+    Measurement("pipeline", "R50 extraction from files", 15, extract_from_files),
+    Measurement("pipeline", "demo", 40, demo),
+)
+"""All measurements in order of value."""
 
-    def measure(setup: Setup) -> Figures:
-        with tempfile.TemporaryDirectory() as folder:
-            generate(SIZES["small" if setup.toy else size], Path(folder))
-            queries, gallery, identities = load(Path(folder))
-        queries, gallery = queries.to(setup.device), gallery.to(setup.device)
-        protocol = Protocol(re_ranking=ReRanking()) if re_ranking else Protocol()
-        out = torch.empty(min(1024, len(queries)), len(gallery), device=setup.device)
-
-        def least() -> None:
-            if re_ranking:
-                both = torch.nn.functional.normalize(torch.cat((queries, gallery)), dim=1)
-                nearest_neighbors(both, both, ReRanking().num_neighbors)
-            else:
-                for block in queries.split(1024):
-                    matrix_product(block, gallery, out[: len(block)])
-
-        def whole() -> None:
-            compute_metrics(queries, gallery, identities, protocol)
-
-        seconds = []
-        for function in (least, whole):
-            function()
-            setup.synchronize()
-            start = time.perf_counter()
-            function()
-            setup.synchronize()
-            seconds.append(time.perf_counter() - start)
-        return {"s": seconds[1], "neighbor search s" if re_ranking else "product s": seconds[0],
-                "ratio": seconds[1] / seconds[0]}  # fmt: skip
-
-    return measure
-
-
-def run_tests(setup: Setup) -> Figures:
-    """Run the tests that need CUDA, and count their outcomes."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "cuda", "-p", "no:cacheprovider"]
-    command += ["tests/amp/test_cuda.py"] if setup.toy else []
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    print(result.stdout[-4000:], file=sys.stderr)
-    counts = {name: int(count) for count, name in re.findall(r"(\d+) (passed|failed|skipped|error)", result.stdout)}
-    return {name: counts.get(name, 0) for name in ("passed", "failed", "skipped", "error")}
-
-
-def measurements(part: str) -> dict[str, Callable[[Setup], Figures]]:
-    """Return the measurements of a part: name -> function that runs the measurement."""
-    if part == "tests":
-        return {"CUDA tests": run_tests}
-    if part == "train":
-        steps = {
-            f"R50 batch {batch} {precision}": train_step("R50", batch, precision)
-            for batch in (64, 256)
-            for precision in PRECISIONS
-        }
-        steps["R50 batch 256 bf16 compiled"] = train_step("R50", 256, "bf16", "MODEL.COMPILE", "inductor")
-        steps |= {
-            f"{name} batch 64 bf16": train_step(name, 64, "bf16") for name in NETWORKS if name[:2] not in ("R5", "R1")
-        }
-        steps |= {f"{name} batch 64 bf16, the read": device_read(name) for name in ("R50", "R18")}
-        return steps | {"R50 batch 256 bf16 from files": train_from_files}
-    if part == "infer":
-        return {
-            "R50 bf16": extraction("R50", "bf16"),
-            "R50 bf16 compiled": extraction("R50", "bf16", "MODEL.COMPILE", "inductor"),
-            "ViT-B bf16": extraction("ViT-B", "bf16"),
-            "R50 bf16 from files": extract_from_files,
-        }
-    return {
-        f"{size} {'re-ranking' if re_ranking else 'ranking'}": ranking(size, re_ranking=re_ranking)
-        for size in ("market1501", "msmt17")
-        for re_ranking in (False, True)
-    }
+PARTS = tuple(dict.fromkeys(each.part for each in MEASUREMENTS))
 
 
 class Target(NamedTuple):
-    """Bounds of a measured value: at least ``low`` and at most ``high``."""
+    """Bounds of a figure, at least ``low`` or at most ``high``, on devices whose names contain ``device``.
 
-    part: str
-    name: str
+    The figure is that of one measurement, or of all measurements that have it if ``name`` is empty.
+    """
+
     figure: str
     low: float | None = None
     high: float | None = None
+    name: str = ""
+    device: str = ""
 
     def describe(self) -> str:
         """Return the bound as text."""
@@ -466,89 +515,191 @@ class Target(NamedTuple):
 
 
 TARGETS = (
-    Target("tests", "CUDA tests", "failed", high=0),
-    *(Target("train", f"R50 batch {batch} {p}", "of bare", low=0.97) for batch in (64, 256) for p in ("bf16", "fp16")),
-    Target("train", "R50 batch 256 bf16", "x float32", low=2.5),
-    Target("train", "R50 batch 256 bf16", "images/s", low=2500),
-    Target("train", "R50 batch 256 bf16", "reads/step", high=1),
-    Target("train", "R50 batch 256 bf16 from files", "of compute", low=0.85),
-    Target("train", "R50 batch 64 bf16, the read", "cost of the read", high=0.02),
-    Target("train", "R18 batch 64 bf16, the read", "cost of the read", high=0.02),
+    Target("failed", high=0),
+    Target("skipped", high=0),
+    Target("bf16 images/s", low=4000, name="R50 batch 256", device="H100"),
+    Target("bf16 images/s", low=5000, name="R50 batch 256", device="H200"),
+    *(Target(f"{precision} of bare", low=0.95) for precision in DTYPES),
+    *(Target(f"{precision} reads/step", high=1) for precision in DTYPES),
+    Target("bf16 x float32", low=2.5, name="R50 batch 256"),
+    Target("cost of the read", high=0.02),
+    Target("of compute", low=0.85),
+    Target("mAP", low=80, name="demo"),
 )
 
 
-def add_ratios(results: dict[str, dict[str, Figures]]) -> None:
-    """Add to each low-precision training measurement its speed relative to float32 at the same batch size."""
-    train = results.get("train", {})
-    for name, figures in train.items():
-        base = train.get(re.sub(r"(tf32|bf16|fp16).*", "float32", name))
-        if base and base is not figures and "images/s" in figures:
-            figures["x float32"] = figures["images/s"] / base["images/s"]
+def find_target(name: str, figure: str, device: str) -> Target | None:
+    """Return the target of a figure on a device, or None."""
+    matching = (t for t in TARGETS if t.figure == figure and t.name in ("", name) and t.device in device)
+    return next(matching, None)
 
 
-def tables(results: dict[str, dict[str, Figures]]) -> str:
-    """Format a table of the measured values of each part, and a table that compares values with their targets."""
-    text = []
-    for part in PARTS:
-        if part in results:
-            columns = list(dict.fromkeys(key for figures in results[part].values() for key in figures))
-            rows = [
-                [name, *(f"{figures[key]:.4g}" if key in figures else "" for key in columns)]
-                for name, figures in results[part].items()
-            ]
-            text.append(f"{part}\n" + tabulate(rows, headers=["", *columns], tablefmt="github", disable_numparse=True))
+def format_results(stored: dict[str, Any]) -> str:
+    """Format a table of all figures beside their targets; a toy run reaches or misses none."""
     rows = []
-    for target in TARGETS:
-        value = results.get(target.part, {}).get(target.name, {}).get(target.figure)
-        if value is not None:
-            verdict = "reached" if target.holds(value) else "missed"
-            rows.append([f"{target.name}: {target.figure}", target.describe(), f"{value:.4g}", verdict])
-    if rows:
-        text.append(
-            tabulate(rows, headers=["target", "bound", "measured", ""], tablefmt="github", disable_numparse=True)
-        )
-    return "\n\n".join(text)
+    for measurement in MEASUREMENTS:
+        record = stored["results"].get(measurement.name, {})
+        for figure, value in record.get("figures", {}).items():
+            target = find_target(measurement.name, figure, stored["device"])
+            verdict = "" if target is None or stored["toy"] else "reached" if target.holds(value) else "missed"
+            rows.append([measurement.name, figure, f"{value:.4g}", target.describe() if target else "", verdict])
+        if "error" in record:
+            rows.append([measurement.name, "error", record["error"].partition("\n")[0], "", "failed"])
+    headers = ["measurement", "figure", "value", "target", ""]
+    return f"{stored['device']}\n" + tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Measure the chosen parts and print the tables."""
+def format_plan(measurements: list[Measurement], results: dict[str, Any], budget: float) -> str:
+    """Format a table of the measurements with their limits, and whether they have run or may not fit in the budget."""
+    rows, total = [], 0.0
+    for part in PARTS:
+        members = [each for each in measurements if each.part == part]
+        if members:
+            rows.append([part, "", f"{sum(each.limit for each in members):.0f}", "", ""])
+        for each in members:
+            record = results.get(each.name)
+            done = record is not None and "error" not in record
+            total += 0 if done else each.limit
+            state = "done" if done else "if time is left" if total > budget else "failed" if record else ""
+            rows.append(["", each.name, f"{each.limit:.0f}", f"{total:.0f}", state])
+    headers = ["part", "measurement", "at most s", "total s", ""]
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+# ---- processes
+
+
+def describe_device(setup: Setup) -> dict[str, str]:
+    """Return the name of the device and a table of its environment."""
+    report = inspect_environment(setup.device, asked=str(setup.device))
+    return {"device": report.device_name or str(setup.device), "environment": report.table()}
+
+
+def run_limited(
+    run: Callable[[Setup], dict[str, Any]], device: str, limit: float, log: Path, **setup: Any
+) -> dict[str, Any]:
+    """Run a function in a process that ends at a limit.
+
+    The process is forked, which saves the seconds of importing PyTorch. It ends with all processes that it started.
+
+    Args:
+        run: function to run.
+        device: device name. This process must not use CUDA, or the forked process could not.
+        limit: seconds until the process is ended.
+        log: file to which the output of the process is appended.
+        setup: further attributes of ``Setup``.
+
+    Returns:
+        ``figures`` of the function, ``error`` if it failed, and ``seconds``.
+    """
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(
+        target=_run_here, args=(run, device, limit, log, setup, sender)
+    )
+    start = time.monotonic()
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(limit):
+            record = receiver.recv()
+        else:
+            record = {"error": f"ended at its limit of {limit:.0f} s"}
+    except EOFError:
+        process.join()
+        record = {"error": f"the process ended with exit code {process.exitcode}"}
+    finally:
+        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # processes that it started
+        process.join()
+    return {**record, "seconds": round(time.monotonic() - start, 1)}
+
+
+def _run_here(
+    run: Callable[[Setup], dict[str, Any]], device: str, limit: float, log: Path, setup: Any, sender: Connection
+) -> None:
+    """Run a function as a process group, and send its figures or its error."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setpgrp()
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    try:
+        resolved = resolve_device(device, "--device")
+        if resolved.type == "cpu":
+            keep_freed_memory()  # as default_setup does
+        torch.backends.cudnn.benchmark = True  # as the recipes
+        sender.send({"figures": run(Setup(resolved, limit=limit, **setup))})
+    except UserError as error:
+        traceback.print_exc()
+        sender.send({"error": str(error), **({"figures": error.figures} if isinstance(error, Failure) else {})})
+    except Exception as error:
+        traceback.print_exc()
+        sender.send({"error": summarize_error(error)})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the measurements that fit into the budget, and print the table of all results."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plan", action="store_true", help="print the measurements and their seconds, and exit")
+    parser.add_argument(
+        "--budget", type=float, default=600, help="seconds for all measurements together (default: %(default)s)"
+    )
     parser.add_argument("--part", choices=PARTS, nargs="+", default=list(PARTS))
-    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="JSON file with all results")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--seconds", type=float, default=5.0, help="duration of one timed measurement")
     parser.add_argument("--match", default="", help="run only measurements whose name contains this text")
+    parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="JSON file with all results")
     parser.add_argument("--again", action="store_true", help="repeat measurements that the file already has")
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, to try the command itself")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--seconds", type=float, default=3, help="duration of the timed steps of one loop (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--toy", action="store_true", help="tiny sizes, one step, limits twice as long, to try the command itself"
+    )
     args = parser.parse_args(argv)
-    setup = Setup(resolve_device(args.device), args.toy, args.seconds)
-    if setup.device.type == "cpu":
-        keep_freed_memory()  # as default_setup does
-    stored = json.loads(args.output.read_text()) if args.output.exists() else {"toy": args.toy}
-    if stored.get("toy", False) is not args.toy:
-        parser.error(f"{args.output} has results with{'out' if args.toy else ''} --toy: choose another --output")
-    environment = inspect_environment(setup.device, asked=args.device).table()
-    print(environment, file=sys.stderr)
-    stored["environment"] = environment
-    results = stored.setdefault("results", {})
-    for part in args.part:
-        done = results.setdefault(part, {})
-        todo = {
-            name: measure
-            for name, measure in measurements(part).items()
-            if args.match in name and (args.again or name not in done)
-        }
-        for number, (name, measure) in enumerate(todo.items(), start=1):
-            start = time.perf_counter()
-            done[name] = measure(setup)
-            if setup.device.type == "cuda":
-                torch.cuda.empty_cache()
-            torch._dynamo.reset()
-            add_ratios(results)
-            args.output.write_text(json.dumps(stored, indent=1))
-            print(f"{part} {number}/{len(todo)}: {name}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    print(tables(results))
+    chosen = [each for each in MEASUREMENTS if each.part in args.part and args.match in each.name]
+    if not chosen:
+        raise ConfigError(f"--match {args.match!r}: no such measurement.\n  fix: choose one of those of --plan")
+    stored: dict[str, Any] = {"toy": args.toy, "results": {}}
+    if args.output.exists():
+        stored = json.loads(args.output.read_text())
+    if args.plan:
+        print(format_plan(chosen, stored["results"], args.budget))
+        return 0
+    deadline = time.monotonic() + args.budget
+    log, results = args.output.with_suffix(".log"), stored["results"]
+    with tempfile.TemporaryDirectory() as folder:
+        common = {"toy": args.toy, "seconds": args.seconds, "folder": Path(folder)}
+        found = run_limited(describe_device, args.device, STARTUP, log, **common)
+        if "error" in found:
+            raise ConfigError(found["error"])
+        this = {"toy": args.toy, **found["figures"]}
+        for key in ("toy", "device"):
+            if stored.setdefault(key, this[key]) != this[key]:
+                raise ConfigError(
+                    f"{args.output} has results of another kind of run.\n"
+                    f"  found: {key} {stored[key]!r} in the file, {this[key]!r} in this run\n"
+                    "  fix:   choose another --output"
+                )
+        stored |= this
+        print(stored["environment"], file=sys.stderr)
+        failed = {name for name, record in results.items() if "error" in record}
+        todo = [each for each in chosen if args.again or each.name not in results or each.name in failed]
+        for each in sorted(todo, key=lambda each: each.name in failed):
+            left, limit = deadline - time.monotonic(), each.limit * (2 if args.toy else 1)  # a CPU may be slow
+            if limit > left:
+                print(f"{each.name}: not started: at most {limit:.0f} s, {left:.0f} s are left", file=sys.stderr)
+                continue
+            results[each.name] = record = run_limited(each.run, args.device, limit, log, **common)
+            write_atomically(args.output, lambda file: file.write(json.dumps(stored, indent=1).encode()))
+            outcome = record.get("error") or ", ".join(f"{k} {v:.4g}" for k, v in record["figures"].items())
+            print(f"{each.name}: {record['seconds']:.0f} s: {outcome}", file=sys.stderr, flush=True)
+    print(format_results(stored))
+    return int(any("error" in results.get(each.name, {}) for each in chosen))
 
 
 if __name__ == "__main__":
-    main()
+    codes = [0]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the process of the current measurement, too
+    sys.exit(run_command_line(lambda: codes.append(main())) or codes[-1])

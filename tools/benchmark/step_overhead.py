@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from train_step import batches, config
+from train_step import batches, build_trainer, config, fastamp_step
 
 from fastamp.amp import PrecisionPolicy, resolve_device
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.engine import TRAINER_REGISTRY
 from fastamp.modeling import build_model
 from fastamp.solver import build_gradient_clipping, build_optimizer
 from fastamp.utils.env import keep_freed_memory
@@ -40,22 +39,6 @@ def build_config(args: argparse.Namespace) -> Any:
     cfg = config(args, amp=True)
     cfg.merge_from_list(["SOLVER.AMP.DTYPE", args.dtype, *NETWORKS[args.network], *args.opts])
     return cfg
-
-
-def fastamp_step(args: argparse.Namespace) -> Callable[[], None]:
-    """Return a function that runs one iteration of AMPTrainer."""
-    cfg = build_config(args)
-    torch.manual_seed(0)
-    model = build_model(cfg)
-    parts = {"model": model, "data_loader": batches(args), "optimizers": [build_optimizer(cfg, model)]}
-    trainer = TRAINER_REGISTRY.build("AMPTrainer", cfg, **parts)
-    model.train()
-
-    def step() -> None:
-        trainer.run_step()
-        trainer.iter += 1
-
-    return step
 
 
 def bare_step(args: argparse.Namespace) -> Callable[[], None]:
@@ -136,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     print(inspect_environment(device).table(), file=sys.stderr)
     if device.type == "cpu":
         keep_freed_memory()  # as default_setup does
-    fastamp, bare = fastamp_step(args), bare_step(args)
+    fastamp, bare = fastamp_step(build_trainer(build_config(args), batches(args))), bare_step(args)
     times: list[dict[Callable[[], None], tuple[float, float]]] = []
     for pair in track(range(args.warmup + args.pairs), args.warmup + args.pairs, "pairs of steps"):
         # Alternate the order, since the second step may benefit from warm caches.

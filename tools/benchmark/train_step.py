@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,20 +62,23 @@ def batches(args: argparse.Namespace) -> Any:
         yield {"images": images, "targets": targets}
 
 
-def fastamp_step(args: argparse.Namespace, *, amp: bool) -> Any:
-    """Return a function that runs one iteration of the fastamp trainer."""
-    if resolve_device(args.device).type == "cpu":
-        keep_freed_memory()  # as default_setup does
-    cfg = config(args, *NETWORKS[args.network], amp=amp)
+def build_trainer(cfg: Any, loader: Any) -> Any:
+    """Build fastamp's trainer with a model from seed 0 in training mode; ``loader`` yields the batches."""
+    torch.manual_seed(0)
     model = build_model(cfg)
     trainer = TRAINER_REGISTRY.build(
-        "AMPTrainer" if amp else "SimpleTrainer",
+        "AMPTrainer" if cfg.SOLVER.AMP.ENABLED else "SimpleTrainer",
         cfg,
         model=model,
-        data_loader=batches(args),
+        data_loader=loader,
         optimizers=[build_optimizer(cfg, model)],
     )
     model.train()
+    return trainer
+
+
+def fastamp_step(trainer: Any) -> Callable[[], None]:
+    """Return a function that runs one iteration of fastamp's trainer."""
 
     def step() -> None:
         trainer.run_step()
@@ -157,12 +161,13 @@ def plain_step(args: argparse.Namespace, *, amp: bool, channels_last: bool) -> A
 
 def measure(args: argparse.Namespace) -> dict[str, float]:
     """Run one variant in this process; return images/s, CPU milliseconds per step and peak memory in MiB."""
-    amp = "amp" in args.variant
+    amp, device = "amp" in args.variant, resolve_device(args.device)
     if args.variant.startswith("plain"):
         step = plain_step(args, amp=amp, channels_last="channels_last" in args.variant)
     else:
-        step = fastamp_step(args, amp=amp)
-    device = resolve_device(args.device)
+        if device.type == "cpu":
+            keep_freed_memory()  # as default_setup does
+        step = fastamp_step(build_trainer(config(args, *NETWORKS[args.network], amp=amp), batches(args)))
     for _ in range(args.warmup):
         step()
     times = []
