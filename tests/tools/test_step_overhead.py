@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,8 @@ CLIP = ("SOLVER.CLIP_GRADIENTS.ENABLED", "True")
 def test_both_loops_train_the_same_weights(overhead, monkeypatch, tmp_path, opts):
     models = []
     build = overhead.build_model
-    monkeypatch.setattr(overhead, "build_model", lambda cfg: models.append(build(cfg)) or models[-1])
+    for module in (overhead, sys.modules["train_step"]):
+        monkeypatch.setattr(module, "build_model", lambda cfg: models.append(build(cfg)) or models[-1])
     result = overhead.main([*TOY, "--output", str(tmp_path / "result.json"), *opts])
     fastamp, bare = (model.state_dict() for model in models)
     assert all(value.equal(bare[name]) for name, value in fastamp.items())
