@@ -171,9 +171,10 @@ def run_tests(setup: Setup, files: list[Path], *options: str) -> Figures:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "cuda and not slow", "-p", "no:cacheprovider"]
     command += [f"--junitxml={report}", "-o", "faulthandler_timeout=45", *(["-n", "0"] if setup.toy else [])]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [*command, *options, *map(str, files)], cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path}
-    )
+    command += [*options, *map(str, files)]
+    # The background jobs of a shell ignore this signal, and so would pytest.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, cwd=REPOSITORY, env=os.environ | {"PYTHONPATH": path})
     try:
         process.wait(setup.limit - 10)
     except subprocess.TimeoutExpired:
