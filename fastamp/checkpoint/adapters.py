@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import examples, load_model_state
 from fastamp.checkpoint.shards import full_state_form
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
@@ -91,9 +92,11 @@ def load_adapters(
             f"{examples(differ)}.\n"
             "  fix: set MODEL.BACKBONE, MODEL.LORA.RANK and MODEL.LORA.TARGETS as in training"
         )
+    of_base = read_checkpoint(base)
     load_model_state(
         model,
-        state_dict_in(teacher_in(read_checkpoint(base)), base),
+        state_dict_in(teacher_in(of_base), base),
+        config=stored_config(of_base),
         source=f"{base} and {source}",
         min_match=min_match,
         fit=lambda converted: base_tensors(converted) | adapters,

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.adapters import ADAPTERS_OF, load_adapters
+from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import examples, is_weight, load_model_state
 from fastamp.checkpoint.shards import full_state_dict, full_state_form, load_full_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in, write_checkpoint
@@ -210,7 +211,9 @@ class Checkpointer:
         if isinstance(content, dict) and ADAPTERS_OF in content:
             load_adapters(self.model, content, source=path, base=self.base, min_match=self.min_match)
         else:
-            load_model_state(self.model, state, source=str(path), min_match=self.min_match)
+            load_model_state(
+                self.model, state, source=str(path), min_match=self.min_match, config=stored_config(content)
+            )
         for key in checkpointables or ():
             self.checkpointables[key].load_state_dict(content.pop(key))
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}

@@ -1,5 +1,6 @@
 """Config entry of a checkpoint, and errors for missing or damaged entries."""
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,6 +45,14 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
             "  fix: load the plugin of the run with --plugin, or use the fastamp version that wrote the checkpoint"
         ) from error
     return True
+
+
+def stored_config(content: Any) -> CfgNode | None:
+    """Return the config in the content of a checkpoint, with the keys that it contains; None without a readable one."""
+    text = content.get("config") if isinstance(content, dict) else None
+    with contextlib.suppress(UserError):
+        return CfgNode.load_cfg(text) if isinstance(text, str) else None
+    return None
 
 
 def no_config_error(checkpoint: str | os.PathLike[str]) -> WeightsError:

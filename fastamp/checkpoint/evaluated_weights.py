@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from fastamp.checkpoint.checkpointer import STRIPPED, Checkpointer
+from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import state_dict_in
 
@@ -57,5 +58,5 @@ def load_evaluated_weights(
         return extra
     # A model that is built for evaluation only has no classifier: tensors that it lacks are skipped.
     source = f"the {average} in {path}"
-    load_model_state(model, state_dict_in(state, source), source=source)
+    load_model_state(model, state_dict_in(state, source), source=source, config=stored_config(extra))
     return extra

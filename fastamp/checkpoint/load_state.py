@@ -1,9 +1,11 @@
 """Load state dicts from any source into a model: convert names, compare tensors, report mismatches."""
 
 import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,6 +19,22 @@ from fastamp.utils.plural import plural
 logger = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
+
+# Tensors that only ReID models have: BNNecks, classifiers, embeddings of cameras and parts.
+_OF_REID = re.compile(r"^(heads|bottleneck\w*|classifier\w*)\.|(^|\.)(sie_embed|cv_embed|part_token1?|cls_pos)$")
+
+
+@dataclass(frozen=True)
+class WeightsOrigin:
+    """Facts about a weights file that a part of its state dict does not show.
+
+    Attributes:
+        config (Any): config of the training, as far as the file contains one, see ``stored_config``. Default None.
+        is_reid (bool): the file contains heads or embeddings of a ReID model, not only a pretrained network.
+    """
+
+    config: Any = None
+    is_reid: bool = False
 
 
 @dataclass
@@ -102,6 +120,7 @@ def load_model_state(
     min_match: float = 0.9,
     without: tuple[str, ...] = (),
     fit: Callable[[State], State] | None = None,
+    config: Any = None,
 ) -> ImportReport:
     """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
 
@@ -113,6 +132,8 @@ def load_model_state(
         min_match (float): minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
         without (tuple[str, ...]): globs of tensor names that ``min_match`` ignores.
         fit (Callable | None): function that transforms the converted state dict before it is compared with the model.
+        config (Any): config of the training that wrote ``state``, see ``stored_config``. Default None: unknown. A
+            module that defines ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
 
     Returns:
         ImportReport: matched, renamed, dropped and missing tensors; also logged.
@@ -122,6 +143,10 @@ def load_model_state(
             parameter or buffer is not floating-point, or is quantized, sparse or on the meta device; or if the matched
             fraction of the backbone is below ``min_match``. The model is left unchanged.
     """
+    origin = WeightsOrigin(config, is_reid=any(_OF_REID.search(key) for key in state))
+    for module in model.modules():
+        if hasattr(module, "set_weights_origin"):
+            module.set_weights_origin(origin)
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
         converted = fit(converted)

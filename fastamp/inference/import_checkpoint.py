@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
@@ -45,7 +46,15 @@ def import_checkpoint(
     content = read_checkpoint(source)
     try:
         state = weights_below(content, prefix, source, defaults)
-        write_model(state, source, out, config_file=config_file, opts=opts, plugin=plugin)
+        write_model(
+            state,
+            source,
+            out,
+            config_file=config_file,
+            opts=opts,
+            plugin=plugin,
+            stored=stored_config(content),
+        )
     except WeightsError as error:
         hint = "" if prefix else prefix_hint(content, defaults)
         if not hint:
@@ -90,9 +99,19 @@ def prefix_hint(content: Any, defaults: CfgNode) -> str:
 
 
 def write_model(
-    state: dict[str, torch.Tensor], source: str, out: Path, *, config_file: str, opts: list[str], plugin: str
+    state: dict[str, torch.Tensor],
+    source: str,
+    out: Path,
+    *,
+    config_file: str,
+    opts: list[str],
+    plugin: str,
+    stored: CfgNode | None,
 ) -> None:
-    """Load ``state`` into the configured or inferred model, print the report, and write ``out``."""
+    """Load ``state`` into the configured or inferred model, print the report, and write ``out``.
+
+    ``stored`` is the config in the file ``source``, if any.
+    """
     if not config_file:
         keys = infer_config(state, source, read_config("", (), plugin=plugin))
         print(
@@ -118,7 +137,7 @@ def write_model(
         if found:
             cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], plugin=plugin)
             model = build_model(cfg)
-    report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH)
+    report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, config=stored)
     print(sanitize_terminal_text(str(report)))
     found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():

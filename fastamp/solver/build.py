@@ -40,7 +40,8 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     do not depend on the values of learning rates and weight decays. The groups therefore stay the same when these
     values change, e.g. in population-based training.
 
-    The weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
+    Biases are the parameters with ``bias`` in their name, e.g. tables of relative position biases, as in TransReID. The
+    weight decay is ``WEIGHT_DECAY_NORM`` for norm layers, ``WEIGHT_DECAY_BIAS`` for all biases including those of
     norm layers, and ``WEIGHT_DECAY`` otherwise. The learning rate is ``BASE_LR`` times ``BIAS_LR_FACTOR`` for biases,
     ``HEADS_LR_FACTOR`` for the heads, the factor of each matching glob of ``LR_FACTORS``, ``LAYER_DECAY ** n`` for
     parameters of the backbone with n layers after them (see ``_layers_after``), and the factor that ``LR_SCALING``
@@ -73,7 +74,7 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
             lr, weight_decay, kind = base_lr, solver.WEIGHT_DECAY, "weight"
             if isinstance(module, _NORM_LAYERS):
                 weight_decay, kind = solver.WEIGHT_DECAY_NORM, "norm"
-            if name == "bias":
+            if "bias" in name:  # as in TransReID: also in_proj_bias and relative_position_bias_table
                 lr *= solver.BIAS_LR_FACTOR
                 weight_decay, kind = solver.WEIGHT_DECAY_BIAS, "bias"
             part = module_name.partition(".")[0]

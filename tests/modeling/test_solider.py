@@ -57,8 +57,9 @@ def test_features_and_losses_equal_the_original_program(case):
     without_effect = ("norm0.", "norm1.", "norm2.", "semantic_embed_w.3.", "semantic_embed_b.3.")
     assert all(name.removeprefix("backbone.").startswith(without_effect) for name in report.dropped)
     maps, images = [], reference_weights.images(expected["input_size"])
+    # The last block of each stage; the stages themselves are not called as modules.
     hooks = [
-        model.backbone.features[index].register_forward_hook(lambda *args: maps.append(args[2]))
+        model.backbone.features[index][-1].register_forward_hook(lambda *args: maps.append(args[2]))
         for index in (1, 3, 5, 7)
     ]
     with torch.no_grad():
@@ -68,6 +69,7 @@ def test_features_and_losses_equal_the_original_program(case):
         hook.remove()
     assert difference(features, arrays[case]) < 1e-4
     assert difference(after, arrays[f"{case} after"]) < 1e-4
+    assert len(maps) == 4
     for stage, x in enumerate(maps):
         norm = nn.LayerNorm(x.shape[-1], eps=1e-5)
         norm.load_state_dict({name: state[f"base.norm{stage}.{name}"] for name in ("weight", "bias")})

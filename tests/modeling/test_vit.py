@@ -10,7 +10,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmTransformer
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone, build_heads
-from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, infer_grid, resize_positions
+from fastamp.modeling.backbones.vit import DEPTHS, Depth, VisionTransformer, resize_positions
 from fastamp.utils.errors import ConfigError, DataError, WeightsError
 
 TINY = Depth(pretrained=None, width=32, blocks=3, heads=4)
@@ -124,16 +124,6 @@ def test_resize_positions_interpolates_bilinearly():
         for j in (left, left + 1)
     )
     torch.testing.assert_close(resized[0, 1 + patch[0] * 10 + patch[1]], expected)
-
-
-def test_infer_grid_returns_square_or_nearest_aspect_ratio():
-    assert infer_grid(196, like=(16, 8)) == (14, 14)
-    assert infer_grid(210, like=(16, 8)) == (21, 10)
-    assert infer_grid(128, like=(21, 10)) == (16, 8)
-    assert infer_grid(128, like=(8, 16)) == (8, 16)
-    # Tall and wide grids are equally near: files of people have tall ones.
-    assert infer_grid(128, like=(16, 16)) == (16, 8)
-    assert infer_grid(192, like=(16, 8)) == (24, 8)
 
 
 def test_vit_stochastic_depth_probability_grows_linearly_with_depth():

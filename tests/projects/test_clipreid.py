@@ -181,8 +181,7 @@ def test_learning_rates_equal_the_original_program(name):
 
 
 def test_every_bias_has_the_rate_of_biases():
-    opts = ("SOLVER.BIAS_LR_FACTOR", "2.0", "SOLVER.LR_FACTORS", "{'*in_proj_bias': 2.0}")
-    cfg = demo(*opts)
+    cfg = demo("SOLVER.BIAS_LR_FACTOR", "2.0")
     model = build_model(cfg)
     rates = {id(p): group["lr"] for group in build_optimizer(cfg, model).param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():

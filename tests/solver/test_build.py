@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from fastamp.config import get_cfg
+from fastamp.config import get_cfg, read_config
+from fastamp.modeling import build_backbone, build_heads
 from fastamp.solver import build_optimizer
+from fastamp.solver.build import parameter_groups
 from fastamp.utils.errors import ConfigError
 
 
@@ -46,6 +48,28 @@ def test_learning_rates_and_weight_decays_of_parameter_groups_match_fastreid():
         "heads.reduce.weight": (3.0, 0.1),
         "heads.reduce.bias": (6.0, 0.3),
     }
+
+
+@pytest.mark.parametrize(
+    "recipe, tables",
+    [
+        ("MSMT17/solider_swin_tiny", 12),
+        ("Market1501/solider_swin_base", 24),
+        ("Market1501/transreid_vit_base", 0),
+        ("Market1501/pass_vit_small", 0),
+        ("MSMT17/ssl_vit_small_ics", 0),
+    ],
+)
+def test_all_parameters_with_bias_in_their_name_have_the_rate_of_transreid(recipe, tables):
+    cfg = read_config(recipe, ["MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "4"])
+    with torch.device("meta"):
+        model = nn.ModuleDict({"backbone": (backbone := build_backbone(cfg)), "heads": build_heads(cfg, backbone)})
+    groups = parameter_groups(cfg, model)
+    rates = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
+    found = {name: rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+    solver = cfg.SOLVER
+    assert found == {name: (solver.BASE_LR * (2 if "bias" in name else 1), solver.WEIGHT_DECAY) for name in found}
+    assert sum(name.endswith("relative_position_bias_table") for name in found) == tables
 
 
 @pytest.mark.parametrize("decay", ["0.0005", "0.0", "0.1"])

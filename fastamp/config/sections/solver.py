@@ -40,7 +40,12 @@ KEYS = (
         low=1,
     ),
     Key("SOLVER.HEADS_LR_FACTOR", 1.0, "Learning-rate factor of the heads.", low=0),
-    Key("SOLVER.BIAS_LR_FACTOR", 1.0, "Learning-rate factor of biases.", low=0),
+    Key(
+        "SOLVER.BIAS_LR_FACTOR",
+        1.0,
+        "Learning-rate factor of biases, also of relative position biases.",
+        low=0,
+    ),
     Key(
         "SOLVER.LR_FACTORS",
         {},

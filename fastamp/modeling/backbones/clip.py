@@ -19,10 +19,9 @@ from fastamp.modeling.backbones.build_utils import (
     warn_ignored_options,
     with_pretrained_weights,
 )
+from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
-    infer_grid,
-    note_resized_positions,
     patch_grid,
     run_block,
     size_of_training_images,
@@ -206,6 +205,7 @@ class ClipVisionTransformer(TokenBackbone):
         cameras, views, side_weight: see ``SideInformation``; the embedding is added to the class token only, as in
             CLIP-ReID (Li et al. 2023, arXiv:2211.13977).
         checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
+        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
     """
 
     prefix = 1
@@ -226,9 +226,11 @@ class ClipVisionTransformer(TokenBackbone):
         views: int = 0,
         side_weight: float = 3.0,
         checkpointing: bool = False,
+        weights_grid: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
         width = depth.width
+        self.weights_grid = weights_grid
         self.stride = stride
         self.grid = self.patch_grid(image_size)
         self.feature_dims = (width, width, depth.embedding)
@@ -339,6 +341,10 @@ class ClipVisionTransformer(TokenBackbone):
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
         return patch_grid(size, (PATCH, PATCH), self.stride)
 
+    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
+        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
+        return patch_grid(size, (PATCH, PATCH), stride)
+
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
 
@@ -362,7 +368,7 @@ class ClipVisionTransformer(TokenBackbone):
         if embedding is not None:
             state["sie_embed"] = embedding.view(len(embedding), 1, -1)
         self.note_unused_side_embedding(state, notes)
-        return resize_clip_positions(state, "positional_embedding", self.grid, notes)
+        return resize_clip_positions(state, "positional_embedding", self, notes)
 
 
 def image_tower(state: State) -> State:
@@ -381,14 +387,15 @@ def image_tower(state: State) -> State:
     }
 
 
-def resize_clip_positions(state: State, key: str, grid: tuple[int, int], notes: list[str]) -> State:
-    """Resize the position embedding ``key``, (1 + patches, width), to a ``grid`` of patches, and add a remark."""
+def resize_clip_positions(state: State, key: str, model: PositionGrid, notes: list[str]) -> State:
+    """Resize the position embedding ``key``, (1 + patches, width), to the grid of a model, and add a remark."""
     positions = state.get(key)
-    if positions is None or positions.dim() != 2 or len(positions) in (0, 1, 2, 1 + math.prod(grid)):
+    if positions is None or positions.dim() != 2 or len(positions) < 3:
         return state
-    found = infer_grid(len(positions) - 1, like=grid)
-    note_resized_positions(notes, found, grid, "bilinear")
-    return state | {key: resize_positions(positions[None].float(), found, grid)[0]}
+    found = model.grid_in_file(len(positions) - 1, notes, "bilinear")
+    if found == model.grid:
+        return state
+    return state | {key: resize_positions(positions[None].float(), found, model.grid)[0]}
 
 
 def _keys_of(trunk: State) -> dict[str, str]:
@@ -430,5 +437,6 @@ def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
         views=backbone.SIE_VIEWS,
         side_weight=backbone.SIE_COE,
         checkpointing=backbone.CHECKPOINTING,
+        weights_grid=tuple(backbone.WEIGHTS_GRID),
     )
     return with_pretrained_weights(model, cfg, None, without=("sie_embed",))

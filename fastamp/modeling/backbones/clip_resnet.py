@@ -18,6 +18,7 @@ from fastamp.modeling.backbones.build_utils import (
 )
 from fastamp.modeling.backbones.clip import PATCH, image_tower, resize_clip_positions
 from fastamp.modeling.backbones.init import init_convolutions
+from fastamp.modeling.backbones.position_grid import DEFAULT_STRIDE, PositionGrid
 from fastamp.modeling.backbones.transformer import size_of_training_images
 from fastamp.modeling.backbones.vit import resize_positions
 
@@ -111,7 +112,7 @@ class AttentionPool(nn.Module):
         return self.c_proj(mixed.transpose(1, 2).flatten(1))
 
 
-class ClipResNet(nn.Module):
+class ClipResNet(PositionGrid, nn.Module):
     """CLIP's ResNet: a stem of three convolutions, average pooling instead of strides, and an attention pooling.
 
     Args:
@@ -122,6 +123,7 @@ class ClipResNet(nn.Module):
         last_stride (int): stride of the last stage; CLIP's is 2 and CLIP-ReID's 1. Default 1.
         norm (str): name in ``NORM_REGISTRY``. Default ``"BN"``.
         projection (bool): compute the mean of the map and the attention pooling, instead of the map. Default False.
+        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
     """
 
     def __init__(
@@ -133,8 +135,10 @@ class ClipResNet(nn.Module):
         last_stride: int = 1,
         norm: str = "BN",
         projection: bool = False,
+        weights_grid: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.weights_grid = weights_grid
         width = depth.width
         self.feature_dims = (16 * width, 32 * width, depth.embedding)
         self.feature_dim = 32 * width + depth.embedding if projection else 32 * width
@@ -154,8 +158,8 @@ class ClipResNet(nn.Module):
             self.add_module(f"layer{number + 1}", nn.Sequential(*stage))
             channels = 4 * inner
         init_convolutions(self)
-        grid = (image_size[0] // 16 // last_stride, image_size[1] // 16 // last_stride)
-        self.attnpool = AttentionPool(grid, channels, depth.embedding) if projection else None
+        self.grid = self.grid_for(image_size, DEFAULT_STRIDE, last_stride)
+        self.attnpool = AttentionPool(self.grid, channels, depth.embedding) if projection else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute the feature map, or with ``projection`` its mean and its attention pooling.
@@ -197,6 +201,14 @@ class ClipResNet(nn.Module):
         last = [] if self.attnpool is None else [self.attnpool]
         return [[self.layer1], [self.layer2], [self.layer3], [self.layer4], [*last]]
 
+    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
+        """Compute the size of the last map for training images of ``size``; ``stride`` has no effect."""
+        return size[0] // 16 // last_stride, size[1] // 16 // last_stride
+
+    def common_strides(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """List the last strides of CLIP-ReID and CLIP."""
+        return (DEFAULT_STRIDE, 1), (DEFAULT_STRIDE, 2)
+
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
         """Convert the names of a file of CLIP, open_clip or CLIP-ReID; resize the position embedding to this grid."""
         state = image_tower(state)
@@ -204,7 +216,7 @@ class ClipResNet(nn.Module):
             notes.append("camera and view embeddings have no effect on CLIP's ResNet; they were dropped")
         if self.attnpool is None:
             return state
-        return resize_clip_positions(state, "attnpool.positional_embedding", self.attnpool.grid, notes)
+        return resize_clip_positions(state, "attnpool.positional_embedding", self, notes)
 
 
 @BACKBONE_REGISTRY.register()
@@ -229,5 +241,6 @@ def build_clip_resnet_backbone(cfg: Any) -> ClipResNet:
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,
         projection=backbone.PROJECTION,
+        weights_grid=tuple(backbone.WEIGHTS_GRID),
     )
     return with_pretrained_weights(model, cfg, None)

@@ -14,6 +14,7 @@ from fastamp.checkpoint.load_state import State
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order, warn_ignored_options
+from fastamp.modeling.backbones.position_grid import DEFAULT_STRIDE, factors_like
 from fastamp.modeling.backbones.timm_vit import (
     MODEL_PREFIX,
     TimmVisionTransformer,
@@ -23,7 +24,6 @@ from fastamp.modeling.backbones.timm_vit import (
 )
 from fastamp.modeling.backbones.transformer import (
     SideInformation,
-    factors_like,
     patch_grid,
     size_of_training_images,
 )
@@ -53,7 +53,6 @@ _RATES = {
     "proj_drop_rate": "MODEL.BACKBONE.DROP_RATIO",
     "attn_drop_rate": "MODEL.BACKBONE.ATT_DROP_RATE",
 }
-_DEFAULT_STRIDE = (16, 16)
 _MAX_DISTORTION = 1.25  # of the aspect ratio of a grid of patches, relative to the image
 
 
@@ -235,7 +234,7 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
         model, arguments = _create_vit(timm, cfg, name, probe, image_size)
 
         def wrap(model: nn.Module) -> TimmVisionTransformer:
-            return TimmVisionTransformer(model, stride=stride, **options)
+            return TimmVisionTransformer(model, stride=stride, weights_grid=tuple(backbone.WEIGHTS_GRID), **options)
 
     else:
         _require_default_stride(cfg, name, probe)
@@ -332,7 +331,7 @@ def _patch_stride_and_size(
         ConfigError: if the images are smaller than a patch, or the stride is larger than a patch.
     """
     patch, stride = patch_size_of(probe), tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE)
-    if stride == _DEFAULT_STRIDE:
+    if stride == DEFAULT_STRIDE:
         stride = patch
     if any(step > length for step, length in zip(stride, patch, strict=True)):
         raise ConfigError(
@@ -360,11 +359,11 @@ def _patch_stride_and_size(
 
 def _require_default_stride(cfg: Any, name: str, probe: nn.Module) -> None:
     """Raise ConfigError if ``STRIDE_SIZE`` is set for a model that is not a plain ViT, which ignores it."""
-    if tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE) != _DEFAULT_STRIDE:
+    if tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE) != DEFAULT_STRIDE:
         raise ConfigError(
             f"MODEL.BACKBONE.STRIDE_SIZE is {tuple(cfg.MODEL.BACKBONE.STRIDE_SIZE)}, but overlapping patches require a "
             f"plain Vision Transformer; timm's {name} is a {type(probe).__name__}.\n"
-            f"  fix: set MODEL.BACKBONE.STRIDE_SIZE to {_DEFAULT_STRIDE}, or choose another MODEL.BACKBONE.NAME"
+            f"  fix: set MODEL.BACKBONE.STRIDE_SIZE to {DEFAULT_STRIDE}, or choose another MODEL.BACKBONE.NAME"
         )
 
 

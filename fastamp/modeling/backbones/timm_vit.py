@@ -9,10 +9,9 @@ from torch import nn
 
 from fastamp.checkpoint.load_state import State
 from fastamp.modeling.backbones.build_utils import LayerGroups, layers_in_order
+from fastamp.modeling.backbones.position_grid import COMMON_STRIDES, DEFAULT_STRIDE
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
-    infer_grid,
-    note_resized_positions,
     patch_grid,
     run_block,
 )
@@ -67,6 +66,7 @@ class TimmVisionTransformer(TokenBackbone):
             otherwise the class token if the model has one, otherwise the map.
         cameras, views, side_weight: see ``SideInformation``. Default: no embedding.
         checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
+        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
 
     Raises:
         ConfigError: if the model does not support ``stride`` or ``feature``.
@@ -82,8 +82,10 @@ class TimmVisionTransformer(TokenBackbone):
         views: int = 0,
         side_weight: float = 3.0,
         checkpointing: bool = False,
+        weights_grid: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.weights_grid = weights_grid
         self.model = model
         self.feature_dim, self.prefix = model.embed_dim, model.num_prefix_tokens
         self.patch, self.stride = patch_size_of(model), stride
@@ -126,6 +128,16 @@ class TimmVisionTransformer(TokenBackbone):
         if self.stride == self.patch:
             return nearest_grid(size, self.patch)
         return patch_grid(size, self.patch, self.stride)
+
+    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
+        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
+        if stride in (DEFAULT_STRIDE, self.patch):
+            return nearest_grid(size, self.patch)
+        return patch_grid(size, self.patch, stride)
+
+    def common_strides(self) -> tuple[tuple[tuple[int, int], int], ...]:
+        """List the strides without overlap and of TransReID, then the others down to half a patch."""
+        return ((self.patch, 1), *(each for each in COMMON_STRIDES if each[0] < self.patch))
 
     def forward(
         self, x: torch.Tensor, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None
@@ -199,7 +211,7 @@ class TimmVisionTransformer(TokenBackbone):
                 if old in trunk and old not in own and new in own and new not in trunk:
                     trunk[new] = trunk.pop(old)
         positions = trunk.get("pos_embed")
-        if positions is not None and "pos_embed" in own and positions.shape != own["pos_embed"].shape:
+        if positions is not None and "pos_embed" in own:
             trunk["pos_embed"] = self._resize_positions(positions, trunk, notes)
         return others | {MODEL_PREFIX + key: value for key, value in trunk.items()}
 
@@ -237,8 +249,9 @@ class TimmVisionTransformer(TokenBackbone):
         fits = positions.dim() == 3 and positions.shape[:1] == (1,) and positions.shape[1] > prefix + 1
         if not fits or own_registers != ("reg_token" in trunk) or positions.shape[2] != self.feature_dim:
             return positions  # loading reports the shape mismatch
-        found = infer_grid(positions.shape[1] - prefix, like=self.grid)
-        note_resized_positions(notes, found, self.grid, "bicubic")
+        found = self.grid_in_file(positions.shape[1] - prefix, notes, "bicubic")
+        if found == self.grid:
+            return positions
         return resample_abs_pos_embed(positions, new_size=[*self.grid], old_size=[*found], num_prefix_tokens=prefix)
 
 

@@ -1,6 +1,5 @@
 """Base classes of transformer backbones: camera and view embeddings, activation checkpointing, and the last block."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fastamp.config import Key, fixed_input_size, input_size, size_key
 from fastamp.modeling.backbones.build_utils import LayerGroups
+from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.utils.errors import ConfigError, DataError
 
 KEYS = (
@@ -82,41 +82,6 @@ def patch_grid(size: tuple[int, int], patch: tuple[int, int], stride: tuple[int,
     """
     rows, columns = ((side - length) // step + 1 for side, length, step in zip(size, patch, stride, strict=True))
     return rows, columns
-
-
-def factors_like(patches: int, ratio: float) -> tuple[int, int]:
-    """Return the ``(rows, columns)`` with ``patches`` cells whose ratio rows / columns is nearest to ``ratio``.
-
-    If a tall and a wide grid are equally near, e.g. 16 x 8 and 8 x 16 for a ratio of 1, the tall one is returned.
-    """
-    divisors = (number for number in range(patches, 0, -1) if patches % number == 0)
-    rows = min(divisors, key=lambda number: round(abs(math.log(number * number / patches / ratio)), 9))
-    return rows, patches // rows
-
-
-def infer_grid(patches: int, *, like: tuple[int, int]) -> tuple[int, int]:
-    """Infer the patch grid from the number of patches, since weights files do not store the grid.
-
-    Args:
-        patches (int): number of patches.
-        like (tuple[int, int]): (rows, columns) of a grid with the expected aspect ratio.
-
-    Returns:
-        tuple[int, int]: ``(rows, columns)``. The grid is square if possible, as for ImageNet; otherwise it has the
-        aspect ratio nearest to that of ``like``, e.g. 21 x 10 for TransReID's 210 patches.
-    """
-    side = math.isqrt(patches)
-    if side * side == patches:
-        return side, side
-    return factors_like(patches, like[0] / like[1])
-
-
-def note_resized_positions(notes: list[str], found: tuple[int, int], grid: tuple[int, int], method: str) -> None:
-    """Add a remark to ``notes`` that a position embedding was resized from the grid ``found`` to ``grid``."""
-    notes.append(
-        f"the position embedding was resized from {found[0]} x {found[1]} to {grid[0]} x {grid[1]} patches by {method} "
-        "interpolation (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
-    )
 
 
 def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]:
@@ -235,7 +200,7 @@ class SideInformation(nn.Module):
             )
 
 
-class TokenBackbone(SideInformation):
+class TokenBackbone(PositionGrid, SideInformation):
     """Base class of Vision Transformers: blocks that map a sequence of tokens (B, prefix + patches, D) to another.
 
     Attributes:

@@ -22,10 +22,9 @@ from fastamp.modeling.backbones.build_utils import (
     warn_ignored_options,
     with_pretrained_weights,
 )
+from fastamp.modeling.backbones.position_grid import COMMON_STRIDES, REID_SIZES
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
-    infer_grid,
-    note_resized_positions,
     patch_grid,
     run_block,
     size_of_training_images,
@@ -55,8 +54,6 @@ KEYS = (
 )
 
 PATCH = 16
-# Common image sizes for ViTs, (height, width).
-_COMMON_SIZES = ((256, 128), (384, 128), (256, 256), (224, 224))
 _EPS = 1e-6  # of all layer norms, as in timm and TransReID
 
 
@@ -243,6 +240,7 @@ class VisionTransformer(TokenBackbone):
             arXiv:2203.03931). Default 0.
         stem_norm (str): batch norm of a convolutional stem, see ``ConvPatchEmbedding``. Default "": no stem.
         checkpointing (bool): recompute the activations of each block in the backward pass.
+        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
     """
 
     def __init__(
@@ -261,8 +259,10 @@ class VisionTransformer(TokenBackbone):
         part_tokens: int = 0,
         stem_norm: str = "",
         checkpointing: bool = False,
+        weights_grid: tuple[int, ...] = (),
     ) -> None:
         super().__init__()
+        self.weights_grid = weights_grid
         self.feature_dim = depth.width
         self.stride = stride
         self.grid = self.patch_grid(image_size)
@@ -347,6 +347,10 @@ class VisionTransformer(TokenBackbone):
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
         return patch_grid(size, (PATCH, PATCH), self.stride)
 
+    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
+        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
+        return patch_grid(size, (PATCH, PATCH), stride)
+
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
 
@@ -382,9 +386,8 @@ class VisionTransformer(TokenBackbone):
         ):
             if state.pop("dist_token", None) is not None:  # DeiT's second token, after the class token
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
-            if positions.shape[1] != self.pos_embed.shape[1]:
-                found = infer_grid(positions.shape[1] - prefix, like=self.grid)
-                note_resized_positions(notes, found, self.grid, "bilinear")
+            found = self.grid_in_file(positions.shape[1] - prefix, notes, "bilinear")
+            if found != self.grid:
                 positions = resize_positions(positions, found, self.grid, prefix=prefix)
             state["pos_embed"] = positions
         self.note_unused_side_embedding(state, notes)
@@ -445,9 +448,9 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
     positions = state.get("pos_embed")
     if positions is None or positions.dim() != 3:
         return keys
-    for size, stride in itertools.product(_COMMON_SIZES, range(PATCH, PATCH // 2 - 1, -1)):
-        if math.prod(patch_grid(size, (PATCH, PATCH), (stride, stride))) == positions.shape[1] - prefix:
-            keys |= {"MODEL.BACKBONE.STRIDE_SIZE": f"({stride}, {stride})"}
+    for (stride, _), size in itertools.product(COMMON_STRIDES, REID_SIZES):
+        if math.prod(patch_grid(size, (PATCH, PATCH), stride)) == positions.shape[1] - prefix:
+            keys |= {"MODEL.BACKBONE.STRIDE_SIZE": str(stride)}
             return keys | {"INPUT.SIZE_TRAIN": str(size), "INPUT.SIZE_TEST": str(size)}
     return keys
 
@@ -487,6 +490,7 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         part_tokens=backbone.PART_TOKENS,
         stem_norm=backbone.NORM if backbone.STEM_CONV else "",
         checkpointing=backbone.CHECKPOINTING,
+        weights_grid=tuple(backbone.WEIGHTS_GRID),
     )
     # ImageNet weights do not contain embeddings of cameras and parts.
     return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed", "part_token"))

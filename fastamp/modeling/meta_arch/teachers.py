@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from fastamp.amp import requested_device
+from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in
 from fastamp.config import get_cfg
@@ -51,8 +52,9 @@ def _build_teacher(cfg: Any, config_file: str, weights_file: str) -> nn.Module:
             "class_logits.\n  fix: choose a teacher whose MODEL.META_ARCHITECTURE defines class_logits, e.g. Baseline"
         )
     try:
-        state = state_dict_in(read_checkpoint(weights_file), weights_file)
-        report = load_model_state(teacher, state, source=weights_file)
+        content = read_checkpoint(weights_file)
+        state = state_dict_in(content, weights_file)
+        report = load_model_state(teacher, state, source=weights_file, config=stored_config(content))
     except WeightsError as error:
         raise WeightsError(f"KD.MODEL_WEIGHTS {weights_file!r}: {error}") from error
     missing = report.missing + report.other_shape
