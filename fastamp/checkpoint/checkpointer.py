@@ -32,6 +32,7 @@ class Checkpointer:
         model (nn.Module): model stored under ``"model"``.
         save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
         min_match (float): see ``load_model_state``. Default 0.9.
+        allow_missing (bool): see ``load_model_state``. Default True, for training.
         base (str | os.PathLike): weights file without adapters; ``load`` reads it before a file of LoRA adapters.
             Default "": such files are refused.
         check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
@@ -49,6 +50,7 @@ class Checkpointer:
         save_dir: str | os.PathLike[str] = "",
         *,
         min_match: float = 0.9,
+        allow_missing: bool = True,
         base: str | os.PathLike[str] = "",
         check: Callable[[nn.Module], None] | None = None,
         notes: Callable[[], dict[str, Any]] = dict,
@@ -59,7 +61,7 @@ class Checkpointer:
         wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
         self.model = model.module if wrapped else model
         self.save_dir = Path(save_dir)
-        self.min_match = min_match
+        self.min_match, self.allow_missing = min_match, allow_missing
         self.base = base
         self.check = check
         self.notes = notes
@@ -212,7 +214,12 @@ class Checkpointer:
             load_adapters(self.model, content, source=path, base=self.base, min_match=self.min_match)
         else:
             load_model_state(
-                self.model, state, source=str(path), min_match=self.min_match, config=stored_config(content)
+                self.model,
+                state,
+                source=str(path),
+                min_match=self.min_match,
+                config=stored_config(content),
+                allow_missing=self.allow_missing,
             )
         for key in checkpointables or ():
             self.checkpointables[key].load_state_dict(content.pop(key))

@@ -21,18 +21,15 @@ def evaluated_average(cfg: Any) -> str | None:
     return "swa" if cfg.SOLVER.SWA.ENABLED else None
 
 
-def load_evaluated_weights(
-    model: nn.Module, path: str | os.PathLike[str], *, average: str | None, min_match: float, base: str = ""
-) -> dict[str, Any]:
+def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cfg: Any) -> dict[str, Any]:
     """Load the weights of a checkpoint for evaluation.
 
     Args:
         model (nn.Module): model to load the weights into.
         path (str | os.PathLike): a checkpoint, or a bare state dict.
-        average (str | None): weight average to load, ``"ema"`` or ``"swa"``. The weights of the model are loaded if
-            this is None or if the file does not contain the average.
-        min_match (float): see ``load_model_state``.
-        base (str): weights without adapters, see ``Checkpointer``. Default "".
+        cfg (CfgNode): config; reads ``MODEL.WEIGHTS_MIN_MATCH``, ``MODEL.WEIGHTS_ALLOW_MISSING``, ``MODEL.LORA.BASE``
+            and the average to load, see ``evaluated_average``. If the file does not contain the average, the weights
+            of the model are loaded.
 
     Returns:
         dict[str, Any]: the remaining entries of the file, without the loaded weights; empty for a bare state dict.
@@ -40,7 +37,13 @@ def load_evaluated_weights(
     Raises:
         WeightsError: if the weights are missing or damaged, or do not match the model.
     """
-    extra = Checkpointer(model, min_match=min_match, base=base).load(path)
+    average = evaluated_average(cfg)
+    extra = Checkpointer(
+        model,
+        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+        allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
+        base=cfg.MODEL.LORA.BASE,
+    ).load(path)
     if STRIPPED in extra:
         kind = extra[STRIPPED]
         if kind != (average or "model"):

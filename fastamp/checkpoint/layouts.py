@@ -110,7 +110,17 @@ LAYOUTS = (
     Layout(
         "CLIP's image encoder",
         ("visual.conv1.weight", "visual.class_embedding", "visual.transformer.resblocks.0.attn.in_proj_weight"),
-        "build_clip_vit_backbone",
+        "build_clip_vit_backbone for ViT-B/16, timm/vit_SIZE_patchN_clip_224 for the others, e.g. ViT-L/14",
+    ),
+    Layout(
+        "CLIP of Hugging Face transformers",
+        (
+            "vision_model.embeddings.class_embedding",
+            "vision_model.embeddings.patch_embedding.weight",
+            "vision_model.pre_layrnorm.weight",
+            "vision_model.encoder.layers.0.self_attn.q_proj.weight",
+        ),
+        "build_clip_vit_backbone, which loads OpenAI's or open_clip's file of the same model, not this one",
     ),
     Layout(
         "CLIP-ReID",

@@ -20,6 +20,10 @@ logger = logging.getLogger(__name__)
 
 State = dict[str, torch.Tensor]
 
+MIN_MATCH = 0.9
+"""Default of ``MODEL.WEIGHTS_MIN_MATCH``."""
+# Prefixes of modules that only training uses.
+_NOT_EVALUATED = ("losses.",)
 # Tensors that only ReID models have: BNNecks, classifiers, embeddings of cameras and parts.
 _OF_REID = re.compile(r"^(heads|bottleneck\w*|classifier\w*)\.|(^|\.)(sie_embed|cv_embed|part_token1?|cls_pos)$")
 
@@ -117,10 +121,11 @@ def load_model_state(
     *,
     source: str,
     backbone_prefix: str = "backbone.",
-    min_match: float = 0.9,
+    min_match: float = MIN_MATCH,
     without: tuple[str, ...] = (),
     fit: Callable[[State], State] | None = None,
     config: Any = None,
+    allow_missing: bool = True,
 ) -> ImportReport:
     """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
 
@@ -134,6 +139,9 @@ def load_model_state(
         fit (Callable | None): function that transforms the converted state dict before it is compared with the model.
         config (Any): config of the training that wrote ``state``, see ``stored_config``. Default None: unknown. A
             module that defines ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
+        allow_missing (bool): let the other tensors of the model keep their initial values; False is an error if they
+            are learned and needed in evaluation, i.e. not classifiers, losses or counters. Default True. If
+            ``min_match`` is below its default, tensors of the backbone may be missing.
 
     Returns:
         ImportReport: matched, renamed, dropped and missing tensors; also logged.
@@ -141,7 +149,8 @@ def load_model_state(
     Raises:
         WeightsError: if a tensor other than a classifier has the wrong shape; if a tensor for a floating-point
             parameter or buffer is not floating-point, or is quantized, sparse or on the meta device; or if the matched
-            fraction of the backbone is below ``min_match``. The model is left unchanged.
+            fraction of the backbone is below ``min_match``; or, without ``allow_missing``, if learned tensors are
+            missing. The model is left unchanged.
     """
     origin = WeightsOrigin(config, is_reid=any(_OF_REID.search(key) for key in state))
     for module in model.modules():
@@ -156,6 +165,8 @@ def load_model_state(
     report.notes = notes
     _check_weight_tensors(own, converted, report)
     _check_model_match(own, converted, report, min_match)
+    if not allow_missing:
+        _check_complete(model, report, () if min_match >= MIN_MATCH else (backbone_prefix or "",))
     load_full_state(model, {key: converted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
     _log_mismatches(own, converted, report, backbone_prefix)
@@ -234,10 +245,28 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
             "MODEL.BACKBONE.DEPTH), or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
     if report.backbone_fraction < min_match:
+        fix = "use the config that the weights were trained with"
+        if report.backbone_fraction > 0:
+            fix += ", or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
+        else:
+            fix += f"; if the names in the file have a prefix, remove it (the first is {next(iter(converted), '')!r})"
         raise WeightsError(
             f"weights from {report.source} do not match the model's backbone\n{report}\n{_layout(converted)}"
-            "  fix: use the config that the weights were trained with, or lower MODEL.WEIGHTS_MIN_MATCH "
-            "to load them partially"
+            f"  fix: {fix}"
+        )
+
+
+def _check_complete(model: nn.Module, report: ImportReport, partial: tuple[str, ...]) -> None:
+    """Raise WeightsError if learned tensors that evaluation needs are missing, other than those below ``partial``."""
+    learned = {name for name, _ in model.named_parameters()} - classifiers(model)
+    missing = [key for key in report.missing if key in learned or key.endswith((".running_mean", ".running_var"))]
+    missing = [key for key in missing if not key.startswith((*_NOT_EVALUATED, *partial))]
+    if missing:
+        raise WeightsError(
+            f"weights from {report.source} are incomplete: {plural(len(missing), 'learned tensor')} of the model "
+            f"would keep initial values{examples(missing)}\n{report}\n"
+            "  fix: use the config that the weights were trained with (MODEL.META_ARCHITECTURE, MODEL.BACKBONE.*, "
+            "MODEL.HEADS.*), or set MODEL.WEIGHTS_ALLOW_MISSING to True to use the initial values"
         )
 
 

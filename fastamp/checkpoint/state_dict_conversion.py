@@ -118,6 +118,8 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
     names = list(state)
     pools_without_padding = getattr(backbone, "stem_pool", "") == "ceil"
     if any(name.startswith("base.") for name in names):
+        if pools_without_padding and "base.conv1.weight" in state:
+            notes.append(_STEM_NOTE.format(who="the strong baseline and AGW"))
         return {
             f"backbone.{name.removeprefix('base.')}" if name.startswith("base.") else f"heads.{name}": value
             for name, value in state.items()

@@ -25,6 +25,12 @@ _LEGACY_PICKLES = 5
 # Entries of a checkpoint that may hold the state dict; "model_state" is pycls's.
 _STATE_DICTS = ("model", "state_dict", "model_state")
 _EXPORTED = (".onnx", ".xml", ".tflite", ".engine", ".pt2")
+# Wrappers of distributed training at the start, and of torch.compile, FSDP and activation checkpointing anywhere.
+_WRAPPERS = re.compile(
+    r"^(?:(?:module|_forward_module|_orig_mod)\.)+|(^|\.)(?:(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.)+"
+)
+_ATTRIBUTES = ("model.", "net.")  # usual attributes of a LightningModule
+_MOST = 0.9  # fraction of the tensors
 _CHUNK = 2**20  # bytes per read, so that the file need not fit into memory
 
 
@@ -277,7 +283,10 @@ def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) 
 
 
 def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
-    """Extract the state dict from the content of a checkpoint, and strip all ``module.`` prefixes from its keys.
+    """Extract the state dict from the content of a checkpoint, and strip the prefixes of training tools from its keys.
+
+    The prefixes are ``module.``, ``_forward_module.`` and ``_orig_mod.`` (DDP, DeepSpeed, torch.compile), also nested,
+    and ``model.`` or ``net.`` (Lightning) if most tensors have it.
 
     Args:
         content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"`` or (pycls)
@@ -307,8 +316,22 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
             f"weights file {path} contains no state dict (found: {kind}).\n"
             '  fix: save the weights as {"model": state_dict}, {"state_dict": state_dict} or a bare state dict'
         )
+    return _without_wrappers(tensors)
+
+
+def _without_wrappers(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Strip the prefixes of training tools from tensor names.
+
+    These are those of wrappers of PyTorch and DeepSpeed, and of the attribute that holds the network in a module of
+    Lightning, if it is that of almost all tensors: the others are those of losses and metrics.
+    """
     # Nested wrappers, e.g. an average of a distributed model, add one prefix each.
-    return {re.sub(r"^(module\.)+", "", key): value for key, value in tensors.items()}
+    stripped = {_WRAPPERS.sub(r"\1", key): value for key, value in tensors.items()}
+    for prefix in _ATTRIBUTES:
+        named = [key for key in stripped if key.startswith(prefix)]
+        if len(named) >= _MOST * len(stripped):
+            return _without_wrappers({key.removeprefix(prefix): value for key, value in stripped.items()})
+    return stripped
 
 
 def teacher_in(content: Any) -> Any:

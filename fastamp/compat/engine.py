@@ -24,7 +24,11 @@ class DefaultPredictor:
     def __init__(self, cfg: Any) -> None:
         self.cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})
         self.model = build_model(self.cfg).eval()
-        Checkpointer(self.model, min_match=self.cfg.MODEL.WEIGHTS_MIN_MATCH).load(self.cfg.MODEL.WEIGHTS)
+        Checkpointer(
+            self.model,
+            min_match=self.cfg.MODEL.WEIGHTS_MIN_MATCH,
+            allow_missing=self.cfg.MODEL.WEIGHTS_ALLOW_MISSING,
+        ).load(self.cfg.MODEL.WEIGHTS)
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         """Compute the features of images (B, C, H, W) in 0..255, resized to ``INPUT.SIZE_TEST``: (B, D) float32."""

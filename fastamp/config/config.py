@@ -16,7 +16,7 @@ from yacs.config import CfgNode as YacsCfgNode
 from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
 from fastamp.config.files import parse_yaml, read_layers
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
-from fastamp.config.projects import PROJECTS_KEY, import_project, projects_first, projects_of
+from fastamp.config.projects import PROJECTS_KEY, declaring_projects, import_project, projects_first, projects_of
 from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
@@ -424,7 +424,14 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             )
         if old := hint(self._full(name)):
             return old
-        return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
+        path = self._full(name)
+        if projects := declaring_projects(path):
+            return (
+                f"unknown config key {path!r}, which {' and '.join(projects)} declares.\n"
+                f"  fix: load the project: {PROJECTS_KEY}: [{projects[0]}] in the file, {PROJECTS_KEY}=[{projects[0]}] "
+                f"or --plugin {projects[0]}"
+            )
+        return unknown_key(path, self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
 
     def _is_section(self, name: str) -> bool:
         return isinstance(self.get(name), CfgNode)

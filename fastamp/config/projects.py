@@ -1,8 +1,9 @@
 """Projects: folders of methods outside the core, whose plugins register components and declare config keys."""
 
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +24,14 @@ def list_projects() -> dict[str, Path]:
 
 
 def project_of(path: str | os.PathLike[str]) -> str:
-    """Return the name of the project whose folder contains a file; "" for a file outside of the projects."""
-    file = real_path(path)
-    return next((name for name, folder in list_projects().items() if file.is_relative_to(real_path(folder))), "")
+    """Return the name of the project whose folder contains a file; "" for a file outside of the projects.
+
+    A file in ``projects/NAME`` of FastReID or of another copy of fastamp belongs to the installed project NAME.
+    """
+    file, projects = real_path(path), list_projects()
+    if installed := next((name for name, folder in projects.items() if file.is_relative_to(real_path(folder))), ""):
+        return installed
+    return next((each.name for each in file.parents if each.name in projects and each.parent.name == "projects"), "")
 
 
 def projects_of(layers: list[tuple[str, dict[str, Any]]]) -> list[str]:
@@ -35,6 +41,26 @@ def projects_of(layers: list[tuple[str, dict[str, Any]]]) -> list[str]:
         layers: ``(path, mapping)`` of each file, see ``read_layers``.
     """
     return [name for name in dict.fromkeys(project_of(path) for path, _ in layers) if name]
+
+
+def declaring_projects(path: str) -> list[str]:
+    """Return the projects whose source declares a config key, or keys of a section, without running their code.
+
+    Args:
+        path: dotted path of the key or section.
+    """
+    declares = re.compile(rf"""(?:Key|define)\(\s*["']{re.escape(path)}[."']""")
+    return [
+        name
+        for name, folder in list_projects().items()
+        if any(declares.search(file.read_text(encoding="utf-8")) for file in sorted(folder.rglob("*.py")))
+    ]
+
+
+def project_pairs(opts: Sequence[Any]) -> list[Any]:
+    """Select the pairs of ``[KEY, VALUE, ...]`` that load projects, which must precede the keys of the projects."""
+    pairs = zip(opts[::2], opts[1::2], strict=False)
+    return [word for pair in pairs if pair[0] == PROJECTS_KEY for word in pair]
 
 
 def projects_first(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:

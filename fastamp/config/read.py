@@ -1,13 +1,16 @@
 """Read the config of a command from a file, KEY VALUE pairs and a plugin."""
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastamp.config.config import CfgNode, add_keys_of, get_cfg
-from fastamp.config.projects import PROJECTS_KEY, list_projects, project_of
+from fastamp.config.projects import PROJECTS_KEY, list_projects, project_of, project_pairs
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 from fastamp.utils.plugins import import_plugin_file, load_installed_plugins
+
+logger = logging.getLogger(__name__)
 
 
 def read_config(
@@ -37,6 +40,7 @@ def read_config(
         define_keys(cfg)
     if plugin:
         load_plugin(plugin, cfg)
+    cfg.merge_from_list(project_pairs(opts))
     if config_file:
         cfg.merge_from_file(config_file)
     cfg.merge_from_list(opts)
@@ -59,6 +63,14 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     file = real_path(path)
     project = path if path in list_projects() and not file.is_file() else project_of(file)
     if project:
+        installed = list_projects()[project]
+        if file.is_file() and not file.is_relative_to(real_path(installed)):
+            logger.warning(
+                "--plugin %s is a file of another copy: using the project %s of this installation, %s",
+                path,
+                project,
+                installed,
+            )
         cfg.merge_from_list([PROJECTS_KEY, [project]])
         return
     if not file.is_file():
@@ -66,4 +78,11 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     if any(file == real_path(module.__file__) for module in load_installed_plugins().values() if module.__file__):
         return  # the installed plugin has declared its keys already
     cfg.__dict__["_plugin"] = str(path)
-    add_keys_of(import_plugin_file(file), cfg)
+    try:
+        plugin = import_plugin_file(file)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--plugin {path}: {error}.\n"
+            "  fix: install the module, or add the folder that contains it to the environment variable PYTHONPATH"
+        ) from error
+    add_keys_of(plugin, cfg)

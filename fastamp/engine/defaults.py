@@ -16,7 +16,7 @@ from fastamp.amp import PrecisionPolicy
 from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.entries import is_training_recorded
-from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
+from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.compat.trainer import (
     FastReIDMethods,
     as_train_loader,
@@ -582,5 +582,4 @@ class DefaultTrainer(FastReIDMethods):
         """
         cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})  # overwritten below
         model = cls.build_model(cfg)
-        options = {"min_match": cfg.MODEL.WEIGHTS_MIN_MATCH, "base": cfg.MODEL.LORA.BASE}
-        return model, load_evaluated_weights(model, cfg.MODEL.WEIGHTS, average=evaluated_average(cfg), **options)
+        return model, load_evaluated_weights(model, cfg.MODEL.WEIGHTS, cfg=cfg)

@@ -11,6 +11,7 @@ from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import classifiers, convert_state_dict, examples, load_model_state
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, tensors_by_path
 from fastamp.config import CfgNode, read_config
+from fastamp.config.projects import project_pairs
 from fastamp.modeling import build_model
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config, interpolation_keys
 from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, writing
@@ -42,7 +43,7 @@ def import_checkpoint(
     if real_path(out) == real_path(expand(source)):
         raise ConfigError(f"OUT is the same file as IN: {target}.\n  fix: choose another file for OUT")
     read_config(config_file, opts, plugin=plugin)  # report config errors before reading the weights
-    defaults = read_config("", (), plugin=plugin)
+    defaults = read_config("", project_pairs(opts), plugin=plugin)
     content = read_checkpoint(source)
     try:
         state = weights_below(content, prefix, source, defaults)
@@ -113,7 +114,7 @@ def write_model(
     ``stored`` is the config in the file ``source``, if any.
     """
     if not config_file:
-        keys = infer_config(state, source, read_config("", (), plugin=plugin))
+        keys = infer_config(state, source, read_config("", project_pairs(opts), plugin=plugin))
         print(
             "inferred config:",
             *(f"{key} {value!r}" if " " in value else f"{key} {value}" for key, value in keys.items()),
@@ -137,7 +138,14 @@ def write_model(
         if found:
             cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], plugin=plugin)
             model = build_model(cfg)
-    report = load_model_state(model, state, source=source, min_match=cfg.MODEL.WEIGHTS_MIN_MATCH, config=stored)
+    report = load_model_state(
+        model,
+        state,
+        source=source,
+        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
+        config=stored,
+        allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
+    )
     print(sanitize_terminal_text(str(report)))
     found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():

@@ -52,7 +52,7 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     state = lightmbn.published_names(state)
     found = (name for name, head in _FIRST_HEADS.items() if any(key.startswith(head) for key in state))
     architecture = next(found, "Baseline")
-    is_transreid = any(name.startswith("base.") for name in state)
+    is_transreid = is_transreid_file(state)
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
     if architecture != "Baseline":
@@ -70,19 +70,30 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     return (
         keys
         | _keys_from_tensors(keys, trunk)
-        | _head_keys(state, prefix=_FIRST_HEADS.get(architecture, "heads."), is_transreid=is_transreid)
+        | _head_keys(state, prefix=_FIRST_HEADS.get(architecture, "heads."), is_transreid=is_transreid, width=width)
         | interpolation_keys(state)
     )
+
+
+def is_transreid_file(state: State) -> bool:
+    """Return True for a file of TransReID or its descendants: a transformer below ``base.``.
+
+    The strong baseline (Luo et al. 2019) and AGW (Ye et al. 2021) have a ResNet below this prefix.
+    """
+    return any(name.startswith("base.patch_embed.") for name in state)
 
 
 def interpolation_keys(state: State) -> dict[str, str]:
     """Infer the config keys of the image interpolation from the library that wrote the state dict.
 
-    torchreid resizes images with bilinear interpolation. TransReID uses bicubic interpolation in training and bilinear
-    interpolation in evaluation. The parameter names identify both libraries; for other files, the result is empty.
+    torchreid, the strong baseline (Luo et al. 2019) and AGW resize images with bilinear interpolation. TransReID uses
+    bicubic interpolation in training and bilinear interpolation in evaluation. The parameter names identify these
+    programs; for other files, the result is empty.
     """
-    if any(name.startswith("base.") for name in state):
+    if is_transreid_file(state):
         return {"INPUT.INTERPOLATION_TEST": "bilinear"}
+    if any(name.startswith("base.") for name in state):
+        return {"INPUT.INTERPOLATION": "bilinear"}
     prefixed = any(name.startswith(("backbone.", "heads.")) for name in state)
     return {} if prefixed or "classifier.weight" not in state else {"INPUT.INTERPOLATION": "bilinear"}
 
@@ -225,7 +236,7 @@ def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tu
     return matching / (len(own) + len(unexpected)), width
 
 
-def _head_keys(state: State, *, prefix: str, is_transreid: bool) -> dict[str, str]:
+def _head_keys(state: State, *, prefix: str, is_transreid: bool, width: int) -> dict[str, str]:
     """Infer the config keys of the head and, for TransReID, of the image normalization."""
     own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
     head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
@@ -242,10 +253,13 @@ def _head_keys(state: State, *, prefix: str, is_transreid: bool) -> dict[str, st
     reduction = state.get("reductions.average.weight", head.get("bottleneck.0.weight"))
     if reduction is not None and reduction.dim() == 4:
         keys["MODEL.HEADS.EMBEDDING_DIM"] = str(len(reduction))
+        positions, rest = divmod(reduction.shape[1], width)
+        if positions > 2 and not rest:  # every position of the map, as in face recognition
+            keys |= {"MODEL.HEADS.POOL_LAYER": "Flatten", "MODEL.BACKBONE.FEAT_DIM": str(reduction.shape[1])}
     jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)
     norm = any(name.startswith(("bottleneck", "bnneck")) and value.dim() == 1 for name, value in head.items())
     keys["MODEL.HEADS.WITH_BNNECK"] = str(norm or jpm)
-    if "pool_layer.p" in head:
+    if "pool_layer.p" in head or "global_pool.p" in head:
         keys["MODEL.HEADS.POOL_LAYER"] = "GeneralizedMeanPoolingP"
     if any(name.endswith("cls_token") for name in state):
         keys |= {"MODEL.HEADS.POOL_LAYER": "Identity", "MODEL.HEADS.NAME": "JPMHead" if jpm else "EmbeddingHead"}

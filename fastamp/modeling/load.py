@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.checkpoint.entries import checkpoint_of, damaged_entry_error, merge_from_checkpoint
-from fastamp.checkpoint.evaluated_weights import evaluated_average, load_evaluated_weights
+from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.config import CfgNode, read_config
 from fastamp.layers.lora import merge_adapters
 from fastamp.modeling.meta_arch import build_model
@@ -84,13 +84,7 @@ def load_model(
         raise ConfigError("MODEL.WEIGHTS is empty.\n  fix: set MODEL.WEIGHTS to the weights file")
     resolved = resolve_device(requested_device(cfg))
     model = build_model(cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False}))  # overwritten by MODEL.WEIGHTS
-    extra = load_evaluated_weights(
-        model,
-        cfg.MODEL.WEIGHTS,
-        average=evaluated_average(cfg),
-        min_match=cfg.MODEL.WEIGHTS_MIN_MATCH,
-        base=cfg.MODEL.LORA.BASE,
-    )
+    extra = load_evaluated_weights(model, cfg.MODEL.WEIGHTS, cfg=cfg)
     merge_adapters(model)
     stored = _stored_policy(extra, cfg.MODEL.WEIGHTS)
     if stored and not from_config and not _sets_precision(opts):

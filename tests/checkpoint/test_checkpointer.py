@@ -412,3 +412,34 @@ def test_checkpoint_size_matches_the_written_file(tmp_path):
     content = {"weights": torch.zeros(1000), "text": "x"}
     write_checkpoint(tmp_path / "x.pth", content)
     assert checkpoint_size(content) == (tmp_path / "x.pth").stat().st_size
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "_orig_mod.",
+        "module._orig_mod.",
+        "_orig_mod.module.",
+        "model.",
+        "net.",
+        "model._orig_mod.",
+        "_forward_module.model.",
+        "module.net.module.",
+    ],
+)
+def test_prefixes_of_training_tools_are_stripped(prefix):
+    state = {f"{prefix}backbone.layer{number}.weight": torch.zeros(1) for number in range(20)}
+    found = state_dict_in({"state_dict": state | {"loss.centers": torch.zeros(1)}}, "x.ckpt")
+    assert set(found) == {key.removeprefix(prefix) for key in state} | {"loss.centers"}
+
+
+def test_prefixes_of_compiled_and_sharded_parts_are_stripped_anywhere():
+    names = ("backbone._orig_mod.conv1.weight", "backbone.layer1._fsdp_wrapped_module._checkpoint_wrapped_module.0.w")
+    found = state_dict_in(dict.fromkeys(names, torch.zeros(1)), "x.pth")
+    assert set(found) == {"backbone.conv1.weight", "backbone.layer1.0.w"}
+
+
+def test_a_file_without_a_matching_tensor_is_not_advised_to_lower_the_minimum():
+    with pytest.raises(WeightsError) as error:
+        load_model_state(Model(), {"lit.backbone.weight": torch.zeros(1)}, source="x")
+    assert "WEIGHTS_MIN_MATCH" not in str(error.value) and "lit.backbone.weight" in str(error.value)

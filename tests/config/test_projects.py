@@ -1,6 +1,7 @@
 """Projects: plugins that recipes load by themselves."""
 
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -144,3 +145,49 @@ def test_training_without_a_project_imports_none_and_has_none_of_their_keys():
         "assert 'REC_PATH' in cfg.DATASETS\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    """The project in another copy of the repository, as a clone next to an installed package."""
+    return shutil.copytree(folder, tmp_path / "clone" / "projects")
+
+
+def test_recipe_of_another_copy_loads_the_installed_project(copied):
+    assert read_config(str(copied / "Colors/configs/demo.yml")).PROJECTS == ("Colors",)
+
+
+@pytest.mark.parametrize("recipe", ["", "Colors/configs/demo.yml"])
+def test_plugin_of_another_copy_is_that_of_this_installation_with_a_warning(recipe, copied, caplog):
+    cfg = read_config(recipe and str(copied / recipe), plugin=str(copied / "Colors/plugin.py"))
+    assert cfg.PROJECTS == ("Colors",) and "another copy" in caplog.text
+
+
+def test_error_for_the_key_of_a_project_names_it(folder, tmp_path):
+    (tmp_path / "own.yml").write_text("MODEL: {COLORS: 5}\n")
+    with pytest.raises(ConfigError) as error:
+        read_config(str(tmp_path / "own.yml"))
+    assert "MODEL.COLORS" in str(error.value) and "PROJECTS: [Colors]" in str(error.value)
+    assert read_config(str(tmp_path / "own.yml"), ["PROJECTS", "[Colors]"]).MODEL.COLORS == 5
+
+
+@pytest.mark.parametrize(
+    "text, project",
+    [
+        ("TEST: {RECALLS: [1]}", "FastRetri"),
+        ("UNSUPERVISED: {EPS: 0.5}", "Unsupervised"),
+        ("CLIPREID: {STAGE1: {MAX_EPOCH: 1}}", "CLIPReID"),
+        ("MODEL: {LOSSES: {BCE: {SCALE: 1.0}}}", "FastAttr"),
+        ("TEST: {DSR: {ENABLED: True}}", "PartialReID"),
+    ],
+)
+def test_error_for_keys_of_the_projects_in_the_repository_names_the_project(text, project, tmp_path):
+    (tmp_path / "own.yml").write_text(text)
+    with pytest.raises(ConfigError, match=project):
+        read_config(str(tmp_path / "own.yml"))
+
+
+def test_plugin_that_needs_a_missing_module_is_an_error_without_a_traceback(tmp_path):
+    (tmp_path / "plugin.py").write_text("import module_that_does_not_exist\n")
+    with pytest.raises(ConfigError, match="module_that_does_not_exist"):
+        read_config(plugin=str(tmp_path / "plugin.py"))

@@ -12,7 +12,7 @@ import torch
 import torchvision
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.config import get_cfg
+from fastamp.config import CfgNode, get_cfg, read_config
 from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import WeightsError
@@ -328,3 +328,39 @@ def test_infer_config_raises_for_weights_of_unknown_model(tmp_path):
 def test_infer_config_ignores_scalar_classifier_weight():
     state = model(*RESNET18).state_dict() | {"heads.weight": torch.tensor(1.0)}
     assert "MODEL.HEADS.NUM_CLASSES" not in infer_config(state, "x.pth")
+
+
+def test_import_recognizes_the_network_of_a_project(tmp_path):
+    cfg = read_config("FastFace/demo", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
+    torch.save(build_model(cfg).state_dict(), tmp_path / "in.pth")
+    paths = [str(tmp_path / "in.pth"), str(tmp_path / "out.pth")]
+    assert import_checkpoint.cli([*paths, "PROJECTS=[FastFace]"]) == 0
+    written = CfgNode.load_cfg(torch.load(tmp_path / "out.pth", weights_only=True)["config"])
+    assert written.MODEL.BACKBONE.NAME == cfg.MODEL.BACKBONE.NAME
+    assert written.MODEL.BACKBONE.FEAT_DIM == cfg.MODEL.BACKBONE.FEAT_DIM
+    assert written.MODEL.HEADS.POOL_LAYER == cfg.MODEL.HEADS.POOL_LAYER
+
+
+@pytest.mark.parametrize(
+    "state, hint",
+    [
+        (
+            {
+                "vision_model.embeddings.class_embedding": torch.zeros(8),
+                "vision_model.encoder.layers.0.self_attn.q_proj.weight": torch.zeros(8, 8),
+            },
+            "Hugging Face",
+        ),
+        (
+            {
+                "visual.class_embedding": torch.zeros(8),
+                "visual.conv1.weight": torch.zeros(8, 3, 14, 14),
+                "visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(24, 8),
+            },
+            "ViT-L/14",
+        ),
+    ],
+)
+def test_import_of_a_clip_that_does_not_load_names_its_layout(state, hint, tmp_path, capsys):
+    assert run(tmp_path, state) == 2
+    assert hint in capsys.readouterr().err

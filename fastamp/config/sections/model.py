@@ -20,6 +20,12 @@ KEYS = (
         high=1,
     ),
     Key(
+        "MODEL.WEIGHTS_ALLOW_MISSING",
+        False,
+        "Evaluation, export and import: let learned tensors that a weights file lacks keep their initial values; "
+        "False is an error. Training from MODEL.WEIGHTS only warns.",
+    ),
+    Key(
         "MODEL.COMPILE",
         "off",
         "Backend of torch.compile for the backbone. Compilation takes minutes and is useful for long runs on a GPU.",

@@ -13,6 +13,8 @@ from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
 from fastamp.utils.errors import ConfigError, WeightsError
 from fastamp.utils.sharding import RowShard
 
+_EXPONENT_TOLERANCE = 1e-3  # learned exponents nearer to the fixed one give the same features
+
 
 def classifier_options(cfg: Any) -> dict[str, Any]:
     """Return the options of ``MODEL.HEADS.CLS_LAYER`` besides scale and margin; {} if the class declares none."""
@@ -263,7 +265,8 @@ class EmbeddingHead(nn.Module):
         """Convert the head weights of any FastReID release, or of TransReID without JPM.
 
         Raises:
-            WeightsError: if the weights are from FastReID v0.1.1's ReductionHead, which is not equivalent to this head.
+            WeightsError: if the weights are from FastReID v0.1.1's ReductionHead, which is not equivalent to this head,
+                or if they have a learned exponent of the pooling, which this head would ignore.
         """
         if any(key.startswith("bnneck.") for key in state) and any(key.startswith("bottleneck.") for key in state):
             raise WeightsError(
@@ -283,6 +286,10 @@ class EmbeddingHead(nn.Module):
                 "TransReID trained the copies of the last block in its JPM, not the last block of the backbone, which "
                 "MODEL.HEADS.NAME EmbeddingHead uses: set MODEL.HEADS.NAME to JPMHead to reproduce its features"
             )
+        state = dict(state)
+        if "global_pool.p" in state:  # AGW
+            state["pool_layer.p"] = state.pop("global_pool.p")
+        self._check_exponent(state)
         number = len(self.bottleneck) - 1  # index of the batch norm
         renamed = {}
         for key, value in state.items():
@@ -294,3 +301,15 @@ class EmbeddingHead(nn.Module):
                 key = f"bottleneck.{number}.{key.removeprefix('bottleneck.')}"
             renamed[key] = value
         return renamed
+
+    def _check_exponent(self, state: dict[str, torch.Tensor]) -> None:
+        """Raise WeightsError if the exponent of the pooling is fixed, but another one was learned."""
+        fixed, learned = getattr(self.pool_layer, "p", None), state.get("pool_layer.p")
+        if learned is None or not isinstance(fixed, float | int) or learned.numel() != 1:
+            return
+        if abs(learned.item() - fixed) > _EXPONENT_TOLERANCE:
+            raise WeightsError(
+                f"the weights have a learned exponent of the generalized-mean pooling, {learned.item():.4g}, but "
+                f"MODEL.HEADS.POOL_LAYER {type(self.pool_layer).__name__} fixes it at {fixed:g}, as in FastReID's AGW "
+                "of later releases.\n  fix: set MODEL.HEADS.POOL_LAYER to GeneralizedMeanPoolingP"
+            )

@@ -1,5 +1,6 @@
 """Base class of the meta-architectures: image normalization and backbone."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,9 @@ from torch import nn
 from fastamp.checkpoint.state_dict_conversion import whole_model_names
 from fastamp.config import per_channel
 from fastamp.modeling.losses.compute import column_of
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, WeightsError
+
+_OLD_MGN = re.compile(r"b\d+_(pool\.|head\.bnneck\.)")  # FastReID's first MGN, July and August 2020
 
 
 class ImageModel(nn.Module):
@@ -210,13 +213,23 @@ class ImageModel(nn.Module):
         )
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
-        """Convert the parameter names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``."""
+        """Convert the parameter names of a FastReID, torchreid or TransReID file to ``backbone.*`` and ``heads.*``.
+
+        Raises:
+            WeightsError: if the weights are from FastReID's first MGN, which is not equivalent.
+        """
         for name in ("pixel_mean", "pixel_std"):
             if name in state and not torch.allclose(state[name].flatten().float(), getattr(self, name).cpu().flatten()):
                 notes.append(
                     f"the weights were trained with MODEL.{name.upper()} {state[name].flatten().tolist()}, but the "
                     f"config has {getattr(self, name).flatten().tolist()}"
                 )
+        if any(_OLD_MGN.match(name) for name in state):
+            raise WeightsError(
+                "the weights are from FastReID's MGN of before September 2020, whose reductions (b1_pool, ...) have a "
+                "batch norm and a ReLU, which MODEL.META_ARCHITECTURE MGN does not have.\n"
+                "  fix: use weights of a later FastReID release or train again"
+            )
         for architecture, head in (("MGN", "b1_head"), ("LightMBN", "average_head")):
             found = any(name.startswith(f"{head}.") for name in state)
             if found != hasattr(self, head):
