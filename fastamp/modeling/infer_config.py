@@ -256,6 +256,8 @@ def _head_keys(state: State, *, prefix: str, is_transreid: bool, width: int) -> 
         positions, rest = divmod(reduction.shape[1], width)
         if positions > 2 and not rest:  # every position of the map, as in face recognition
             keys |= {"MODEL.HEADS.POOL_LAYER": "Flatten", "MODEL.BACKBONE.FEAT_DIM": str(reduction.shape[1])}
+            if positions == 7 * 7:
+                keys |= dict.fromkeys(("INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST"), "(112, 112)")
     jpm = any(name.startswith(("b1.0.", "branches.")) for name in head)
     norm = any(name.startswith(("bottleneck", "bnneck")) and value.dim() == 1 for name, value in head.items())
     keys["MODEL.HEADS.WITH_BNNECK"] = str(norm or jpm)

@@ -154,7 +154,7 @@ def foreign_file(kind, backbone):
     return files[kind]
 
 
-@pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "Lightning", "CLIP"])
+@pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "CLIP"])
 def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_path, capsys, resnet18, kind):
     content, prefixes = foreign_file(kind, resnet18)
     assert run(tmp_path, content) == 2
@@ -162,6 +162,14 @@ def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_
     assert [prefix for prefix in prefixes if f"--prefix {prefix}   (resnet)" in err] == prefixes, err
     assert run(tmp_path, content, "--prefix", prefixes[0], "MODEL.HEADS.POOL_LAYER", "GlobalAvgPool") == 0
     assert "100% of the backbone's" in capsys.readouterr().out
+    written = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
+    assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
+
+
+@pytest.mark.parametrize("prefix", [(), ("--prefix", "state_dict.net.")], ids=["stripped", "given"])
+def test_import_of_a_lightning_checkpoint(tmp_path, resnet18, prefix):
+    content, _ = foreign_file("Lightning", resnet18)
+    assert run(tmp_path, content, *prefix) == 0
     written = torch.load(tmp_path / "out.pth", weights_only=True)["model"]
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
@@ -334,7 +342,8 @@ def test_import_recognizes_the_network_of_a_project(tmp_path):
     cfg = read_config("FastFace/demo", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
     torch.save(build_model(cfg).state_dict(), tmp_path / "in.pth")
     paths = [str(tmp_path / "in.pth"), str(tmp_path / "out.pth")]
-    assert import_checkpoint.cli([*paths, "PROJECTS=[FastFace]"]) == 0
+    size = ["INPUT.SIZE_TRAIN", "(64, 32)", "INPUT.SIZE_TEST", "(64, 32)"]
+    assert import_checkpoint.cli([*paths, "PROJECTS=[FastFace]", *size]) == 0
     written = CfgNode.load_cfg(torch.load(tmp_path / "out.pth", weights_only=True)["config"])
     assert written.MODEL.BACKBONE.NAME == cfg.MODEL.BACKBONE.NAME
     assert written.MODEL.BACKBONE.FEAT_DIM == cfg.MODEL.BACKBONE.FEAT_DIM
