@@ -251,7 +251,8 @@ def _check_model_match(own: State, converted: State, report: ImportReport, min_m
         else:
             fix += f"; if the names in the file have a prefix, remove it (the first is {next(iter(converted), '')!r})"
         raise WeightsError(
-            f"weights from {report.source} do not match the model's backbone\n{report}\n{_layout(converted)}"
+            f"weights from {report.source} do not match the model's backbone: {report.backbone_fraction:.0%} of its "
+            f"tensors match, less than MODEL.WEIGHTS_MIN_MATCH {min_match:g}\n{report}\n{_layout(converted)}"
             f"  fix: {fix}"
         )
 

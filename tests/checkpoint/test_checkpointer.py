@@ -442,4 +442,4 @@ def test_prefixes_of_compiled_and_sharded_parts_are_stripped_anywhere():
 def test_a_file_without_a_matching_tensor_is_not_advised_to_lower_the_minimum():
     with pytest.raises(WeightsError) as error:
         load_model_state(Model(), {"lit.backbone.weight": torch.zeros(1)}, source="x")
-    assert "WEIGHTS_MIN_MATCH" not in str(error.value) and "lit.backbone.weight" in str(error.value)
+    assert "lower MODEL.WEIGHTS_MIN_MATCH" not in str(error.value) and "lit.backbone.weight" in str(error.value)
