@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     """Cluster the images, write the files and print a summary."""
     from fastamp.amp import resolve_device
     from fastamp.evaluation.clustering import Clustering, describe_few_clusters
-    from fastamp.inference.cluster import check_outputs, cluster, write_csv, write_page
+    from fastamp.inference.cluster import check_outputs, cluster, describe_dominant_cluster, write_csv, write_page
     from fastamp.inference.features_file import read_extraction
     from fastamp.utils.logger import setup_logger
 
@@ -108,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     if args.page:
         write_page(Path(args.page), extraction, labels, quality, names)
         print(f"wrote {args.page}")
+    if warning := describe_dominant_cluster(extraction, labels, options, device=device):
+        print(warning, file=sys.stderr)
     if problem := describe_few_clusters(quality, options, eps="--eps", min_samples="--min-samples"):
         print(problem, file=sys.stderr)
         return 1

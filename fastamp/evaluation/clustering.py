@@ -16,6 +16,7 @@ from fastamp.evaluation.hierarchical import LARGEST_BELOW_ONE, check_hdbscan, hd
 from fastamp.evaluation.metrics import check_finite_features
 from fastamp.evaluation.neighbors import nearest_neighbors
 from fastamp.evaluation.rerank import ReRanking, add_overlaps, reciprocal_weights
+from fastamp.layers.distance import pairwise_distance
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.progress import track
@@ -28,6 +29,9 @@ logger = logging.getLogger(__name__)
 METHODS = ("dbscan", "hdbscan")
 OUTLIER = -1
 """Label of images that are in no cluster."""
+# A cluster with these parts of all images and of the median size probably contains several identities.
+_DOMINANT_FRACTION, _DOMINANT_RATIO = 0.2, 5
+_TRIED_EPS, _TRIED_K1 = (0.2, 0.3, 0.4, 0.5, 0.6), (30, 20, 10, 6, 4)
 # More rows per block do not make it faster.
 _MAX_BLOCK_ROWS = 1024
 
@@ -307,6 +311,71 @@ def describe_few_clusters(quality: ClusterQuality, options: Clustering, *, eps: 
             f"  fix:   reduce {min_samples if by_density else eps}, or use a model that was trained on similar data"
         )
     return ""
+
+
+def dominant_cluster(labels: np.ndarray) -> tuple[int, int] | None:
+    """Find a cluster that probably merges identities: a fifth of all images, and five times the median size.
+
+    Args:
+        labels: (N,) int64, see ``cluster_quality``.
+
+    Returns:
+        The cluster and its number of images; None if there is no such cluster.
+    """
+    names, sizes = np.unique(labels[labels != OUTLIER], return_counts=True)
+    if len(names) < 2 or sizes.max() < max(_DOMINANT_FRACTION * len(labels), _DOMINANT_RATIO * np.median(sizes)):
+        return None
+    return int(names[sizes.argmax()]), int(sizes.max())
+
+
+def separation(features: torch.Tensor, labels: np.ndarray) -> float:
+    """Compute the simplified silhouette of clusters (Vendramin et al. 2010), in -1..1, from cosine distances.
+
+    It is the mean over all images of (b - a) / max(a, b), with the distances a to the mean of the own cluster and b to
+    the nearest mean of another one; 0 for outliers. Merged identities increase a, and split ones decrease b.
+
+    Args:
+        features: (N, D) float.
+        labels: (N,) int64 with at least two clusters.
+    """
+    rows = torch.from_numpy(np.flatnonzero(labels != OUTLIER)).to(features.device)
+    own = torch.from_numpy(np.unique(labels[labels != OUTLIER], return_inverse=True)[1].reshape(-1)).to(features.device)
+    unit = F.normalize(features[rows].float(), dim=1)
+    means = torch.zeros(int(own.max()) + 1, unit.shape[1], device=unit.device).index_add_(0, own, unit)
+    distances = pairwise_distance(unit, means, "cosine")
+    inner = distances.gather(1, own[:, None])[:, 0].clamp_min(0)
+    outer = distances.scatter(1, own[:, None], torch.inf).amin(1).clamp_min(0)
+    values = (outer - inner) / torch.maximum(inner, outer).clamp_min(1e-12)
+    return float(values.sum() / len(labels))
+
+
+def better_settings(features: torch.Tensor, options: Clustering) -> tuple[Clustering, np.ndarray] | None:
+    """Search for settings of DBSCAN with the largest ``separation``, and no dominant cluster.
+
+    All combinations of eps 0.2, 0.3, ..., 0.6 and k1 of 30, 20, 10, 6 and 4 are tried.
+
+    Args:
+        features: (N, D) float.
+        options: settings, whose ``min_samples`` and ``k2`` are kept.
+
+    Returns:
+        The settings and their labels; None if all have a dominant cluster or fewer than two clusters.
+    """
+    found = None
+    for k1 in _TRIED_K1:
+        tried = replace(options, k1=k1, k2=min(options.k2, k1), eps=max(_TRIED_EPS), method="dbscan")
+        distances = jaccard_distances(features, tried)
+        for eps in _TRIED_EPS:
+            near = distances.copy()
+            near.data = np.where(near.data <= eps, near.data + 1, 0)  # entries of 0 are removed
+            near.eliminate_zeros()
+            labels = dbscan(near, min_samples=options.min_samples)
+            if len(np.unique(labels[labels != OUTLIER])) < 2 or dominant_cluster(labels) is not None:
+                continue
+            score = separation(features, labels)
+            if found is None or score > found[0]:
+                found = score, replace(tried, eps=eps), labels
+    return None if found is None else found[1:]
 
 
 def _entropy(counts: np.ndarray) -> float:

@@ -10,11 +10,20 @@ import numpy as np
 import torch
 
 from fastamp.data.datasets.base import ImageItem
-from fastamp.evaluation.clustering import Clustering, ClusterQuality, cluster_features, cluster_quality
+from fastamp.evaluation.clustering import (
+    Clustering,
+    ClusterQuality,
+    better_settings,
+    cluster_features,
+    cluster_quality,
+    dominant_cluster,
+)
 from fastamp.inference.features_file import Extraction
 from fastamp.report.cluster_page import write_cluster_page
 from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import write_atomically
+
+_MOST_TRIED = 20_000
 
 
 def check_outputs(source: str | os.PathLike[str], **files: str | os.PathLike[str] | None) -> None:
@@ -58,6 +67,35 @@ def cluster(
     sizes, known = cluster_quality(labels), names != ""
     quality = cluster_quality(labels[known], names[known]) if known.any() else sizes
     return labels, dataclasses.replace(quality, **_counts(sizes)), names
+
+
+def describe_dominant_cluster(
+    extraction: Extraction, labels: np.ndarray, options: Clustering, *, device: torch.device
+) -> str:
+    """Describe a cluster that probably merges identities, and settings that do not; "" if there is none.
+
+    Other settings are tried for up to 20,000 images, see ``better_settings``.
+    """
+    found = dominant_cluster(labels)
+    if found is None:
+        return ""
+    sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
+    text = (
+        f"warning: cluster {found[0]} has {found[1]} of {len(labels)} images, and the median of the {len(sizes)} "
+        f"clusters is {np.median(sizes):g}: it probably contains several identities.\n  fix: "
+    )
+    better = None
+    if len(labels) <= _MOST_TRIED:
+        better = better_settings(torch.from_numpy(np.array(extraction.features)).to(device), options)
+    if better is None:
+        return f"{text}reduce --eps and --k1, or use a model that was trained on similar data"
+    settings, others = better
+    sizes = np.unique(others[others >= 0], return_counts=True)[1]
+    return (
+        f"{text}--eps {settings.eps:g} --k1 {settings.k1} --k2 {settings.k2} gives {len(sizes)} clusters, the largest "
+        f"with {sizes.max()} images, and {int((others < 0).sum())} outliers (the largest simplified silhouette of the "
+        "settings that were tried)"
+    )
 
 
 def _counts(quality: ClusterQuality) -> dict[str, int]:

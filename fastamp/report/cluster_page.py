@@ -49,7 +49,7 @@ def cluster_sheets(
     groups = []
     for number in order[:clusters]:
         shown = _images(items, np.flatnonzero(labels == names[number])[:images])
-        note = plural(int(sizes[number]), "image")
+        note = _count(int(sizes[number]), len(shown))
         if counts[number]:
             note += f"; {plural(len(counts[number]), 'identity', 'identities')}: "
             note += ", ".join(f"{name} ({count})" for name, count in counts[number].most_common(5))
@@ -57,7 +57,7 @@ def cluster_sheets(
     outliers = np.flatnonzero(labels == OUTLIER)
     if len(outliers):
         shown = _images(items, outliers[: 2 * images])
-        groups.append(SheetGroup("Outliers", plural(len(outliers), "image"), shown))
+        groups.append(SheetGroup("Outliers", _count(len(outliers), len(shown)), shown))
     if identities is not None:
         groups += _split_identities(labels, items, identities, most=-(-clusters // 5), images=images)
     if len(names) > clusters:
@@ -124,6 +124,10 @@ def _split_identities(
         note = f"in {len(found)} clusters: " + ", ".join(f"{cluster} ({count})" for cluster, count in found.items())
         groups.append(SheetGroup(f"Split identity {name}", note, _images(items, np.concatenate(rows)[:images])))
     return groups
+
+
+def _count(images: int, shown: int) -> str:
+    return plural(images, "image") + (f", {shown} of them shown" if shown < images else "")
 
 
 def _identities_in(identities: np.ndarray | None, chosen: np.ndarray) -> "Counter[str]":

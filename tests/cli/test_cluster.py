@@ -5,19 +5,28 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from fastamp.cli import cluster as command
 from fastamp.cli import main
-from fastamp.evaluation.clustering import Clustering
+from fastamp.evaluation.clustering import (
+    Clustering,
+    better_settings,
+    cluster_features,
+    cluster_quality,
+    dominant_cluster,
+    separation,
+)
 from fastamp.inference.features_file import write_arrays
 
 
-def extraction(path, *, identities=6, images=8, noise=0.2, pids=None, **columns):
+def extraction(path, *, identities=6, images=8, noise=0.2, pids=None, features=None, **columns):
     """Write an extraction of generated features, with image files for the first identity."""
     random = np.random.default_rng(0)
     names = np.repeat(np.arange(identities), images)
-    features = random.standard_normal((identities, 16))[names] + noise * random.standard_normal((len(names), 16))
+    if features is None:
+        features = random.standard_normal((identities, 16))[names] + noise * random.standard_normal((len(names), 16))
     paths = [str(path.parent / f"{number}.jpg") for number in range(len(names))]
     for file in paths[:images]:
         Image.new("RGB", (20, 40), "red").save(file)
@@ -145,3 +154,46 @@ def test_defaults_are_those_of_the_clustering():
     options = Clustering()
     found = Clustering(eps=command.EPS, min_samples=command.MIN_SAMPLES, k1=command.K1, k2=command.K2)
     assert found == options
+
+
+def test_dominant_cluster_is_a_warning_with_settings_that_separate_the_identities(tmp_path, capsys):
+    random = np.random.default_rng(0)
+    directions = np.linalg.qr(random.standard_normal((64, 64)))[0]
+    # Twelve similar identities and ten others, with eight images each.
+    centers = np.concatenate((directions[0] + 0.3 * directions[1:13], directions[13:23]))
+    names = np.repeat(np.arange(22), 8)
+    features = (centers[names] + 0.06 * random.standard_normal((len(names), 64))).astype(np.float32)
+    inputs = torch.from_numpy(features)
+    labels = cluster_features(inputs, Clustering())
+    assert dominant_cluster(labels) == (0, 96)
+    settings, found = better_settings(inputs, Clustering())
+    assert dominant_cluster(found) is None and cluster_quality(found, names).purity > 0.9
+    assert separation(inputs, names) > separation(inputs, found)
+    assert np.array_equal(cluster_features(inputs, settings), found)
+    source = extraction(tmp_path / "x.npz", identities=22, features=features, pids=names)
+    page = tmp_path / "page.html"
+    assert main(["cluster", str(source), "--device", "cpu", "--page", str(page)]) == 0
+    err = capsys.readouterr().err
+    assert "96 of 176" in err and f"--eps {settings.eps:g} --k1 {settings.k1}" in err and "fix:" in err
+    text = page.read_text(encoding="utf-8")
+    assert "96 images, 8 of them shown" in text and "0.jpg<br>" in text
+
+
+def test_separation_is_that_of_a_naive_loop():
+    random = np.random.default_rng(0)
+    features = random.standard_normal((30, 5))
+    labels = random.integers(-1, 3, 30)
+    unit = features / np.linalg.norm(features, axis=1, keepdims=True)
+    means = [unit[labels == number].mean(0) for number in range(3)]
+    values = []
+    for feature, label in zip(unit, labels, strict=True):
+        distances = [1 - feature @ mean / np.linalg.norm(mean) for mean in means]
+        own = distances.pop(label) if label >= 0 else 0
+        values.append((min(distances) - own) / max(min(distances), own) if label >= 0 else 0)
+    assert separation(torch.from_numpy(features), labels) == pytest.approx(np.mean(values), abs=1e-5)
+
+
+def test_clusters_of_similar_sizes_are_not_dominant():
+    assert dominant_cluster(np.repeat([0, 1, 2], 8)) is None and dominant_cluster(np.zeros(9, dtype=np.int64)) is None
+    assert dominant_cluster(np.full(9, -1)) is None
+    assert dominant_cluster(np.repeat([0, 1, 2, 3], [40, 4, 4, 4])) == (0, 40)
