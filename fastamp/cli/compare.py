@@ -10,6 +10,7 @@ examples:
 
 import argparse
 import json
+import logging
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import add_key_values
@@ -35,9 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compare two images and print the result."""
-    comparison = model_of(args, args.key_values).compare(
-        *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids, modality=args.modality
-    )
+    logger = logging.getLogger("fastamp")
+    level = logger.level
+    logger.setLevel(logging.WARNING)  # the result is two lines; those of the loading would hide it
+    try:
+        comparison = model_of(args, args.key_values).compare(
+            *args.images, reference=args.reference, camids=args.camids, viewids=args.viewids, modality=args.modality
+        )
+    finally:
+        logger.setLevel(level)
     if args.json:
         fractions = {"genuine_share": comparison.genuine_fraction, "impostor_share": comparison.impostor_fraction}
         found = {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}

@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     license = License(name=args.license, title=args.license_name, link=args.license_link)
     if args.to:
         _package(args, args.to, license)
-        print(f"next: complete {args.to}/README.md, then run: fastamp push {args.to} {args.repository or 'USER/NAME'}")
+        card = Path(args.to) / "README.md"
+        print(f"next: complete {card}, then run: fastamp push {args.to} {args.repository or 'USER/NAME'}")
         return 0
     find_token(args.repository)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,8 @@ from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
 
 _NO_PAIRS = (
-    "no reference pairs: the checkpoint contains no pairs for this metric; training saves pairs after an evaluation\n"
+    "no reference pairs: the model file contains none for this metric; checkpoints do after an evaluation in the "
+    "training, and exported files never do\n"
     "  fix: extract features of images with identities (fastamp extract) and pass --reference FILE.npz"
 )
 _NO_DECISION = (

@@ -115,3 +115,9 @@ def test_compare_command_prints_text_or_json(checkpoint, two, capsys):
     assert 0 <= found["impostor_share"] <= 1 and found["source"] == "Demo"
     assert run_command(command, checkpoint, *two, "--device", "cpu") == 0
     assert "cosine similarity" in capsys.readouterr().out
+
+
+def test_compare_command_prints_no_lines_of_the_loading(checkpoint, two, capsys, caplog):
+    assert run_command(command, checkpoint, *two, "--device", "cpu") == 0
+    assert not [record for record in caplog.records if record.levelname == "INFO"]
+    assert capsys.readouterr().out.count("\n") <= 5

@@ -39,7 +39,7 @@ function addMatch(match, metric) {
   const box = element("matches").appendChild(document.createElement("li"));
   line(box, match.name || match.id);
   if (match.decision !== null) {
-    line(box, `${match.decision}: ${(100 * match.probability).toFixed(1)} %`, match.decision);
+    line(box, `${match.decision} (probability of the same identity ${(100 * match.probability).toFixed(1)} %)`, match.decision);
   } else if (match.impostor_fraction !== null) {
     line(box, `more similar than ${(100 * match.impostor_fraction).toFixed(1)} % of different pairs`);
   }
