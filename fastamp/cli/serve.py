@@ -28,6 +28,8 @@ _LIMITS = {
     "megapixels": (50.0, "size of an image in megapixels"),
     "results": (1000, "results per image"),
     "receive-seconds": (30.0, "time to receive a request"),
+    "decode-seconds": (5.0, "time to decode an image"),
+    "answer-seconds": (60.0, "time to answer a request that was received"),
     "queue": (256, "images that wait or are computed; further requests get status 429"),
     "batch": (32, "images that the model computes at once"),
     "wait-ms": (10.0, "time that the first image of a batch waits for others, in milliseconds"),

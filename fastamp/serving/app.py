@@ -58,6 +58,7 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False) -> F
         redoc_url=None,
         responses=_ERRORS,
     )
+    app.state.service = service
     access = [Depends(check)]
     add_model_routes(app, service, access)
     add_gallery_routes(app, service, access)
@@ -65,7 +66,13 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False) -> F
 
     @app.get("/health", response_model=schemas.Health, tags=["operation"], summary="Whether the service runs")
     async def health() -> Response:
-        return JSONResponse({"status": "ok", "pending": service.batcher.pending})
+        stuck = service.is_stuck
+        body = {
+            "status": "stuck" if stuck else "ok",
+            "pending": service.batcher.pending,
+            "computing_seconds": round(service.computing_seconds, 3),
+        }
+        return JSONResponse(body, status_code=503 if stuck else 200)
 
     @app.get("/metrics", dependencies=access, tags=["operation"], summary="Prometheus metrics")
     async def metrics() -> Response:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,7 @@ class Batcher:
     Attributes:
         pending: number of images that wait or are computed.
         computing: number of batches that are computed.
+        starts: time.monotonic() at the starts of these batches.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
         self.pending = self.computing = 0
+        self.starts: list[float] = []
 
     def start(self) -> None:
         """Start to compute batches."""
@@ -122,13 +125,19 @@ class Batcher:
             while self.computing == self._workers:
                 self._free.clear()
                 await self._free.wait()
+            self._drop_abandoned()
+            if not self._waiting:
+                continue
             remaining = self._waiting[0].start + self._wait - loop.time()
             if len(self._waiting) < self._batch and remaining > 0:
                 await asyncio.sleep(remaining)
+                self._drop_abandoned()
             idle = self._workers - self.computing
             taken = [self._waiting.popleft() for _ in range(min(len(self._waiting), idle * self._batch))]
             if not self._waiting:
                 self._wake.clear()
+            if not taken:
+                continue
             size = math.ceil(len(taken) / idle)
             batches = [taken[start : start + size] for start in range(0, len(taken), size)]
             self.computing += len(batches)  # before the first one divides the threads of PyTorch
@@ -139,15 +148,23 @@ class Batcher:
                 self._tasks.add(task)  # the event loop keeps no reference
                 task.add_done_callback(self._tasks.discard)
 
+    def _drop_abandoned(self) -> None:
+        """Drop the images of requests that are no longer awaited."""
+        self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
+        if not self._waiting:
+            self._wake.clear()
+
     async def _compute_batch(self, batch: list[_Waiting]) -> None:
         """Compute a batch in a thread and set its results."""
-        loop = asyncio.get_running_loop()
+        loop, start = asyncio.get_running_loop(), time.monotonic()
+        self.starts.append(start)
         try:
             results: Sequence[Any] = await loop.run_in_executor(
                 self._threads, self._results, [each.image for each in batch]
             )
         except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
             results = [error] * len(batch)
+        self.starts.remove(start)
         self.computing -= 1
         self._free.set()
         for (_, future, _), result in zip(batch, results, strict=True):

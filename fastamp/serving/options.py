@@ -21,6 +21,8 @@ class Limits:
         megapixels: size of an image, in 10**6 pixels; checked before it is decoded.
         results: results per image of a search.
         receive_seconds: time to receive a request.
+        decode_seconds: time to decode an image; the process that decodes it is ended then.
+        answer_seconds: time to answer a request after it was received; it then gets status 503.
         queue: images that wait or are computed; further requests get status 429.
         batch: images that the model computes at once.
         wait_ms: time that the first image of a batch waits for further images, in milliseconds.
@@ -31,6 +33,8 @@ class Limits:
     megapixels: float = 50.0
     results: int = 1000
     receive_seconds: float = 30.0
+    decode_seconds: float = 5.0
+    answer_seconds: float = 60.0
     queue: int = 256
     batch: int = 32
     wait_ms: float = 10.0

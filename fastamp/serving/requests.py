@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import FormData, Headers, UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.types import Message, Receive, Scope
+from starlette.types import Message, Receive
 
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import LOCAL_HOSTS, Limits
@@ -73,17 +73,6 @@ def limited(receive: Receive, headers: Headers, limits: Limits) -> Receive:
         return message
 
     return counted
-
-
-async def discard_body(scope: Scope, receive: Receive, limits: Limits) -> None:
-    """Receive the body of a rejected request, so that the client reads the answer instead of a closed connection."""
-    limited_receive = limited(receive, Headers(scope=scope), limits)
-
-    async def receive_all() -> None:
-        while (message := await limited_receive())["type"] == "http.request" and message.get("more_body"):
-            pass
-
-    await asyncio.wait_for(receive_all(), limits.receive_seconds)
 
 
 async def read_form(request: Request, limits: Limits, fields: Collection[str]) -> FormData:

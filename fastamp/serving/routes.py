@@ -1,6 +1,7 @@
 """Routes of the service: features, comparison, search, and reading and changing the gallery."""
 
-from collections.abc import Awaitable, Callable, Collection
+import asyncio
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,8 +12,9 @@ from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.gallery_store import parse_time
 from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
-from fastamp.serving.requests import discard_body, models_of, number_of, read_form, texts_of, uploads_of
-from fastamp.serving.service import Service, item_values
+from fastamp.serving.options import Limits
+from fastamp.serving.requests import models_of, number_of, read_form, texts_of, uploads_of
+from fastamp.serving.service import Service, in_time, item_values
 
 _IMAGES = {"images": {"type": "array", "items": {"type": "string", "format": "binary"}}}
 _TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -32,22 +34,37 @@ async def _with_form(
     request: Request,
     service: Service,
     fields: Collection[str],
-    answer: Callable[[FormData], Awaitable[Any]],
+    answer: Callable[[FormData], Coroutine[Any, Any, Any]],
     *,
     status: int = 200,
 ) -> Response:
     """Receive the form of a request, unless the queue is full, and answer with the result of ``answer``."""
-    try:
-        service.batcher.check(1 + service.receiving)
-    except RequestError:
-        await discard_body(request.scope, request.receive, service.limits)
-        raise
+    service.batcher.check(1 + service.receiving)
     with service.receiving_form():
         form = await read_form(request, service.limits, fields)
     try:
-        return JSONResponse(await answer(form), status_code=status)
+        return JSONResponse(await _unless_abandoned(request, answer(form), service.limits), status_code=status)
     finally:
         await form.close()
+
+
+async def _unless_abandoned(request: Request, answer: Coroutine[Any, Any, Any], limits: Limits) -> Any:
+    """Await an answer until the client disconnects or the time is over; it is then cancelled, and frees its places."""
+
+    async def wait_for_the_end() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(wait_for_the_end())
+    try:
+        await in_time(asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED), limits.answer_seconds)
+        if not answering.done():
+            raise RequestError(400, "disconnected", "the client disconnected before the answer")
+        return answering.result()
+    finally:
+        for each in (answering, leaving):
+            each.cancel()
+        await asyncio.wait((answering, leaving))
 
 
 def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:

@@ -99,5 +99,6 @@ class Items(BaseModel):
 
 
 class Health(BaseModel):
-    status: str
+    status: str = Field(description="ok, or stuck (with HTTP status 503) if a computation exceeds --answer-seconds")
+    computing_seconds: float = Field(description="Time since the start of the oldest computation that has not ended")
     pending: int = Field(description="Number of images that wait or are computed")

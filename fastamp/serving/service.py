@@ -1,8 +1,9 @@
 """Computations of the service: features, comparisons, searches and changes of the gallery."""
 
 import asyncio
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,20 +12,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fastamp.data.decode import decode_image
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_source import make_picture
 from fastamp.inference.gallery_store import Item, format_time, parse_time
 from fastamp.inference.predictor import Predictor
 from fastamp.serving.batching import Batcher
+from fastamp.serving.decoding import Decoder, Decoding
 from fastamp.serving.errors import RequestError, split_fix
 from fastamp.serving.metrics import Metrics
 from fastamp.serving.options import Limits
 from fastamp.serving.requests import Upload
 from fastamp.serving.schemas import ItemIn
 from fastamp.serving.traced import traced_features
-from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
 
 T = TypeVar("T")
@@ -66,14 +65,31 @@ class Service:
             workers=workers,
             observe=self.metrics.batches.observe,
         )
-        self._decoders = ThreadPoolExecutor(available_cores(), "decode")
+        most = min(int(limits.megapixels * 1e6), model.max_pixels)
+        decoding = Decoding(
+            model.resize, model.channels, most, pictures=pictures and gallery is not None, bit_depth=model.bit_depth
+        )
+        self._decoder = Decoder(decoding, limits.decode_seconds)
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
+        self._gallery_call = 0.0  # start of the call that is running
         self._building: asyncio.Future[Any] | None = None
         self.received = self.answered = self.receiving = 0
+
+    @property
+    def computing_seconds(self) -> float:
+        """Time since the start of the oldest batch, or call of the gallery, that is computed; 0 if there is none."""
+        running = [*self.batcher.starts, self._gallery_call or time.monotonic()]
+        return time.monotonic() - min(running)
+
+    @property
+    def is_stuck(self) -> bool:
+        """True if a computation takes longer than requests wait for their answers."""
+        return self.computing_seconds > self.limits.answer_seconds
 
     def start(self) -> None:
         """Start to compute, in the running event loop."""
         self.batcher.start()
+        self._decoder.start()
         self._build_candidates()
 
     async def stop(self) -> None:
@@ -81,8 +97,8 @@ class Service:
         await self.batcher.stop()
         if self._building is not None:
             await asyncio.wait([self._building])
-        for pool in (self._decoders, self._gallery_thread):
-            pool.shutdown()
+        self._decoder.close()
+        self._gallery_thread.shutdown()
         if self.gallery is not None:
             self.gallery.close()
 
@@ -111,9 +127,7 @@ class Service:
             RequestError: if the queue is full, or an image is invalid.
         """
         with self.batcher.places(len(uploads)):
-            loop = asyncio.get_running_loop()
-            decoding = [loop.run_in_executor(self._decoders, self._decode, each, n) for n, each in enumerate(uploads)]
-            decoded = await asyncio.gather(*decoding)
+            decoded = await asyncio.gather(*(self._decode(each, number) for number, each in enumerate(uploads)))
             try:
                 found = await self.batcher.features([image for image, _ in decoded])
             except DataError as error:
@@ -128,16 +142,10 @@ class Service:
                 torch.set_num_threads(threads)
         return self._features(images)
 
-    def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
+    async def _decode(self, upload: Upload, number: int) -> tuple[Tensor, bytes]:
         """Decode and preprocess an image, and make its picture."""
-        model, name = self.model, f"{number} ({upload.name})"
         try:
-            limit = min(int(self.limits.megapixels * 1e6), model.max_pixels)
-            limits: dict[str, Any] = {"max_pixels": limit, "least_side": model.resize.least_side}
-            limits["bit_depth"] = model.bit_depth
-            pixels = decode_image(upload.content, model.channels, name=name, **limits)
-            picture = make_picture(pixels) if self.pictures and self.gallery is not None else b""
-            return model.preprocess(pixels), picture
+            return await self._decoder.decode(upload.content, f"{number} ({upload.name})")
         except DataError as error:
             message, _ = split_fix(str(error))
             fix = f"send a JPEG, PNG or WebP file of at most {self.limits.megapixels:g} megapixels"
@@ -153,11 +161,19 @@ class Service:
         """Call a function with the gallery in its thread; a started change is completed if the client disconnects.
 
         Raises:
-            RequestError: with status 404 if there is no gallery.
+            RequestError: with status 404 if there is no gallery, and 503 if the call takes too long.
         """
         gallery = self.require_gallery()
-        loop = asyncio.get_running_loop()
-        return await asyncio.shield(loop.run_in_executor(self._gallery_thread, function, gallery))
+
+        def call() -> T:
+            self._gallery_call = time.monotonic()
+            try:
+                return function(gallery)
+            finally:
+                self._gallery_call = 0.0
+
+        calling = asyncio.get_running_loop().run_in_executor(self._gallery_thread, call)
+        return await in_time(asyncio.shield(calling), self.limits.answer_seconds)
 
     async def add(self, uploads: Sequence[Upload], items: Sequence[ItemIn]) -> list[str]:
         """Add images to the gallery and return their ids, after they are on the disk."""
@@ -240,6 +256,16 @@ class Service:
         gallery = self.gallery
         if gallery is not None and gallery.wants_candidates and (self._building is None or self._building.done()):
             self._building = asyncio.ensure_future(asyncio.to_thread(gallery.build_candidates))
+
+
+async def in_time(awaited: Awaitable[T], seconds: float) -> T:
+    """Await something for at most ``seconds``; raise RequestError with status 503 after that."""
+    try:
+        return await asyncio.wait_for(awaited, seconds)
+    except asyncio.TimeoutError as error:
+        raise RequestError(
+            503, "too_slow", f"the request was not answered within {seconds:g} seconds", "try again later"
+        ) from error
 
 
 def _concurrent_batches(model: FeatureModel) -> int:

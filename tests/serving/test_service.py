@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,13 @@ import PIL.Image
 import pytest
 import torch
 from random_calibration import random_calibration
+from slow_resize import SLOW, SlowResize
 
 from fastamp import Predictor
 from fastamp.cli.serve import _LIMITS
 from fastamp.data.build import build_dataset
 from fastamp.inference.export import export
-from fastamp.inference.gallery import create_or_open
+from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.errors import ConfigError, DataError
@@ -30,6 +32,7 @@ from starlette.requests import Request
 
 from fastamp.serving.app import create_app
 from fastamp.serving.batching import Batcher
+from fastamp.serving.decoding import Decoder, Decoding, is_usual
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits, read_api_key
 from fastamp.serving.requests import read_form
@@ -241,12 +244,12 @@ def test_limits_and_invalid_requests_have_structured_errors(start, images):
 
 def test_items_at_the_ends_of_the_calendar_do_not_break_the_gallery(start, images):
     client = start()
-    for time in ("9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):  # not in the years 1 to 9999 in UTC
-        data = {"items": json.dumps([{"time": time}])}
+    for moment in ("9999-12-31T23:59:59-12:00", "0001-01-01T00:00:00+12:00"):  # not in the years 1 to 9999 in UTC
+        data = {"items": json.dumps([{"time": moment}])}
         answer = client.post("/v1/gallery/items", files=upload(images[0]), data=data)
         assert error_of(answer, 422) == "invalid_value"
-    for time in ("9999-12-31T23:59:59", "0001-01-01"):
-        data = {"items": json.dumps([{"time": time}])}
+    for moment in ("9999-12-31T23:59:59", "0001-01-01"):
+        data = {"items": json.dumps([{"time": moment}])}
         client.post("/v1/gallery/items", files=upload(images[0]), data=data).raise_for_status()
     times = [item["time"] for item in client.get("/v1/gallery/items").json()["items"]]
     assert times == ["9999-12-31T23:59:59+00:00", "0001-01-01T00:00:00+00:00"]
@@ -304,7 +307,7 @@ def test_without_a_gallery_only_features_and_comparisons_work(start, images):
         client.post("/v1/gallery/items", files=upload(images[0])),
     ):
         assert error_of(answer, 404) == "no_gallery"
-    assert client.get("/health").json() == {"status": "ok", "pending": 0}
+    assert client.get("/health").json() == {"status": "ok", "pending": 0, "computing_seconds": 0.0}
 
 
 def test_bugs_are_answered_without_details(start, images, monkeypatch):
@@ -312,6 +315,147 @@ def test_bugs_are_answered_without_details(start, images, monkeypatch):
     monkeypatch.setattr(Batcher, "_results", lambda *_: 1 / 0)
     assert "division" not in (answer := client.post("/v1/features", files=upload(images[0]))).text
     assert error_of(answer, 500) == "internal_error"
+
+
+def png(side=40, color=(9, 9, 9)):
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (side, side), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
+    decoder = Decoder(Decoding(SlowResize(), 3, 10**6, pictures=True), seconds=4)
+
+    async def decode_both():
+        slow, usual = await asyncio.gather(
+            decoder.decode(png(color=SLOW), "slow"), decoder.decode(png(), "usual"), return_exceptions=True
+        )
+        again = await decoder.decode(png(), "again")
+        for each in decoder._all:
+            if each._running:
+                each._running[0].kill()  # as the kernel does if it needs memory
+        return slow, usual, again, await decoder.decode(png(), "after that")
+
+    try:
+        slow, *usual = asyncio.run(decode_both())
+    finally:
+        decoder.close()
+    assert isinstance(slow, DataError) and "within 4 seconds" in str(slow)
+    for pixels, picture in usual:
+        assert torch.equal(pixels, torch.full((3, 40, 40), 9, dtype=torch.uint8)) and picture[:2] == b"\xff\xd8"
+    assert not any(each._running and each._running[0].is_alive() for each in decoder._all)
+
+
+def test_only_small_jpeg_files_with_few_scans_are_decoded_in_threads(images):
+    plain = Path(images[0]).read_bytes()
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (1100, 1100)).save(file, "JPEG")
+    assert is_usual(plain)
+    assert not any(map(is_usual, (png(), file.getvalue(), plain + bytes(2**20), plain[:20], b"")))
+
+
+def test_health_reports_a_stuck_computation_and_requests_are_answered(start, images, monkeypatch):
+    release, computing = threading.Event(), threading.Event()
+
+    def compute(self, images):
+        computing.set()
+        assert release.wait(30)
+        return [torch.zeros(16)] * len(images)
+
+    monkeypatch.setattr(Batcher, "_results", compute)
+    client = start(answer_seconds=1)
+    try:
+        assert error_of(client.post("/v1/features", files=upload(images[0])), 503) == "too_slow"
+        assert computing.is_set()
+        wait_until(lambda: client.get("/health").status_code == 503)
+        health = client.get("/health").json()
+        assert health["status"] == "stuck" and health["pending"] == 0  # its place is free
+    finally:
+        release.set()
+    wait_until(lambda: client.get("/health").status_code == 200)
+    assert client.post("/v1/features", files=upload(images[0])).status_code == 200
+
+
+def test_health_reports_a_stuck_gallery(start, monkeypatch):
+    release = threading.Event()
+    client = start(answer_seconds=1)
+    monkeypatch.setattr(MutableGallery, "refresh", lambda self: release.wait(30))
+    try:
+        assert error_of(client.get("/v1/gallery"), 503) == "too_slow"
+        wait_until(lambda: client.get("/health").json()["status"] == "stuck")
+    finally:
+        release.set()
+    wait_until(lambda: client.get("/health").status_code == 200)
+
+
+def wait_until(condition):
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("the condition did not become true within 10 seconds")
+
+
+def test_an_abandoned_request_frees_its_places_and_is_not_computed():
+    release, computed = threading.Event(), []
+
+    def compute(images):
+        assert release.wait(20)
+        computed.extend(images)
+        return torch.tensor([[float(each)] for each in images])
+
+    async def work(batcher):
+        first = asyncio.create_task(request(batcher, 0))
+        await asyncio.sleep(0.05)  # is computed
+        abandoned = asyncio.create_task(request(batcher, 1, 2))
+        kept = asyncio.create_task(request(batcher, 3))
+        await asyncio.sleep(0.05)
+        abandoned.cancel()
+        await asyncio.wait([abandoned])
+        assert batcher.pending == 2
+        release.set()
+        return await asyncio.gather(first, kept)
+
+    assert run_batches(work, compute) == [[[0.0]], [[3.0]]]
+    assert computed == [0, 3]
+
+
+def test_a_disconnected_client_frees_its_places(start, images, monkeypatch):
+    release = threading.Event()
+    monkeypatch.setattr(
+        Batcher, "_results", lambda self, images: [torch.zeros(16)] * len(images) if release.wait(30) else []
+    )
+    client = start(gallery=False)
+    body, boundary = b"", b"limit"
+    for name, content in upload(images[0]):
+        head = b'--%b\r\nContent-Disposition: form-data; name="%b"; filename="a.jpg"\r\n\r\n'
+        body += head % (boundary, name.encode()) + content[1] + b"\r\n--%b--\r\n" % boundary
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent = []
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        while client.app.state.service.batcher.pending == 0:
+            await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/features",
+        "raw_path": b"/v1/features",
+        "query_string": b"",
+        "headers": [(b"content-type", b"multipart/form-data; boundary=limit")],
+    }
+    try:
+        client.portal.call(client.app, scope, receive, send)
+        assert sent[0]["status"] == 400 and client.app.state.service.batcher.pending == 0
+    finally:
+        release.set()
 
 
 def test_metrics_count_requests_and_images(start, images):
