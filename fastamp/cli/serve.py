@@ -30,6 +30,12 @@ _LIMITS = {
     "receive-seconds": (30.0, "time to receive a request"),
     "decode-seconds": (5.0, "time to decode an image"),
     "answer-seconds": (60.0, "time to answer a request that was received"),
+    "header-seconds": (10.0, "time to receive the header of a request"),
+    "idle-seconds": (5.0, "time that a connection without a request stays open"),
+    "send-seconds": (30.0, "time to send an answer"),
+    "connections": (512, "connections; a further one closes the one that is idle for the longest time"),
+    "stop-seconds": (60.0, "time to answer the remaining requests after SIGTERM or Ctrl-C"),
+    "total-megabytes": (256.0, "size of all requests that are not yet answered; further ones get status 429"),
     "queue": (256, "images that wait or are computed; further requests get status 429"),
     "batch": (32, "images that the model computes at once"),
     "wait-ms": (10.0, "time that the first image of a batch waits for others, in milliseconds"),
@@ -45,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port; 0 chooses a free one (default: %(default)s)")
     parser.add_argument("--api-key-file", metavar="FILE", help="file with the API key")
     parser.add_argument("--no-api-key", action="store_true", help="let other machines use the service without a key")
+    parser.add_argument("--open-metrics", action="store_true", help="let /metrics be read without the API key")
     parser.add_argument("--no-pictures", action="store_true", help="store no small pictures of images that are added")
     for name, (default, meaning) in _LIMITS.items():
         parser.add_argument(
@@ -72,5 +79,6 @@ def run(args: argparse.Namespace) -> int:
     model = model_of(args, args.key_values)
     gallery = create_or_open(args.gallery, gallery_model(model)) if args.gallery else None
     service = Service(model, gallery, limits, pictures=not args.no_pictures)
-    serve(service, host=args.host, port=args.port, api_key=api_key, local=args.host in LOCAL_HOSTS)
+    local = args.host in LOCAL_HOSTS
+    serve(service, host=args.host, port=args.port, api_key=api_key, local=local, open_metrics=args.open_metrics)
     return 0

@@ -1,8 +1,10 @@
 """FastAPI application of the service: access, errors, limits and metrics."""
 
+import asyncio
+import ctypes
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -31,19 +33,27 @@ _DESCRIPTION = (
 )
 
 
-def create_app(service: Service, *, api_key: str = "", local: bool = False) -> FastAPI:
+_METHODS = frozenset(("CONNECT", "DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT", "TRACE"))
+_TRIM_SECONDS = 30
+_DRAIN_SECONDS = 5
+
+
+def create_app(service: Service, *, api_key: str = "", local: bool = False, open_metrics: bool = False) -> FastAPI:
     """Create the application.
 
     Args:
         service: what computes.
         api_key: key that requests must send. Default: "", none.
         local: True if only this machine can reach the service, see ``check_access``.
+        open_metrics: if True, ``/metrics`` needs no key. Default: False.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.start()
+        trimming = asyncio.ensure_future(_return_memory())
         yield
+        trimming.cancel()
         await service.stop()
 
     async def check(request: Request) -> None:  # as a function, it would run in another thread
@@ -58,7 +68,6 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False) -> F
         redoc_url=None,
         responses=_ERRORS,
     )
-    app.state.service = service
     access = [Depends(check)]
     add_model_routes(app, service, access)
     add_gallery_routes(app, service, access)
@@ -74,7 +83,7 @@ def create_app(service: Service, *, api_key: str = "", local: bool = False) -> F
         }
         return JSONResponse(body, status_code=503 if stuck else 200)
 
-    @app.get("/metrics", dependencies=access, tags=["operation"], summary="Prometheus metrics")
+    @app.get("/metrics", dependencies=[] if open_metrics else access, tags=["operation"], summary="Prometheus metrics")
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -116,8 +125,20 @@ def answer_error(error: RequestError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=headers)
 
 
+async def _return_memory() -> None:
+    """Return memory that is not used to the system, every 30 seconds (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    while trim is not None:
+        await asyncio.sleep(_TRIM_SECONDS)
+        await asyncio.to_thread(trim, 0)
+
+
 class _Outer:
-    """Limit the size of requests, and count and measure them."""
+    """Limit the size of requests, and count and measure them.
+
+    An answer that is sent before the request was received ends after the rest of the request, so that the client does
+    not read a closed connection instead of the answer.
+    """
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
@@ -127,19 +148,40 @@ class _Outer:
             await self._app(scope, receive, send)
             return
         service, start, status = self._service, time.perf_counter(), 500
+        headers = Headers(scope=scope)
+        more = headers.get("content-length", "0") != "0" or "transfer-encoding" in headers
+
+        async def receiving() -> Message:
+            nonlocal more
+            message = await receive()
+            more = message["type"] == "http.request" and message.get("more_body", False)
+            return message
+
+        async def receive_rest() -> None:
+            received = 0
+            while more and received <= service.limits.megabytes * 1e6:
+                received += len((await receiving()).get("body", b""))
 
         async def noting(message: Message) -> None:
             nonlocal status
             status = message.get("status", status)
+            if more and message["type"] == "http.response.body" and not message.get("more_body"):
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body", "body": b""}
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(receive_rest(), _DRAIN_SECONDS)
             await send(message)
 
         try:
-            with service.answering():
-                limited_receive = limited(receive, Headers(scope=scope), service.limits)
-                await self._app(scope, limited_receive, noting)
-        except RequestError as error:  # the declared size
-            await answer_error(error)(scope, receive, noting)
+            try:
+                with service.answering(), service.held_bytes() as hold:
+                    await self._app(scope, limited(receiving, headers, service.limits, hold), noting)
+            except RequestError as error:  # the declared size
+                await answer_error(error)(scope, receive, noting)
+        except asyncio.CancelledError:  # the time to stop is over; the server would log a traceback
+            pass
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            service.metrics.requests.labels(route, scope["method"], status).inc()
+            method = scope["method"] if scope["method"] in _METHODS else "other"
+            service.metrics.requests.labels(route, method, status).inc()
             service.metrics.seconds.labels(route).observe(time.perf_counter() - start)

@@ -23,6 +23,12 @@ class Limits:
         receive_seconds: time to receive a request.
         decode_seconds: time to decode an image; the process that decodes it is ended then.
         answer_seconds: time to answer a request after it was received; it then gets status 503.
+        header_seconds: time to receive the header of a request.
+        idle_seconds: time that a connection without a request stays open.
+        send_seconds: time to send an answer to a client that reads slowly.
+        connections: connections; the one that is idle for the longest time is closed for a further one.
+        stop_seconds: time to answer the remaining requests after SIGTERM.
+        total_megabytes: size of all requests that are not yet answered; further ones get status 429.
         queue: images that wait or are computed; further requests get status 429.
         batch: images that the model computes at once.
         wait_ms: time that the first image of a batch waits for further images, in milliseconds.
@@ -35,6 +41,12 @@ class Limits:
     receive_seconds: float = 30.0
     decode_seconds: float = 5.0
     answer_seconds: float = 60.0
+    header_seconds: float = 10.0
+    idle_seconds: float = 5.0
+    send_seconds: float = 30.0
+    connections: int = 512
+    stop_seconds: float = 60.0
+    total_megabytes: float = 256.0
     queue: int = 256
     batch: int = 32
     wait_ms: float = 10.0
@@ -48,6 +60,11 @@ class Limits:
                     f"the limit {each.name} is {value:g}; it must be at least {lowest}.\n"
                     f"  fix: increase --{each.name.replace('_', '-')}"
                 )
+        if self.total_megabytes < self.megabytes:
+            raise ConfigError(
+                f"all requests may have {self.total_megabytes:g} MB, less than the {self.megabytes:g} MB of one.\n"
+                "  fix: increase --total-megabytes or decrease --megabytes"
+            )
         if self.queue < self.images:
             raise ConfigError(
                 f"the queue has {self.queue} places, less than the {self.images} images of one request.\n"

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -37,7 +37,7 @@ def check_access(headers: Headers, api_key: str, *, local: bool) -> None:
         local: True if only this machine can reach the service, which is then addressed by a local name.
 
     Raises:
-        RequestError: with status 401 or 403.
+        RequestError: with status 400, 401 or 403.
     """
     given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
     # In constant time. Headers are latin-1, which all keys can be encoded to.
@@ -45,15 +45,22 @@ def check_access(headers: Headers, api_key: str, *, local: bool) -> None:
         raise RequestError(401, "unauthorized", "missing or wrong API key", "send it in the header X-API-Key")
     host = headers.get("host", "")
     origin = headers.get("origin")
+    try:
+        addressed, source = urlsplit(f"//{host}").hostname, None if origin is None else urlsplit(origin).netloc
+    except ValueError as error:
+        raise RequestError(400, "invalid_header", f"the header Host or Origin is invalid: {error!s:.100}") from error
     # A browser sends pages of other sites' requests without asking the user; a key protects from these.
-    if origin is not None and not api_key and urlsplit(origin).netloc != host:
+    if origin is not None and not api_key and source != host:
         raise RequestError(403, "other_origin", f"the request comes from a page of {origin[:100]}")
-    if local and not api_key and urlsplit(f"//{host}").hostname not in LOCAL_HOSTS:
+    if local and not api_key and addressed not in LOCAL_HOSTS:
         raise RequestError(403, "other_host", f"the request is for {host[:100]}", "use http://127.0.0.1 with the port")
 
 
-def limited(receive: Receive, headers: Headers, limits: Limits) -> Receive:
-    """Wrap ``receive`` so that a larger body than the limit is an error with status 413."""
+def limited(receive: Receive, headers: Headers, limits: Limits, hold: Callable[[int], None]) -> Receive:
+    """Wrap ``receive`` so that a larger body than the limit is an error with status 413.
+
+    ``hold`` is called with the number of bytes of each part of the body.
+    """
     largest, received = int(limits.megabytes * 1e6), 0
 
     def check(count: int) -> None:
@@ -68,8 +75,10 @@ def limited(receive: Receive, headers: Headers, limits: Limits) -> Receive:
     async def counted() -> Message:
         nonlocal received
         message = await receive()
-        received += len(message.get("body", b""))
+        count = len(message.get("body", b""))
+        received += count
         check(received)
+        hold(count)
         return message
 
     return counted
@@ -96,6 +105,8 @@ async def read_form(request: Request, limits: Limits, fields: Collection[str]) -
     except HTTPException as error:  # of the parser
         fix = f"send a complete form with at most {limits.images} images, {_MOST_FIELDS} fields and 1 MiB per field"
         raise RequestError(400, "invalid_form", str(error.detail), fix) from error
+    except (LookupError, ValueError) as error:  # of the charset
+        raise RequestError(400, "invalid_form", f"the form cannot be read: {error!s:.200}", "use UTF-8") from error
     try:
         _check_fields(form, fields)
     except RequestError:

@@ -73,7 +73,7 @@ class Service:
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
         self._gallery_call = 0.0  # start of the call that is running
         self._building: asyncio.Future[Any] | None = None
-        self.received = self.answered = self.receiving = 0
+        self.received = self.answered = self.receiving = self._held = 0
 
     @property
     def computing_seconds(self) -> float:
@@ -110,6 +110,31 @@ class Service:
             yield
         finally:
             self.answered += 1
+
+    @contextmanager
+    def held_bytes(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that counts bytes of a request, which are held until the end of the context.
+
+        The function raises RequestError with status 429 if the requests together have too many bytes.
+        """
+        held = 0
+
+        def hold(count: int) -> None:
+            nonlocal held
+            held += count
+            self._held += count
+            if self._held > self.limits.total_megabytes * 1e6:
+                raise RequestError(
+                    429,
+                    "queue_full",
+                    f"the requests have more than {self.limits.total_megabytes:g} MB",
+                    "try again later",
+                )
+
+        try:
+            yield hold
+        finally:
+            self._held -= held
 
     @contextmanager
     def receiving_form(self) -> Iterator[None]:

@@ -4,8 +4,9 @@ import base64
 import os
 import re
 import signal
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,56 @@ def test_every_received_request_is_answered_when_the_service_stops_under_load(de
     assert {*statuses} == {200, 201, 429}  # overloaded
     with MutableGallery(folder) as gallery:
         assert {item.id for item in gallery.items} == {*acknowledged}
+
+
+def connect(address):
+    return socket.create_connection(address.removeprefix("http://").split(":"), timeout=20)
+
+
+def is_closed(client):
+    """Wait until the server closes a connection."""
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_late_clients_do_not_keep_others_out_and_do_not_keep_the_service_alive(checkpoint):
+    options = ("--connections", 6, "--header-seconds", 1, "--stop-seconds", 1, "--megabytes", 1, "--idle-seconds", 1)
+    with serving(checkpoint, *options) as server, ExitStack() as opened:
+        idle = [opened.enter_context(connect(server.address)) for _ in range(20)]
+        assert httpx.get(f"{server.address}/health", timeout=20).json()["status"] == "ok"
+        assert all(map(is_closed, idle[:14]))
+        for start in (b"GET /health HTTP/1.1\r\nHost: 127", b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET"):
+            late = opened.enter_context(connect(server.address))
+            late.sendall(start)
+            answer = b"".join(iter(lambda client=late: client.recv(4096), b""))
+            assert answer.startswith(b"HTTP/1.1 200") == start.endswith(b"GET")
+        # An error is sent while the client uploads.
+        for head in (
+            b"Content-Length: 3000000",
+            b"Connection: close\r\nContent-Length: 900000",
+            b"Transfer-Encoding: chunked",
+        ):
+            uploading = opened.enter_context(connect(server.address))
+            uploading.sendall(b"POST /v1/features HTTP/1.1\r\nHost: 127.0.0.1\r\n" + head + b"\r\n\r\n")
+            if b"chunked" in head:
+                uploading.sendall(b"100000\r\n")
+            uploading.sendall(bytes(800_000))
+            answer = b""
+            while b'"fix"' not in answer:
+                part = uploading.recv(4096)
+                assert part, answer
+                answer += part
+            assert re.match(rb"HTTP/1.1 4(13|15) ", answer)
+        not_reading = opened.enter_context(connect(server.address))
+        not_reading.settimeout(2)
+        with suppress(TimeoutError):
+            for _ in range(2000):
+                not_reading.sendall(b"GET /docs HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 100)
+        code, last, errors = server.stop()
+    assert code == 0 and "Traceback" not in errors, errors
+    assert last.startswith("stopped: answered")
 
 
 # Drops a picture on the page, as a browser does for a file of the user.

@@ -61,6 +61,7 @@ def start(predictor, tmp_path):
         opened = create_or_open(tmp_path / "a.gallery", gallery_model(model)) if gallery else None
         service = Service(model, opened, Limits(**limits))
         client = TestClient(create_app(service, api_key=api_key, local=local), raise_server_exceptions=False)
+        client.service = service
         clients.append(client.__enter__())
         return client
 
@@ -166,6 +167,33 @@ def test_an_exported_model_answers_as_the_checkpoint(start, checkpoint, images, 
 def test_an_empty_gallery_has_no_matches(start, images):
     found = start().post("/v1/search", files=upload(images[0])).json()
     assert found["searched"] == 0 and found["queries"][0]["found"] == []
+
+
+@pytest.mark.parametrize(
+    "headers", [{"Host": "[::1"}, {"Origin": "http://["}, {"Host": "127.0.0.1", "Origin": "http://[::1"}]
+)
+@pytest.mark.parametrize("local", [True, False])
+def test_invalid_headers_are_errors_of_the_request(start, headers, local):
+    answer = start(local=local).get("/v1/gallery", headers={"Host": "127.0.0.1"} | headers)
+    assert error_of(answer, 400) == "invalid_header"
+
+
+@pytest.mark.parametrize("charset", ["undefined", "none", "base64", "idna", "utf-7", '"\x00"', "x" * 300])
+def test_an_invalid_charset_is_an_error_of_the_request(start, charset):
+    body = b'--limit\r\nContent-Disposition: form-data; name="k\xff"\r\n\r\n\xff.\xfe..\r\n--limit--\r\n'
+    headers = {"Content-Type": f"multipart/form-data; boundary=limit; charset={charset}"}
+    answer = start(gallery=False).post("/v1/features", content=body, headers=headers)
+    assert answer.status_code in (400, 422)
+    error_of(answer, answer.status_code)
+
+
+def test_all_requests_together_have_a_limited_size(start, images):
+    client = start(megabytes=1, total_megabytes=1)
+    client.service._held = 10**6  # another request
+    assert error_of(client.post("/v1/features", files=upload(images[0])), 429) == "queue_full"
+    client.service._held = 0
+    assert client.post("/v1/features", files=upload(images[0])).status_code == 200
+    assert client.service._held == 0
 
 
 def test_requests_need_the_api_key(start, images):
@@ -436,7 +464,7 @@ def test_a_disconnected_client_frees_its_places(start, images, monkeypatch):
     async def receive():
         if messages:
             return messages.pop()
-        while client.app.state.service.batcher.pending == 0:
+        while client.service.batcher.pending == 0:
             await asyncio.sleep(0.01)
         return {"type": "http.disconnect"}
 
@@ -453,7 +481,7 @@ def test_a_disconnected_client_frees_its_places(start, images, monkeypatch):
     }
     try:
         client.portal.call(client.app, scope, receive, send)
-        assert sent[0]["status"] == 400 and client.app.state.service.batcher.pending == 0
+        assert sent[0]["status"] == 400 and client.service.batcher.pending == 0
     finally:
         release.set()
 
@@ -463,15 +491,25 @@ def test_metrics_count_requests_and_images(start, images):
     client.post("/v1/gallery/items", files=upload(*images[:3]))
     client.post("/v1/features", files=upload(images[0]))
     client.get("/nowhere")
+    for number in range(3):
+        client.request(f"METHOD{number}", "/nowhere")
     lines = client.get("/metrics").text.splitlines()
     for line in (
         'fastamp_requests_total{method="POST",route="/v1/features",status="200"} 1.0',
         'fastamp_requests_total{method="GET",route="other",status="404"} 1.0',
+        'fastamp_requests_total{method="other",route="other",status="404"} 3.0',
         "fastamp_batch_images_sum 4.0",
         "fastamp_gallery_items 3.0",
         "fastamp_pending_images 0.0",
     ):
         assert line in lines
+
+
+def test_metrics_need_the_key_unless_they_are_open(start, predictor):
+    assert error_of(start(api_key=KEY).get("/metrics"), 401) == "unauthorized"
+    app = create_app(Service(predictor, None, Limits()), api_key=KEY, open_metrics=True)
+    with TestClient(app) as client:
+        assert client.get("/metrics").status_code == 200
 
 
 def test_pages_contain_only_their_own_scripts(start):
@@ -623,7 +661,7 @@ def test_a_full_queue_rejects_requests_and_answers_all_others():
 
 def test_options_are_checked(tmp_path, monkeypatch):
     assert {name.replace("-", "_"): value for name, (value, _) in _LIMITS.items()} == vars(Limits())
-    for wrong in ({"images": 0}, {"megabytes": float("inf")}, {"wait_ms": -1}, {"queue": 31}):
+    for wrong in ({"images": 0}, {"megabytes": float("inf")}, {"wait_ms": -1}, {"queue": 31}, {"total_megabytes": 31}):
         with pytest.raises(ConfigError):
             Limits(**wrong)
     monkeypatch.delenv("FASTAMP_API_KEY", raising=False)
