@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastamp.data.decode import decode_image, jpeg_header
+from fastamp.data.decode import BIT_DEPTH, decode_image, jpeg_header
 from fastamp.data.transforms import Resize
 from fastamp.inference.gallery_source import make_picture
 from fastamp.utils.env import available_cores
@@ -48,7 +48,7 @@ class Decoding:
     channels: int
     max_pixels: int
     pictures: bool
-    bit_depth: int = 0
+    bit_depth: int | None = BIT_DEPTH
 
     def __call__(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
         """Return the preprocessed image (C, H, W) uint8, and its picture or b"".
