@@ -177,8 +177,8 @@ class _Process:
                 process = context.Process(target=_run, args=(theirs, self._decoding), daemon=True)
                 process.start()
                 theirs.close()
-                self._running = process, connection
                 connection.recv()
+                self._running = process, connection
             return self._running
 
 
