@@ -10,9 +10,11 @@ import torch
 
 from fastamp.config.files import LARGEST
 from fastamp.utils.errors import ConfigError, WeightsError
-from fastamp.utils.files import write_atomically
+from fastamp.utils.files import FORMAT_KEY, check_format, write_atomically
 
 WEIGHTS_NAME = "model.safetensors"
+FORMAT = 1
+"""Number of the format of packaged models; a change that earlier releases cannot read increases it."""
 CONFIG_NAME = "config.yaml"
 INFERENCE_ENTRIES = ("policy", "pairs", "calibration", "best", "stripped", "evaluation", "versions", "adapters_of")
 """Entries of a checkpoint that inference, extraction, export and model cards read, other than weights and config."""
@@ -41,7 +43,7 @@ def write_packaged_model(folder: Path, content: Mapping[str, Any]) -> None:
         for name, tensor in content["model"].items()
     }
     entries = json.dumps({name: _to_json(content[name]) for name in INFERENCE_ENTRIES if name in content})
-    metadata = {"format": "pt", "fastamp": entries, "sha256": _checksum(tensors, entries)}
+    metadata = {"format": "pt", FORMAT_KEY: str(FORMAT), "fastamp": entries, "sha256": _checksum(tensors, entries)}
     write_atomically(folder / WEIGHTS_NAME, lambda file: file.write(save(tensors, metadata)))
     write_atomically(folder / CONFIG_NAME, lambda file: file.write(content["config"].encode()))
 
@@ -73,6 +75,7 @@ def read_safetensors(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # safetensors and PyTorch raise many exception types for damaged bytes
         raise _damaged(path, "it is truncated or not a .safetensors file") from error
+    check_format(metadata.get(FORMAT_KEY, str(FORMAT)), str(FORMAT), path, WeightsError)
     if metadata.get("sha256", expected := _checksum(tensors, text)) != expected:
         raise _damaged(path, "its checksum does not match")
     content = {"model": tensors} | entries

@@ -17,8 +17,10 @@ import torch
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
 from fastamp.checkpoint.safetensors_file import read_safetensors
 from fastamp.utils.errors import UserError, WeightsError
-from fastamp.utils.files import check_not_device, expand, write_atomically
+from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device, expand, write_atomically
 
+FORMAT = 1
+"""Number of the format of checkpoints; a change that earlier releases cannot read increases it."""
 _ZIP = b"PK\x03\x04"  # torch distinguishes the formats by this signature
 # Pickles in a file before torch 1.6: magic number, version, machine, content, list of storages.
 _LEGACY_PICKLES = 5
@@ -87,7 +89,7 @@ class _DamagedRecord(Exception):
 
 
 def write_checkpoint(path: Path, content: Any) -> None:
-    """Write a checkpoint file atomically.
+    """Write a checkpoint file atomically; a dict with the entry ``model`` gets an entry with the number of the format.
 
     Args:
         path (Path): output file in an existing folder.
@@ -96,14 +98,20 @@ def write_checkpoint(path: Path, content: Any) -> None:
     Raises:
         WriteError: if the file cannot be written.
     """
+    content = _with_format(content)
     write_atomically(path, lambda file: torch.save(content, file))
 
 
 def checkpoint_size(content: Any) -> int:
     """Compute the size in bytes of the file that ``write_checkpoint`` would write."""
     size = _Size()
-    torch.save(content, size)
+    torch.save(_with_format(content), size)
     return size.bytes
+
+
+def _with_format(content: Any) -> Any:
+    """Add the number of the format to a checkpoint; a state dict, or the content of another file, is unchanged."""
+    return content | {FORMAT_KEY: FORMAT} if isinstance(content, dict) and "model" in content else content
 
 
 class _Size(io.RawIOBase):
@@ -125,11 +133,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         lazily (bool): memory-map the tensors; not supported for files written before torch 1.6. Default False.
 
     Returns:
-        Any: content of the file.
+        Any: content of the file, without the number of its format.
 
     Raises:
         WeightsError: if the file is missing, empty, truncated, damaged according to its checksums, or not a checkpoint,
-            or if loading it would execute code.
+            if its format is that of a later version of fastamp, or if loading it would execute code.
     """
     path = expand(path)
     # os.path instead of Path methods, which raise if the name is too long or the folder is not accessible.
@@ -157,7 +165,10 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             raise _DamagedRecord(f"the checksum of its record {record} does not match")
         _check_pickles(path)
         with torch.serialization.safe_globals(_allowed_types()):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
+        if isinstance(content, dict):
+            check_format(content.pop(FORMAT_KEY, FORMAT), FORMAT, path, WeightsError)
+        return content
     except _DamagedRecord as error:
         raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:

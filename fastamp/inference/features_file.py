@@ -13,8 +13,10 @@ import numpy as np
 
 from fastamp.utils.env import available_memory
 from fastamp.utils.errors import DataError, UserError
-from fastamp.utils.files import check_not_device
+from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device
 
+FORMAT = 1
+"""Number of the format of extractions and indices; a change that earlier releases cannot read increases it."""
 _EXPECTED = ("features", "paths", "pids", "camids", "config_hash", "checkpoint", "metric")
 # Column -> allowed dtype kinds and shape; N is the number of images.
 _COLUMNS: dict[str, tuple[str, tuple[int | str, ...]]] = {
@@ -80,7 +82,7 @@ def write_arrays(
     features: Iterable[np.ndarray] | None = None,
     shape: tuple[int, int] = (0, 0),
 ) -> None:
-    """Write a deterministic, uncompressed npz file.
+    """Write a deterministic, uncompressed npz file, with the number of its format.
 
     Args:
         file: binary file opened for writing; the archive is written after data that the file already contains.
@@ -96,7 +98,7 @@ def write_arrays(
                 np.lib.format.write_array_header_1_0(stream, header)
                 for block in features:
                     stream.write(np.ascontiguousarray(block, dtype="<f4").data)
-        for name, array in arrays.items():
+        for name, array in ({FORMAT_KEY: np.array(FORMAT)} | {**arrays}).items():
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as stream:
                 np.lib.format.write_array(stream, np.asanyarray(array), allow_pickle=False)
 
@@ -111,8 +113,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
         fix: suggested fix for the error message if the file is damaged.
 
     Raises:
-        DataError: if the file cannot be read, is damaged or encrypted, uses an unsupported compression, or its unpacked
-            size exceeds the available memory.
+        DataError: if the file cannot be read, is damaged or encrypted, uses an unsupported compression, its unpacked
+            size exceeds the available memory, or its format is that of a later version of fastamp.
     """
     try:
         check_not_device(path)
@@ -125,6 +127,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
                     f"{free / 1e9:.1f} GB of memory are available.\n"
                     "  fix: free memory, or use a machine with more memory"
                 )
+            if f"{FORMAT_KEY}.npy" in archive.namelist():  # not in files of other programs
+                check_format(read_array(archive, FORMAT_KEY).tolist(), FORMAT, path, DataError)
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
         raise

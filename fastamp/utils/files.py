@@ -14,7 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fastamp.utils.errors import writing
+from fastamp.utils.errors import UserError, writing
+
+FORMAT_KEY = "fastamp_format"
+"""Entry of a file that users keep, with the number of its format."""
 
 
 def expand(path: str | os.PathLike[str]) -> Path:
@@ -25,6 +28,15 @@ def expand(path: str | os.PathLike[str]) -> Path:
 def real_path(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path with symbolic links resolved. Unlike ``Path.resolve``, do not raise on link loops."""
     return Path(os.path.realpath(path))
+
+
+def check_format(found: object, known: object, path: str | os.PathLike[str], error: type[UserError]) -> None:
+    """Raise ``error`` if the number of the format of a file is not the one that this version reads and writes."""
+    if found != known:
+        raise error(
+            f"{path} has the format {str(found)[:40]!r}, but this version of fastamp reads the format {str(known)!r}.\n"
+            "  fix: use the version of fastamp that wrote the file, or a later one"
+        )
 
 
 def check_not_device(path: str | os.PathLike[str]) -> None:

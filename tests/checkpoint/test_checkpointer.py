@@ -63,6 +63,15 @@ def test_checkpoint_save_and_resume_round_trip_is_exact(tmp_path):
     assert torch.load(path, weights_only=True)["part"] == {"value": 7}
 
 
+def test_checkpoint_of_a_later_format_raises(tmp_path):
+    path = Checkpointer(Model(), tmp_path).save("model")
+    content = torch.load(path, weights_only=True)
+    assert content["fastamp_format"] == 1 and "fastamp_format" not in read_checkpoint(path)
+    torch.save(content | {"fastamp_format": 2}, path)
+    with pytest.raises(WeightsError, match=r"model\.pth .*'2'"):
+        read_checkpoint(path)
+
+
 def test_failed_checkpoint_save_keeps_the_previous_file(tmp_path):
     checkpointer = Checkpointer(Model(), tmp_path)
     path = checkpointer.save("model_best")

@@ -123,6 +123,14 @@ def test_damaged_and_hostile_files_are_rejected(tmp_path, damage):
         read_checkpoint(path)
 
 
+def test_packaged_model_of_a_later_format_is_rejected(tmp_path):
+    roundtrip(tmp_path, {"w": torch.ones(1)})
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(set_metadata("fastamp_format", "2")(path.read_bytes()))
+    with pytest.raises(WeightsError, match=r"model\.safetensors .*'2'"):
+        read_checkpoint(path)
+
+
 def test_pickle_with_the_suffix_of_safetensors_is_not_unpickled(tmp_path):
     class Run:
         def __reduce__(self):

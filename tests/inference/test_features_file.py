@@ -216,6 +216,17 @@ def test_index_file_with_mismatching_metadata_raises(tmp_path, kind, changes, me
         load_index(path)
 
 
+def test_extraction_or_index_of_a_later_format_raises(tmp_path):
+    assert arrays_of(FILES / "gallery.npz")["fastamp_format"] == arrays_of(FILES / "flat.index")["fastamp_format"] == 1
+    later = {"fastamp_format": np.array(2)}
+    path = write(tmp_path / "later.npz", arrays_of(FILES / "gallery.npz") | later)
+    with pytest.raises(DataError, match=r"later\.npz .*'2'"):
+        read_extraction(path)
+    path = rebuilt(tmp_path / "later.index", FILES / "flat.index", **later)
+    with pytest.raises(DataError, match=r"later\.index .*'2'"):
+        load_index(path)
+
+
 def test_index_file_with_unsupported_kind_of_faiss_index_raises(tmp_path):
     """The file has valid metadata, but a faiss index of an unsupported kind."""
     path = tmp_path / "pq.index"
