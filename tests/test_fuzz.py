@@ -38,6 +38,7 @@ from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_source import gallery_model
 from fastamp.inference.gallery_store import DATABASE, GalleryModel, Item
 from fastamp.inference.runtime import ExportedModel
+from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import UserError
 
 EXAMPLES = int(os.environ.get("FASTAMP_FUZZ", "0"))
@@ -311,15 +312,15 @@ def test_reading_a_damaged_extraction_never_crashes(tmp_path_factory, seed):
 @seeds
 def test_searching_a_damaged_index_never_crashes(tmp_path_factory, seed):
     rng, path = random.Random(seed), tmp_path_factory.getbasetemp() / "nasty.index"
-    files = {kind: (SAVED / f"{kind}.index").read_bytes() for kind in index.KINDS}
-    kind = rng.choice(index.KINDS)
+    files = {kind: (SAVED / f"{kind}.index").read_bytes() for kind in INDEX_KINDS}
+    kind = rng.choice(INDEX_KINDS)
     if rng.random() < 0.5:
         path.write_bytes(fuzz.damage(rng, files[kind], list(files.values())))
     else:  # the index is unchanged, so that its checksum matches
         arrays, file = arrays_in(SAVED / f"{kind}.index"), io.BytesIO()
         file.write(files[kind][: int(arrays["size"])])
         whole = {name: arrays.pop(name) for name in ("size", "crc")}
-        other = arrays_in(SAVED / f"{rng.choice(index.KINDS)}.index")
+        other = arrays_in(SAVED / f"{rng.choice(INDEX_KINDS)}.index")
         arrays["kind"] = other["kind"]
         features_file.write_arrays(file, whole | (fuzz.nasty_arrays(rng, arrays) if rng.random() < 0.7 else arrays))
         path.write_bytes(file.getvalue())

@@ -13,8 +13,7 @@ import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, at_least, dataset_argument
-
-METHODS = ("isotonic", "logistic")
+from fastamp.utils.choices import PROBABILITY_METHODS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help_ = f"wanted {meaning} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=float, default=default, metavar="RATE", help=help_)
     parser.add_argument(
-        "--method", choices=METHODS, default="isotonic", help="method of the probabilities (default: %(default)s)"
+        "--method",
+        choices=PROBABILITY_METHODS,
+        default="isotonic",
+        help="method of the probabilities (default: %(default)s)",
     )
     parser.add_argument(
         "--fraction",

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values, dataset_argument
+from fastamp.utils.choices import EXPORT_PRECISIONS
 from fastamp.utils.errors import ConfigError
 
-PRECISIONS = ("float32", "fp16", "int8")
 FORMATS = {
     "onnx": ".onnx",
     "openvino": ".xml",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--precision",
-        choices=PRECISIONS,
+        choices=EXPORT_PRECISIONS,
         default="float32",
         help="precision of the exported model, whose features are always float32; int8 for ONNX, "
         "OpenVINO and TFLite (default: %(default)s)",

@@ -13,9 +13,8 @@ import argparse
 
 from fastamp.cli.model_arguments import add_model_arguments, predictor_of
 from fastamp.cli.options import add_key_values
+from fastamp.utils.choices import EXTRACTED_SPLITS
 from fastamp.utils.plural import plural
-
-SPLITS = ("query", "gallery", "train")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "are kept in OUT.parts until it is complete",
     )
     parser.add_argument(
-        "--splits", nargs="+", choices=SPLITS, default=SPLITS, help="splits of a dataset (default: all)"
+        "--splits",
+        nargs="+",
+        choices=EXTRACTED_SPLITS,
+        default=EXTRACTED_SPLITS,
+        help="splits of a dataset (default: all)",
     )
     parser.add_argument("--skip-corrupt", action="store_true", help="skip and list images that cannot be read")
     add_key_values(parser, dest="key_values")

@@ -27,14 +27,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_camera_view_arguments, add_model_arguments, model_of
 from fastamp.cli.options import is_key, split_key_values
+from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
 from fastamp.utils.errors import ConfigError, DataError, did_you_mean
 from fastamp.utils.table import format_table
 
 if TYPE_CHECKING:
     from fastamp.inference.index import SearchResult
 
-KINDS = ("flat", "ivf", "hnsw")
-PROBED, EF_SEARCH = 0.2, 128
 # Keys of the rows of results; a column of the gallery with such a name has another key.
 _OWN_KEYS = ("rank", "score", "probability", "path", "pid", "camid")
 _PLURALS = {"camera": "cameras", "identity": "identities"}
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kind",
-        choices=("auto", *KINDS),
+        choices=("auto", *INDEX_KINDS),
         default="auto",
         help="type of a new index (default: auto, by the number of features)",
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from fastamp.data.columns import cell_text, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
-from fastamp.data.datasets.csv_table import DATABASE
+from fastamp.data.datasets.csv_table import DATABASE, SPLITS
 from fastamp.data.datasets.custom import (
     PATH_DATASETS,
     CsvDataset,
@@ -36,7 +36,6 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("train", "query", "gallery")
 # Pairs from which the threshold of near-duplicates is estimated.
 _SAMPLED_PAIRS = 20_000
 

@@ -9,14 +9,13 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageOps
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
+from fastamp.data.datasets.csv_table import SPLITS
 from fastamp.data.decode import LARGEST_PIXELS, read_image
 from fastamp.utils.errors import DataError
 from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
-
-_SPLITS = ("train", "query", "gallery")
 
 
 def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, columns: int = 12, seed: int = 0) -> None:
@@ -37,7 +36,7 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
         OSError: if the file cannot be written.
     """
     width, height, gap, line = 64, 128, 4, 16
-    train, query, gallery = (_by_identity(getattr(dataset, split)) for split in _SPLITS)
+    train, query, gallery = (_by_identity(getattr(dataset, split)) for split in SPLITS)
     rng = np.random.default_rng(seed)
     rows: list[tuple[str, list[ImageItem], int]] = []
     for title, groups in (("training", train), ("queries, gallery", query)):

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-METHODS = ("isotonic", "logistic")
 # Scores are counted in bins, so that the fit does not depend on the number of pairs.
 _BINS = 4096
 # Points of the curve of a logistic fit; interpolation between them is exact to 1e-4.

@@ -12,9 +12,10 @@ from torch import Tensor
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.error_rates import required_identities, required_trials
 from fastamp.evaluation.open_set import SetScores
-from fastamp.evaluation.probability import METHODS, fit_probability
+from fastamp.evaluation.probability import fit_probability
 from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk
 from fastamp.layers.distance import check_metric
+from fastamp.utils.choices import PROBABILITY_METHODS
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 
@@ -42,7 +43,7 @@ class CalibrationOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_choice("method", self.method, METHODS)
+        check_choice("method", self.method, PROBABILITY_METHODS)
         for name in ("far", "frr", "fpir", "fraction"):
             value = getattr(self, name)
             if not 0 < value < 1:

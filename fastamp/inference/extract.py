@@ -38,6 +38,7 @@ from fastamp.inference.features_file import (
 )
 from fastamp.inference.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.inference.predictor import Predictor
+from fastamp.utils.choices import EXTRACTED_SPLITS
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.files import real_path, write_atomically
 from fastamp.utils.lock import LOCK_FILE, lock_folder, unlock_folder
@@ -46,7 +47,6 @@ from fastamp.utils.progress import ProgressBar, format_duration
 
 logger = logging.getLogger(__name__)
 
-SPLITS = ("query", "gallery", "train")
 # A part is written after this many seconds, or when this many bytes are in memory.
 _PART_SECONDS, _PART_BYTES = 30.0, 2**26
 _MARKER = "of.json"
@@ -129,7 +129,7 @@ def check_output(out: str | PathLike[str]) -> Path:
     return out
 
 
-def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = SPLITS) -> Listing:
+def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str] = EXTRACTED_SPLITS) -> Listing:
     """List the images of a dataset, a CSV file or a folder, in a fixed order.
 
     Args:
@@ -146,7 +146,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
         DataError: if the dataset is unknown or invalid, or contains no images.
     """
     for split in splits:
-        check_choice("splits", split, SPLITS)
+        check_choice("splits", split, EXTRACTED_SPLITS)
     name = dataset_name(source)
     if not name:
         folder = Path(source).expanduser()
@@ -158,7 +158,7 @@ def list_images(source: str | PathLike[str], cfg: CfgNode, splits: Sequence[str]
             )
         return Listing(PackedItems.of(files), np.full(len(files), -1))
     dataset = build_dataset(name, cfg)
-    parts = {split: PackedItems.of(getattr(dataset, split)) for split in SPLITS if split in splits}
+    parts = {split: PackedItems.of(getattr(dataset, split)) for split in EXTRACTED_SPLITS if split in splits}
     items = PackedItems.concat([*parts.values(), PackedItems.of([])])
     if not items:
         raise DataError(
@@ -190,7 +190,7 @@ def extract(
     source: str | PathLike[str],
     out: str | PathLike[str],
     *,
-    splits: Sequence[str] = SPLITS,
+    splits: Sequence[str] = EXTRACTED_SPLITS,
     skip_corrupt: bool = False,
     num_workers: int | None = None,
 ) -> tuple[Extraction, list[str]]:

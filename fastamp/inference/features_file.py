@@ -128,7 +128,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
                     "  fix: free memory, or use a machine with more memory"
                 )
             if f"{FORMAT_KEY}.npy" in archive.namelist():  # not in files of other programs
-                check_format(read_array(archive, FORMAT_KEY).tolist(), FORMAT, path, DataError)
+                found = read_array(archive, FORMAT_KEY)
+                check_format(found.item() if found.shape == () else found.shape, FORMAT, path, DataError)
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
         raise

@@ -33,6 +33,7 @@ from fastamp.inference.features_file import (
 from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.inference.gallery_store import DATABASE
 from fastamp.layers.distance import squared_norms
+from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.plural import plural
@@ -40,13 +41,9 @@ from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
-KINDS = ("flat", "ivf", "hnsw")
 # Maximum number of features for exact search, and for HNSW; larger galleries use IVF.
 FLAT_UP_TO = 50_000
 HNSW_UP_TO = 200_000
-# Fraction of the lists that an IVF search probes, and number of candidates of an HNSW search; the guide
-# docs/guides/inference.md has their recall.
-PROBED, EF_SEARCH = 0.2, 128
 _NEIGHBORS, _EF_CONSTRUCTION = 16, 40
 _TRAINED_ON = 40  # features per list
 _BLOCK = 16_384
@@ -321,7 +318,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
     Args:
         extraction: extraction with the features to index; they are normalized for ``cosine``.
         out: index file to write.
-        kind: one of ``KINDS``, or ``"auto"`` (default) to choose by ``choose_kind``.
+        kind: one of ``INDEX_KINDS``, or ``"auto"`` (default) to choose by ``choose_kind``.
 
     Returns:
         The index, loaded from the file.
@@ -330,7 +327,7 @@ def build_index(extraction: Extraction, out: str | PathLike[str], *, kind: str =
         ConfigError: if the file cannot be written, or the kind is unknown.
         DataError: if a feature is not finite.
     """
-    check_choice("kind", kind, ("auto", *KINDS))
+    check_choice("kind", kind, ("auto", *INDEX_KINDS))
     out = Path(out).expanduser()
     kind = choose_kind(len(extraction.features)) if kind == "auto" else kind
     with writing(out):

@@ -34,7 +34,7 @@ def strip(source, target):
 def test_stripped_checkpoint_keeps_weights_config_and_inference_entries(checkpoint, tmp_path, capsys):
     content = strip(checkpoint, tmp_path / "small.pth")
     before = torch.load(checkpoint, weights_only=True)
-    assert content.keys() == {"model", "config", *INFERENCE_ENTRIES} - {"calibration", "adapters_of"}
+    assert content.keys() == {"model", "config", "fastamp_format", *INFERENCE_ENTRIES} - {"calibration", "adapters_of"}
     assert "optimizer" in before  # the original checkpoint has it
     assert all(torch.equal(tensor, content["model"][name]) for name, tensor in before["model"].items())
     assert content["config"] == before["config"] and content["best"] == before["best"]

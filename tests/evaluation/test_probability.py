@@ -5,7 +5,8 @@ import pytest
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 
-from fastamp.evaluation.probability import METHODS, fit_probability
+from fastamp.evaluation.probability import fit_probability
+from fastamp.utils.choices import PROBABILITY_METHODS
 
 
 def scores(seed=0, count=3000):
@@ -46,7 +47,7 @@ def test_isotonic_fit_pools_adjacent_violators():
     assert curve.at(0.0) == curve.at(1.0) < 0.01 and curve.at(9.0) == curve.at(4.0) > 0.99
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", PROBABILITY_METHODS)
 def test_prior_shifts_the_odds_and_probabilities_stay_inside_0_and_1(method):
     genuine, impostor = np.full(40, 0.9), np.full(400, 0.1)  # separable
     curve = fit_probability(genuine, impostor, method=method, num_identities=20)

@@ -13,7 +13,8 @@ from fastamp.data.build import build_dataset
 from fastamp.inference import index as module
 from fastamp.inference.extract import extract
 from fastamp.inference.features_file import read_extraction, write_arrays
-from fastamp.inference.index import KINDS, build_index, choose_kind, load_index, open_gallery
+from fastamp.inference.index import build_index, choose_kind, load_index, open_gallery
+from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -50,7 +51,7 @@ def test_every_kind_of_index_finds_nearest_neighbors(tmp_path, metric):
     else:
         scores = torch.cdist(sought, features, compute_mode="donot_use_mm_for_euclid_dist")
     expected, rows = scores.topk(10, largest=metric == "cosine")
-    for kind in KINDS:
+    for kind in INDEX_KINDS:
         index = build_index(extraction, tmp_path / f"{kind}.index", kind=kind)
         assert (index.kind, index.metric, len(index), index.width) == (kind, metric, 1500, 24)
         exact = index.search(queries, 10, exact=True)
@@ -107,7 +108,7 @@ def test_search_in_an_index_from_a_different_model_raises(predictor, gallery, ch
 
 
 def test_loading_a_damaged_index_raises(gallery, tmp_path):
-    for kind in KINDS:
+    for kind in INDEX_KINDS:
         path = tmp_path / f"{kind}.index"
         build_index(gallery, path, kind=kind)
         content = path.read_bytes()

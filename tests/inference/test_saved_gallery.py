@@ -16,7 +16,8 @@ import torch
 from fastamp import Predictor
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.inference.features_file import read_extraction
-from fastamp.inference.index import KINDS, load_index, open_gallery
+from fastamp.inference.index import load_index, open_gallery
+from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import WeightsError
 
 FILES = Path(__file__).parents[1] / "reference/saved_gallery"
@@ -43,7 +44,7 @@ def test_saved_extraction_can_be_read():
     assert set(extraction.split.tolist()) == {"query", "gallery"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", INDEX_KINDS)
 def test_search_results_from_saved_index_are_unchanged(kind):
     index = load_index(FILES / f"{kind}.index")
     found = index.search(QUERIES, 3)

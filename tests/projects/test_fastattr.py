@@ -477,10 +477,11 @@ def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(join
 
 
 def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
-    from fastamp.inference.extract import SPLITS, _marker_of, list_images
+    from fastamp.inference.extract import _marker_of, list_images
+    from fastamp.utils.choices import EXTRACTED_SPLITS
 
     predictor, _, folder = joint
-    marker = _marker_of(predictor, list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, SPLITS), False)
+    marker = _marker_of(predictor, list_images(f"csv:{folder / 'table.csv'}", predictor.cfg, EXTRACTED_SPLITS), False)
     assert marker["attributes"] == ["color=none", "color=red", "hat"]
 
 

@@ -23,7 +23,8 @@ from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
 from fastamp.inference.features_file import read_extraction, write_arrays
-from fastamp.inference.index import KINDS, build_index, load_index
+from fastamp.inference.index import build_index, load_index
+from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.env import peak_memory_mb
 
 INNER_WIDTH = 128
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20, help="images per identity (default: %(default)s)")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--queries", type=int, default=1000)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=INDEX_KINDS, default=list(INDEX_KINDS))
     parser.add_argument("--nprobe", type=int, nargs="+", default=[], help="efforts of IVF (default: that of the index)")
     parser.add_argument(
         "--ef-search", type=int, nargs="+", default=[], help="efforts of HNSW (default: that of the index)"
@@ -163,7 +164,7 @@ def main() -> None:
     with TemporaryDirectory(dir=args.folder) as temporary:
         generate(Path(temporary), args.identities, args.images, args.width, args.queries)
         rows = []
-        for kind in sorted(args.kinds, key=KINDS.index):
+        for kind in sorted(args.kinds, key=INDEX_KINDS.index):
             print(f"{kind}: building", file=sys.stderr)
             built = in_own_process("--folder", temporary, "--step", "build", kind)
             print(f"{kind}: {built}", file=sys.stderr)

@@ -1,8 +1,8 @@
 """Export of trained models, with a parity check against PyTorch before the file is written."""
 
 from fastamp.inference.export.check import MIN_COSINE, TOLERANCE, ExportReport
-from fastamp.inference.export.export_model import PRECISIONS, export
+from fastamp.inference.export.export_model import export
 from fastamp.inference.export.formats import FORMATS
 from fastamp.inference.export.quiet import ExportError
 
-__all__ = ["FORMATS", "MIN_COSINE", "PRECISIONS", "TOLERANCE", "ExportError", "ExportReport", "export"]
+__all__ = ["FORMATS", "MIN_COSINE", "TOLERANCE", "ExportError", "ExportReport", "export"]

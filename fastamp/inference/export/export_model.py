@@ -29,10 +29,9 @@ from fastamp.inference.export.preprocessing import COLOR_ORDERS, Preprocessing
 from fastamp.inference.export.trace import FeatureExtractor, Source, trace
 from fastamp.inference.package import License
 from fastamp.inference.predictor import Predictor
+from fastamp.utils.choices import EXPORT_PRECISIONS
 from fastamp.utils.errors import ConfigError, check_choice, writing
 from fastamp.utils.files import write_together
-
-PRECISIONS = ("float32", "fp16", "int8")
 
 
 def export(
@@ -168,7 +167,7 @@ def _check_arguments(
             f"cannot export to {path}: expected a file name that ends in {', '.join(FORMATS)}.\n"
             "  fix: choose a file name such as model.onnx"
         )
-    check_choice("--precision", precision, PRECISIONS)
+    check_choice("--precision", precision, EXPORT_PRECISIONS)
     if tolerance is not None and not 0 <= tolerance <= 100:
         raise ConfigError(
             f"--tolerance must be in 0..100 percentage points of mAP; got {tolerance}.\n"
