@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from fastamp.cli.source import is_source
 from fastamp.utils.errors import ConfigError
@@ -14,14 +15,23 @@ _NAME = re.compile(r"[A-Za-z][^=\s]*")
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")
 
 
+class _JoinPlugins(argparse.Action):
+    """Join the plugins of several flags to one text, see ``load_plugin``."""
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
+        given = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, f"{given}{os.pathsep}{values}" if given else values)
+
+
 def add_plugin_argument(parser: argparse.ArgumentParser) -> None:
     """Add ``--plugin``; the value is passed to ``read_config`` as ``plugin``."""
     parser.add_argument(
         "--plugin",
         dest="plugin",
+        action=_JoinPlugins,
         default="",
         metavar="FILE",
-        help="Python file that registers custom components and declares their config keys",
+        help="Python file that registers custom components and declares their config keys; may be given several times",
     )
 
 

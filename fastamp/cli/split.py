@@ -81,7 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unlabeled",
         default="unknown",
         metavar="NAME",
-        help="identity of images that are excluded (default: %(default)s)",
+        help="further name of unknown identities, whose images are excluded, as those of -1, nan, none, null and ? are "
+        "(default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, default=666, help="seed of the split (default: %(default)s)")
 

@@ -23,6 +23,7 @@ class ImageDataset(base.ImageDataset):
         ValueError: if ``mode`` is unknown.
     """
 
+    related_identities = False  # each split may number its identities from 0
     requires_gallery = False  # evaluators of projects may compare the queries with each other
 
     def __init__(

@@ -16,7 +16,14 @@ from yacs.config import CfgNode as YacsCfgNode
 from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
 from fastamp.config.files import parse_yaml, read_layers
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
-from fastamp.config.projects import PROJECTS_KEY, declaring_projects, import_project, projects_first, projects_of
+from fastamp.config.projects import (
+    PLUGINS_KEY,
+    PROJECTS_KEY,
+    declaring_projects,
+    import_project,
+    projects_first,
+    projects_of,
+)
 from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
@@ -171,11 +178,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         """Return the lines that ``merge_from_file`` logged about translated keys and keys without a counterpart."""
         notes: list[str] = self.__dict__.get("_notes", [])
         return notes
-
-    def plugin_file(self) -> str:
-        """Return the path of the plugin file that ``load_plugin`` loaded for this config last; "" for none."""
-        file: str = self.__dict__.get("_plugin", "")
-        return file
 
     def merge_from_other_cfg(self, cfg_other: Mapping[str, Any]) -> None:
         """Merge another config or a nested dict.
@@ -390,6 +392,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             converted = convert(key, value) if key else free_value(self._full(name), value)
             if name == PROJECTS_KEY and not self._path:
                 converted = self._load_projects(converted)
+            elif name == PLUGINS_KEY and not self._path:
+                converted = self._name_plugins(converted)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         return partial(_assign, self, name, converted)
@@ -402,6 +406,17 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 add_keys_of(import_project(name), self)
                 self.__dict__["_projects"] = loaded = (*loaded, name)
         return loaded
+
+    def _name_plugins(self, files: Iterable[str]) -> tuple[str, ...]:
+        """Return the loaded plugins and ``files``; warn of those that are not loaded."""
+        loaded: tuple[str, ...] = self.__dict__.get("_plugins", ())
+        names = {os.path.basename(file) for file in loaded}  # the file may have been moved
+        missing = [file for file in files if os.path.basename(file) not in names]
+        for file in missing:
+            logger.warning(
+                "the config was saved with the plugin %s, which is not loaded\n  fix: --plugin %s", file, file
+            )
+        return (*loaded, *missing)
 
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name

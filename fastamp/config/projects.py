@@ -14,6 +14,7 @@ from fastamp.utils.plugins import import_plugin_file
 from fastamp.utils.resources import resource_folder
 
 PROJECTS_KEY = "PROJECTS"
+PLUGINS_KEY = "PLUGINS"
 _PLUGIN = "plugin.py"
 
 
@@ -64,8 +65,8 @@ def project_pairs(opts: Sequence[Any]) -> list[Any]:
 
 
 def projects_first(mapping: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
-    """Return the items of a mapping with ``PROJECTS`` first, since a project declares keys of the others."""
-    return sorted(mapping.items(), key=lambda item: item[0] != PROJECTS_KEY)
+    """Return the items of a mapping with ``PROJECTS`` and ``PLUGINS`` first, which declare keys of the others."""
+    return sorted(mapping.items(), key=lambda item: item[0] not in (PROJECTS_KEY, PLUGINS_KEY))
 
 
 def import_project(name: str) -> ModuleType:

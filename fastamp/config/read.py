@@ -1,11 +1,12 @@
 """Read the config of a command from a file, KEY VALUE pairs and a plugin."""
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastamp.config.config import CfgNode, add_keys_of, get_cfg
-from fastamp.config.projects import PROJECTS_KEY, list_projects, project_of, project_pairs
+from fastamp.config.projects import PLUGINS_KEY, PROJECTS_KEY, list_projects, project_of, project_pairs
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
 from fastamp.utils.plugins import import_plugin_file, load_installed_plugins
@@ -54,12 +55,23 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     The file declares keys in ``KEYS``, as a built-in component does, or in a function ``add_config(cfg)``, or in both.
 
     Args:
-        path: plugin file, which runs once per process, or name of a project, e.g. ``"FastAttr"``.
+        path: plugin file, which runs once per process, or name of a project, e.g. ``"FastAttr"``; or several, see
+            ``split_plugins``.
         cfg: config to extend; it must not be frozen.
 
     Raises:
         ConfigError: if the file does not exist.
     """
+    for each in split_plugins(path):
+        _load_plugin_file(each, cfg)
+
+
+def split_plugins(path: str) -> list[str]:
+    """Split several plugins, separated as in the environment variable PATH; an existing file is not split."""
+    return [path] if real_path(path).is_file() else path.split(os.pathsep)
+
+
+def _load_plugin_file(path: str, cfg: CfgNode) -> None:
     file = real_path(path)
     project = path if path in list_projects() and not file.is_file() else project_of(file)
     if project:
@@ -77,7 +89,6 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
         raise ConfigError(f"--plugin {path}: file not found.\n  fix: correct the path")
     if any(file == real_path(module.__file__) for module in load_installed_plugins().values() if module.__file__):
         return  # the installed plugin has declared its keys already
-    cfg.__dict__["_plugin"] = str(path)
     try:
         plugin = import_plugin_file(file)
     except ModuleNotFoundError as error:
@@ -86,3 +97,5 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
             "  fix: install the module, or add the folder that contains it to the environment variable PYTHONPATH"
         ) from error
     add_keys_of(plugin, cfg)
+    cfg.__dict__["_plugins"] = tuple(dict.fromkeys((*cfg.__dict__.get("_plugins", ()), str(file))))
+    cfg.merge_from_list([PLUGINS_KEY, cfg.__dict__["_plugins"]])

@@ -1,6 +1,7 @@
 """Build train and test data loaders from a config."""
 
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
+from fastamp.utils.files import expand
 from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
@@ -436,6 +438,19 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **k
     if kwargs or not hasattr(component, "from_config"):
         return component(root=root, **kwargs)
     return component.from_config(cfg, root)
+
+
+def family_of(name: str) -> str:
+    """Return ``ImageDataset.family`` of a dataset by its name in the config, without building it.
+
+    Paths of ``csv:FILE`` and ``folder:FOLDER`` are made absolute.
+    """
+    kind, _, path = name.partition(":")
+    if kind in PATH_DATASETS:
+        return f"{kind}:{os.path.abspath(expand(path))}"
+    component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
+    family: str = getattr(component, "identities_of", "") or getattr(component, "dataset_name", "") or name
+    return family
 
 
 def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:

@@ -18,7 +18,6 @@ from fastamp.data.columns import cell_text, summarize_columns
 from fastamp.data.datasets.base import ImageDataset, ImageItem, count_items
 from fastamp.data.datasets.csv_table import DATABASE, SPLITS
 from fastamp.data.datasets.custom import (
-    PATH_DATASETS,
     CsvDataset,
     describe_invalid_lines,
     path_fix,
@@ -28,6 +27,7 @@ from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS, read_image
 from fastamp.data.image_summary import ImageSummary, inspect_image
 from fastamp.data.jpeg_warnings import damaged_files
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
+from fastamp.data.training_images import LEAK_FIX, leaked_identities
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_atomically
@@ -118,7 +118,7 @@ def check_dataset(
     report = Report([(split, *count_items(items, dataset)) for split, items in splits.items()])
     if splits:
         report.columns += summarize_columns(PackedItems.concat([PackedItems.of(items) for items in splits.values()]))
-    report.notes += [dataset.split_note] if dataset.split_note else []
+    report.notes += [note for note in (dataset.split_note, dataset.excluded_note) if note]
     images = {(item.path, item.box): item for items in splits.values() for item in items}
     with ThreadPoolExecutor(available_cores()) as pool:
         inspected = track(
@@ -399,17 +399,13 @@ class _CheckedDataset:
 
     def find_shared_identities(self) -> Iterable[Finding]:
         """Find identities that are in both the training and the test images."""
-        names = {split: {self.dataset.identity(item.pid) for item in items} for split, items in self.splits.items()}
-        tested = names.get("query", set()) | names.get("gallery", set())
-        names_any = isinstance(self.dataset, tuple(PATH_DATASETS.values())) or not self.dataset.has_distractors
-        not_identities = () if names_any else {"0", "-1"}  # distractors
-        if getattr(self.dataset, "database_lines", ()):  # a closed or open set: the test identities are in training
+        if getattr(self.protocol, "is_closed_set", False):
             return
-        shared = names.get("train", set()) & tested.difference(not_identities)
+        shared = leaked_identities(self.dataset)
         yield from _findings(
             "identities in both training and test",
             sorted(shared),
-            fix="use each identity either for training or for testing",
+            fix=LEAK_FIX,
             excluded=(row for row, item, _ in self.rows("train") if self.dataset.identity(item.pid) in shared),
         )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastamp.data.datasets.base import ImageItem
 from fastamp.data.datasets.csv_table import DATABASE, open_table
+from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded, merge_equal_names
 from fastamp.data.image_summary import read_fingerprints
 from fastamp.data.near_duplicates import group_near_duplicates
 from fastamp.data.wildlife_splits import (
@@ -54,7 +55,7 @@ class SplitOptions:
         near_duplicate_bits (int, optional): see ``group_near_duplicates``.
         validation (float): fraction of the identities that are held out from training to choose a threshold for *new*.
         seed (int): seed of the split.
-        unlabeled (str): identity of images without a known identity, which are excluded.
+        unlabeled (str): further name of unknown identities, whose images are excluded, see ``identity_names``.
     """
 
     method: str
@@ -198,17 +199,20 @@ def _exclude_unlabeled(table: Table, options: SplitOptions, report: SplitReport)
             f"{table.file}, line {empty[0]}: no value for {options.identity[0]} ({len(empty)} such lines).\n"
             f"  fix: add the identity, or write {options.unlabeled or -1}, whose images are excluded"
         )
-    kept = [row for row, name in enumerate(names) if name not in (options.unlabeled, "-1")]
-    excluded = len(names) - len(kept)
-    report.notes += [f"{excluded} images of identity {options.unlabeled} or -1 excluded"] * bool(excluded)
+    excluded = [name == options.unlabeled or is_unknown_identity(name) for name in names]
+    kept = [row for row, is_excluded in enumerate(excluded) if not is_excluded]
+    note = log_excluded(Counter(name for name, each in zip(names, excluded, strict=True) if each), str(table.file))
+    report.notes += [note] * bool(note)
     if not kept:
-        raise DataError(f"{table.file}: all images are of identity {options.unlabeled} or -1.\n  fix: add identities")
+        raise DataError(f"{table.file}: all images are of unknown identities ({note}).\n  fix: add identities")
     table.keep(kept)
 
 
 def _identities(table: Table, options: SplitOptions) -> list[str]:
     columns = [table.column(name, "--identity") for name in options.identity]
-    return ["/".join(values) for values in zip(*columns, strict=True)]
+    names = ["/".join(values) for values in zip(*columns, strict=True)]
+    merged = merge_equal_names(dict.fromkeys(names), str(table.file))
+    return [merged[name] for name in names]
 
 
 def _split(table: Table, identities: Sequence[str], options: SplitOptions) -> Split:

@@ -13,6 +13,44 @@ from fastamp.utils.plural import plural
 
 logger = logging.getLogger(__name__)
 
+LEAK_FIX = (
+    "use each identity either for training or for testing; for a closed set, whose test identities are meant to be "
+    "in training, list the gallery images that are also for training once, as split database"
+)
+_MAX_LISTED = 5
+
+
+def leaked_identities(dataset: ImageDataset) -> set[str]:
+    """Return the names of the identities that are both in the training and in the test images of a dataset.
+
+    They are not an error in a closed set (``ImageDataset.is_closed_set``), and not found if the numbers of both
+    are unrelated (``ImageDataset.related_identities``). Distractors are not identities.
+    """
+    if dataset.is_closed_set or dataset.related_identities is False:
+        return set()
+    trained, *tested = (_names(dataset, getattr(dataset, split)) for split in ("train", "query", "gallery"))
+    distractors = {"0", "-1"} if dataset.has_distractors else set()
+    return trained & set().union(*tested) - distractors
+
+
+def check_not_leaked(dataset: ImageDataset) -> None:
+    """Raise a ``DataError`` if ``leaked_identities`` finds any."""
+    leaked = sorted(leaked_identities(dataset))
+    if leaked:
+        names = ", ".join(leaked[:_MAX_LISTED]) + ", ..." * (len(leaked) > _MAX_LISTED)
+        raise DataError(
+            f"{dataset.title}: {plural(len(leaked), 'identity is', 'identities are')} in both training and test images "
+            f"({names}); results would be too high.\n"
+            f"  fix: {LEAK_FIX}"
+            + "; if the numbers are unrelated, set related_identities = False in the class of the dataset"
+            * (dataset.related_identities is None)
+        )
+
+
+def _names(dataset: ImageDataset, items: Sequence[ImageItem]) -> set[str]:
+    """Return the names of the identities of images."""
+    return {dataset.identity(pid) for pid in PackedItems.of(items).pids.unique()[0]}
+
 
 def training_items(datasets: Sequence[ImageDataset], *, combine_all: bool = False) -> list[ImageItem]:
     """Return the training images of all ``datasets`` in one list; see ``training_parts``."""
@@ -74,7 +112,11 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
             rows = [*row_of.values()]
             if dataset.has_distractors:
                 rows = [row for row in rows if isinstance(pid := items.pids[row], str) or pid > 0]
-            part.append(_add_prefixes(items.take(np.array(rows, dtype=np.int64)), f"{pid_prefix}_test", camid_prefix))
+            items = items.take(np.array(rows, dtype=np.int64))
+            shared = _names(dataset, train) if dataset.related_identities else set()
+            values, inverse = items.pids.unique()
+            names = [name if (name := dataset.identity(pid)) in shared else f"test_{pid}" for pid in values]
+            part.append(_add_prefixes(items.replace(pids=Column.of(inverse, names)), pid_prefix, camid_prefix))
         part = PackedItems.concat(part)
         parts.append(_drop_shared_images(part, dataset, list(zip(datasets, parts, strict=False))))
     return parts

@@ -29,6 +29,7 @@ from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_categories, with_num_classes
 from fastamp.data.loader import explain_lost_workers
+from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.diagnostics import environment_queries
 from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
@@ -100,10 +101,12 @@ class DefaultTrainer(FastReIDMethods):
         log_to_console()
         check_loggers(cfg)
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
+        check_equal_on_all_ranks(self.data_loader.dataset, "the training set")
         cfg = self.auto_scale_hyperparams(*adapt_to_training_set(cfg, self.data_loader.dataset))
         self.cfg = cfg = with_num_categories(cfg, self.data_loader.dataset)
-        # Built before the model, so that missing images and test sets fail early.
+        # Built before the model, so that missing images and test sets that cannot be evaluated fail early.
         self.test_loaders = self._build_test_loaders(cfg)
+        self.best_metric = self.build_best_metric()
         self.precise_bn_loader = self.build_precise_bn_loader(cfg)
         self.model = self.build_model(cfg)
         set_class_counts(self.model, self.data_loader)
@@ -112,7 +115,6 @@ class DefaultTrainer(FastReIDMethods):
         self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))
         self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
         self.trainer = self.build_trainer()
-        self.best_metric = self.build_best_metric()
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = self.build_checkpointer()
         self.writers: list[Any] = []
@@ -550,6 +552,8 @@ class DefaultTrainer(FastReIDMethods):
             raise ConfigError("--eval-only requires MODEL.WEIGHTS.\n  fix: add MODEL.WEIGHTS path/to/model.pth")
         # Built before the model, so that missing images and test sets fail early.
         loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
+        for name, test in loaders.items():
+            loader_and_evaluator(cls.build_evaluator, cfg, name, test)
         model, extra = cls.load_model(cfg)
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)

@@ -4,7 +4,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from fastamp.engine.hooks.freeze import freeze_length
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import HookBase
 from fastamp.engine.unreached import find_unreached_events
+from fastamp.evaluation import Protocol
 from fastamp.utils import comm
 from fastamp.utils.compiled import uncompiled
 from fastamp.utils.env import peak_memory_mb
@@ -64,7 +66,10 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     if left > 0:
         seconds = _train(trainer)
         rows.append(["training", _describe_training(trainer, seconds)])
-    loaders = {name: (_TimedLoader(_subset_loader(*each)), *each) for name, each in trainer.test_loaders.items()}
+    columns = Protocol.from_config(cfg).columns
+    loaders = {
+        name: (_TimedLoader(_subset_loader(*each, columns)), *each) for name, each in trainer.test_loaders.items()
+    }
     rows += _evaluate(trainer, loaders)
     rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
     if left > 0:
@@ -168,20 +173,35 @@ class _TimedLoader:
         return comm.get_world_size() * self.images[-1] / (self.times[-1] - self.times[-2])
 
 
-def _subset_loader(loader: TestLoader, num_query: int) -> TestLoader:
+def _subset_loader(loader: TestLoader, num_query: int, columns: Iterable[str] = ()) -> TestLoader:
     """Build a test loader with at most ``NUM_ITERATIONS`` batches per process.
 
     The batches contain query images, then gallery images of their identities, then gallery images of other identities.
+    The queries have as many different values of ``columns`` as possible, e.g. some are for validation.
     """
     dataset, size = loader.dataset, loader.batch_sampler.batch_size
     count = min(len(dataset), NUM_ITERATIONS * size * comm.get_world_size())
-    queries = range(min(num_query, max(1, count // 4)) if count < len(dataset) else num_query)
+    queries = _in_turn(dataset, num_query, columns)
+    if count < len(dataset):
+        queries = sorted(queries[: max(1, count // 4)])
     query_identities = {dataset.labels[index] for index in queries}
     gallery = sorted(range(num_query, len(dataset)), key=lambda index: dataset.labels[index] not in query_identities)
     chosen = [*queries, *gallery[: count - len(queries)]]
     rank, world_size = comm.get_rank(), comm.get_world_size()
     sampler = InferenceSampler(size=len(chosen), batch_size=size, rank=rank, world_size=world_size, images=chosen)
     return TestLoader(dataset, sampler, num_workers=loader.num_workers, device=loader.device)
+
+
+def _in_turn(dataset: Any, num_query: int, columns: Iterable[str]) -> list[int]:
+    """Order the queries so that those with each combination of values of ``columns`` take turns."""
+    values = [dataset.columns[name].values for name in columns if name in getattr(dataset, "columns", ())]
+    turns: Counter[tuple[Any, ...]] = Counter()
+    order = []
+    for query in range(num_query):
+        key = tuple(str(column[query]) for column in values)
+        order.append((turns[key], query))
+        turns[key] += 1
+    return [query for _, query in sorted(order)]
 
 
 def _evaluate(trainer: DefaultTrainer, loaders: dict[str, tuple[_TimedLoader, TestLoader, int]]) -> list[list[str]]:

@@ -8,19 +8,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import CfgNode
-from fastamp.data.build import check_split
+from fastamp.data.build import check_split, family_of
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets import DATASET_REGISTRY
+from fastamp.data.rank_agreement import check_equal_on_all_ranks
+from fastamp.data.training_images import check_not_leaked
 from fastamp.engine.reporting import evaluated_set, history_of, write_evaluation_report
 from fastamp.evaluation import (
     EVALUATOR_REGISTRY,
     DatasetEvaluator,
+    Identities,
     Protocol,
     ReidEvaluator,
+    check_matches,
     inference_on_dataset,
     print_results,
 )
@@ -29,6 +34,7 @@ from fastamp.modeling import META_ARCH_REGISTRY
 from fastamp.report import EvaluatedSet, Run
 from fastamp.report.queries import write_queries
 from fastamp.utils import comm
+from fastamp.utils.errors import DataError, NoMatchError
 from fastamp.utils.files import folder_name
 
 logger = logging.getLogger(__name__)
@@ -161,14 +167,17 @@ def loader_and_evaluator(
         tuple: ``(loader, evaluator)``.
 
     Raises:
-        DataError: if the evaluator is a ``ReidEvaluator``, but the test set lacks a column or cameras that the
-            evaluation needs, or has no gallery images, unless the protocol ranks all images for each image.
+        DataError: if the test set differs between the ranks; or, if the evaluator is a ``ReidEvaluator``, the test set
+            lacks a column or cameras that the evaluation needs, has no gallery images, unless the protocol ranks all
+            images for each image, or has labels that make an evaluation impossible or invalid, see ``_check_labels``.
     """
     loader, num_query = test if isinstance(test, tuple) else (test, 0)
     if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
         loader, evaluator = build_evaluator(cfg, name, folder)
     else:
         evaluator = build_evaluator(cfg, num_query, folder)
+    if hasattr(loader, "dataset"):
+        check_equal_on_all_ranks(loader.dataset, f"the test set {name}")
     if isinstance(evaluator, ReidEvaluator) and hasattr(loader, "dataset"):
         if not evaluator.protocol.ranking_rule.all_images:
             check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
@@ -177,7 +186,38 @@ def loader_and_evaluator(
             queries, gallery = np.split(loader.dataset.camids, [evaluator.num_query])
             evaluator.protocol.check_cameras(np.unique(queries).tolist(), np.unique(gallery).tolist())
             evaluator.set_column_names(loader.dataset.column_names())
+            _check_labels(cfg, name, loader.dataset, evaluator)
     return loader, evaluator
+
+
+def _check_labels(cfg: CfgNode, name: str, dataset: ReidDataset, evaluator: ReidEvaluator) -> None:
+    """Check by the labels of a test set that it can be evaluated, and that it has no training identities.
+
+    The training images of a dataset are not read unless it is one of DATASETS.NAMES.
+
+    Raises:
+        NoMatchError: if no query has a match.
+        DataError: if training images of the dataset, on which the model is trained, are of identities of the test set.
+    """
+    columns = {column: torch.from_numpy(dataset.columns[column].values) for column in evaluator.protocol.columns}
+    values = {"pids": torch.from_numpy(dataset.labels), "camids": torch.from_numpy(dataset.camids), **columns}
+    count = evaluator.num_query
+    split = {column: (each[:count], each[count:]) for column, each in values.items()}
+    (query_pids, gallery_pids), (query_camids, gallery_camids) = split.pop("pids"), split.pop("camids")
+    try:
+        check_matches(Identities(query_pids, gallery_pids, query_camids, gallery_camids, split), evaluator.protocol)
+    except NoMatchError as error:
+        raise NoMatchError(f"{name}: {error}") from error
+    if cfg.DATASETS.COMBINEALL or evaluator.protocol.is_closed_set:
+        return
+    families = {family_of(each) for each in cfg.DATASETS.NAMES}
+    for source in dataset.sources:
+        if {family_of(name), source.family} & families:
+            try:
+                _ = source.train
+            except DataError:  # an evaluation does not need the training images
+                continue
+            check_not_leaked(source)
 
 
 def evaluation_policy(cfg: CfgNode, model: nn.Module) -> PrecisionPolicy:

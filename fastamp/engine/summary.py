@@ -38,7 +38,7 @@ def summarize_run(cfg: CfgNode, results: Mapping[str, Mapping[str, Any]], *, sec
         lines.append(f"report: {report}")
     if path.exists():
         quoted = shlex.quote(str(path))
-        plugin = f" --plugin {shlex.quote(cfg.plugin_file())}" if cfg.plugin_file() else ""
+        plugin = "".join(f" --plugin {shlex.quote(file)}" for file in cfg.PLUGINS)
         lines.append(f"next:   fastamp eval {quoted} DATASETS.TESTS {shlex.quote(cfg.DATASETS.TESTS[0])}{plugin}")
         lines.append(f"        fastamp extract {quoted} FOLDER -o features.npz{plugin}")
     logger.info("%s", "\n  ".join(lines))

@@ -15,7 +15,7 @@ from fastamp.evaluation import (  # noqa: F401  register their protocols
 )
 from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from fastamp.evaluation.identities import Identities
-from fastamp.evaluation.metrics import EvaluationResult, compute_metrics, rank_distances, rank_features
+from fastamp.evaluation.metrics import EvaluationResult, check_matches, compute_metrics, rank_distances, rank_features
 from fastamp.evaluation.precise_bn import update_bn_statistics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
 from fastamp.evaluation.rank import RankingResult
@@ -41,6 +41,7 @@ __all__ = [
     "ReportSection",
     "RetrievalExamples",
     "Table",
+    "check_matches",
     "compute_metrics",
     "inference_on_dataset",
     "print_results",

@@ -311,6 +311,7 @@ def _rule(
         + ("set TEST.ANIMALS.THRESHOLD to a similarity",) * bool(validation),
         all_images=leave_one_out,
         open_set=open_set or leave_one_out,
+        closed_set=not leave_one_out,
         further_metrics=partial(identification_metrics, threshold=threshold, has_new=open_set),
         further_names=("BAKS", "BAUS", "BAKS-BAUS", "AUC-new") if open_set else ("BAKS",),
         is_calibrated=threshold is not None,

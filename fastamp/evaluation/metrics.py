@@ -2,7 +2,7 @@
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 
 from fastamp.amp import force_fp32
 from fastamp.evaluation.collapse import count_indistinct
-from fastamp.evaluation.identities import SAME_CAMERA, Identities
+from fastamp.evaluation.identities import JUNK_PID, SAME_CAMERA, Identities, Matches
 from fastamp.evaluation.protocol import Protocol, Ranker, accept_rate_name, recall_name
 from fastamp.evaluation.query_expansion import expand
 from fastamp.evaluation.rank import RankingResult
@@ -232,7 +232,7 @@ def compute_metrics(
     columns = (local_ranking.ap, local_ranking.inp, local_ranking.first_match, local_ranking.extra)
     ranking = RankingResult(*(comm.gather_rows(column) for column in columns if column is not None))
     if ranking.num_valid == 0:
-        raise NoMatchError(_explain_no_match(len(query_features), protocol))
+        raise NoMatchError(_explain_no_match(identities, protocol))
 
     curve, examples = _curve(roc, protocol), None
     if report_options and example_counter is not None:
@@ -430,25 +430,47 @@ def _curve(roc: RocCounter | None, protocol: Protocol) -> RocCurve | None:
     return curve
 
 
-def _explain_no_match(count: int, protocol: Protocol) -> str:
+def check_matches(identities: Identities, protocol: Protocol) -> None:
+    """Check by the labels only, without features, that at least one query has a match.
+
+    Args:
+        identities: identities, cameras and columns of the query and gallery images.
+        protocol: evaluation protocol.
+
+    Raises:
+        NoMatchError: if no query has a match.
+    """
+    arranged = protocol.arrange(identities)
+    matches = Matches(arranged, junk=protocol.junk, unmatched_pid=JUNK_PID if protocol.trapezoid else None)
+    for first, last in matches.spans(0, len(matches.query_pids)):
+        pairs = matches.pairs(first, last)
+        if protocol.all_images:  # an image is not a match of itself
+            pairs = replace(pairs, rows=pairs.rows[first + pairs.rows != pairs.columns])
+        if len(pairs.rows):
+            return
+    raise NoMatchError(_explain_no_match(arranged, protocol))
+
+
+def _explain_no_match(identities: Identities, protocol: Protocol) -> str:
+    fix = "give the images of an identity the same name or number in query and gallery"
     if protocol.all_images:
+        count = len(identities.query_pids)
+        return f"none of the {count} images has a match: each identity has only one image.\n  fix: {fix}"
+    sides = [set(pids.tolist()) for pids in (identities.query_pids, identities.gallery_pids)]
+    common = sides[0] & sides[1] - ({JUNK_PID} if protocol.trapezoid else set())
+    none = f"none of the {len(identities.query_pids)} queries has a match in the gallery"
+    if not common:
         return (
-            f"none of the {count} images has a match: each identity has only one image.\n"
-            "  fix: check the identities of the test set"
-        )
-    if protocol.junk is None:
-        return (
-            f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common.\n"
-            "  fix: check the identities of the test set"
+            f"{none}: query and gallery have no identity in common (query: {len(sides[0])}, gallery: "
+            f"{len(sides[1])}).\n  fix: {fix}"
         )
     if protocol.junk is not SAME_CAMERA:
         return (
-            f"none of the {count} queries has a match in the gallery: query and gallery have no identity in common, or "
-            f"the rule of TEST.PROTOCOL={protocol.rule} excludes all matches as junk.\n"
-            "  fix: check the identities of the test set and the junk of this rule"
+            f"{none}: the rule of TEST.PROTOCOL={protocol.rule} excludes all images of the {len(common)} common "
+            "identities as junk.\n  fix: check the test set and the junk of this rule"
         )
     return (
-        f"none of the {count} queries has a match in the gallery (the same identity from another camera).\n"
-        "  cause: query and gallery have no identity in common, or each identity has images from only one camera\n"
-        "  fix: for images without camera labels, set TEST.PROTOCOL to no_camera"
+        f"{none} (the same identity from another camera): the gallery images of each of the {len(common)} common "
+        "identities are from the camera of the query.\n"
+        "  fix: add gallery images from other cameras; or, if cameras do not matter, set TEST.PROTOCOL to no_camera"
     )

@@ -156,6 +156,7 @@ class RankingRule:
         trapezoid: if True, the rule always uses trapezoidal AP, see ``Ranker``. Default: False.
         recall: if True, the CMC at rank k is also reported as ``Recall@k``. Default: False.
         open_set: if True, queries without a match are expected, and the rule predicts which they are. Default: False.
+        closed_set: if True, the identities of the gallery are meant to be in the training set. Default: False.
         configure: function config -> rule, for a rule with config keys of its own. Default: None, the rule itself.
         further_metrics: function (results of some queries, results of all queries) -> metrics in percent, computed from
             ``RankingResult.extra``. Metrics that are not defined are listed under ``not_defined``. Default: None.
@@ -177,6 +178,7 @@ class RankingRule:
     trapezoid: bool = False
     recall: bool = False
     open_set: bool = False
+    closed_set: bool = False
     configure: Callable[[Any], "RankingRule"] | None = None
     further_metrics: Callable[[RankingResult, RankingResult], dict[str, Any]] | None = None
     further_names: tuple[str, ...] = ()
@@ -337,6 +339,11 @@ class Protocol:
     def is_open_set(self) -> bool:
         """True if queries without a match are expected."""
         return self.ranking_rule.open_set
+
+    @property
+    def is_closed_set(self) -> bool:
+        """True if the identities of the gallery are meant to be in the training set."""
+        return self.ranking_rule.closed_set
 
     @property
     def junk(self) -> Junk | None:

@@ -20,6 +20,7 @@ from fastamp.checkpoint.strip import without_training_state
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, read_config
 from fastamp.config.files import parse_yaml
+from fastamp.config.read import split_plugins
 from fastamp.inference.model_card import model_card
 from fastamp.inference.predictor import Predictor, feature_values
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
@@ -156,7 +157,7 @@ def package(
             cfg=public,
             initial_weights=_initial_weights(cfg),
             feature_dim=predictor.feature_dim,
-            plugin=Path(plugin).name,
+            plugin=", ".join(Path(each).name for each in split_plugins(plugin)),
         )
         write_atomically(build / CARD_NAME, lambda file: file.write(text.encode()))
         with writing(target):

@@ -1,11 +1,15 @@
 """Registry of components that a config selects by name."""
 
 import inspect
+import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.plugins import load_installed_plugins
+
+logger = logging.getLogger(__name__)
 
 _REGISTRIES: list["Registry"] = []
 
@@ -15,12 +19,20 @@ def registered_names() -> dict[str, list[str]]:
     return {key: list(registry) for registry in _REGISTRIES for key in registry.kind.split(" / ")}
 
 
+class DuplicateNameError(ConfigError, KeyError):
+    """A component is registered under a name that another one has."""
+
+    __str__ = Exception.__str__
+
+
 class Registry:
     """Registry that maps names in a config to components.
 
     Args:
         kind: config key that selects the component, for error messages, e.g. ``"MODEL.BACKBONE.NAME"``.
         components: dict that holds the components. Default: a new dict.
+        replaces_built_in: whether a component from outside fastamp replaces, with a warning, one of fastamp of the same
+            name. Default False: that is an error.
 
     A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or, as in
     FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``:
@@ -33,8 +45,8 @@ class Registry:
     Components of installed plugins are found, too (``utils/plugins.py``).
     """
 
-    def __init__(self, kind: str, components: dict[str, Any] | None = None) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, components: dict[str, Any] | None = None, *, replaces_built_in: bool = False) -> None:
+        self.kind, self._replaces_built_in = kind, replaces_built_in
         self._components = {} if components is None else components
         _REGISTRIES.append(self)
 
@@ -45,17 +57,34 @@ class Registry:
             name: name of the component. Default: ``__name__`` of the class or function.
 
         Raises:
-            KeyError: if the name is already registered.
+            DuplicateNameError: if the name is already registered for a component that is not from the same place in the
+                same file, which is replaced.
         """
 
         def add(component: Any) -> Any:
             key = name or component.__name__
             if key in self._components:
-                raise KeyError(f"{self.kind}: {key!r} is already registered: {self._components[key]!r}")
+                self._check_replaceable(key, component)
             self._components[key] = component
             return component
 
         return add
+
+    def _check_replaceable(self, name: str, component: Any) -> None:
+        existing = self._components[name]
+        if _source(existing) == _source(component):  # the file is loaded again
+            return
+        if self._replaces_built_in and _is_built_in(existing) and not _is_built_in(component):
+            logger.warning(
+                "%s: %s of %s replaces that of fastamp\n  fix: to use both, register yours under another name",
+                self.kind,
+                name,
+                _source(component)[0],
+            )
+            return
+        raise DuplicateNameError(
+            f"{self.kind}: {name!r} is already registered: {existing!r}.\n  fix: register it under another name"
+        )
 
     def get(self, name: str) -> Any:
         """Return the component registered under ``name``.
@@ -93,6 +122,17 @@ class Registry:
     def __iter__(self) -> Iterator[str]:
         load_installed_plugins()
         return iter(sorted(self._components))
+
+
+def _source(component: Any) -> tuple[str, str]:
+    """Return the file, or the module without a file, and the name of a component in it."""
+    module = getattr(component, "__module__", type(component).__module__)
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file or module, getattr(component, "__qualname__", repr(component))
+
+
+def _is_built_in(component: Any) -> bool:
+    return getattr(component, "__module__", type(component).__module__).partition(".")[0] == "fastamp"
 
 
 def _has_own_constructor(component: Any) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fastamp.cli.train import argument_parser
 from fastamp.config import get_cfg, load_plugin, read_config
 from fastamp.config.component_keys import component_keys, declared_keys
 from fastamp.config.defaults import KEYS
@@ -112,3 +113,36 @@ def test_load_plugin_declares_the_config_keys_of_the_plugin_file(tmp_path, text,
 def test_missing_plugin_file_raises_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.py"):
         read_config("", [], plugin=str(tmp_path / "nowhere.py"))
+
+
+def plugin_files(folder):
+    files = []
+    for name in ("one", "two"):
+        files.append(folder / f"{name}.py")
+        files[-1].write_text(f"from fastamp.config import Key\nKEYS = (Key('MODEL.{name.upper()}', 1, 'Mine.'),)\n")
+    return files
+
+
+def test_plugin_given_twice_loads_both_files(tmp_path):
+    one, two = plugin_files(tmp_path)
+    args = argument_parser().parse_args(["--plugin", str(one), "--plugin", str(two)])
+    cfg = read_config("", ["MODEL.ONE", 3, "MODEL.TWO", 4], plugin=args.plugin)
+    assert (str(one), str(two)) == cfg.PLUGINS and (cfg.MODEL.ONE, cfg.MODEL.TWO) == (3, 4)
+    assert read_config("", [], plugin=argument_parser().parse_args([]).plugin).PLUGINS == ()
+
+
+def test_saved_config_names_its_plugins(tmp_path, caplog):
+    one, two = plugin_files(tmp_path)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(read_config("", ["MODEL.ONE", 5], plugin=str(one)).dump())
+    again = read_config(str(saved), [], plugin=str(one))
+    assert again.MODEL.ONE == 5 and (str(one),) == again.PLUGINS and not caplog.records
+    with pytest.raises(ConfigError, match="MODEL.ONE"):
+        read_config(str(saved), [])
+    assert f"--plugin {one}" in caplog.text
+    moved = tmp_path / "elsewhere" / "one.py"
+    moved.parent.mkdir()
+    moved.write_text(one.read_text())
+    assert (str(moved),) == read_config(str(saved), [], plugin=str(moved)).PLUGINS
+    both = read_config(str(saved), [], plugin=f"{one}{os.pathsep}{two}").clone()
+    assert (str(one), str(two)) == both.PLUGINS

@@ -1,9 +1,12 @@
 """Registration, lookup, and error messages of registries."""
 
+import importlib.util
+import sys
+
 import pytest
 
 from fastamp.utils.errors import ConfigError, did_you_mean
-from fastamp.utils.registry import Registry
+from fastamp.utils.registry import DuplicateNameError, Registry
 
 
 def test_registered_components_are_found_and_built_by_name():
@@ -45,3 +48,37 @@ def test_unknown_component_error_lists_choices_and_suggests_the_nearest():
 
 def test_did_you_mean_is_empty_without_a_similar_choice():
     assert did_you_mean("zzz", ["abc"]) == ""
+
+
+def module_class(folder, monkeypatch, module):
+    """Run a file as the module ``module`` and return its class."""
+    file = folder / f"{module}.py"
+    file.write_text("class Market:\n    pass\n")
+    spec = importlib.util.spec_from_file_location(module, file)
+    loaded = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, module, loaded)
+    spec.loader.exec_module(loaded)
+    return loaded.Market
+
+
+def test_users_component_replaces_a_built_in_one_with_a_warning(tmp_path, monkeypatch, caplog):
+    registry = Registry("DATASETS.NAMES", replaces_built_in=True)
+    built_in = type("Market", (), {"__module__": "fastamp.data"})
+    registry.register()(built_in)
+    mine = module_class(tmp_path, monkeypatch, "mine")
+    registry.register()(mine)
+    assert registry.get("Market") is mine and "mine.py" in caplog.text and "fix:" in caplog.text
+    again = module_class(tmp_path, monkeypatch, "mine")
+    registry.register()(again)  # the same file again
+    assert registry.get("Market") is again
+    with pytest.raises(DuplicateNameError, match="(?s)'Market'.*fix:"):
+        registry.register()(module_class(tmp_path, monkeypatch, "yours"))
+    with pytest.raises(ConfigError):
+        registry.register()(built_in)
+
+
+def test_built_in_component_of_other_registries_is_not_replaced(tmp_path, monkeypatch):
+    registry = Registry("MODEL.THING")
+    registry.register()(type("Market", (), {"__module__": "fastamp.modeling"}))
+    with pytest.raises(DuplicateNameError):
+        registry.register()(module_class(tmp_path, monkeypatch, "mine"))

@@ -10,6 +10,13 @@ KEYS = (
         "Projects of fastamp whose components and keys this config uses, e.g. FastAttr; recipes of a project set it.",
         of=str,
     ),
+    Key(
+        "PLUGINS",
+        (),
+        "Plugin files with which this config was read (--plugin). A saved config names them; they are not run unless "
+        "--plugin is given again.",
+        of=str,
+    ),
     Key("SEED", 0, "Seed of all random draws: weight initialization, sampling, augmentation.", low=0),
     Key(
         "DETERMINISTIC",

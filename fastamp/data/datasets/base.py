@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,6 +13,7 @@ from tabulate import tabulate
 
 from fastamp.compat.dataset_methods import FastReIDDataset
 from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_boxes
+from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.utils.files import expand
@@ -19,7 +21,7 @@ from fastamp.utils.registry import Registry
 
 logger = logging.getLogger(__name__)
 
-DATASET_REGISTRY = Registry("DATASETS.NAMES")
+DATASET_REGISTRY = Registry("DATASETS.NAMES", replaces_built_in=True)
 
 ROOT_VARIABLES = ("FASTAMP_DATASETS", "FASTREID_DATASETS")
 ROOT_FIX = f"move the data there, or set {ROOT_VARIABLES[0]} to the folder that contains it"
@@ -43,6 +45,13 @@ class ImageDataset(FastReIDDataset):
         identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
             "vehicleid" in ``SmallVehicleID``. Default "".
         split_note (str): how a random split was drawn. Default "".
+        excluded_note (str): how many images of unknown identities were excluded, see ``identity_names``. Default "".
+        related_identities (bool, optional): whether the same name or number in training and test images is the same
+            identity; False e.g. if each split is numbered from 0. Default None, unknown: identities in both are an
+            error, and ``DATASETS.COMBINEALL`` keeps them distinct.
+        is_closed_set (bool): whether the identities of the test images are meant to be in the training set. Default
+            False.
+        excludes_unknown (bool): whether training images of unknown identities are excluded. Default True.
         has_distractors (bool): whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL``
             excludes from training. Default True.
         requires_gallery (bool): whether a test set without gallery images is an error. Default True.
@@ -57,6 +66,10 @@ class ImageDataset(FastReIDDataset):
     dataset_name = ""
     identities_of = ""
     split_note = ""
+    excluded_note = ""
+    excludes_unknown = True
+    related_identities: bool | None = None
+    is_closed_set = False
     has_distractors = True
     requires_gallery = True
     evaluator = ""
@@ -155,6 +168,8 @@ class ImageDataset(FastReIDDataset):
             if not isinstance(items, PackedItems):
                 items = [ImageItem(*item) for item in items]
             self._check_boxes(split, items)
+            if split == "train" and self.excludes_unknown:
+                items = self._exclude_unknown(items)
             self._items[split] = items
         return self._items[split]
 
@@ -176,6 +191,17 @@ class ImageDataset(FastReIDDataset):
             return f"{item.box} of {item.path}"
 
         warn_of_small_boxes(found, place, name_of)
+
+    def _exclude_unknown(self, items: Sequence[ImageItem]) -> Sequence[ImageItem]:
+        """Exclude training images of unknown identities."""
+        pids = items.pids.unique()[0] if isinstance(items, PackedItems) else {item.pid for item in items}
+        unknown = {pid for pid in pids if is_unknown_identity(self.identity(pid))}
+        if not unknown:
+            return items
+        counts = Counter(self.identity(item.pid) for item in items if item.pid in unknown)
+        self.excluded_note = log_excluded(counts, f"{self.title}, training images")
+        kept = [item for item in items if item.pid not in unknown]
+        return PackedItems.of(kept) if isinstance(items, PackedItems) else kept
 
     def _add_name_prefix(self, items: Iterable[ImageItem]) -> list[ImageItem]:
         """Add the dataset's name as a prefix to the identities."""

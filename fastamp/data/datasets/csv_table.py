@@ -1,6 +1,8 @@
 """Read CSV files of images: a header, and one line for each image."""
 
+import codecs
 import csv
+import itertools
 import logging
 import operator
 import re
@@ -15,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.data.datasets.csv_columns import CsvColumnBuilder
+from fastamp.data.datasets.identity_names import is_unknown_identity, merge_equal_names
 from fastamp.data.datasets.items import RESERVED_NAMES, Column, PackedText, PathBuilder, split_path
 from fastamp.utils.errors import DataError, did_you_mean
 from fastamp.utils.files import check_not_device, expand
@@ -28,10 +31,12 @@ SPLIT_NUMBERS = {split: number for number, split in enumerate((*SPLITS, DATABASE
 _BOX = ("x0", "y0", "x1", "y1")
 _BOX_WITH_SIZE = ("x", "y", "w", "h")
 COLUMNS = ("path", "pid", "camid", "split", *_BOX)
-EXCLUDED_ID = "-1"
 _MAX_HEADER = 2**16
 _MAX_COORDINATE = 2**31
 _LINES_AT_ONCE = 4096
+_SEPARATOR = re.compile(r'"?sep=(.)"?', re.IGNORECASE)
+# A comment above the header; "# path,pid" is a header.
+_COMMENT = re.compile(r"#(?![# ]*[\"']?path\b)", re.IGNORECASE)
 _CONTROL_CHARACTERS = re.compile("[\x00-\x1f\x7f]")
 # Values of a column split that are not used here.
 _TEST_SPLITS = {"test", "testing", "val", "valid", "validation", "eval"}
@@ -56,7 +61,7 @@ class CsvTable:
         camids: cameras as written in the file; None if there is no column ``camid``.
         splits: (N,) int8 indices into ``SPLITS``; None if there is no column ``split``.
         boxes: (N, 4) int64 boxes; None if there are no columns ``x0`` to ``y1``.
-        excluded: number of images with identity ``EXCLUDED_ID``, which the table does not contain.
+        excluded: name -> number of images of unknown identities, which the table does not contain.
         invalid: line number -> problem of each invalid line, which the table does not contain.
         columns: further columns, by name.
     """
@@ -67,38 +72,82 @@ class CsvTable:
     camids: _CategoricalText | None
     splits: np.ndarray | None
     boxes: np.ndarray | None
-    excluded: int
+    excluded: Counter[str]
     invalid: dict[int, str]
     columns: dict[str, Column]
 
 
+class CsvRows:
+    """Rows of a CSV file below its header, without comments: rows that begin with # and have another number of values.
+
+    Args:
+        reader: CSV reader after the header.
+        width: number of columns.
+        skipped: number of lines before the header.
+    """
+
+    def __init__(self, reader: Any, width: int, skipped: int) -> None:
+        self._reader, self._width, self._skipped = reader, width, skipped
+
+    @property
+    def line_num(self) -> int:
+        """Number of the last line of the row that was read."""
+        return int(self._reader.line_num + self._skipped)
+
+    def __iter__(self) -> Iterator[list[str]]:
+        return (row for row in self._reader if len(row) == self._width or not row or not row[0].startswith("#"))
+
+
 @contextmanager
-def open_table(file: Path) -> Iterator[tuple[Any, list[str]]]:
-    """Open a CSV file and yield a reader of the lines below the header, and the lowercase column names.
+def open_table(file: Path) -> Iterator[tuple[CsvRows, list[str]]]:
+    """Open a CSV file and yield the rows below the header, and the lowercase column names.
+
+    The columns are separated by commas, semicolons, tabs or vertical bars. The encoding is UTF-8 or UTF-16. Comments,
+    lines that begin with #, are skipped, and so is the line sep=; of Excel, which states the separator.
 
     Raises:
         DataError: if the file cannot be read, or is not a CSV file.
     """
-    reader = None
+    rows = None
     try:
         check_not_device(file)
-        with file.open(encoding="utf-8-sig", newline="") as stream:
-            header = stream.readline(_MAX_HEADER + 1)
-            if len(header) > _MAX_HEADER:
-                raise DataError(
-                    f"{file}: the first line must be a header of at most {_MAX_HEADER} characters.\n"
-                    "  fix: check that the file is a CSV file, and add a header such as path,pid,camid,split"
-                )
-            stream.seek(0)
-            delimiter = max(",;\t", key=header.count)
+        with file.open(encoding=_encoding(file), newline="") as stream:
+            delimiter = ""
+            for skipped in itertools.count():
+                start, header = stream.tell(), stream.readline(_MAX_HEADER + 1)
+                if len(header) > _MAX_HEADER:
+                    raise DataError(
+                        f"{file}: the first line must be a header of at most {_MAX_HEADER} characters.\n"
+                        "  fix: check that the file is a CSV file, and add a header such as path,pid,camid,split"
+                    )
+                stated = _SEPARATOR.fullmatch(header.strip("\r\n"))
+                if stated and not skipped:
+                    delimiter = stated[1]
+                elif not _COMMENT.match(header):
+                    break
+            delimiter = delimiter or max(",;\t|", key=header.count)
+            stream.seek(start)
             reader = csv.reader(stream, delimiter=delimiter, strict=True)
-            yield reader, [name.strip().lower() for name in next(reader, [])]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        line = f", line {reader.line_num}" if isinstance(error, csv.Error) and reader else ""
+            names = [name.strip().lower() for name in next(reader, [])]
+            if names:
+                names[0] = names[0].lstrip("# ")
+            rows = CsvRows(reader, len(names), skipped)
+            yield rows, names
+    except (OSError, UnicodeError, csv.Error) as error:
+        line = f", line {rows.line_num}" if isinstance(error, csv.Error) and rows else ""
         raise DataError(
             f"{file}{line}: cannot read the CSV file: {error}.\n"
             "  fix: save the table as a readable CSV file in UTF-8 (in Excel: the file type CSV UTF-8)"
         ) from error
+
+
+def _encoding(file: Path) -> str:
+    """Return the encoding of a CSV file: UTF-16 if it begins with its mark or contains zero bytes, else UTF-8."""
+    with file.open("rb") as stream:
+        start = stream.read(4)
+    if start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+        return "utf-16"
+    return {b"\0": "utf-16-be"}.get(start[:1]) or ("utf-16-le" if start[1:2] == b"\0" else "utf-8-sig")
 
 
 def read_table(file: Path, identity: Sequence[str]) -> CsvTable:
@@ -144,7 +193,7 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
 
     folders: dict[str, str] = {}
     invalid: dict[int, str] = {}
-    excluded = 0
+    excluded: Counter[str] = Counter()
     for line in reader:
         text = "".join(line)
         is_clean = " " not in text and text.isprintable()  # no white space and no control characters
@@ -160,8 +209,8 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
             ):
                 _check_line(names, values, required)
                 values += [""] * (len(names) - len(values))
-            if values[pid_columns[0]] == EXCLUDED_ID:
-                excluded += 1
+            if is_unknown_identity(name := values[pid_columns[0]]):
+                excluded[name] += 1
                 continue
             if split_column is not None:
                 split = SPLIT_NUMBERS.get(values[split_column])
@@ -189,8 +238,8 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
     return CsvTable(
         lines=np.array(lines, dtype=np.int64),
         paths=paths.build(),
-        pids=pids.build(),
-        camids=None if camid_column is None else camids.build(),
+        pids=pids.build(f"{file}", "identity"),
+        camids=None if camid_column is None else camids.build(f"{file}", "camera"),
         splits=None if split_column is None else np.array(splits, dtype=np.int8),
         boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if box else None,
         excluded=excluded,
@@ -212,9 +261,12 @@ class _CategoricalTextBuilder:
             self._code_of.setdefault(text, len(self._code_of))
         self._codes.extend(map(self._code_of.__getitem__, texts))
 
-    def build(self) -> _CategoricalText:
-        """Return the categorical strings."""
-        return _CategoricalText(list(self._code_of), np.array(self._codes, dtype=np.int64))
+    def build(self, title: str, kind: str) -> _CategoricalText:
+        """Return the categorical strings; names of equal numbers become one, see ``merge_equal_names``."""
+        merged = merge_equal_names(self._code_of, title, kind)
+        code_of = {name: code for code, name in enumerate(dict.fromkeys(merged.values()))}
+        codes = np.array([code_of[name] for name in merged.values()], dtype=np.int64)
+        return _CategoricalText(list(code_of), codes[np.array(self._codes, dtype=np.int64)])
 
 
 def box_columns(names: Sequence[str]) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ class CUHK03(ImageDataset):
 
     dataset_name = "cuhk03"
     folder = "cuhk03"
+    related_identities = False
 
     def __init__(
         self,

@@ -4,6 +4,7 @@ import logging
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from fastamp.data.datasets.base import ImageDataset, ImageItem, data_root
 from fastamp.data.datasets.csv_table import (
     COLUMNS,
     DATABASE,
-    EXCLUDED_ID,
     SPLIT_NUMBERS,
     SPLITS,
     CsvTable,
@@ -24,6 +24,7 @@ from fastamp.data.datasets.csv_table import (
     open_table,
     read_table,
 )
+from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded, merge_equal_names
 from fastamp.data.datasets.items import Column, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
 from fastamp.data.split import hold_out, query_and_gallery
@@ -80,9 +81,9 @@ class CsvDataset(ImageDataset):
     ``pid``, and optionally ``camid``, ``split`` (train, query, gallery, or database for training and gallery; case does
     not matter) and ``x0``, ``y0``, ``x1``, ``y1`` (box of the person or object in the image file, in pixels; x1 and y1
     are exclusive), or ``x``, ``y``, ``w``, ``h`` (box with width and height). Identities and cameras can be any text;
-    images of identity -1 are excluded. Without ``camid``, gallery images from the query's camera are not excluded. All
-    other columns become columns of the images; ``csv_columns`` describes their types. Columns are separated by commas,
-    semicolons or tabs.
+    images of unknown identities are excluded (``identity_names``). Without ``camid``, gallery images from the query's
+    camera are not excluded. All other columns become columns of the images; ``csv_columns`` describes their types.
+    Columns are separated by commas, semicolons or tabs.
 
     Without ``split``, randomly selected identities are used for testing, as in ``FolderDataset``. If that is not
     possible, e.g. with fewer than four identities, all images are training images.
@@ -108,6 +109,9 @@ class CsvDataset(ImageDataset):
         DataError: if the file is not found, or a column or line is invalid.
     """
 
+    has_distractors = False
+    related_identities = True
+
     def __init__(
         self,
         path: str | Path,
@@ -125,10 +129,10 @@ class CsvDataset(ImageDataset):
         self.invalid_lines = table.invalid
         if table.invalid and not skip_invalid:
             raise _invalid_lines_error(file, table.invalid)
-        if table.excluded:
-            logger.info("%s: excluded %s of identity %s", file, plural(table.excluded, "image"), EXCLUDED_ID)
+        self.excluded_note = log_excluded(table.excluded, str(file))
         if not len(table.lines):
-            raise DataError(f"{file}: no images; expected one image per line below the header.\n  fix: add images")
+            found = f" ({self.excluded_note})" * bool(table.excluded)
+            raise DataError(f"{file}: no images; expected one per line below the header{found}.\n  fix: add images")
         if not skip_invalid:  # else, the report of check_dataset lists them
             _warn_about_repeated_images(file, table)
         if table.camids is None:
@@ -156,6 +160,7 @@ class CsvDataset(ImageDataset):
         self._lines, splits = {}, []
         in_database = split_of == SPLIT_NUMBERS[DATABASE]
         self.database_lines = frozenset(table.lines[in_database].tolist())
+        self.is_closed_set = bool(self.database_lines)
         for number, split in enumerate(SPLITS):
             rows = np.flatnonzero((split_of == number) | (in_database & (split != "query")))
             if split == "train":
@@ -233,7 +238,8 @@ class FolderDataset(ImageDataset):
     In DATASETS.NAMES and DATASETS.TESTS, the dataset is called ``folder:`` plus the path, e.g. ``folder:/data/custom``.
 
     Randomly selected identities are used for testing, all other identities for training. ``hold_out`` describes which
-    test images are queries and which are in the gallery.
+    test images are queries and which are in the gallery. Images of unknown identities are excluded
+    (``identity_names``).
 
     Args:
         path (str or Path): folder of the dataset.
@@ -252,6 +258,9 @@ class FolderDataset(ImageDataset):
         ConfigError: if ``camera`` is not a regular expression with a group, or there are too few identities for
             training or testing.
     """
+
+    has_distractors = False
+    related_identities = True
 
     def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
         self.dataset_name = f"folder:{path}"
@@ -286,6 +295,15 @@ class FolderDataset(ImageDataset):
                 _list_first(skipped, len(skipped)),
                 folder,
             )
+        unknown = Counter(identity for identity, _ in files if is_unknown_identity(identity))
+        self.excluded_note = log_excluded(unknown, self.dataset_name)
+        files = [(identity, file) for identity, file in files if identity not in unknown]
+        if not files:
+            raise DataError(
+                f"{self.dataset_name}: no identities in {folder.absolute()} ({self.excluded_note}).\n"
+                "  fix: add folders of identities"
+            )
+        merged = merge_equal_names(dict.fromkeys(identity for identity, _ in files), self.dataset_name)
         start = len(_path_prefix(folder))
         items = []
         for number, (identity, file) in enumerate(files):
@@ -296,7 +314,7 @@ class FolderDataset(ImageDataset):
                     f"below the folder of its identity, {_path_in_identity(file, start)!r}.\n"
                     '  fix: use an expression that matches all files, or "" if there are no cameras'
                 )
-            items.append(ImageItem(file, f"{self.dataset_name}_{identity}", name or number))
+            items.append(ImageItem(file, f"{self.dataset_name}_{merged[identity]}", name or number))
         if pattern is None:
             logger.info(
                 "%s: DATASETS.FOLDER.CAMERA is empty; gallery images from the query's camera are not excluded", path
@@ -308,7 +326,7 @@ class FolderDataset(ImageDataset):
         else:
             splits = hold_out(items, test_fraction, seed, key="DATASETS.FOLDER.TEST_FRACTION")
         tested = [*splits[1], *splits[2]]
-        self._names = {item.pid: item.path[start:].partition("/")[0] for item in tested}
+        self._names = {item.pid: merged[item.path[start:].partition("/")[0]] for item in tested}
         self._cameras = {}
         if pattern:
             self._cameras = {item.camid: _camera_of(pattern, item.path, start) for item in tested}

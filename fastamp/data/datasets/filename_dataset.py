@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from numbers import Integral
@@ -11,6 +12,7 @@ from typing import ClassVar
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem, as_number, number_cameras
 from fastamp.data.datasets.file_utils import check_tree, describe_folder, is_image, list_entries
+from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.utils.errors import DataError
 from fastamp.utils.plural import plural
 
@@ -32,9 +34,10 @@ class FilenameDataset(ImageDataset):
             is ``folder`` itself. A split without folders is empty.
         needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
         layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last expression is
-            searched in the file name. The preceding expressions must match the full names of the folders on the path
-            from the split's folder to the file, in order; "**" matches any number of folders. Other groups become part
-            of the identity. Without a group ``camera``, all images are from one camera.
+            searched in the file name; if files of one identity differ before the match, that is an error. The preceding
+            expressions must match the full names of the folders on the path from the split's folder to the file, in
+            order; "**" matches any number of folders. Other groups become part of the identity. Without a group
+            ``camera``, all images are from one camera.
         test_layout (Sequence[str]): ``layout`` of the query and gallery folders. Default: ``layout``.
         identity_format (str): format string of the groups in ``layout`` that gives the identity, e.g. "{pid}". Default:
             all groups except ``camera``, joined by "-".
@@ -46,7 +49,8 @@ class FilenameDataset(ImageDataset):
         suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
         first_camera (int, optional): number of the first camera in file names, which is mapped to camera 0. Default:
             cameras are numbered in sorted order.
-        excluded_ids (frozenset): identities that are dropped at loading. Default {-1}.
+        excluded_ids (frozenset): identities that are dropped at loading, in addition to unknown ones
+            (``identity_names``). Default {-1}.
         example (str): a valid file name and its meaning, for messages.
 
     Args:
@@ -73,11 +77,13 @@ class FilenameDataset(ImageDataset):
     first_camera: ClassVar[int | None] = None
     excluded_ids: ClassVar[frozenset[int]] = frozenset({-1})
     example: ClassVar[str] = ""
+    related_identities = True
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = self._find_dataset_dir(Path(root))
         self._folders = {"train": self.train_folders, "query": self.query_folders, "gallery": self.gallery_folders}
         self._found: dict[str, list[_Found]] = {}
+        self._first_files: dict[int | str, tuple[str, Path]] = {}
         needed = self.needed or [folder for folders in self._folders.values() for folder in folders]
         tree = f"{self.folder}/{self.tree}"
         check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
@@ -146,18 +152,21 @@ class FilenameDataset(ImageDataset):
         self, folders: Sequence[Path], layout: Sequence[str], cameras: Collection[int | str] = ()
     ) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
-        found, unmatched, num_excluded, num_other_cameras = [], [], 0, 0
-        for file, fields in (each for folder in folders for each in _walk(name, folder, layout, self.suffix)):
-            if fields is None:
+        found, unmatched, num_excluded, num_other_cameras, unknown = [], [], 0, 0, Counter[str]()
+        for file, match in (each for folder in folders for each in _walk(name, folder, layout, self.suffix)):
+            if match is None:
                 unmatched.append(file)
                 continue
+            prefix, fields = match
             camera = as_number(fields.get("camera", "0"))
             if cameras and camera not in cameras:
                 num_other_cameras += 1
                 continue
             if self.first_camera is not None and camera < self.first_camera:
                 raise DataError(
-                    f"{name}: expected camera numbers >= {self.first_camera}, got camera {camera} for {file.absolute()}"
+                    f"{name}: expected camera numbers >= {self.first_camera}, got camera {camera} for "
+                    f"{file.absolute()}.\n"
+                    f"  fix: number the cameras from {self.first_camera} in all file names"
                 )
             pid = as_number(
                 self.identity_format.format(**fields)
@@ -166,6 +175,10 @@ class FilenameDataset(ImageDataset):
             if pid in self.excluded_ids:
                 num_excluded += 1
                 continue
+            if is_unknown_identity(str(pid)):
+                unknown[str(pid)] += 1
+                continue
+            self._check_prefix(pid, prefix, file)
             try:
                 found.append((file, pid, camera, self.find_columns(fields)))
             except DataError as error:
@@ -173,6 +186,8 @@ class FilenameDataset(ImageDataset):
                     f"{name}: {file.absolute()}: {error}; expected {expected}.\n"
                     "  fix: restore the original name of this file"
                 ) from error
+        num_excluded += sum(unknown.values())
+        self.excluded_note = log_excluded(unknown, name) or self.excluded_note
         where = ", ".join(str(folder.absolute()) for folder in folders)
         if num_other_cameras and not (found or unmatched or num_excluded):
             raise DataError(
@@ -182,7 +197,7 @@ class FilenameDataset(ImageDataset):
         if not (found or unmatched or num_excluded):
             raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
         if not found:
-            nothing = f"only images of excluded identities ({', '.join(map(str, self.excluded_ids))})"
+            nothing = f"only images of excluded identities ({', '.join(map(str, [*self.excluded_ids, *unknown]))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
             raise DataError(
                 f"{name}: no image with a valid name in {where}: expected {expected}, got {first}.\n"
@@ -197,6 +212,16 @@ class FilenameDataset(ImageDataset):
                 expected,
             )
         return found
+
+    def _check_prefix(self, pid: int | str, prefix: str, file: Path) -> None:
+        """Raise DataError if ``prefix``, the text before the match of ``layout``, differs between files of ``pid``."""
+        other, first = self._first_files.setdefault(pid, (prefix, file))
+        if other != prefix:
+            raise DataError(
+                f"{type(self).__name__}: {first.absolute()} and {file.absolute()} would be one identity, {pid}, but "
+                f"their names begin with {other!r} and {prefix!r}; expected names such as {self.example}.\n"
+                "  fix: rename the files, or make the beginning a group of the layout in a dataset class of your own"
+            )
 
     def _describe_content(self, folders: Sequence[Path]) -> str:
         deeper = next((file for folder in folders for file in folder.rglob("*") if is_image(file, self.suffix)), None)
@@ -222,7 +247,7 @@ class MarketStyleDataset(FilenameDataset):
 
     tree = "{bounding_box_train,query,bounding_box_test}/*.jpg"
     train_folders, query_folders, gallery_folders = ("bounding_box_train",), ("query",), ("bounding_box_test",)
-    layout = (r"(?P<pid>-?\d+)_c(?P<camera>\d+)",)
+    layout = (r"(?P<pid>(?:^-)?\d+)_c(?P<camera>\d+)",)
     first_camera = 1
     example = "0002_c1s1_000451_03.jpg (identity 2, camera 1)"
 
@@ -231,14 +256,19 @@ def _list_cameras(cameras: Collection[int | str]) -> str:
     return f"camera{'s' * (len(cameras) > 1)} {', '.join(map(str, sorted(cameras)))}"
 
 
-def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterator[tuple[Path, dict[str, str] | None]]:
-    """Yield ``(file, groups)`` for each image; ``groups`` is None if the file name does not match ``layout``."""
+def _walk(
+    name: str, folder: Path, layout: Sequence[str], suffix: str
+) -> Iterator[tuple[Path, tuple[str, dict[str, str]] | None]]:
+    """Yield ``(file, (text before the match in the file name, groups))`` for each image.
+
+    The second element is None if the file name does not match ``layout``.
+    """
     pattern, *rest = layout
     if not rest:
         for file in (entry for entry in list_entries(name, folder) if is_image(entry, suffix)):
             # Search only the file name: the name of a parent folder might match.
             match = re.search(pattern, file.name)
-            yield file, match and match.groupdict()
+            yield file, match and (file.name[: match.start()], match.groupdict())
         return
     if pattern == "**":
         yield from _walk(name, folder, rest, suffix)
@@ -246,5 +276,5 @@ def _walk(name: str, folder: Path, layout: Sequence[str], suffix: str) -> Iterat
         if pattern == "**":
             yield from _walk(name, inner, layout, suffix)
         elif match := re.fullmatch(pattern, inner.name):
-            for file, fields in _walk(name, inner, rest, suffix):
-                yield file, fields if fields is None else match.groupdict() | fields
+            for file, found in _walk(name, inner, rest, suffix):
+                yield file, found and (found[0], match.groupdict() | found[1])

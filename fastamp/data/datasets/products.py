@@ -45,6 +45,8 @@ class ProductDataset(ImageDataset):
         self.dataset_dir = Path(root) / self.folder
         needed, lists = ([self.dataset_dir / name for name in names] for names in (self.needed, self.lists.values()))
         self.uses_lists = all(file.is_file() for file in lists) and not all(file.exists() for file in needed)
+        if self.uses_lists:
+            self.related_identities = False  # both lists number their classes from 0
         if not self.uses_lists:
             tree = "\n".join(f"{self.folder}/{line}" for line in self.tree.splitlines())
             if needed != lists:

@@ -28,6 +28,7 @@ class SenseReID(FilenameDataset):
     """
 
     dataset_name = "sensereid"
+    is_closed_set = True
     folder = "SenseReID"
     tree = "{test_probe or test_prob,test_gallery}/{pid}_{camera}.jpg"
     train_folders, query_folders, gallery_folders = (), ("test_probe",), ("test_gallery",)

@@ -50,7 +50,7 @@ class VeRi(FilenameDataset):
     folder = "veri"
     tree = "{image_train,image_query,image_test}/*.jpg"
     train_folders, query_folders, gallery_folders = ("image_train",), ("image_query",), ("image_test",)
-    layout = (r"(?P<pid>\d+)_c(?P<camera>\d{3})",)
+    layout = (r"(?P<pid>\d+)_c(?P<camera>\d+)",)
     first_camera = 1
     example = "0002_c002_00030600_0.jpg (identity 2, camera 2)"
 

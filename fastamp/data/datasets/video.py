@@ -26,8 +26,6 @@ KEYS = (
     Key("DATASETS.PRID2011.SPLIT", 0, "PRID2011: index of the random split, 0..9.", low=0, high=9),
 )
 
-_JUNK = -1
-
 
 class Tracklet(NamedTuple):
     """Frames of one person from one camera.
@@ -166,7 +164,7 @@ class MARS(TrackletDataset):
         for start, end, pid, camera in tracks[list(selected)].tolist():
             if not (1 <= start <= end <= len(names) and camera >= 1):
                 raise self._damaged_error(file, f"row {start} {end} {pid} {camera} for {len(names)} images")
-            if pid == _JUNK:
+            if pid < 0:  # junk
                 continue
             frames = sorted(names[start - 1 : end])
             # "0001C1T0002F003.jpg" is in the folder 0001; tracklets have different first frames.

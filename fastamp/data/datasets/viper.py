@@ -52,6 +52,7 @@ class VIPeR(FilenameDataset):
     train_folders, query_folders, gallery_folders = (), ("cam_a",), ("cam_b",)
     layout = (r"^(?P<pid>\d+)_",)
     suffix = ".bmp"
+    related_identities = False
     example = "001_45.bmp (identity 1)"
 
     def __init__(self, root: str | Path = "datasets", *, split: int = 0) -> None:

@@ -39,6 +39,7 @@ class ClassDataset(ImageDataset):
     identities_of = "class"
     requires_gallery = False
     has_cameras = False
+    excludes_unknown = False  # a class may have such a name
     evaluator = "ClasEvaluator"
 
     def __init__(self, classes: Sequence[str] = ()) -> None:

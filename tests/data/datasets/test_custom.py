@@ -252,9 +252,9 @@ def test_csv_with_semicolons_or_tabs_is_read(tmp_path, delimiter):
 
 
 def test_csv_test_identities_are_numbered_with_integers_before_text(tmp_path):
-    rows = [f"{number}.png,{pid},query" for number, pid in enumerate(["--19", "9" * 30, "7", "-2", "x"])]
+    rows = [f"{number}.png,{pid},query" for number, pid in enumerate(["--19", "9" * 30, "7", "2", "x"])]
     dataset = build_dataset(write_csv(tmp_path, rows, "path,pid,split"))
-    assert [dataset.identity(number) for number in range(1, 6)] == ["-2", "7", "--19", "9" * 30, "x"]
+    assert [dataset.identity(number) for number in range(1, 6)] == ["2", "7", "--19", "9" * 30, "x"]
 
 
 def test_hidden_folders_are_skipped_and_folder_named_train_raises(tmp_path):
@@ -398,13 +398,12 @@ def test_corrupt_image_error_names_its_line(tmp_path):
         assert ("ON_CORRUPT" in str(caught.value)) == relabel
 
 
-def test_csv_identities_with_leading_zeros_are_numbered_in_fixed_order(tmp_path):
-    """The order of a set of strings differs between processes, which must agree on the numbers."""
+def test_csv_identities_and_cameras_with_leading_zeros_are_equal_numbers(tmp_path):
     names = sorted("0" * zeros + "7" for zeros in range(10))
     rows = [f"{name}.png,{name},{name},{split}" for name in names for split in ("query", "gallery")]
     dataset = build_dataset(write_csv(tmp_path, rows))
-    assert [dataset.identity(pid) for pid in range(1, 11)] == names
-    assert [dataset.camera(camid) for camid in range(10)] == names
+    assert {(item.pid, item.camid) for item in [*dataset.query, *dataset.gallery]} == {(1, 0)}
+    assert dataset.identity(1) == dataset.camera(0) == names[0]
 
 
 def test_csv_separator_is_the_most_frequent_one_of_the_header(tmp_path):
@@ -483,3 +482,21 @@ def test_paths_with_backslashes_are_explained(tmp_path):
     dataset = build_dataset(write_csv(tmp_path, [r"images\a.png,1,1,train", r"images\b.png,1,1,train"]))
     with pytest.raises(DataError, match=r"fix: write the paths with / instead of"):
         check_files(dataset.train, [dataset])
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("above", ["", "sep={}\n", '"sep={}"\r\n', "# photos, 2024\n#\n", "sep={}\n# photos; 2024\n"])
+@pytest.mark.parametrize("separator", [",", ";", "|", "\t"])
+def test_csv_files_of_other_programs_are_read(tmp_path, separator, above, encoding):
+    rows = ["path,pid,camid,split", "ä.png,ann,1,train", "# a comment", "b.png,bob,2,train"]
+    text = above.format(separator) + "\n".join(rows).replace(",", separator)
+    (tmp_path / "t.csv").write_bytes(text.encode(encoding))
+    dataset = build_dataset(f"csv:{tmp_path / 't.csv'}")
+    assert [Path(item.path).name for item in dataset.train] == ["ä.png", "b.png"]
+    assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
+    assert dataset.origin(dataset.train[1].path).endswith(f"line {4 + above.count(chr(10))}")
+
+
+def test_csv_header_and_names_may_begin_with_a_number_sign(tmp_path):
+    (tmp_path / "t.csv").write_text("# path,pid\n#1.png,a\n#2.png,b\n")
+    assert [Path(item.path).name for item in build_dataset(f"csv:{tmp_path / 't.csv'}").train] == ["#1.png", "#2.png"]
