@@ -55,6 +55,7 @@ class PA100K(ImageDataset):
     folder = "PA-100K"
     requires_gallery = False
     has_distractors = False
+    related_identities = False  # each image is its own number
     published_counts: ClassVar[Mapping[str, tuple[int, int]]] = {"train": (80000, 80000), "query": (10000, 10000)}
 
     def __init__(self, root: str | Path = "datasets") -> None:
