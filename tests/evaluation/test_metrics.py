@@ -5,9 +5,9 @@ import pytest
 import torch
 from naive_ranking import naive, protocol, random_set
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics
+from fastamp.evaluation import Identities, Protocol, check_matches, compute_metrics
 from fastamp.layers import pairwise_distance
-from fastamp.utils.errors import DataError
+from fastamp.utils.errors import DataError, NoMatchError
 
 
 def test_evaluation_metrics_equal_naive_loop():
@@ -52,17 +52,27 @@ def test_metrics_with_reranking_expansion_and_roc_are_independent_of_memory_budg
 
 
 @pytest.mark.parametrize(
-    "rule, message",
+    "rule, gallery, message, suggests_no_camera",
     [
-        ("market1501", "2 queries.*TEST.PROTOCOL"),
-        ("no_camera", "2 queries"),
-        ("vehicleid", "4 images"),
+        ("market1501", [3, 4], "2 queries", False),
+        ("market1501", [1, 2], "2 queries", True),
+        ("no_camera", [3, 4], "2 queries", False),
+        ("vehicleid", [3, 4], "4 images", False),
     ],
 )
-def test_evaluation_raises_if_no_query_has_a_match(rule, message):
-    ids = Identities(*(torch.tensor(side) for side in ([1, 2], [3, 4], [0, 0], [1, 1])))
-    with pytest.raises(DataError, match=f"(?s){message}"):
+def test_evaluation_raises_if_no_query_has_a_match(rule, gallery, message, suggests_no_camera):
+    ids = Identities(*(torch.tensor(side) for side in ([1, 2], gallery, [0, 0], [0, 0])))
+    with pytest.raises(NoMatchError, match=message) as error:
         compute_metrics(torch.eye(2), torch.eye(2), ids, Protocol(rule=rule))
+    assert ("no_camera" in str(error.value)) == suggests_no_camera
+    with pytest.raises(NoMatchError) as by_labels:
+        check_matches(ids, Protocol(rule=rule))
+    assert str(by_labels.value) == str(error.value)
+
+
+@pytest.mark.parametrize("rule", ["market1501", "no_camera", "vehicleid", "cuhk03", "recall_at_k"])
+def test_one_match_is_enough(rule):
+    check_matches(Identities(*(torch.tensor(side) for side in ([1, 2], [2, 4], [0, 0], [1, 1]))), Protocol(rule=rule))
 
 
 @pytest.mark.parametrize("opts", [[], ["TEST.RERANK", "on"], ["TEST.AQE", "on"]])
