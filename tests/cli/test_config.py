@@ -83,8 +83,8 @@ def test_config_accepts_flags_anywhere(config, recipe, tmp_path):
     (tmp_path / "plugin.py").write_text("")
     plugin = ("--plugin", tmp_path / "plugin.py")
     words = (recipe, "SEED", "3", "SOLVER.BIAS_LR_FACTOR=2.0")
-    shown = config("show", *words)
-    assert shown[0] == 0 and "SEED: 3" in shown[1]
+    shown = config("show", *words, *plugin)
+    assert shown[0] == 0 and "SEED: 3" in shown[1] and any("plugin.py" in line for line in shown[1])
     for place in range(len(words)):
         if place != 2:  # between KEY and VALUE
             assert config("show", *words[:place], *plugin, *words[place:]) == shown
