@@ -43,6 +43,7 @@ HOSTILE = {
     "metric": ["manhattan", None, ["cosine"], {}],
     "protocol": [["market1501"], None, "x" * 1000, 5],
     "feature_width": [0, -1, 2**40, 10**400, "three", None, 3.5, [3], 4],
+    "bit_depth": [0, 10**400, "x", None, [8]],
     "calibration": [
         [],
         5,
