@@ -40,7 +40,10 @@ def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(d
 
 
 def start_of(source, folder):
-    assert main(["eval", str(source), "DATASETS.TESTS", "Demo", *SMALL[:4], f"OUTPUT_DIR={folder / 'eval'}"]) == 0
+    assert (
+        main(["eval", str(source), "DATASETS.TESTS", "Demo", *SMALL[:4], *SMALL[-2:], f"OUTPUT_DIR={folder / 'eval'}"])
+        == 0
+    )
     return json.loads((folder / "eval/metrics_eval.json").read_text())["metrics"]["Demo"]["mAP"]
 
 
