@@ -62,7 +62,7 @@ def module_class(folder, monkeypatch, module):
 
 
 def test_users_component_replaces_a_built_in_one_with_a_warning(tmp_path, monkeypatch, caplog):
-    registry = Registry("DATASETS.NAMES", replaces_built_in=True)
+    registry = Registry("MODEL.THING", replaces_built_in=True)
     built_in = type("Market", (), {"__module__": "fastamp.data"})
     registry.register()(built_in)
     mine = module_class(tmp_path, monkeypatch, "mine")
