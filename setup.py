@@ -87,7 +87,6 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    url="https://pypi.org/project/fastamp/",
     project_urls={"FastReID": "https://github.com/JDAI-CV/fast-reid"},
     author="The fastamp developers",
     keywords=[

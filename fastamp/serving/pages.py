@@ -1,5 +1,6 @@
 """Pages of the service: a picture and its matches, and the description of the routes."""
 
+from functools import cache
 from importlib.resources import files
 
 from fastapi import FastAPI
@@ -28,9 +29,13 @@ def add_pages(app: FastAPI) -> None:
     async def page() -> Response:
         return HTMLResponse(content["page.html"], headers=_HEADERS)
 
+    @cache
+    def described_routes() -> str:  # at the first request, after all routes have been added
+        return template.render(api=app.openapi())
+
     @app.get("/docs", include_in_schema=False)
     async def routes() -> Response:
-        return HTMLResponse(template.render(api=app.openapi()), headers=_HEADERS)
+        return HTMLResponse(described_routes(), headers=_HEADERS)
 
     def add_file(name: str, media_type: str) -> None:
         @app.get(f"/{name}", include_in_schema=False)

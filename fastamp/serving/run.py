@@ -38,6 +38,7 @@ def serve(
     listening = _listen(host, port)
     name = f"[{host}]" if ":" in host else host
     address = f"http://{name}:{listening.getsockname()[1]}"
+    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # each invalid form would be a warning
     limits = service.limits
     protocol: Any = partial(Connection, limits=limits, most=allowed_connections(limits.connections))
     config = uvicorn.Config(
