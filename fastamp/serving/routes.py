@@ -38,10 +38,9 @@ async def _with_form(
     *,
     status: int = 200,
 ) -> Response:
-    """Receive the form of a request, unless the queue is full, and answer with the result of ``answer``."""
-    service.batcher.check(1 + service.receiving)
-    with service.receiving_form():
-        form = await read_form(request, service.limits, fields)
+    """Receive the form of a request, unless the queue is full already, and answer with the result of ``answer``."""
+    service.batcher.check(1)
+    form = await read_form(request, service.limits, fields)
     try:
         return JSONResponse(await _unless_abandoned(request, answer(form), service.limits), status_code=status)
     finally:

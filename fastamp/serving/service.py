@@ -40,7 +40,6 @@ class Service:
 
     Attributes:
         received, answered: numbers of requests.
-        receiving: number of requests whose form is being received.
 
     Raises:
         ConfigError: if the model requires cameras, views or modalities.
@@ -73,7 +72,7 @@ class Service:
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
         self._gallery_call = 0.0  # start of the call that is running
         self._building: asyncio.Future[Any] | None = None
-        self.received = self.answered = self.receiving = self._held = 0
+        self.received = self.answered = self._held = 0
 
     @property
     def computing_seconds(self) -> float:
@@ -135,15 +134,6 @@ class Service:
             yield hold
         finally:
             self._held -= held
-
-    @contextmanager
-    def receiving_form(self) -> Iterator[None]:
-        """Count a request whose form is received inside the context."""
-        self.receiving += 1
-        try:
-            yield
-        finally:
-            self.receiving -= 1
 
     async def features(self, uploads: Sequence[Upload]) -> tuple[Tensor, list[bytes]]:
         """Compute the features (N, D) of uploads, and their pictures if the gallery stores them.
