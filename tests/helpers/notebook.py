@@ -37,7 +37,7 @@ def run_in_kernel(path: Path) -> list[str]:
     from nbclient import NotebookClient
 
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    NotebookClient(notebook, timeout=1800, kernel_name="python3").execute()
     outputs = []
     for cell in notebook.cells:
         if cell.cell_type == "code":

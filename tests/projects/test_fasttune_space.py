@@ -236,7 +236,7 @@ def test_sample_of_recipe_is_none_if_a_value_is_not_a_choice(tmp_path):
         ("SOLVER.MAX_EPOCH: {choice: [2, 4]}", "SOLVER.MAX_EPOCH"),
         ("OUTPUT_DIR: {choice: [a, b]}", "OUTPUT_DIR"),
         ("SOLVER.OPT: {uniform: [0, 1]}", "SOLVER.OPT"),
-        ("num_inst: {choice: [0, 2]}", "DATALOADER.NUM_INSTANCE"),
+        ("num_inst: {choice: [-1, 2]}", "DATALOADER.NUM_INSTANCE"),
         ("IDENTITIES: {choice: [2.5, 4]}", "IDENTITIES"),
         ("IDENTITIES: {choice: [null, 4]}", "IDENTITIES"),
         ("SOLVER: {BASE_LR: {uniform: [0.1, 1.0]}}", "SOLVER.BASE_LR"),

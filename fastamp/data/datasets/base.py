@@ -196,7 +196,7 @@ class ImageDataset(FastReIDDataset):
         """Exclude training images of unknown identities."""
         pids = items.pids.unique()[0] if isinstance(items, PackedItems) else {item.pid for item in items}
         unknown = {pid for pid in pids if is_unknown_identity(self.identity(pid))}
-        if not unknown:
+        if not unknown or len(unknown) == len(pids):  # all: for training without labels
             return items
         counts = Counter(self.identity(item.pid) for item in items if item.pid in unknown)
         self.excluded_note = log_excluded(counts, f"{self.title}, training images")

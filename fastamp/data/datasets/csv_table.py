@@ -76,6 +76,13 @@ class CsvTable:
     invalid: dict[int, str]
     columns: dict[str, Column]
 
+    @property
+    def has_training_images(self) -> bool:
+        """True if the column ``split`` marks images for training."""
+        return self.splits is not None and bool(
+            np.isin(self.splits, (SPLIT_NUMBERS["train"], SPLIT_NUMBERS[DATABASE])).any()
+        )
+
 
 class CsvRows:
     """Rows of a CSV file below its header, without comments: rows that begin with # and have another number of values.
@@ -153,16 +160,31 @@ def _encoding(file: Path) -> str:
 def read_table(file: Path, identity: Sequence[str]) -> CsvTable:
     """Read a CSV file into arrays; ``identity`` lists the columns whose values are the identity.
 
+    Images of unknown identities are excluded, except if the column ``split`` marks only such images for training: these
+    have the identity ``unknown``, for training without labels.
+
     Raises:
         DataError: if the file cannot be read, or the header is invalid.
     """
     with open_table(file) as (reader, names):
         identity = [name.lower() for name in identity]
         _check_header(file, names, identity)
-        return _read_lines(file, reader, names, identity)
+        table = _read_lines(file, reader, names, identity)
+    if table.excluded and table.splits is not None and not table.has_training_images:
+        with open_table(file) as (reader, names):
+            table = _read_lines(file, reader, names, identity, unlabeled=True)
+        if table.has_training_images:
+            logger.warning(
+                "%s: all training images have unknown identities: they are one identity, for training without labels\n"
+                "  fix: for training with labels, write their identities",
+                file,
+            )
+    return table
 
 
-def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[str]) -> CsvTable:
+def _read_lines(
+    file: Path, reader: Any, names: list[str], identity: Sequence[str], *, unlabeled: bool = False
+) -> CsvTable:
     """Read the lines below the header; see ``read_table``."""
     box = box_columns(names)
     column_of = {name: names.index(name) for name in (*COLUMNS[: -len(_BOX)], *box) if name in names}
@@ -209,13 +231,17 @@ def _read_lines(file: Path, reader: Any, names: list[str], identity: Sequence[st
             ):
                 _check_line(names, values, required)
                 values += [""] * (len(names) - len(values))
-            if is_unknown_identity(name := values[pid_columns[0]]):
-                excluded[name] += 1
-                continue
+            split = 0
             if split_column is not None:
                 split = SPLIT_NUMBERS.get(values[split_column])
                 if split is None:
                     split = _parse_split(values[split_column])
+            if is_unknown_identity(name := values[pid_columns[0]]):
+                if not unlabeled or split:
+                    excluded[name] += 1
+                    continue
+                for column in pid_columns:
+                    values[column] = "unknown"
             if box:
                 boxes.extend(_parse_box(box, [values[column_of[name]] for name in box]))
         except DataError as error:

@@ -1,5 +1,7 @@
 """Names of identities: unknown ones are excluded and counted, and equal numbers are one, in every reader."""
 
+from pathlib import Path
+
 import pytest
 
 from fastamp.config import get_cfg
@@ -69,12 +71,23 @@ def test_unknown_identities_are_counted(tmp_path, caplog):
 
 @pytest.mark.parametrize("pids", [["-1", "nan"], ["?"]])
 def test_dataset_of_unknown_identities_only_is_an_error(tmp_path, pids, write_image):
+    (tmp_path / "t.csv").write_text("\n".join(["path,pid", *(f"{row}.png,{pid}" for row, pid in enumerate(pids))]))
     with pytest.raises(DataError, match="unknown identities"):
-        csv_dataset(tmp_path, pids)
+        build_dataset(f"csv:{tmp_path / 't.csv'}")
     for pid in pids:
         write_image(tmp_path / "people" / pid / "0.jpg")
     with pytest.raises(DataError, match="unknown identities"):
         build_dataset(f"folder:{tmp_path / 'people'}")
+
+
+def test_training_images_without_identities_are_kept_for_training_without_labels(tmp_path, caplog):
+    file = tmp_path / "t.csv"
+    rows = ["a.png,-1,train", "b.png,unknown,train", "c.png,5,query", "d.png,5,gallery", "e.png,?,gallery"]
+    file.write_text("\n".join(["path,pid,split", *rows]))
+    dataset = build_dataset(f"csv:{file}")
+    assert [Path(item.path).name for item in dataset.train] == ["a.png", "b.png"]
+    assert len({item.pid for item in dataset.train}) == 1 and len(dataset.gallery) == 1
+    assert "training images have unknown identities" in caplog.text
 
 
 def test_equal_numbers_are_one_identity(tmp_path, caplog, write_image):
