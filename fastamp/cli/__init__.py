@@ -24,6 +24,7 @@ COMMANDS = {
     "serve": "answer HTTP requests: features, comparison, and search in a mutable gallery",
     "cluster": "group images into identities, without labels",
     "compare": "compute the similarity of two images",
+    "compare-runs": "compare the metrics of two runs, with intervals and a paired test",
     "track": "track detections through a video, and find the boxes of each identity",
     "calibrate": "choose thresholds for wanted error rates: same, different or unknown",
     "visualize": "draw rank lists, curves and similarity maps",

@@ -73,6 +73,10 @@ class RankingResult:
         """Compute the CMC at 1-based ``rank``: fraction in 0..1 of valid queries with a match within that rank."""
         return self._mean(self.hits(rank))
 
+    def worst_first(self) -> np.ndarray:
+        """Return (Q,) int64, the queries in ascending order of AP, and those without a match last."""
+        return np.lexsort((self.ap.numpy(), ~self.valid.numpy()))
+
     def select(self, queries: torch.Tensor) -> "RankingResult":
         """Return the results of some queries, given their indices or a mask."""
         extra = None if self.extra is None else self.extra[queries]

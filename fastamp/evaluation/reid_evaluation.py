@@ -271,7 +271,8 @@ def columns_of(batch: Mapping[str, Any]) -> list[str]:
 def write_per_query(result: EvaluationResult, path: Path) -> None:
     """Write per-query results to an npz file.
 
-    The arrays are ``ap``, ``inp`` and ``valid``: (Q,), and ``first_match``: (Q, R); see ``RankingResult``.
+    The arrays are ``ap``, ``inp`` and ``valid``: (Q,), and ``first_match``: (Q, R), see ``RankingResult``; and the text
+    ``protocol``, see ``Protocol.describe``.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -279,7 +280,7 @@ def write_per_query(result: EvaluationResult, path: Path) -> None:
     ranking = result.ranking
     columns = {name: getattr(ranking, name).numpy() for name in ("ap", "inp", "valid", "first_match")}
     with writing(path), path.open("wb") as file:  # np.savez appends .npz to other file names
-        np.savez_compressed(file, **columns)
+        np.savez_compressed(file, protocol=np.array(result.protocol.describe()), **columns)
 
 
 def ranking_device(features: torch.Tensor, protocol: Protocol, device: torch.device) -> torch.device:

@@ -5,8 +5,6 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.evaluation.rank import MISS, RankingResult
 from fastamp.utils.errors import writing
@@ -31,11 +29,10 @@ def write_queries(
         WriteError: if the file cannot be written.
     """
     valid, first = ranking.valid.numpy(), ranking.first_match.numpy()
-    order = np.lexsort((ranking.ap.numpy(), ~valid))
     text = io.StringIO(newline="")
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(("path", "pid", "camid", "ap", "first_match"))
-    for number in order.tolist():
+    for number in ranking.worst_first().tolist():
         item = queries[number]
         names = (source.identity(item.pid), source.camera(item.camid)) if source else (item.pid, item.camid)
         values = ("", "")
