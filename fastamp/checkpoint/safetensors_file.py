@@ -94,8 +94,10 @@ def _read_config(path: Path) -> str:
 
 
 def _damaged(path: Path, cause: str) -> WeightsError:
+    size = path.stat().st_size
     return WeightsError(
-        f"cannot load {path} ({path.stat().st_size} bytes): {cause}.\n  fix: copy or download the file again"
+        f"cannot load {path} ({size} bytes): {cause if size else 'the file is empty'}.\n"
+        "  fix: copy or download the file again"
     )
 
 

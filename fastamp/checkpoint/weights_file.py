@@ -264,7 +264,7 @@ def _unsupported_object(error: Exception) -> str:
 def _describe_damage(path: Path) -> str:
     """Describe how an unreadable file is damaged."""
     if path.stat().st_size == 0:
-        return "it is empty"
+        return "the file is empty"
     with path.open("rb") as file:
         is_archive = file.read(2) == b"PK"
     if is_archive and not _is_zip(path):

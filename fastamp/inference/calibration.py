@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibration:
     """Calibrate a model on the test images of a dataset.
 
-    Images of identities without a query, such as distractors, are not used.
+    Images of identities without a query, such as distractors, are not used. If fastamp draws the test identities of the
+    dataset, a warning states their number.
 
     Args:
         predictor: trained model.
@@ -47,6 +48,13 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     dataset = cast(ReidDataset, loader.dataset)
     if data in cfg.DATASETS.NAMES:
         _check_not_trained(dataset.sources[0], data)
+    if len(dataset.sources[0].train) and (note := getattr(dataset.sources[0], "split_note", "")):
+        logger.warning(
+            "%s: only the test identities are used; %s\n"
+            "  fix: if the model was not trained on this dataset, set DATASETS.FOLDER.TEST_FRACTION to 1 to use all "
+            "identities%s",
+            *(data, note, ", or add a column split" if data.startswith("csv:") else ""),
+        )
     collector = _Collector(cfg, num_query)
     collector.set_column_names(dataset.column_names())
     protocol = collector.protocol

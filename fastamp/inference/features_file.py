@@ -146,7 +146,10 @@ def _damaged_error(path: str | PathLike[str], expected: str, error: Exception, f
     cause = (
         lines[0][:200] if lines[0] and not isinstance(error, KeyError) else f"{type(error).__name__} {lines[0]:.200}"
     )
-    return DataError(f"{path} is damaged or is not an {expected} ({cause}).\n  fix: {fix}")
+    fault = f"{path} is damaged or is not an {expected} ({cause})"
+    if not Path(path).stat().st_size:
+        fault = f"{path}: the file is empty"
+    return DataError(f"{fault}.\n  fix: {fix}")
 
 
 def check_columns(path: str | PathLike[str], arrays: Mapping[str, np.ndarray], count: int, *, fix: str) -> None:

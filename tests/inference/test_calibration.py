@@ -70,6 +70,21 @@ def test_calibration_uses_half_of_the_identities_and_measures_the_others(calibra
     assert calibration.chosen.frr.num_trials == 30 * 6
 
 
+def test_calibration_states_that_identities_of_a_set_without_split_are_not_used(run_folder, people, tmp_path, caplog):
+    with open(people.removeprefix("csv:"), newline="") as file:
+        rows = [line[:3] for line in csv.reader(file)]
+    with (tmp_path / "people.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    name, rates = f"csv:{tmp_path / 'people.csv'}", dict.fromkeys(RATES, 0.3)
+    for fraction, used in ((0.5, 30), (1.0, 60)):
+        caplog.clear()
+        predictor = fastamp.Predictor(run_folder, device="cpu", opts=["DATASETS.FOLDER.TEST_FRACTION", fraction])
+        found = calibrate_model(predictor, name, **rates)
+        assert found.chosen.far.num_identities + found.measured.far.num_identities == used
+        warnings = [each for each in caplog.messages if "TEST_FRACTION to 1" in each]
+        assert len(warnings) == (used < 60) and all("30 of 60 identities" in each for each in warnings)
+
+
 def test_compare_decides_with_probability_and_rates(calibrated, calibration, people, checkpoint, capsys):
     predictor = fastamp.Predictor(calibrated, device="cpu")
     first, second, *_ = images_of(people, 3)

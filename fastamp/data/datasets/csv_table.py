@@ -138,6 +138,9 @@ def open_table(file: Path) -> Iterator[tuple[CsvRows, list[str]]]:
             names = [name.strip().lower() for name in next(reader, [])]
             if names:
                 names[0] = names[0].lstrip("# ")
+            if not any(names):
+                fault = "the first line is empty" if header else "the file is empty"
+                raise DataError(f"{file}: {fault}.\n  fix: use a first line such as path,pid,camid,split")
             rows = CsvRows(reader, len(names), skipped)
             yield rows, names
     except (OSError, UnicodeError, csv.Error) as error:
@@ -325,7 +328,7 @@ def _check_header(file: Path, names: Sequence[str], identity: Sequence[str]) -> 
         hints = "".join(dict.fromkeys(did_you_mean(name, unknown) for name in missing))
         fault = f"missing {', '.join(missing)}" if missing else f"duplicate {', '.join(sorted(twice))}"
         raise DataError(
-            f"{file}: invalid header {_truncate(','.join(names)) or '(the file is empty)'}: {_truncate(fault)}."
+            f"{file}: invalid header {_truncate(','.join(names))}: {_truncate(fault)}."
             f"{hints}\n"
             f"  fix: use a first line such as path,pid,camid,split or path,pid,{','.join(_BOX)}"
             + "; or name the columns of the identity, e.g. DATASETS.CSV.IDENTITY [name]"

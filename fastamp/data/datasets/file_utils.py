@@ -79,7 +79,7 @@ def read_lines(name: str, file: Path) -> list[str]:
         raise DataError(f"{name}: cannot read {file.absolute()}: {error.strerror}") from error
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
-        raise DataError(f"{name}: {file.absolute()} is empty.\n  fix: restore this file of the dataset")
+        raise DataError(f"{name}: {file.absolute()}: the file is empty.\n  fix: restore this file of the dataset")
     return lines
 
 
