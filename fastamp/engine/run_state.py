@@ -11,6 +11,7 @@ from torch import nn
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
+from fastamp.data.build import with_absolute_paths
 from fastamp.engine.command_line import resume_command
 from fastamp.layers import PartialFC
 from fastamp.utils import comm
@@ -54,13 +55,14 @@ class SamplingState:
 
 
 class ConfigText:
-    """Checkpoint entry that stores the config as text.
+    """Checkpoint entry that stores the config as text, with absolute paths of datasets.
 
     On resume, differences between the stored and the current config are logged, and the current config is used.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        self.cfg, self.text = cfg, cfg.dump()
+        self.cfg = with_absolute_paths(cfg)
+        self.text = self.cfg.dump()
 
     def state_dict(self) -> str:
         return self.text
