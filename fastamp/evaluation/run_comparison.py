@@ -160,7 +160,7 @@ def _interval(sums: np.ndarray, totals: np.ndarray, resamples: int, seed: int) -
         drawn = np.bincount((chosen + count * np.arange(size)[:, None]).ravel(), minlength=size * count)
         drawn = drawn.reshape(size, count).astype(np.float64)
         means.append(drawn @ sums / (drawn @ totals)[:, None])
-    return np.quantile(np.concatenate(means), _INTERVAL, axis=0)
+    return np.asarray(np.quantile(np.concatenate(means), _INTERVAL, axis=0))
 
 
 def _p_values(sums: np.ndarray, resamples: int, seed: int) -> np.ndarray:
@@ -227,7 +227,7 @@ def _command(run: Path) -> str:
 
 def _compare_set(first: Path, second: Path, ranks: Sequence[int]) -> SetComparison:
     results = [read_query_results(folder) for folder in (first, second)]
-    order = _common_order(*results, (first, second))
+    order = _common_order(results[0], results[1], (first, second))
     pids, rankings = results[0].pids, (results[0].ranking, results[1].ranking.select(torch.from_numpy(order)))
     try:
         differences = compare_rankings(*rankings, pids, ranks=ranks)

@@ -122,7 +122,7 @@ def test_boxes_of_a_few_pixels_log_a_warning(tmp_path, caplog):
         ("path,id,camid", ["a,1,1"], r"path,id,camid: missing pid. Did you mean 'id'\?"),
         ("path,pid,x0,y0", ["a,1,1,1"], "missing x1, y1"),
         ("path,pid,pid", ["a,1,1"], "duplicate pid"),
-        ("", [], "missing path, pid"),
+        ("", [], "line is empty"),
         ("path,pid,x0,y0,x1,y1", ["a,1,5,0,inf,9"], "must be numbers, got 5 0 inf 9"),
         ("path,pid", [], "no images"),
         ("path,pid", ["a,"], "line 2: no value for pid"),
