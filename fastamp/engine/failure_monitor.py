@@ -9,10 +9,12 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -36,25 +38,26 @@ class Outcome:
         message (str): message for stderr. Empty if there is nothing to print.
         rank (int): rank of the process.
         kind (str): ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another
-            process ended, ``"lost"`` if the process ended without reporting an outcome.
+            process ended, ``"timeout"`` if the process waited too long for another process, ``"lost"`` if the process
+            ended without reporting an outcome or did not respond.
     """
 
     code: int
     message: str = ""
     rank: int = 0
-    kind: Literal["cause", "consequence", "lost"] = "cause"
+    kind: Literal["cause", "consequence", "timeout", "lost"] = "cause"
 
 
 def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Select the failures to report.
 
-    Each message is selected once. Consequences are selected only if there are no other failures.
+    Each message is selected once. Consequences and timeouts are selected only if there are no other failures.
     """
     failed: dict[str, Outcome] = {}
     for outcome in outcomes:
         if outcome.code:
             failed.setdefault(outcome.message, outcome)
-    causes = [outcome for outcome in failed.values() if outcome.kind != "consequence"] or list(failed.values())
+    causes = [each for each in failed.values() if each.kind in ("cause", "lost")] or list(failed.values())
     return sorted(causes, key=lambda outcome: not outcome.message)
 
 
@@ -70,6 +73,21 @@ def is_consequence(error: BaseException | None) -> bool:
     return False
 
 
+def is_timeout(error: BaseException | None) -> bool:
+    """Return True if ``error`` or an exception in its chain reports the timeout of a collective operation."""
+    while error is not None:
+        if isinstance(error, RuntimeError) and _timeout_line(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _timeout_line(text: str) -> str:
+    """Return the last line of ``text`` that reports the timeout of a collective operation (gloo, NCCL or the store)."""
+    signs = ("timed out waiting", "collective operation timeout", "wait timeout")
+    return next((each for each in reversed(text.splitlines()) if any(sign in each.lower() for sign in signs)), "")
+
+
 class FailureMonitor:
     """Monitor the processes of a training run and end all of them when one fails.
 
@@ -77,7 +95,10 @@ class FailureMonitor:
     Each rank above 0 therefore holds a TCP connection to rank 0. The operating system closes the connection when the
     process dies. Rank 0 receives every failure, waits ``GRACE_SECONDS`` for further reports, and sends the causes to
     all ranks. Each rank then exits from a listener thread, even if its main thread is blocked in a collective. Slow
-    processes are never treated as dead, because no heartbeat is required.
+    processes are never treated as dead, because no heartbeat is required. If a collective operation times out, rank 0
+    asks every rank where it is: the cause is the ranks that do not answer, or else those that are not in a collective.
+
+    All ranks must create it after ``init_process_group``.
 
     Args:
         connections (dict[int, _Connection]): rank -> connection, see ``connect``.
@@ -99,6 +120,9 @@ class FailureMonitor:
         self._own_outcome: Outcome | None = None
         self._outcomes: dict[int, Outcome] = {}
         self._closed: set[int] = set()
+        self._places: dict[int, str] = {}
+        own_process = json.dumps([socket.gethostname(), os.getpid()]).encode()
+        self._processes = [json.loads(each) for each in comm.gather_bytes(own_process)]
         self._changed = threading.Condition()
         self._ending = threading.Lock()
         self._listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in connections]
@@ -126,13 +150,18 @@ class FailureMonitor:
             with suppress(OSError):  # rank 0 is lost; the listener detects it
                 self._connections[0].send(asdict(outcome))
         threading.Event().wait(3 * GRACE_SECONDS)
-        self._exit_with([outcome])
+        # Rank 0 has not sent the causes.
+        self._exit_with([self._unresponsive({0}, [outcome]) if outcome.kind == "timeout" else outcome])
 
     def _listen(self, peer: int) -> None:
         with suppress(OSError, ValueError):  # a broken connection counts as closed
             while (message := self._connections[peer].receive()) is not None:
                 if "closed" in message:
                     self._closed.add(peer)
+                elif "where" in message:
+                    self._connections[peer].send({"place": _current_place()})
+                elif "place" in message:
+                    self._places[peer] = message["place"]
                 elif "causes" in message:
                     self._exit_with([Outcome(**each) for each in message["causes"]])
                 else:
@@ -164,10 +193,39 @@ class FailureMonitor:
         def complete() -> bool:
             return len(self._outcomes) == self.size or any(each.kind == "lost" for each in self._outcomes.values())
 
+        self._places[0] = _current_place()
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.send({"where": True})
         with self._changed:
             self._changed.wait_for(complete, GRACE_SECONDS)
             causes = select_causes(self._outcomes.values())
+            missing = set(range(self.size)) - set(self._outcomes)
+        if missing and any(each.kind == "timeout" for each in causes):
+            # Of the ranks that reported nothing, some may wait as well, with a later timeout.
+            silent = missing - set(self._places)
+            busy = {rank for rank in missing & set(self._places) if "distributed_c10d.py" not in self._places[rank]}
+            causes = [self._unresponsive(silent or busy or missing, causes)]
         self._exit_with(causes)
+
+    def _unresponsive(self, ranks: set[int], reports: list[Outcome]) -> Outcome:
+        """Return the outcome of ``ranks`` for which others waited in vain; ``reports`` are the timeouts of these."""
+        found = []
+        for rank in sorted(ranks):
+            host, pid = self._processes[rank]
+            state = f"is still in {self._places[rank]}" if rank in self._places else "does not respond"
+            if host == socket.gethostname() and _is_stopped(pid):
+                state = "is stopped (SIGSTOP, SIGTSTP or a debugger)"
+            found.append(f"rank {rank}, process {pid} on {host}, {state}")
+        found += dict.fromkeys(_timeout_line(each.message).strip() for each in reports if each.kind == "timeout")
+        names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+        message = (
+            f"error: {names} did not take part in a collective operation before its timeout.\n"
+            "  found: " + "\n         ".join(found) + "\n"
+            "  fix:   find out why the process hangs (its state in ps, its log, swapping, a debugger), and resume; if "
+            "it was only slow, increase DIST_TIMEOUT_MINUTES"
+        )
+        return Outcome(1, message, min(ranks), "lost")
 
     def _exit_with(self, causes: list[Outcome]) -> None:
         """Report the causes and exit this process. Does not return."""
@@ -192,6 +250,21 @@ class FailureMonitor:
                 child.kill()
         finally:
             os._exit(own.code if own and own.code > 128 else causes[0].code)
+
+
+def _current_place() -> str:
+    """Return the innermost three calls of the main thread, e.g. ``sleep (a.py:5), called by main (b.py:3)``."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]  # noqa: SLF001 (documented)
+    calls = reversed(traceback.extract_stack(frame, limit=3))
+    return ", called by ".join(f"{each.name} ({os.path.basename(each.filename)}:{each.lineno})" for each in calls)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return True if a process of this machine is stopped; False if it is not, or on systems without ``/proc``."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+    except OSError:
+        return False
 
 
 class _Connection:

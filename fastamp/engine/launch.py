@@ -37,6 +37,7 @@ from fastamp.engine.failure_monitor import (
     Outcome,
     connect,
     is_consequence,
+    is_timeout,
     select_causes,
 )
 from fastamp.utils import comm
@@ -238,7 +239,7 @@ def _run_and_capture_all(command: Callable[[], Any]) -> Outcome:
     except SystemExit as stop:
         return Outcome(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
     except BaseException as error:
-        kind = "consequence" if is_consequence(error) else "cause"
+        kind = "timeout" if is_timeout(error) else "consequence" if is_consequence(error) else "cause"
         return Outcome(1, traceback.format_exc().rstrip(), kind=kind)
 
 

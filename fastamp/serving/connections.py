@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+import socket
 import sys
 import threading
 import time
@@ -115,6 +116,15 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, limits: Limits, ended: Callable[[], None]) -> None:
         super().__init__(config)
         self._limits, self._ended = limits, ended
+        self._end_timer = threading.Timer(limits.stop_seconds + _LAST_SECONDS, self._end)
+        self._end_timer.daemon = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer requests until a signal. After that, nothing ends the process."""
+        try:
+            super().run(sockets)
+        finally:
+            self._end_timer.cancel()
 
     async def on_tick(self, counter: int) -> bool:
         """Check the connections once per second."""
@@ -127,9 +137,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop; end the process if that takes too long."""
         if not self.should_exit:
-            timer = threading.Timer(self._limits.stop_seconds + _LAST_SECONDS, self._end)
-            timer.daemon = True
-            timer.start()
+            self._end_timer.start()
         super().handle_exit(sig, frame)
 
     def _end(self) -> None:

@@ -13,7 +13,7 @@ import preloaded
 import pytest
 import torch.distributed as dist
 
-from fastamp.engine.failure_monitor import Outcome, is_consequence, select_causes
+from fastamp.engine.failure_monitor import Outcome, is_consequence, is_timeout, select_causes
 from fastamp.engine.launch import _READY, _worker
 from fastamp.engine.torchrun import count_store_connections
 
@@ -148,6 +148,8 @@ def test_reported_failures_exclude_duplicates_and_consequences():
     peer = Outcome(1, "Connection closed by peer", rank=3, kind="consequence")
     wrong, silent = Outcome(2, "error: x", rank=1), Outcome(3, rank=4)
     assert select_causes([peer, silent, bug, Outcome(0), again, wrong]) == [bug, wrong, silent]
+    late = Outcome(1, "timed out", rank=5, kind="timeout")
+    assert select_causes([late, bug]) == [bug] and select_causes([late, peer]) == [late, peer]
     assert select_causes([peer]) == [peer] and select_causes([]) == []
 
 
@@ -166,3 +168,21 @@ def test_only_lost_connection_errors_are_consequences(error, expected):
     wrapped = ValueError("the model fails")
     wrapped.__cause__ = error
     assert is_consequence(wrapped) == expected
+
+
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation"), True),
+        (dist.DistBackendError("Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)"), True),
+        (dist.DistStoreError("wait timeout after 3000ms, keys: /barrier"), True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:36152"), False),
+        (RuntimeError("DataLoader timed out after 5 seconds"), False),
+        (TimeoutError("timed out waiting"), False),
+    ],
+)
+def test_only_timeouts_of_collective_operations_are_timeouts(error, expected):
+    assert is_timeout(error) == expected
+    wrapped = ValueError("the model fails")
+    wrapped.__cause__ = error
+    assert is_timeout(wrapped) == expected

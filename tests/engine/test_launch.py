@@ -6,6 +6,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import preloaded
 import pytest
 import tiny
 import torch
@@ -94,11 +95,17 @@ def test_invalid_timeout_is_a_config_error(value, tmp_path):
         tiny.tiny_config(tmp_path, "DIST_TIMEOUT_MINUTES", value)
 
 
-def test_collective_operation_fails_after_the_timeout():
-    """The default timeout, 30 minutes, exceeds that of the subprocess."""
-    command = [sys.executable, str(HELPERS / "timeout_ranks.py"), "MODEL.DEVICE", "cpu", "DIST_TIMEOUT_MINUTES", "0.05"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert done.returncode == 1 and "imed out" in done.stderr, done.stderr
+def test_process_that_others_wait_for_in_vain_is_named_after_the_timeout():
+    """The default timeout, 30 minutes, exceeds that of the subprocesses."""
+    cases = [("stopped", 1, 2), ("stopped", 0, 2), ("sleeping", 1, 3)]
+    opts = ("MODEL.DEVICE", "cpu", "DIST_TIMEOUT_MINUTES", "0.1")
+    runs = [preloaded.start(HELPERS / "timeout_ranks.py", *case, *opts) for case in cases]
+    for (fault, rank, _), run in zip(cases, runs, strict=True):
+        done = run.finish()
+        assert done.returncode == 1 and done.stderr.startswith(f"error: rank {rank} did not"), done.stderr
+        assert ("is stopped" if fault == "stopped" else "main (timeout_ranks.py") in done.stderr
+        assert "imed out waiting 6000ms" in done.stderr and "DIST_TIMEOUT_MINUTES" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_error_in_a_plugin_is_reported_once(tmp_path):

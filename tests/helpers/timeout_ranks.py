@@ -1,6 +1,11 @@
-"""Run two processes of which the first waits for the other in a collective operation: timeout_ranks.py KEY VALUE ..."""
+"""Run processes of which one misses a collective operation: timeout_ranks.py FAULT RANK PROCESSES KEY VALUE ...
+
+FAULT is ``sleeping`` or ``stopped`` (by SIGSTOP).
+"""
 
 import argparse
+import os
+import signal
 import sys
 import time
 
@@ -11,12 +16,16 @@ from fastamp.utils import comm
 
 
 def main(args: argparse.Namespace) -> None:
-    """Wait on rank 0 for rank 1, which sleeps for a minute."""
-    if comm.get_rank() == 1:
-        time.sleep(60)
+    """Wait for the process of rank ``args.rank``, which sleeps for ten minutes or is stopped."""
+    comm.synchronize()
+    if comm.get_rank() == args.rank:
+        if args.fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(600)
     comm.synchronize()
 
 
 if __name__ == "__main__":
-    args = argparse.Namespace(config_file="", opts=sys.argv[1:])
-    sys.exit(run_command_line(lambda: launch_forked(main, 2, args=(args,))))
+    fault, rank, processes, *opts = sys.argv[1:]
+    args = argparse.Namespace(config_file="", opts=opts, fault=fault, rank=int(rank))
+    sys.exit(run_command_line(lambda: launch_forked(main, int(processes), args=(args,))))

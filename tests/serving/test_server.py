@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import threading
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fastamp import Predictor
 from fastamp.data.build import build_dataset
 from fastamp.inference.gallery import MutableGallery
 from fastamp.inference.gallery_source import add_images
+from fastamp.serving.options import Limits
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
@@ -181,3 +183,23 @@ def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path)
         browser.call("Page.navigate", url=f"{server.address}/docs")
         browser.wait_for("document.body?.textContent.includes('POST /v1/search')")
         assert server.stop()[0] == 0
+
+
+def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch):
+    """``serve`` may be called by a program that continues, e.g. by a test."""
+    connections = pytest.importorskip("fastamp.serving.connections")
+
+    def run(server, sockets):
+        server.handle_exit(signal.SIGTERM, None)
+        assert timers() == 1
+
+    def timers():
+        return sum(isinstance(each, threading.Timer) and each.function == server._end for each in threading.enumerate())
+
+    server = connections.Server(connections.uvicorn.Config(None), Limits(), ended=print)
+    monkeypatch.setattr(connections.uvicorn.Server, "run", run)
+    server.run()
+    deadline = time.monotonic() + 60
+    while timers() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert timers() == 0

@@ -1,8 +1,8 @@
 """Rules for names of identities, for all readers: which names are missing values, and which are equal.
 
 - Unknown: ``-1`` and other negative numbers, ``?``, and in any case ``nan``, ``none``, ``null``, ``na``, ``n/a`` and
-  ``unknown``. Images of these identities are excluded and counted, because they would become one identity; except if all
-  training images are unknown, for training without labels.
+  ``unknown``. Images of these identities are excluded and counted, because they would become one identity; except if
+  all training images are unknown, for training without labels.
 - Equal: whole numbers of the same value, such as ``0007``, ``7`` and ``7.0``, which programs write for each other.
 """
 
