@@ -19,7 +19,6 @@ from fastamp.config import CfgNode
 from fastamp.data.build import with_num_categories
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
-from fastamp.engine.unreached import describe_unreached_events
 from fastamp.modeling.training_state import set_class_counts, set_epoch
 from fastamp.solver import OptimizerState, build_gradient_clipping, build_lr_schedule, build_optimizers
 from fastamp.utils import comm
@@ -52,8 +51,6 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     model = DefaultTrainer.build_model(cfg)
     set_class_counts(model, loader)
     comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank
-    if events := describe_unreached_events(cfg, loader.iters_per_epoch):
-        logger.warning("%s", events)
     optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
     groups = [group for each in optimizers.values() for group in each.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)

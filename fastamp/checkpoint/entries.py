@@ -93,7 +93,7 @@ def is_training_recorded(entries: Mapping[str, Any]) -> bool:
 
     The config of imported weights has the defaults for all keys that only a training uses.
     """
-    return bool(entries.get("policy") or entries.get("versions"))
+    return any(isinstance(entries.get(name), Mapping) for name in ("policy", "versions"))
 
 
 def damaged_entry_error(checkpoint: str | os.PathLike[str], wrong: str) -> WeightsError:

@@ -63,7 +63,7 @@ def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, 
     assert evaluated[-1]["Demo/mAP low"] <= evaluated[-1]["Demo/mAP"] <= evaluated[-1]["Demo/mAP high"]
     assert not (output / "evaluation").exists()
     content = torch.load(output / "model_final.pth", weights_only=True)
-    notes = {"pairs", "evaluation", "versions"}
+    notes = {"pairs", "evaluation", "versions", "fastamp_format"}
     assert {"model", "optimizer", "trainer", "random", "policy", "config"} | notes == set(content)
     assert content["policy"]["dtype"] == "bfloat16"
     assert yaml.safe_load(content["config"])["SOLVER"]["MAX_EPOCH"] == 4
@@ -229,7 +229,7 @@ def test_train_net_exits_with_2_if_weights_are_missing_or_invalid(assert_input_e
         ("TEST.EVAL_PERIOD", "0", ["TEST.EVAL_PERIOD", "got 0"]),
         ("SOLVER.IMS_PER_BATCH", "1000", ["SOLVER.IMS_PER_BATCH", "1000", "96 images"]),
         ("DATALOADER.NUM_INSTANCE", "3", ["DATALOADER.NUM_INSTANCE 3", "16"]),
-        ("DATALOADER.NUM_INSTANCE", "0", ["DATALOADER.NUM_INSTANCE", "got 0"]),
+        ("DATALOADER.NUM_INSTANCE", "-1", ["DATALOADER.NUM_INSTANCE", "got -1"]),
         ("MODEL.META_ARCHITECTURE", "Distiller", ["KD.MODEL_CONFIG"]),
         ("KD.EMA.MOMENTUM", "1.5", ["KD.EMA.MOMENTUM", "got 1.5"]),
         ("MODEL.HEADS.NORM", "IN", ["MODEL.HEADS.NORM", "choices: BN, FrozenBN, GN"]),
