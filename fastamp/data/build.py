@@ -17,7 +17,7 @@ from fastamp.data.columns import CAMERA, EncodedColumn
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, data_root, log_splits
-from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset, absolute_name
+from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.data.loader import TestLoader, TrainLoader, worker_count
 from fastamp.data.missing_images import check_files
@@ -451,19 +451,6 @@ def family_of(name: str) -> str:
     component = DATASET_REGISTRY.get(name) if name in DATASET_REGISTRY else None
     family: str = getattr(component, "identities_of", "") or getattr(component, "dataset_name", "") or name
     return family
-
-
-def with_absolute_paths(cfg: CfgNode) -> CfgNode:
-    """Return a config in which ``csv:FILE`` and ``folder:FOLDER`` have absolute paths, for use in other folders."""
-    tests, best, dataset = cfg.DATASETS.TESTS, cfg.SOLVER.BEST_METRIC, cfg.TEST.PRECISE_BN.DATASET
-    of_set = next((name for name in tests if best.startswith(f"{name}/")), "")
-    values = {
-        "DATASETS.NAMES": tuple(map(absolute_name, cfg.DATASETS.NAMES)),
-        "DATASETS.TESTS": tuple(map(absolute_name, tests)),
-        "TEST.PRECISE_BN.DATASET": absolute_name(dataset),
-        "SOLVER.BEST_METRIC": absolute_name(of_set) + best.removeprefix(of_set),
-    }
-    return cfg.with_values(values)
 
 
 def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, describe_changes
-from fastamp.data.build import with_absolute_paths
 from fastamp.engine.command_line import resume_command
 from fastamp.layers import PartialFC
 from fastamp.utils import comm
@@ -55,14 +54,13 @@ class SamplingState:
 
 
 class ConfigText:
-    """Checkpoint entry that stores the config as text, with absolute paths of datasets.
+    """Checkpoint entry that stores the config as text.
 
     On resume, differences between the stored and the current config are logged, and the current config is used.
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        self.cfg = with_absolute_paths(cfg)
-        self.text = self.cfg.dump()
+        self.cfg, self.text = cfg, cfg.dump()
 
     def state_dict(self) -> str:
         return self.text

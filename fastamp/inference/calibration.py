@@ -11,7 +11,6 @@ from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
-from fastamp.data.datasets.custom import absolute_name
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.calibration import Calibration
@@ -47,7 +46,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     cfg = predictor.cfg.with_values(unused)
     loader, num_query = build_reid_test_loader(cfg, data)
     dataset = cast(ReidDataset, loader.dataset)
-    if absolute_name(data) in map(absolute_name, cfg.DATASETS.NAMES):
+    if data in cfg.DATASETS.NAMES:
         _check_not_trained(dataset.sources[0], data)
     if len(dataset.sources[0].train) and (note := getattr(dataset.sources[0], "split_note", "")):
         logger.warning(

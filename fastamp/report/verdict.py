@@ -9,7 +9,6 @@ from typing import Any
 import yaml
 
 from fastamp.config import CfgNode
-from fastamp.data.datasets.custom import absolute_name
 from fastamp.report.history import read_history
 from fastamp.utils.errors import DataError
 
@@ -107,14 +106,7 @@ def previous_run(cfg: CfgNode, name: str) -> PreviousRun | None:
         if file.parent == evaluated:
             continue
         try:
-            history = read_history(file)
-            # A saved config has absolute paths of datasets, and metrics have the names as the user typed them.
-            same = (
-                each
-                for each in history.names(suffix="/mAP")
-                if absolute_name(each.removesuffix("/mAP")) == absolute_name(name)
-            )
-            value = next((found for each in same if (found := history.latest(each)) is not None), None)
+            value = read_history(file).latest(f"{name}/mAP")
             if value is not None and _same_evaluation(cfg, file.parent / "config.yaml"):
                 date = time.strftime("%Y-%m-%d", time.localtime(file.stat().st_mtime))
                 return PreviousRun(file.parent, date, value)

@@ -472,15 +472,11 @@ def _list_first(examples: Sequence[str], count: int) -> str:
     return "; ".join(examples[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _candidates(path: str | Path) -> list[Path]:
-    return [expand(path), data_root() / path]
-
-
 def _resolve_path(name: str, path: str | Path) -> Path:
     """Return the first path that exists: ``path`` itself, or ``path`` relative to the data root."""
     if not str(path):
         raise DataError(f"{name!r}: empty path; expected a name such as {name}/data/custom.\n  fix: add the path")
-    candidates = _candidates(path)
+    candidates = [expand(path), data_root() / path]
     for candidate in candidates:
         if candidate.exists():
             return candidate
@@ -580,13 +576,3 @@ def _compile_camera_pattern(camera: str) -> re.Pattern[str] | None:
 
 PATH_DATASETS = {"csv": CsvDataset, "folder": FolderDataset}
 """Prefix of a name in DATASETS.NAMES -> dataset class for the path after the colon."""
-
-
-def absolute_name(name: str) -> str:
-    """Return the name of a dataset with its absolute path if it is ``csv:FILE`` or ``folder:FOLDER`` and exists."""
-    kind, _, path = name.partition(":")
-    if kind in PATH_DATASETS and path:
-        for candidate in _candidates(path):
-            if candidate.exists():
-                return f"{kind}:{candidate.absolute()}"
-    return name
