@@ -65,7 +65,7 @@ class Place:
             (root / f"{number}.png").write_bytes(self.files["PNG"])
         self.rows = [["path", "pid", "camid", "split"]]
         self.rows += [[f"{n}.png", f"{n // 2}", f"{n % 2}", "train"] for n in range(8)]
-        self.rows += [[f"{n}.png", f"{100 + n % 2}", f"{n // 2}", "query" if n < 10 else "gallery"] for n in range(8, 12)]
+        self.rows += [[f"{n}.png", f"{8 + n % 2}", f"{n // 2}", "query" if n < 10 else "gallery"] for n in range(8, 12)]
         self.csv = root / "images.csv"
         self.write_csv(fuzz.nasty_csv(NoChange(), self.rows))
         name = f"csv:{self.csv}"
