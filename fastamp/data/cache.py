@@ -123,6 +123,7 @@ class ImageCache:
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
                 self._fill(torch.from_numpy(mapped), read)
                 mapped.flush()
+                fcntl.flock(file, fcntl.LOCK_UN)  # the traceback of a skipped image may keep the mapping, which has it
             os.replace(unfinished, self.path)
         except OSError as error:
             elsewhere = "DATALOADER.CACHE to disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"

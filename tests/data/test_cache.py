@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -219,3 +220,24 @@ def test_truncated_cache_is_rebuilt(items):
 def test_cache_larger_than_free_disk_space_raises_before_decoding(items):
     with pytest.raises(DataError, match="No space left on device.* 4294.97 GB"):
         ImageCache(items[:64], (4, 2**12, 2**12 * 1000), fail_on_read, where="disk")
+
+
+def test_frames_that_outlive_the_build_do_not_block_the_cache(items):
+    """The traceback of an error in ``read`` refers to the images, and with them to the file."""
+    frames, read = [], Read(items)
+
+    def read_and_keep(number):
+        frames.append(sys._getframe(1))
+        return read(number)
+
+    def stop(*_):
+        raise TimeoutError("the cache waits for itself")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(60)
+    try:
+        cache = ImageCache(items, SHAPE, read_and_keep, where="ram")
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    assert len(frames) == len(items) and torch.equal(cache.images[7], read(7))
