@@ -107,7 +107,7 @@ class ColorJitter(BatchTransform):
         for step in range(order.shape[1]):
             counts = order[:, step].bincount(minlength=_SKIP + 1).tolist()
             for number, (adjust, chosen) in enumerate(zip(operations, ranked[:, step].split(counts), strict=False)):
-                if self._low[number] == self._high[number]:
+                if self._low[number] == self._high[number] or not counts[number]:
                     continue
                 for part in chosen.split(_CACHED_IMAGES if images.device.type == "cpu" else len(images)):
                     factor = copies["factors"][part, number].view(-1, 1, 1, 1)
