@@ -123,7 +123,8 @@ class ImageCache:
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
                 self._fill(torch.from_numpy(mapped), read)
                 mapped.flush()
-                fcntl.flock(file, fcntl.LOCK_UN)  # the traceback of a skipped image may keep the mapping, which has it
+                # The mapping duplicates the descriptor; a traceback that refers to it would keep the lock.
+                fcntl.flock(file, fcntl.LOCK_UN)
             os.replace(unfinished, self.path)
         except OSError as error:
             elsewhere = "DATALOADER.CACHE to disk" if self._where == "ram" else "DATALOADER.CACHE_DIR to another folder"

@@ -55,7 +55,10 @@ def model_card(
         feature_dim: dimension of the features.
         plugin: file name of the plugin that the model needs; "" (default) for none.
     """
-    evaluation, is_recorded = content.get("evaluation") or {}, is_training_recorded(content)
+    evaluation, policy, versions = (
+        entry if isinstance(entry := content.get(key), Mapping) else {} for key in ("evaluation", "policy", "versions")
+    )
+    is_recorded = is_training_recorded(content)
     results = {
         dataset: {
             metric: value
@@ -94,9 +97,9 @@ def model_card(
         columns=list(dict.fromkeys(metric for metrics in results.values() for metric in metrics)),
         protocol_text=_PROTOCOLS.get(cfg.TEST.PROTOCOL) or _describe_protocol(cfg),
         calibration=read_calibration(content, name),
-        policy=content.get("policy") or {},
+        policy=policy,
         precision=_PRECISION,
-        versions=content.get("versions") or {},
+        versions=versions,
         version=__version__,
         torch_version=torch.__version__,
         plugin=plugin,

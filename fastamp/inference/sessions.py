@@ -85,7 +85,7 @@ def open_openvino(
     entries = read.get_rt_info()["fastamp"] if read.has_rt_info(["fastamp"]) else {}
 
     def run(inputs: dict[str, NDArray[Any]]) -> NDArray[np.float32]:
-        with lock:  # a second request would wait for the same threads, with memory of its own
+        with lock:  # further requests would use more memory and compete for the same cores
             features: NDArray[np.float32] = request.infer(inputs, share_inputs=True)["features"].copy()
         return features
 

@@ -541,7 +541,7 @@ def find_target(name: str, figure: str, device: str) -> Target | None:
 
 
 def format_results(stored: dict[str, Any]) -> str:
-    """Format a table of all figures beside their targets; a toy run reaches or misses none."""
+    """Format a table of all figures and their targets. Figures of a toy run are not compared with targets."""
     rows = []
     for measurement in MEASUREMENTS:
         record = stored["results"].get(measurement.name, {})
