@@ -84,6 +84,13 @@ def test_card_has_the_metrics_that_the_run_recorded(run_folder, packaged):
     assert "Responsible use" in text
 
 
+def test_versions_of_another_type_are_a_missing_fact_of_the_card(run_folder, tmp_path):
+    content = torch.load(run_folder / "model_best.pth", weights_only=True)
+    torch.save(content | {"versions": torch.zeros(2)}, tmp_path / "model.pth")
+    assert main(["push", str(tmp_path / "model.pth"), "--license", "mit", "--to", str(tmp_path / "card")]) == 0
+    assert (tmp_path / "card/README.md").is_file()
+
+
 def test_card_states_that_metrics_are_missing_and_eval_adds_them(demo, run_folder, tmp_path, capsys):
     content = torch.load(run_folder / "model_best.pth", weights_only=True)
     for name in ("evaluation", "versions", "policy", "best", "pairs"):
