@@ -2,8 +2,11 @@
 
 import contextlib
 import fcntl
+import functools
 import logging
+import multiprocessing.process
 import os
+import subprocess
 import sys
 
 # One core per test process; set before torch counts the cores.
@@ -17,8 +20,73 @@ import pytest
 import tiny
 import torch
 
+from fastamp.engine import DefaultTrainer
 from fastamp.utils import registry
 from fastamp.utils.resources import resource_folder
+
+# Folders and files whose tests are not divided into default and integration tests.
+UNDIVIDED = (
+    "tests/test_",
+    "tests/amp/",
+    "tests/config/",
+    "tests/solver/",
+    "tests/layers/",
+    "tests/modeling/",
+    "tests/checkpoint/",
+    "tests/evaluation/",
+    "tests/diagnostics/",
+    "tests/report/",
+    "tests/security/",
+    "tests/utils/",
+    "tests/transcripts/",
+    "tests/docs/",
+    # ---
+    "tests/data/",
+    "tests/engine/",
+    "tests/cli/",
+    "tests/compat/",
+    "tests/demo/",
+    "tests/inference/",
+    "tests/integrations/",
+    "tests/projects/",
+    "tests/serving/",
+    "tests/tools/",
+    "tests/tracking/",
+)
+UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
+guard = {"on": False}
+
+
+def pytest_configure():
+    """Let default tests fail if they train or start a process, except for those with the mark end_to_end."""
+
+    def guarded(function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if guard["on"]:
+                pytest.fail("a default test trains or starts a process; fix: the mark integration")
+            return function(*args, **kwargs)
+
+        return call
+
+    for owner, name in (
+        (DefaultTrainer, "train"),
+        (subprocess.Popen, "__init__"),
+        (multiprocessing.process.BaseProcess, "start"),
+        (os, "fork"),
+    ):
+        setattr(owner, name, guarded(getattr(owner, name)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Guard a default test and its fixtures."""
+    marks = {mark.name for mark in item.iter_markers()}
+    guard["on"] = not marks & UNGUARDED_MARKS and not item.nodeid.startswith(UNDIVIDED)
+    try:
+        return (yield)
+    finally:
+        guard["on"] = False
 
 
 def pytest_collection_modifyitems(items):
@@ -78,6 +146,7 @@ def run_folder(demo_root, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTAMP_DATASETS", str(demo_root))
+        patch.setitem(guard, "on", False)
         tiny.train(folder, "SOLVER.AMP", "bf16")
     return folder
 
