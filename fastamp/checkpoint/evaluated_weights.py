@@ -48,7 +48,8 @@ def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cf
         kind = extra[STRIPPED]
         if kind != (average or "model"):
             logger.warning(
-                "%s was stripped and contains only the %s weights: evaluating these instead of the configured weights",
+                "%s was stripped and contains only the %s weights: evaluating these instead of the configured "
+                "weights.\n  fix: to evaluate others, use the checkpoint from which this file was made",
                 path,
                 kind,
             )
@@ -57,7 +58,13 @@ def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cf
         return extra
     state = extra.get("average")
     if not isinstance(state, dict) or state.get("kind") != average or not state.get("updates"):
-        logger.warning("%s contains no %s weights: evaluating the model weights instead", path, average)
+        logger.warning(
+            "%s contains no %s weights: evaluating the model weights instead.\n"
+            "  fix: if this is intended, set SOLVER.%s False",
+            path,
+            average,
+            "EMA.EVALUATE" if average == "ema" else "SWA.ENABLED",
+        )
         return extra
     # A model that is built for evaluation only has no classifier: tensors that it lacks are skipped.
     source = f"the {average} in {path}"

@@ -95,7 +95,8 @@ class CommDataset(Dataset):
             box = clip_box(item.box, *image.size)
             if box is None:
                 raise DataError(
-                    f"box {item.box} is outside the image {path} of {image.size[0]} x {image.size[1]} pixels"
+                    f"box {item.box} is outside the image {path} of {image.size[0]} x {image.size[1]} pixels.\n"
+                    "  fix: correct the box, (x0, y0, x1, y1) in pixels, or remove the item"
                 )
             image = image.crop(box)
         if self.transform is not None:

@@ -89,7 +89,11 @@ class ContiguousParams:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter | dict[str, Any]]) -> None:
-        warnings.warn("ContiguousParams has no effect: PyTorch's optimizers do not need it", stacklevel=2)
+        warnings.warn(
+            f"{type(self).__name__} has no effect: PyTorch's optimizers do not need it.\n"
+            "  fix: pass the parameters to the optimizer",
+            stacklevel=2,
+        )
         self._parameters = list(parameters)
 
     def contiguous(self) -> list[nn.Parameter | dict[str, Any]]:

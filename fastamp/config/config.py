@@ -187,7 +187,10 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         """
         self._check_not_frozen()
         if not isinstance(cfg_other, Mapping):
-            raise ConfigError(f"expected a config or a dict to merge, got {brief(cfg_other)}")
+            raise ConfigError(
+                f"expected a config or a dict to merge, got {brief(cfg_other)}.\n"
+                "  fix: pass a CfgNode or a dict; merge_from_file reads a file, merge_from_list reads KEY VALUE pairs"
+            )
         _apply(self._mapping_edits(cfg_other, "another config"))
 
     def merge_from_list(self, cfg_list: Sequence[Any]) -> None:
@@ -341,7 +344,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         if not isinstance(name, str):
             where = f" in {self._path}" if self._path else ""
             raise ConfigError(
-                f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}"
+                f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}.\n"
+                "  fix: write the key as text, in quotes if YAML reads it as another type"
             )
         name = self._current(name)
         head, dot, rest = name.partition(".")
@@ -379,14 +383,17 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             accepts = "a section" + (" or true/false" if "ENABLED" in self else "")
             example = next((f" (e.g. with the key {self._full(name)})" for name in self), "")
             got = "null" if value is None else f"{brief(value)} ({type(value).__name__})"
-            old = f"\n  {text}" if (text := hint(self._path)) else ""
-            raise ConfigError(f"{source}: {self._path}: expected {accepts}{example}, got {got}{old}")
+            fix = hint(self._path) or f"fix: set keys of {self._path}, or remove it"
+            raise ConfigError(f"{source}: {self._path}: expected {accepts}{example}, got {got}\n  {fix}")
 
     def _set(self, name: str, value: Any, source: str) -> Edit:
         """Return the edit that sets the key ``name`` of this node to the converted value."""
         self._check_not_frozen(name)
         if isinstance(value, Mapping):
-            raise ConfigError(f"{source}: {self._full(name)} is a key: expected a value, got {brief(dict(value))}")
+            raise ConfigError(
+                f"{source}: {self._full(name)} is a key: expected a value, got {brief(dict(value))}.\n"
+                f"  fix: set {self._full(name)} to a value, not to a section"
+            )
         try:
             key = self._keys.get(name)
             converted = convert(key, value) if key else free_value(self._full(name), value)
@@ -477,7 +484,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         if not (key.default is None or isinstance(key.default, bool | int | float | str | tuple | list | Mapping)):
             raise ConfigError(
                 f"{ASSIGNMENT}: {key.path}: expected null, a bool, number, string, list or dict, got "
-                f"{type(key.default).__name__}"
+                f"{type(key.default).__name__}.\n  fix: assign a value of one of these types"
             )
         if isinstance(key.default, Mapping):
             node = CfgNode(new_allowed=True)
@@ -492,7 +499,10 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         """Declare an assigned attribute as a key, or as a section if its value is a dict."""
         value = plain(value)
         if not isinstance(name, str) or "." in name:
-            raise ConfigError(f"{ASSIGNMENT}: expected a string without dots as config key, got {brief(name)}")
+            raise ConfigError(
+                f"{ASSIGNMENT}: expected a string without dots as config key, got {brief(name)}.\n"
+                "  fix: assign one level at a time, e.g. a dict to a section"
+            )
         if isinstance(value, dict):
             if any("." in str(each) for each in value):  # a mapping such as SOLVER.LR_FACTORS, not a section
                 self._declare(Key(self._full(name), value, _NO_MEANING))

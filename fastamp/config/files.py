@@ -70,7 +70,10 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
             mapping.
     """
     if len(text) > LARGEST:
-        raise ConfigError(f"{source}: too large for a config file: {len(text)} characters, expected at most {LARGEST}")
+        raise ConfigError(
+            f"{source}: too large for a config file: {len(text)} characters, expected at most {LARGEST}.\n"
+            "  fix: give the path of a config file"
+        )
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

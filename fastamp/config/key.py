@@ -127,12 +127,12 @@ def convert(key: Key, value: Any) -> Any:
     if key.forms:
         sides = len(elements) in (1, 2) and all(1 <= element <= key.high for element in elements)
         if not sides and not (key.low == 0 and tuple(elements) == (0,)):
-            raise ConfigError(f"{key.path} must be {key.bounds}; got {brief(converted)}")
+            raise _bounds_error(key, key.path, key.bounds, converted)
         return converted
     wrong_length = key.length is not None and len(elements) != key.length
     if wrong_length or any(_out_of_bounds(key, element) for element in elements):
         subject = f"{key.path}: each element" if key.bounds.startswith("each ") else key.path
-        raise ConfigError(f"{subject} must be {key.bounds.removeprefix('each ')}; got {brief(converted)}")
+        raise _bounds_error(key, subject, key.bounds.removeprefix("each "), converted)
     return converted
 
 
@@ -246,7 +246,16 @@ def brief(value: Any) -> str:
 def _type_error(path: str, expected: str, value: Any) -> ConfigError:
     if value is None:
         return ConfigError(f"{path}: expected {expected}, got null.\n  fix: set a value, or remove the key")
-    return ConfigError(f"{path}: expected {expected}, got {brief(value)} ({type(value).__name__})")
+    return ConfigError(
+        f"{path}: expected {expected}, got {brief(value)} ({type(value).__name__}).\n  fix: set {path} to {expected}"
+    )
+
+
+def _bounds_error(key: Key, subject: str, bounds: str, value: Any) -> ConfigError:
+    return ConfigError(
+        f"{subject} must be {bounds}; got {brief(value)}.\n"
+        f"  fix: change {key.path}; its default is {show_value(key.default)}"
+    )
 
 
 def _choice(key: Key, value: Any) -> str:

@@ -78,7 +78,8 @@ def _load_plugin_file(path: str, cfg: CfgNode) -> None:
         installed = list_projects()[project]
         if file.is_file() and not file.is_relative_to(real_path(installed)):
             logger.warning(
-                "--plugin %s is a file of another copy: using the project %s of this installation, %s",
+                "--plugin %s is a file of another copy: using the project %s of this installation, %s.\n"
+                "  fix: to use the other copy, install it, or remove this one",
                 path,
                 project,
                 installed,

@@ -16,7 +16,7 @@ from fastamp.diagnostics.isolated_passes import without_collectives
 from fastamp.diagnostics.preflight import PreflightReport, preflight
 from fastamp.utils import comm
 from fastamp.utils.env import random_state
-from fastamp.utils.errors import TrainingError, WriteError
+from fastamp.utils.errors import TrainingError, WriteError, summarize_error
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class PrecisionDiagnostics:
         try:
             outcome = f"replay: fastamp replay {crash.write(self.folder)}"
         except (OSError, WriteError) as error:  # the message is still raised
-            outcome = f"(no crash dump was written: {error})"
+            outcome = f"(no crash dump was written: {summarize_error(error)})"
         # All ranks report the crash dump of the rank with the reported location.
         location = details["location"]
         return f"{message}\n{comm.select_text(outcome, location.order if location else math.inf)[1]}"

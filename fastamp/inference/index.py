@@ -34,7 +34,7 @@ from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
 from fastamp.inference.gallery_store import DATABASE
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
-from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, writing
+from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, summarize_error, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.plural import plural
 from fastamp.utils.progress import track
@@ -533,7 +533,8 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
         _, skipped = extract(predictor, folder, out, skip_corrupt=True)
     except WriteError as error:
         raise WriteError(
-            f"{error}\n  fix: choose the folder of the features and the index: --index FOLDER/gallery.index"
+            f"{summarize_error(error)}\n"
+            "  fix: choose the folder of the features and the index: --index FOLDER/gallery.index"
         ) from error
     if skipped:
         logger.warning(

@@ -150,7 +150,9 @@ def _learning_rate_factors(factors: dict[str, Any], names: list[str]) -> dict[st
             )
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
-                f"SOLVER.LR_FACTORS: no parameter name in the model matches {pattern!r}.{did_you_mean(pattern, names)}"
+                f"SOLVER.LR_FACTORS: no parameter in the model has a name like {pattern!r}."
+                f"{did_you_mean(pattern, names)}\n"
+                "  fix: correct or remove this pattern; `model.named_parameters()` lists the names"
             )
     return dict(factors)
 
@@ -220,7 +222,7 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     groups = parameter_groups(cfg, model)
     if not groups:
         raise ConfigError(
-            "the model has no trainable parameters: requires_grad is False for all parameters.\n"
+            f"the model has no trainable parameters: none of {len([*model.parameters()])} requires a gradient.\n"
             "  fix: set requires_grad to True for the parameters to train"
         )
     defaults: dict[str, Any] = {}
@@ -322,7 +324,7 @@ def _check_options(name: str, options: dict[str, Any], accepted: Mapping[str, in
         if not fits:
             raise ConfigError(
                 f"SOLVER.OPT_ARGS: the {name} argument {key!r} must have the same type as its default {default!r}, "
-                f"got {value!r}"
+                f"got {value!r}.\n  fix: set {key} to a value of type {type(default).__name__}, or remove it"
             )
 
 

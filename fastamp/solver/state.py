@@ -86,7 +86,8 @@ class OptimizerState:
             raise ValueError(f"an optimizer option changed, so the saved state cannot be used: {changed[refused[0]]}")
         if changed:
             logger.warning(
-                "optimizer options differ from the checkpoint (saved -> current); using the current values: %s",
+                "optimizer options differ from the checkpoint (saved -> current); using the current values: %s.\n"
+                "  fix: to continue with the saved values, set their keys of SOLVER as in the earlier run",
                 ", ".join(changed.values()),
             )
         for number, (parameter, shard) in self._sharded(own).items():

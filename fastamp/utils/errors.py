@@ -55,10 +55,13 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        free = ""
+        free, fix = "", "choose a file in a folder that exists and is writable"
         if error.errno in _DISK_ERRORS:
             free = f" ({shutil.disk_usage(os.path.dirname(os.path.abspath(path))).free / 2**20:.0f} MiB free)"
-        raise WriteError(f"{os.fspath(path)} cannot be written: {error.strerror or error}{free}") from error
+            fix = "free space on this disk, or choose a folder on another one"
+        raise WriteError(
+            f"{os.fspath(path)} cannot be written: {error.strerror or error}{free}\n  fix: {fix}"
+        ) from error
 
 
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
