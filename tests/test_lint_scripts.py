@@ -2,6 +2,7 @@
 
 import pytest
 from assigned_attributes import foreign_assignments
+from docstring_types import typed_lines
 from glossary import banned_words, check_text
 
 
@@ -54,3 +55,23 @@ def test_glossary_check_reads_banned_words_from_the_glossary():
 )
 def test_assignments_to_attributes_of_other_modules_are_found(source, expected):
     assert list(foreign_assignments(source)) == expected
+
+
+@pytest.mark.parametrize(
+    "section, line, violations",
+    [
+        ("Args", "size (int): edge", 1),
+        ("Args", "x, y (Tensor, optional): (N,) edges", 1),
+        ("Args", "start (int), end (int): edges", 1),
+        ("Attributes", "size (int):", 1),
+        ("Returns", "dict[str, list[int]]: sizes", 1),
+        ("Yields", "np.ndarray | None: sizes", 1),
+        ("Args", "size: edge (int)", 0),
+        ("Returns", "(N,) float32: sizes", 0),
+        ("Returns", "``(x, y)``: sizes", 0),
+        ("Raises", "ValueError: if a size is 0", 0),
+    ],
+)
+def test_types_in_docstrings_are_found(section, line, violations):
+    source = f'class A:\n    def f(self):\n        """Sum.\n\n        {section}:\n            {line}\n        """'
+    assert len(list(typed_lines(source))) == violations

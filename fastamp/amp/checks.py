@@ -125,10 +125,10 @@ def magnitudes(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """Compute the largest absolute value of each tensor, on the device.
 
     Args:
-        tensors (Iterable[Tensor]): floating-point tensors. The magnitude of an empty tensor is 0.
+        tensors: floating-point tensors. The magnitude of an empty tensor is 0.
 
     Returns:
-        Tensor: (N,) float32; NaN for tensors that contain NaN.
+        (N,) float32; NaN for tensors that contain NaN.
     """
     filled = [t.detach() if t.numel() else t.new_zeros(1) for t in tensors]
     return torch.stack([norm.float() for norm in torch._foreach_norm(filled, float("inf"))])
@@ -174,7 +174,7 @@ def check_losses(
     """Check that every loss is a float32 or float64 scalar that depends on a parameter of the model.
 
     Args:
-        losses (dict[str, Tensor]): return value of the model in training mode.
+        losses: return value of the model in training mode.
         frozen: names of modules frozen by ``MODEL.FREEZE_LAYERS``. If not empty, only one of the losses must require a
             gradient.
         model: model whose parameters must occur in the autograd graph of each loss. With None, only ``requires_grad``
@@ -265,8 +265,8 @@ def warn_of_foreign_leaves(losses: Mapping[str, torch.Tensor], model: nn.Module)
     list or dict.
 
     Args:
-        losses (Mapping[str, Tensor]): losses of one batch.
-        model (nn.Module): model that returned the losses.
+        losses: losses of one batch.
+        model: model that returned the losses.
     """
     model_ids = {id(p) for p in model.parameters()}
     leaves = [node.variable for node in _nodes(losses.values()) if hasattr(node, "variable")]
@@ -334,8 +334,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     ``sharded = True``, differ by design and are not compared.
 
     Args:
-        model (nn.Module): model of this rank.
-        losses (Sequence[str]): names of the losses of this rank.
+        model: model of this rank.
+        losses: names of the losses of this rank.
 
     Raises:
         TrainingError: if the parameters or the names of the losses differ between ranks; the message lists them.

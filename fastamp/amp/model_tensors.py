@@ -18,13 +18,13 @@ class ModelTensors:
     was added, removed or replaced. The lists are empty before the first ``refresh``.
 
     Args:
-        model (nn.Module): the model.
+        model: the model.
 
     Attributes:
-        model (nn.Module): see Args.
-        modules (list[nn.Module]): all modules.
-        parameters (list[nn.Parameter]): all parameters, without duplicates.
-        version (int): number of updates of the lists.
+        model: see Args.
+        modules: all modules.
+        parameters: all parameters, without duplicates.
+        version: number of updates of the lists.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -40,14 +40,14 @@ class ModuleMonitor:
     are modules with an attribute ``sparse_gradients = True``, such as the centers of a center loss.
 
     Args:
-        model (nn.Module): model in training.
+        model: model in training.
         optimizers: optimizers of the model.
-        period (int): number of applied steps between two checks. Default 50.
+        period: number of applied steps between two checks. Default 50.
 
     Attributes:
-        pending (list[Tensor]): (3M,) float32 on the device, for the M modules of the last check: zero fractions,
-            update-to-weight ratios, and 1 for modules with the same parameters as at the previous check (else 0).
-            Cleared when ``check`` receives the host values.
+        pending: (3M,) float32 on the device, for the M modules of the last check: zero fractions, update-to-weight
+            ratios, and 1 for modules with the same parameters as at the previous check (else 0). Cleared when ``check``
+            receives the host values.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], *, period: int = 50) -> None:

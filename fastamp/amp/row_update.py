@@ -15,7 +15,7 @@ def gradient_values(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient of a parameter as a dense tensor that shares its memory.
 
     Returns:
-        torch.Tensor: the gradient; for a sparse gradient, which is coalesced, the rows that have one, in order.
+        The gradient; for a sparse gradient, which is coalesced, the rows that have one, in order.
     """
     if not parameter.grad.is_sparse:
         return parameter.grad
@@ -32,7 +32,7 @@ def step_rows(optimizer: Optimizer) -> None:
     arXiv:2010.05222, and their program). The step count of Adam is that of the parameter, not of a row.
 
     Args:
-        optimizer (Optimizer): one of ``ROW_OPTIMIZERS`` if a parameter has a sparse gradient, else of any class.
+        optimizer: one of ``ROW_OPTIMIZERS`` if a parameter has a sparse gradient, else of any class.
     """
     places = [
         (group["params"], number, parameter)

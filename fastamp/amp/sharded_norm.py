@@ -11,12 +11,12 @@ def norms_over_ranks(norms: torch.Tensor, sharded: Sequence[int], order: float =
     """Replace the norms of this rank's rows with the norms of the rows of all ranks.
 
     Args:
-        norms (torch.Tensor): (N,), norm of each gradient on this rank.
-        sharded (Sequence[int]): indices of the gradients whose rows are divided among the ranks; equal on all ranks.
-        order (float): order p of the norms; inf for the maximum absolute value. Default 2.
+        norms: (N,), norm of each gradient on this rank.
+        sharded: indices of the gradients whose rows are divided among the ranks; equal on all ranks.
+        order: order p of the norms; inf for the maximum absolute value. Default 2.
 
     Returns:
-        torch.Tensor: (N,); ``norms`` if ``sharded`` is empty or in a single process.
+        (N,); ``norms`` if ``sharded`` is empty or in a single process.
     """
     if not sharded or not comm.is_distributed():
         return norms

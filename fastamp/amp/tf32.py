@@ -18,7 +18,7 @@ def set_tf32(allowed: bool) -> None:
       ``torch.backends.cudnn.flags`` and, up to PyTorch 2.14, ``torch.compile`` read it.
 
     Args:
-        allowed (bool): True to allow TF32.
+        allowed: True to allow TF32.
     """
     matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     with warnings.catch_warnings():

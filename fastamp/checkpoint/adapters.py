@@ -36,12 +36,12 @@ def adapters_in(state: dict[str, torch.Tensor], source: str | os.PathLike[str]) 
     """Build the entries of a file of adapters from the state dict of a model.
 
     Args:
-        state (dict[str, torch.Tensor]): state dict of a model with adapters.
-        source (str | os.PathLike): origin of ``state``, for messages.
+        state: state dict of a model with adapters.
+        source: origin of ``state``, for messages.
 
     Returns:
-        dict[str, Any]: ``"model"``: the adapters, the heads and the embeddings of cameras and views; ``"adapters_of"``:
-        checksum of the other tensors.
+        ``"model"``: the adapters, the heads and the embeddings of cameras and views; ``"adapters_of"``: checksum of the
+        other tensors.
 
     Raises:
         WeightsError: if ``state`` contains no adapters.
@@ -66,11 +66,11 @@ def load_adapters(
     """Load a file of adapters into a model, together with the weights that the adapters were trained with.
 
     Args:
-        model (nn.Module): model with adapters of the same rank.
-        content (dict[str, Any]): content of the file, see ``adapters_in``.
-        source (str | os.PathLike): path of the file, for messages.
-        base (str | os.PathLike): file with the weights of the backbone, ``MODEL.LORA.BASE``; its heads are not used.
-        min_match (float): see ``load_model_state``. Default 0.9.
+        model: model with adapters of the same rank.
+        content: content of the file, see ``adapters_in``.
+        source: path of the file, for messages.
+        base: file with the weights of the backbone, ``MODEL.LORA.BASE``; its heads are not used.
+        min_match: see ``load_model_state``. Default 0.9.
 
     Raises:
         WeightsError: if ``base`` is empty or contains other weights than those in training, or if the adapters do not

@@ -29,19 +29,18 @@ class Checkpointer:
     """Save and load a model together with the training state of a run.
 
     Args:
-        model (nn.Module): model stored under ``"model"``.
-        save_dir (str | os.PathLike): output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
-        min_match (float): see ``load_model_state``. Default 0.9.
-        allow_missing (bool): see ``load_model_state``. Default True, for training.
-        base (str | os.PathLike): weights file without adapters; ``load`` reads it before a file of LoRA adapters.
-            Default "": such files are refused.
-        check (Callable | None): called with the model before each save; if it raises an exception, nothing is saved.
-        notes (Callable): function that returns additional entries for each checkpoint; ``resume`` does not require
-            these entries.
-        save_to_disk (bool | None): ignored: only the main process writes, as with FastReID's default. Default None.
-        checkpointables (Any): objects with ``state_dict()`` and ``load_state_dict(state)``; each keyword becomes an
-            entry of the checkpoint. ``resume`` compares the structure of an entry with ``form()`` of the object, or,
-            without this method, with its ``state_dict()``.
+        model: model stored under ``"model"``.
+        save_dir: output folder; the file ``last_checkpoint`` in it names the newest checkpoint.
+        min_match: see ``load_model_state``. Default 0.9.
+        allow_missing: see ``load_model_state``. Default True, for training.
+        base: weights file without adapters; ``load`` reads it before a file of LoRA adapters. Default "": such files
+            are refused.
+        check: called with the model before each save; if it raises an exception, nothing is saved.
+        notes: function that returns additional entries for each checkpoint; ``resume`` does not require these entries.
+        save_to_disk: ignored: only the main process writes, as with FastReID's default. Default None.
+        checkpointables: objects with ``state_dict()`` and ``load_state_dict(state)``; each keyword becomes an entry of
+            the checkpoint. ``resume`` compares the structure of an entry with ``form()`` of the object, or, without
+            this method, with its ``state_dict()``.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class Checkpointer:
         """Write ``save_dir/name.pth`` atomically. Must be called on every rank; only the main process writes.
 
         Args:
-            name (str): file name without ``.pth``.
-            tag (bool): update ``last_checkpoint`` after the file is complete. Default True.
-            extra (Any): additional entries: plain values or tensors.
+            name: file name without ``.pth``.
+            tag: update ``last_checkpoint`` after the file is complete. Default True.
+            extra: additional entries: plain values or tensors.
 
         Returns:
-            Path: path of the checkpoint.
+            Path of the checkpoint.
         """
         content = self.content() | self.notes() | extra
         path = self.save_dir / f"{name}.pth"
@@ -115,11 +114,11 @@ class Checkpointer:
         is excluded, because its weights may be averaged.
 
         Args:
-            folder (str | os.PathLike | None): folder to search; None for ``save_dir``.
+            folder: folder to search; None for ``save_dir``.
 
         Returns:
-            Path | None: path of the checkpoint; None if the folder contains neither a file ``last_checkpoint`` nor a
-            checkpoint to resume from.
+            Path of the checkpoint; None if the folder contains neither a file ``last_checkpoint`` nor a checkpoint to
+            resume from.
 
         Raises:
             WeightsError: if no checkpoint is readable although the folder contains checkpoints or ``last_checkpoint``.
@@ -183,11 +182,11 @@ class Checkpointer:
         """Resume from the newest readable checkpoint in ``save_dir``; if there is none, load weights.
 
         Args:
-            path (str | os.PathLike): weights file; ``""`` (default) loads nothing.
-            resume (bool): search for a checkpoint. Default True.
+            path: weights file; ``""`` (default) loads nothing.
+            resume: search for a checkpoint. Default True.
 
         Returns:
-            dict[str, Any]: see ``resume`` and ``load``; empty if nothing was loaded.
+            See ``resume`` and ``load``; empty if nothing was loaded.
         """
         last = self.last_checkpoint() if resume else None
         if last is not None:
@@ -198,12 +197,12 @@ class Checkpointer:
         """Load only the model weights from a file.
 
         Args:
-            path (str | os.PathLike): checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded. A file
-                of LoRA adapters is loaded on top of ``base``.
-            checkpointables (Sequence[str]): as in FastReID, names of objects whose state is also loaded. Default ().
+            path: checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded. A file of LoRA adapters is
+                loaded on top of ``base``.
+            checkpointables: as in FastReID, names of objects whose state is also loaded. Default ().
 
         Returns:
-            dict[str, Any]: the remaining entries of the file, without the weights; empty for a bare state dict.
+            The remaining entries of the file, without the weights; empty for a bare state dict.
 
         Raises:
             WeightsError: see ``read_checkpoint``, ``state_dict_in``, ``load_model_state`` and ``load_adapters``.
@@ -229,7 +228,7 @@ class Checkpointer:
         """Restore the model and all checkpointables, so that the run continues as if it had not been interrupted.
 
         Returns:
-            dict[str, Any]: the remaining entries of the file, which are not part of the restored state.
+            The remaining entries of the file, which are not part of the restored state.
 
         Raises:
             WeightsError: if the file is damaged, is not a training checkpoint, or does not match the model.

@@ -27,7 +27,7 @@ def merge_if_config(cfg: CfgNode, checkpoint: str | os.PathLike[str]) -> bool:
     """Merge the config stored in a checkpoint into ``cfg``, if there is one.
 
     Returns:
-        bool: True if the checkpoint contains a config.
+        True if the checkpoint contains a config.
 
     Raises:
         WeightsError: if the file cannot be read, or its config is invalid in this version.
@@ -69,7 +69,7 @@ def checkpoint_of(source: str | os.PathLike[str]) -> Path:
     This is model_best.pth, else model_final.pth, else model.safetensors.
 
     Returns:
-        Path: path of the checkpoint; ``source`` itself if it is not a folder.
+        Path of the checkpoint; ``source`` itself if it is not a folder.
 
     Raises:
         WeightsError: if ``source`` is a folder that contains neither of these files.

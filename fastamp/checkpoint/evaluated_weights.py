@@ -25,14 +25,14 @@ def load_evaluated_weights(model: nn.Module, path: str | os.PathLike[str], *, cf
     """Load the weights of a checkpoint for evaluation.
 
     Args:
-        model (nn.Module): model to load the weights into.
-        path (str | os.PathLike): a checkpoint, or a bare state dict.
-        cfg (CfgNode): config; reads ``MODEL.WEIGHTS_MIN_MATCH``, ``MODEL.WEIGHTS_ALLOW_MISSING``, ``MODEL.LORA.BASE``
-            and the average to load, see ``evaluated_average``. If the file does not contain the average, the weights
-            of the model are loaded.
+        model: model to load the weights into.
+        path: a checkpoint, or a bare state dict.
+        cfg: config; reads ``MODEL.WEIGHTS_MIN_MATCH``, ``MODEL.WEIGHTS_ALLOW_MISSING``, ``MODEL.LORA.BASE`` and the
+            average to load, see ``evaluated_average``. If the file does not contain the average, the weights of the
+            model are loaded.
 
     Returns:
-        dict[str, Any]: the remaining entries of the file, without the loaded weights; empty for a bare state dict.
+        The remaining entries of the file, without the loaded weights; empty for a bare state dict.
 
     Raises:
         WeightsError: if the weights are missing or damaged, or do not match the model.

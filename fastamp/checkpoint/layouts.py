@@ -17,9 +17,9 @@ class Layout:
     """Layout of the weights files of a program.
 
     Attributes:
-        title (str): program and architecture.
-        names (tuple[str, ...]): tensor names that identify the layout, without prefix.
-        backbone (str): value of ``MODEL.BACKBONE.NAME`` that loads these files.
+        title: program and architecture.
+        names: tensor names that identify the layout, without prefix.
+        backbone: value of ``MODEL.BACKBONE.NAME`` that loads these files.
     """
 
     title: str
@@ -144,10 +144,10 @@ def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
     """Describe the known layout that shares most names with a state dict, and the backbone that loads it.
 
     Args:
-        state (Mapping[str, torch.Tensor]): tensor name, with any prefix -> tensor.
+        state: tensor name, with any prefix -> tensor.
 
     Returns:
-        str: description; empty if no layout shares a name.
+        Description; empty if no layout shares a name.
     """
     endings = set()
     for name in state:
@@ -170,10 +170,10 @@ def transformer_size(state: Mapping[str, torch.Tensor]) -> str:
     """Describe a transformer by the shapes in its state dict, e.g. ``width 384, 12 blocks, patches of 14 x 14``.
 
     Args:
-        state (Mapping[str, torch.Tensor]): tensor name, with any prefix -> tensor.
+        state: tensor name, with any prefix -> tensor.
 
     Returns:
-        str: description; empty if ``state`` contains no blocks of a transformer.
+        Description; empty if ``state`` contains no blocks of a transformer.
     """
     counts = block_counts(state)
     first = next((value for name, value in state.items() if _BLOCK.search(name) and "norm1" in name), None)

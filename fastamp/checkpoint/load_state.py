@@ -33,8 +33,8 @@ class WeightsOrigin:
     """Facts about a weights file that a part of its state dict does not show.
 
     Attributes:
-        config (Any): config of the training, as far as the file contains one, see ``stored_config``. Default None.
-        is_reid (bool): the file contains heads or embeddings of a ReID model, not only a pretrained network.
+        config: config of the training, as far as the file contains one, see ``stored_config``. Default None.
+        is_reid: the file contains heads or embeddings of a ReID model, not only a pretrained network.
     """
 
     config: Any = None
@@ -46,15 +46,15 @@ class ImportReport:
     """Result of loading a state dict.
 
     Attributes:
-        source (str): origin of the state dict, for messages.
-        matched (list[str]): names of the model's tensors that were loaded.
-        renamed (list[str]): names of the loaded tensors that have a different name in the file.
-        dropped (list[str]): names of tensors that are in the file but not in the model.
-        missing (list[str]): names of tensors that are in the model but not in the file.
-        other_shape (list[str]): names of classifiers that were not loaded because the number of identities differs.
-        not_needed (list[str]): those of ``other_shape`` that the model, which is built for evaluation, does not need.
-        backbone_fraction (float): fraction of the backbone's tensors that matched, in 0..1.
-        notes (list[str]): remarks about the origin of the file.
+        source: origin of the state dict, for messages.
+        matched: names of the model's tensors that were loaded.
+        renamed: names of the loaded tensors that have a different name in the file.
+        dropped: names of tensors that are in the file but not in the model.
+        missing: names of tensors that are in the model but not in the file.
+        other_shape: names of classifiers that were not loaded because the number of identities differs.
+        not_needed: those of ``other_shape`` that the model, which is built for evaluation, does not need.
+        backbone_fraction: fraction of the backbone's tensors that matched, in 0..1.
+        notes: remarks about the origin of the file.
     """
 
     source: str
@@ -130,21 +130,21 @@ def load_model_state(
     """Convert ``state`` and copy the tensors whose names and shapes match into ``model``.
 
     Args:
-        model (nn.Module): model to load into.
-        state (dict[str, torch.Tensor]): state dict.
-        source (str): origin of ``state``, for messages.
-        backbone_prefix (str): prefix of the tensors that ``min_match`` applies to. Default ``"backbone."``.
-        min_match (float): minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
-        without (tuple[str, ...]): globs of tensor names that ``min_match`` ignores.
-        fit (Callable | None): function that transforms the converted state dict before it is compared with the model.
-        config (Any): config of the training that wrote ``state``, see ``stored_config``. Default None: unknown. A
-            module that defines ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
-        allow_missing (bool): let the other tensors of the model keep their initial values; False is an error if they
-            are learned and needed in evaluation, i.e. not classifiers, losses or counters. Default True. If
-            ``min_match`` is below its default, tensors of the backbone may be missing.
+        model: model to load into.
+        state: state dict.
+        source: origin of ``state``, for messages.
+        backbone_prefix: prefix of the tensors that ``min_match`` applies to. Default ``"backbone."``.
+        min_match: minimum fraction of the backbone's tensors that ``state`` must contain. Default 0.9.
+        without: globs of tensor names that ``min_match`` ignores.
+        fit: function that transforms the converted state dict before it is compared with the model.
+        config: config of the training that wrote ``state``, see ``stored_config``. Default None: unknown. A module that
+            defines ``set_weights_origin(origin: WeightsOrigin)`` receives it before the conversion.
+        allow_missing: let the other tensors of the model keep their initial values; False is an error if they are
+            learned and needed in evaluation, i.e. not classifiers, losses or counters. Default True. If ``min_match``
+            is below its default, tensors of the backbone may be missing.
 
     Returns:
-        ImportReport: matched, renamed, dropped and missing tensors; also logged.
+        Matched, renamed, dropped and missing tensors; also logged.
 
     Raises:
         WeightsError: if a tensor other than a classifier has the wrong shape; if a tensor for a floating-point

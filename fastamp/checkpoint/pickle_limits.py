@@ -28,10 +28,10 @@ class _Object:
     """Simulated object of a pickle.
 
     Attributes:
-        size (int): number of nodes if the object is expanded into a tree, in which shared objects are repeated.
-        depth (int): depth of that tree.
-        chosen (int): number of nodes of that tree whose hash the author of the file can choose.
-        shared (bool): True if the object was read from the memo, so other objects may reference it.
+        size: number of nodes if the object is expanded into a tree, in which shared objects are repeated.
+        depth: depth of that tree.
+        chosen: number of nodes of that tree whose hash the author of the file can choose.
+        shared: True if the object was read from the memo, so other objects may reference it.
     """
 
     __slots__ = ("chosen", "depth", "shared", "size")
@@ -61,9 +61,8 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
     """Estimate the cost of loading a pickle from its opcodes, and reject it if the cost is too high.
 
     Args:
-        file (IO[bytes] | bytes): file positioned at the start of the pickle, which is read to its end; or the bytes of
-            the pickle.
-        hash_items (bool): True if the caller hashes the elements of the loaded object. Default False.
+        file: file positioned at the start of the pickle, which is read to its end; or the bytes of the pickle.
+        hash_items: True if the caller hashes the elements of the loaded object. Default False.
 
     Raises:
         PickleLimitError: if loading would exceed the limits of this module, or if an object contains itself.
@@ -197,8 +196,8 @@ class _Machine:
         """Add the cost of hashing an object and of comparing it with all earlier keys.
 
         Args:
-            key (_Object): object to hash.
-            items_only (bool): True to count only the hashes of the elements of a tuple. Default False.
+            key: object to hash.
+            items_only: True to count only the hashes of the elements of a tuple. Default False.
         """
         chosen = max(key.chosen - items_only, 0)
         self._keys += chosen

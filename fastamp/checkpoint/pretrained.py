@@ -42,8 +42,8 @@ class Download:
     """Weights file at a URL.
 
     Attributes:
-        url (str): download URL.
-        file_name (str): file name in the cache. Default: the last component of the URL.
+        url: download URL.
+        file_name: file name in the cache. Default: the last component of the URL.
     """
 
     url: str
@@ -65,11 +65,11 @@ def load_pretrained_backbone(
     RGB weights are adapted to backbones with one or four input channels; see ``_fit_channels``.
 
     Args:
-        backbone (nn.Module): backbone whose parameter names are those in the weights file, or that converts the names
-            in ``convert_state_dict``.
-        path (str): local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty to use ``online``.
-        online (TorchvisionWeights | Download | None): published weights; None if there are none for this backbone.
-        without (tuple[str, ...]): globs of tensor names that the weights may lack.
+        backbone: backbone whose parameter names are those in the weights file, or that converts the names in
+            ``convert_state_dict``.
+        path: local file, ``MODEL.BACKBONE.PRETRAIN_PATH``; empty to use ``online``.
+        online: published weights; None if there are none for this backbone.
+        without: globs of tensor names that the weights may lack.
 
     Raises:
         ConfigError: if neither a local file nor a download is given.

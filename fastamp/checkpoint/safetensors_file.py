@@ -29,9 +29,9 @@ def write_packaged_model(folder: Path, content: Mapping[str, Any]) -> None:
     once per name. The file has a SHA-256 checksum of its tensors and entries, which ``read_safetensors`` verifies.
 
     Args:
-        folder (Path): existing folder.
-        content (Mapping): ``"model"``: state dict of dense tensors; ``"config"``: YAML text; and any of
-            ``INFERENCE_ENTRIES``: plain values and small tensors in dicts and lists.
+        folder: existing folder.
+        content: ``"model"``: state dict of dense tensors; ``"config"``: YAML text; and any of ``INFERENCE_ENTRIES``:
+            plain values and small tensors in dicts and lists.
 
     Raises:
         ConfigError: if safetensors is not installed.
@@ -54,10 +54,10 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     The format contains no code. Files of other programs have no entries and no checksum.
 
     Args:
-        path (Path): existing file.
+        path: existing file.
 
     Returns:
-        dict[str, Any]: ``"model"``: state dict; ``"config"``: YAML text, if found; and the entries of the file.
+        ``"model"``: state dict; ``"config"``: YAML text, if found; and the entries of the file.
 
     Raises:
         ConfigError: if safetensors is not installed.

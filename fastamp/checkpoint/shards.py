@@ -13,11 +13,11 @@ def gather_rows(state: Mapping[str, torch.Tensor], shards: Mapping[str, RowShard
     """Replace the rows of this rank with those of all ranks. Must be called on every rank.
 
     Args:
-        state (Mapping[str, torch.Tensor]): name -> tensor, e.g. a state dict.
-        shards (Mapping[str, RowShard]): parameter name -> rows of this rank, as ``row_shards`` returns them.
+        state: name -> tensor, e.g. a state dict.
+        shards: parameter name -> rows of this rank, as ``row_shards`` returns them.
 
     Returns:
-        dict[str, torch.Tensor]: ``state``, in which the tensors named in ``shards`` have all rows, on the CPU.
+        ``state``, in which the tensors named in ``shards`` have all rows, on the CPU.
     """
     return {name: comm.gather_rows(value) if name in shards else value for name, value in state.items()}
 
@@ -28,9 +28,9 @@ def select_rows(
     """Replace the tensors that have all rows with the rows of this rank; other tensors are returned unchanged.
 
     Args:
-        state (Mapping[str, torch.Tensor]): name -> tensor of a checkpoint.
-        local (Mapping[str, torch.Tensor]): name -> tensor of this rank, whose number of rows is selected.
-        shards (Mapping[str, RowShard]): see ``gather_rows``.
+        state: name -> tensor of a checkpoint.
+        local: name -> tensor of this rank, whose number of rows is selected.
+        shards: see ``gather_rows``.
     """
     selected = dict(state)
     for name in shards.keys() & state.keys():

@@ -108,9 +108,9 @@ def whole_model_names(state: dict[str, torch.Tensor], backbone: nn.Module, notes
     The names of the head's tensors are converted later, by the head.
 
     Args:
-        state (dict[str, torch.Tensor]): state dict of a complete model.
-        backbone (nn.Module): backbone of the model to load into.
-        notes (list[str]): remarks for the import report are appended here.
+        state: state dict of a complete model.
+        backbone: backbone of the model to load into.
+        notes: remarks for the import report are appended here.
     """
     if is_agw(state):
         return agw_names(state)

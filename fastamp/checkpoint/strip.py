@@ -20,10 +20,10 @@ class StripReport:
     """Summary of what ``strip`` wrote and removed.
 
     Attributes:
-        path (Path): output file.
-        weights (str): kind of weights in the output: ``model``, or the evaluated average ``ema`` or ``swa``.
-        removed (list[str]): names of the removed entries.
-        bytes_before, bytes_after (int): sizes of the input file and the output file, in bytes.
+        path: output file.
+        weights: kind of weights in the output: ``model``, or the evaluated average ``ema`` or ``swa``.
+        removed: names of the removed entries.
+        bytes_before, bytes_after: sizes of the input file and the output file, in bytes.
     """
 
     path: Path
@@ -44,11 +44,10 @@ def strip(
     resumed from it.
 
     Args:
-        checkpoint (str | os.PathLike): checkpoint of a run.
-        out (str | os.PathLike | None): output file, ``.pth``; None for ``<checkpoint>_stripped.pth`` or
-            ``<checkpoint>_adapters.pth`` in the same folder.
-        adapters (bool): write only the LoRA adapters and the heads, without the frozen weights of the backbone. Default
-            False.
+        checkpoint: checkpoint of a run.
+        out: output file, ``.pth``; None for ``<checkpoint>_stripped.pth`` or ``<checkpoint>_adapters.pth`` in the same
+            folder.
+        adapters: write only the LoRA adapters and the heads, without the frozen weights of the backbone. Default False.
 
     Raises:
         WeightsError: if the checkpoint cannot be read, or contains no config, or no adapters.
@@ -81,11 +80,11 @@ def without_training_state(content: Any, source: Path) -> dict[str, Any]:
     """Return the evaluated weights, the config and the ``INFERENCE_ENTRIES`` of a checkpoint.
 
     Args:
-        content (Any): content of the checkpoint. It is not modified.
-        source (Path): path of the checkpoint, for messages.
+        content: content of the checkpoint. It is not modified.
+        source: path of the checkpoint, for messages.
 
     Returns:
-        dict[str, Any]: content of a checkpoint, whose entry ``STRIPPED`` names the kind of the weights.
+        Content of a checkpoint, whose entry ``STRIPPED`` names the kind of the weights.
 
     Raises:
         WeightsError: if the content has no weights or no config.

@@ -81,10 +81,10 @@ def read_torchscript(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     """Read the tensors of a TorchScript archive, e.g. a file of OpenAI's CLIP. No code of the file is executed.
 
     Args:
-        path (str | os.PathLike): file written by ``torch.jit.save``.
+        path: file written by ``torch.jit.save``.
 
     Returns:
-        dict[str, torch.Tensor]: attribute path -> tensor, e.g. ``visual.conv1.weight``.
+        Attribute path -> tensor, e.g. ``visual.conv1.weight``.
 
     Raises:
         WeightsError: if the file is missing, is not a TorchScript archive, is damaged, or contains other objects.

@@ -59,10 +59,10 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
     means that no checksum was computed (``torch.serialization.set_crc32_options``); it is ignored.
 
     Args:
-        path (str | os.PathLike): file to check.
+        path: file to check.
 
     Returns:
-        str: name of the record; empty if all checksums match, and for files written before torch 1.6, which are not zip
+        Name of the record; empty if all checksums match, and for files written before torch 1.6, which are not zip
             archives.
 
     Raises:
@@ -92,8 +92,8 @@ def write_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint file atomically; a dict with the entry ``model`` gets an entry with the number of the format.
 
     Args:
-        path (Path): output file in an existing folder.
-        content (Any): tensors and plain values in dicts and lists.
+        path: output file in an existing folder.
+        content: tensors and plain values in dicts and lists.
 
     Raises:
         WriteError: if the file cannot be written.
@@ -129,11 +129,11 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
     """Load a checkpoint file on the CPU without executing code from it.
 
     Args:
-        path (str | os.PathLike): file written by ``torch.save``; or .safetensors file, see ``read_safetensors``.
-        lazily (bool): memory-map the tensors; not supported for files written before torch 1.6. Default False.
+        path: file written by ``torch.save``; or .safetensors file, see ``read_safetensors``.
+        lazily: memory-map the tensors; not supported for files written before torch 1.6. Default False.
 
     Returns:
-        Any: content of the file, without the number of its format.
+        Content of the file, without the number of its format.
 
     Raises:
         WeightsError: if the file is missing, empty, truncated, damaged according to its checksums, or not a checkpoint,
@@ -300,12 +300,12 @@ def state_dict_in(content: Any, path: str | os.PathLike[str]) -> dict[str, torch
     and ``model.`` or ``net.`` (Lightning) if most tensors have it.
 
     Args:
-        content (Any): a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"`` or (pycls)
+        content: a bare state dict, or a dict that contains it under ``"model"``, ``"state_dict"`` or (pycls)
             ``"model_state"``.
-        path (str | os.PathLike): origin of the content, for the error message.
+        path: origin of the content, for the error message.
 
     Returns:
-        dict[str, torch.Tensor]: the state dict.
+        The state dict.
 
     Raises:
         WeightsError: if there is no state dict.

@@ -11,9 +11,9 @@ class Linear(nn.Module):
     """Scale logits.
 
     Args:
-        num_classes (int): number of classes.
-        scale (float): factor of the logits.
-        margin (float): margin of the target class; ignored by ``Linear``.
+        num_classes: number of classes.
+        scale: factor of the logits.
+        margin: margin of the target class; ignored by ``Linear``.
     """
 
     layer: type[classifier.Linear] = classifier.Linear
@@ -28,8 +28,8 @@ class Linear(nn.Module):
         """Compute the logits for the loss.
 
         Args:
-            args (torch.Tensor): (B, K) logits, cosines for the margin layers, and (B,) int64 class indices; rows with
-                the index -1 get no margin. Or the three arguments of the layer in ``fastamp.layers.classifier``.
+            args: (B, K) logits, cosines for the margin layers, and (B,) int64 class indices; rows with the index -1 get
+                no margin. Or the three arguments of the layer in ``fastamp.layers.classifier``.
 
         Returns:
             (B, K) float32. With three arguments, as the layer in ``fastamp.layers.classifier``.

@@ -13,9 +13,9 @@ class PeriodicCheckpointer:
     The hook of the same name in ``fastamp.engine.hooks`` is for ``DefaultTrainer``.
 
     Args:
-        checkpointer (Checkpointer): writes the files.
-        period (int): period in epochs.
-        max_epoch (int | None): number of epochs; None (default) saves no ``model_final``.
+        checkpointer: writes the files.
+        period: period in epochs.
+        max_epoch: number of epochs; None (default) saves no ``model_final``.
     """
 
     def __init__(self, checkpointer: Checkpointer, period: int, max_epoch: int | None = None) -> None:
@@ -26,7 +26,7 @@ class PeriodicCheckpointer:
         """Save the checkpoints that are due after ``epoch`` (from 0).
 
         Args:
-            epoch (int): epoch that has ended.
+            epoch: epoch that has ended.
             kwargs: additional entries of the checkpoint. The checkpoint whose ``metric``, also given as
                 ``metric_dict={"metric": ...}``, is the highest so far is saved as ``model_best``.
         """

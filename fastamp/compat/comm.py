@@ -38,11 +38,11 @@ def reduce_dict(input_dict: dict[str, torch.Tensor], average: bool = True) -> di
     """Average (or add) scalar tensors over the ranks.
 
     Args:
-        input_dict (dict): name -> scalar tensor; the same names on all ranks.
-        average (bool): divide by the number of ranks. Default True.
+        input_dict: name -> scalar tensor; the same names on all ranks.
+        average: divide by the number of ranks. Default True.
 
     Returns:
-        dict: name -> result, on all ranks.
+        Name -> result, on all ranks.
     """
     if not comm.is_distributed() or not input_dict:
         return input_dict

@@ -30,9 +30,9 @@ def read_image(file_name: str, format: str | None = None) -> PIL.Image.Image:
     """Read an image file as a PIL image, rotated according to its EXIF orientation.
 
     Args:
-        file_name (str): image file.
-        format (str | None): PIL mode, or ``"BGR"`` for an RGB image with swapped channels. Default None: the mode of
-            the file, but RGB for grayscale images.
+        file_name: image file.
+        format: PIL mode, or ``"BGR"`` for an RGB image with swapped channels. Default None: the mode of the file, but
+            RGB for grayscale images.
 
     Raises:
         OSError: if the file cannot be read or is not an image.
@@ -66,14 +66,14 @@ class CommDataset(Dataset):
     """Map-style dataset of images with identities and cameras.
 
     Args:
-        img_items (Sequence[tuple]): ``(path, pid, camid)`` of each image, or ``ImageItem``.
-        transform (Callable): function of a PIL image, e.g. the result of ``build_transforms``. Default None: the item
-            contains the PIL image.
-        relabel (bool): map identities and cameras to 0..N-1 in sorted order. Default True.
+        img_items: ``(path, pid, camid)`` of each image, or ``ImageItem``.
+        transform: function of a PIL image, e.g. the result of ``build_transforms``. Default None: the item contains the
+            PIL image.
+        relabel: map identities and cameras to 0..N-1 in sorted order. Default True.
 
     Attributes:
-        pid_dict, cam_dict (dict): identity or camera -> number; only with ``relabel``.
-        num_classes, num_cameras (int): numbers of identities and cameras.
+        pid_dict, cam_dict: identity or camera -> number; only with ``relabel``.
+        num_classes, num_cameras: numbers of identities and cameras.
     """
 
     def __init__(self, img_items: Sequence[tuple], transform: Any = None, relabel: bool = True) -> None:

@@ -14,8 +14,8 @@ class ImageDataset(base.ImageDataset):
     Args:
         train, query, gallery: list of ``(path, pid, camid)``, or a function that returns it.
         transform, verbose: unused.
-        mode (str): split of ``data`` and ``len()``: ``"train"`` (default), ``"query"`` or ``"gallery"``.
-        combineall (bool): add query and gallery images to the training images. Default False. The config key
+        mode: split of ``data`` and ``len()``: ``"train"`` (default), ``"query"`` or ``"gallery"``.
+        combineall: add query and gallery images to the training images. Default False. The config key
             DATASETS.COMBINEALL is preferred.
         kwargs: ignored, as in FastReID.
 

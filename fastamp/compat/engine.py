@@ -14,11 +14,11 @@ class DefaultPredictor:
     ``fastamp.Predictor`` reads image files, and has the same preprocessing and precision as an evaluation.
 
     Args:
-        cfg (CfgNode): config with ``MODEL.WEIGHTS``.
+        cfg: config with ``MODEL.WEIGHTS``.
 
     Attributes:
-        cfg (CfgNode): config without pretraining.
-        model (nn.Module): model in evaluation mode.
+        cfg: config without pretraining.
+        model: model in evaluation mode.
     """
 
     def __init__(self, cfg: Any) -> None:

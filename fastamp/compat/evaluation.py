@@ -38,13 +38,12 @@ def evaluate_rank(
     """Rank a gallery by precomputed distances under the Market-1501 protocol (Zheng et al. 2015).
 
     Args:
-        distmat (np.ndarray): (Q, G) distances.
-        q_pids, g_pids (np.ndarray): (Q,) and (G,) integer identities.
-        q_camids, g_camids (np.ndarray): (Q,) and (G,) integer cameras.
-        max_rank (int): length of the CMC curve; at most G. Default 50.
-        use_metric_cuhk03 (bool): not supported: the single-gallery-shot protocol is ``TEST.PROTOCOL``
-            cuhk03. Default False.
-        use_cython (bool): ignored.
+        distmat: (Q, G) distances.
+        q_pids, g_pids: (Q,) and (G,) integer identities.
+        q_camids, g_camids: (Q,) and (G,) integer cameras.
+        max_rank: length of the CMC curve; at most G. Default 50.
+        use_metric_cuhk03: not supported: the single-gallery-shot protocol is ``TEST.PROTOCOL`` cuhk03. Default False.
+        use_cython: ignored.
 
     Returns:
         ``(cmc, all_AP, all_INP)``: CMC at ranks 1 to ``max_rank``, float32 in 0..1; average precision and inverse
@@ -101,10 +100,9 @@ def build_dist(feat_1: torch.Tensor, feat_2: torch.Tensor, metric: str = "euclid
     """Compute the distances between two sets of features.
 
     Args:
-        feat_1 (torch.Tensor): (M, D) features.
-        feat_2 (torch.Tensor): (N, D) features.
-        metric (str): ``"euclidean"`` (squared, as in FastReID), ``"cosine"`` or ``"jaccard"``. Default
-            ``"euclidean"``.
+        feat_1: (M, D) features.
+        feat_2: (N, D) features.
+        metric: ``"euclidean"`` (squared, as in FastReID), ``"cosine"`` or ``"jaccard"``. Default ``"euclidean"``.
         kwargs: ``k1`` and ``k2`` (int) of the Jaccard distance. Default 20 and 6.
 
     Returns:
@@ -201,8 +199,8 @@ def print_csv_format(results: MutableMapping[str, Any]) -> None:
     """Log a table of metrics, one row per dataset.
 
     Args:
-        results (MutableMapping): dataset name -> metrics; or the metrics of one dataset, with its name as ``dataset``,
-            which is removed as in FastReID.
+        results: dataset name -> metrics; or the metrics of one dataset, with its name as ``dataset``, which is removed
+            as in FastReID.
     """
     if not all(isinstance(metrics, Mapping) for metrics in results.values()):
         results = {results.pop("dataset", ""): results}

@@ -12,7 +12,7 @@ class FastReIDAttributes:
     """Base class of ``ReidEvaluator`` with the attributes that ``process`` and ``evaluate`` of FastReID use.
 
     Attributes:
-        features, pids, camids (list): empty after ``reset``; filled by ``process`` of a subclass.
+        features, pids, camids: empty after ``reset``; filled by ``process`` of a subclass.
     """
 
     num_query: int

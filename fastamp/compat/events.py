@@ -73,8 +73,8 @@ class EventStorage:
                 storage.put_scalar("total_loss", loss)
 
     Args:
-        start_iter (int): first iteration. Default 0.
-        metrics (MetricStore | None): metrics of a trainer, to which the values are passed on. Default None.
+        start_iter: first iteration. Default 0.
+        metrics: metrics of a trainer, to which the values are passed on. Default None.
     """
 
     def __init__(self, start_iter: int = 0, *, metrics: "MetricStore | None" = None) -> None:
@@ -92,10 +92,9 @@ class EventStorage:
         """Record a value.
 
         Args:
-            name (str): name of the metric.
-            value (float | torch.Tensor): number, or a tensor with one element, which is not copied to the host here.
-            smoothing_hint (bool): if True, the trainer writes the mean over the log period, else the last value.
-                Default True.
+            name: name of the metric.
+            value: number, or a tensor with one element, which is not copied to the host here.
+            smoothing_hint: if True, the trainer writes the mean over the log period, else the last value. Default True.
         """
         name = self._prefix + name
         self.record(name, value)
@@ -215,7 +214,7 @@ class CommonMetricPrinter(EventWriter):
     """Writer that logs losses, learning rate, time and memory of a custom training loop.
 
     Args:
-        max_iter (int): number of iterations, for the time left.
+        max_iter: number of iterations, for the time left.
     """
 
     def __init__(self, max_iter: int) -> None:

@@ -16,8 +16,8 @@ class CallbackHook(HookBase):
     """Hook that calls functions of the trainer.
 
     Args:
-        before_train, after_train, before_epoch, after_epoch, before_step, after_step (Callable | None): function with
-            the trainer as its argument. Default None.
+        before_train, after_train, before_epoch, after_epoch, before_step, after_step: function with the trainer as its
+            argument. Default None.
     """
 
     def __init__(self, **functions: Callable[[Any], None] | None) -> None:
@@ -32,7 +32,7 @@ class IterationTimer(HookBase):
     """Hook without effect: the trainer itself measures ``time`` and ``data_time``.
 
     Args:
-        warmup_iter (int): ignored.
+        warmup_iter: ignored.
     """
 
     def __init__(self, warmup_iter: int = 3) -> None:
@@ -52,9 +52,9 @@ class PreciseBN(HookBase):
     ``TEST.PRECISE_BN`` does the same.
 
     Args:
-        model (nn.Module): model with batch norm layers.
-        data_loader (Iterable): training batches.
-        num_iter (int): number of batches.
+        model: model with batch norm layers.
+        data_loader: training batches.
+        num_iter: number of batches.
     """
 
     def __init__(self, model: nn.Module, data_loader: Iterable[Any], num_iter: int) -> None:
@@ -79,8 +79,8 @@ class SchedulerHook(HookBase):
     later epoch, from ``SOLVER.DELAY_EPOCHS`` on.
 
     Args:
-        optimizer (Optimizer): optimizer of the schedulers.
-        schedulers (Mapping | LRScheduler): schedulers by name; a single scheduler is used as ``lr_sched``.
+        optimizer: optimizer of the schedulers.
+        schedulers: schedulers by name; a single scheduler is used as ``lr_sched``.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Any) -> None:
@@ -127,8 +127,8 @@ class EventWriterHook(HookBase):
     """Call ``write()`` of FastReID's writers periodically; see ``fastamp.compat.events.EventWriter``.
 
     Args:
-        writers (Sequence): writers with ``write()`` and ``close()``.
-        period (int): period in iterations. Default 20.
+        writers: writers with ``write()`` and ``close()``.
+        period: period in iterations. Default 20.
     """
 
     def __init__(self, writers: Sequence[Any], period: int = 20) -> None:

@@ -47,7 +47,7 @@ class DropPath(StochasticDepth):
     """Stochastic depth per sample (Huang et al. 2016, arXiv:1603.09382).
 
     Args:
-        drop_prob (float | None): probability that a sample is set to zero. Default None: 0.
+        drop_prob: probability that a sample is set to zero. Default None: 0.
     """
 
     def __init__(self, drop_prob: float | None = None) -> None:
@@ -58,9 +58,9 @@ class Non_local(NonLocal):
     """Non-local block with FastReID's arguments; see ``fastamp.layers.NonLocal``.
 
     Args:
-        in_channels (int): number of input channels.
-        bn_norm (str): name of the normalization layer.
-        reduc_ratio (int): ignored, as in FastReID: the inner width is 1.
+        in_channels: number of input channels.
+        bn_norm: name of the normalization layer.
+        reduc_ratio: ignored, as in FastReID: the inner width is 1.
     """
 
     def __init__(self, in_channels: int, bn_norm: str, reduc_ratio: int = 2) -> None:
@@ -71,9 +71,8 @@ def get_norm(norm: Any, out_channels: int, **kwargs: Any) -> nn.Module | None:
     """Build a normalization layer.
 
     Args:
-        norm (str | Callable): name as in ``MODEL.BACKBONE.NORM``, or a function of the number of channels. ``""``
-            returns None.
-        out_channels (int): number of channels.
+        norm: name as in ``MODEL.BACKBONE.NORM``, or a function of the number of channels. ``""`` returns None.
+        out_channels: number of channels.
         kwargs: ``bias_freeze`` and ``weight_freeze`` (bool) disable the gradient of the bias or weight;
             ``bias_init`` and ``weight_init`` (float) are the initial values. Default: False, False, 0 and 1.
     """

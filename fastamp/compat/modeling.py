@@ -54,8 +54,8 @@ class LossArguments(dict):
     """FastReID's ``loss_kwargs``: ``loss_names``, and the arguments of each of these losses.
 
     Args:
-        losses (Mapping[str, nn.Module]): losses of the model, which are also stored in the attribute ``losses``.
-        names (Iterable[str] | None): ``loss_names``. Default None: the class names of ``losses``.
+        losses: losses of the model, which are also stored in the attribute ``losses``.
+        names: ``loss_names``. Default None: the class names of ``losses``.
     """
 
     def __init__(self, losses: Mapping[str, nn.Module], names: Iterable[str] | None = None) -> None:

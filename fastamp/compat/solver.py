@@ -15,8 +15,8 @@ class _Scheduler:
     """Learning rates as a function of the number of calls of ``step``.
 
     Args:
-        optimizer (Optimizer): optimizer whose learning rates are set.
-        learning_rate (Callable): function (base learning rate, number of calls) -> learning rate.
+        optimizer: optimizer whose learning rates are set.
+        learning_rate: function (base learning rate, number of calls) -> learning rate.
     """
 
     def __init__(self, optimizer: Optimizer, learning_rate: Callable[[float, int], float]) -> None:
@@ -49,14 +49,14 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer, iters_per_epoch: int) -> 
     """Build schedulers for a custom training loop; ``DefaultTrainer`` does not use them.
 
     Args:
-        cfg (CfgNode): config; reads SOLVER.
-        optimizer (Optimizer): optimizer whose learning rates are set.
-        iters_per_epoch (int): iterations per epoch.
+        cfg: config; reads SOLVER.
+        optimizer: optimizer whose learning rates are set.
+        iters_per_epoch: iterations per epoch.
 
     Returns:
-        dict: ``warmup_sched``, whose ``step`` is called after each iteration of the warm-up, and ``lr_sched``, whose
-        ``step`` is called after each epoch that ends after the warm-up and after ``SOLVER.DELAY_EPOCHS`` epochs. The
-        learning rates are set for the first iteration.
+        ``warmup_sched``, whose ``step`` is called after each iteration of the warm-up, and ``lr_sched``, whose ``step``
+        is called after each epoch that ends after the warm-up and after ``SOLVER.DELAY_EPOCHS`` epochs. The learning
+        rates are set for the first iteration.
 
     Raises:
         ConfigError: if the schedule is not a warm-up followed by a decay over epochs.

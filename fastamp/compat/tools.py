@@ -23,7 +23,7 @@ def seed_all_rng(seed: int | None = None) -> None:
     """Seed the global generators of Python, NumPy and PyTorch.
 
     Args:
-        seed (int | None): the seed. Default None: a random seed.
+        seed: the seed. Default None: a random seed.
     """
     seed_all(torch.seed() % 2**31 if seed is None else seed)
 

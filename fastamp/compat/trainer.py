@@ -175,7 +175,7 @@ def as_train_loader(loader: Any, cfg: Any) -> Any:
     Args:
         loader: return value of ``build_train_loader``. A ``torch.utils.data.DataLoader`` over a map-style dataset is
             wrapped.
-        cfg (CfgNode): config; the length of an epoch is computed from SOLVER.IMS_PER_BATCH.
+        cfg: config; the length of an epoch is computed from SOLVER.IMS_PER_BATCH.
 
     Raises:
         ConfigError: if ``loader`` lacks an attribute and is not a ``DataLoader``.

@@ -41,10 +41,10 @@ class Visualizer:
         """Set the results to draw.
 
         Args:
-            all_ap (np.ndarray): average precision in 0..1 of each query that has a match, see ``evaluate_rank``.
-            dist (np.ndarray): (Q, G) distances, 1 - cosine similarity.
-            q_pids, g_pids (np.ndarray): (Q,) and (G,) identities.
-            q_camids, g_camids (np.ndarray): (Q,) and (G,) cameras.
+            all_ap: average precision in 0..1 of each query that has a match, see ``evaluate_rank``.
+            dist: (Q, G) distances, 1 - cosine similarity.
+            q_pids, g_pids: (Q,) and (G,) identities.
+            q_camids, g_camids: (Q,) and (G,) cameras.
 
         Raises:
             DataError: if the number of average precisions differs from the number of queries with a match.
@@ -77,13 +77,13 @@ class Visualizer:
         """Draw the nearest gallery images of queries, one JPEG file per query.
 
         Args:
-            output (str): folder for the files ``0.jpg``, ``1.jpg``, ...
-            vis_label (bool): add a row with the matches of the query. Default False.
-            num_vis (int): number of queries. Default 100.
-            rank_sort (str): order of the queries by average precision: ``"ascending"`` (default) or ``"descending"``.
-            label_sort (str): order of the matches by similarity: ``"ascending"`` (default) or ``"descending"``.
-            max_rank (int): number of gallery images per row. Default 5.
-            actmap (bool): not supported; ``fastamp visualize`` draws similarity maps. Default False.
+            output: folder for the files ``0.jpg``, ``1.jpg``, ...
+            vis_label: add a row with the matches of the query. Default False.
+            num_vis: number of queries. Default 100.
+            rank_sort: order of the queries by average precision: ``"ascending"`` (default) or ``"descending"``.
+            label_sort: order of the matches by similarity: ``"ascending"`` (default) or ``"descending"``.
+            max_rank: number of gallery images per row. Default 5.
+            actmap: not supported; ``fastamp visualize`` draws similarity maps. Default False.
 
         Returns:
             (N,) indices of the queries that were drawn.

@@ -50,23 +50,21 @@ def build_reid_train_loader(
     ranks. One epoch is ``num_images // SOLVER.IMS_PER_BATCH`` iterations.
 
     Args:
-        cfg (CfgNode): config; the sections DATASETS, DATALOADER and INPUT and the keys SOLVER.IMS_PER_BATCH and SEED
-            are used.
-        start_iter (int): index of the first batch to load, counted from the start of training. Default 0.
-        rank, world_size (int, optional): rank of this process and number of processes. Default: values from
-            torch.distributed, or 0 and 1 if it is not initialized.
-        train_set (Dataset, optional): custom map-style dataset instead of DATASETS.NAMES; see
-            ``build_custom_train_loader``. With ``train_set``, ``start_iter``, ``rank`` and ``world_size`` must not be
-            set.
-        sampler (Iterable[int], optional): sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
-        transforms (Callable, optional): as in FastReID, function of a PIL image instead of the augmentations in INPUT.
+        cfg: config; the sections DATASETS, DATALOADER and INPUT and the keys SOLVER.IMS_PER_BATCH and SEED are used.
+        start_iter: index of the first batch to load, counted from the start of training. Default 0.
+        rank, world_size: rank of this process and number of processes. Default: values from torch.distributed, or 0 and
+            1 if it is not initialized.
+        train_set: custom map-style dataset instead of DATASETS.NAMES; see ``build_custom_train_loader``. With
+            ``train_set``, ``start_iter``, ``rank`` and ``world_size`` must not be set.
+        sampler: sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
+        transforms: as in FastReID, function of a PIL image instead of the augmentations in INPUT.
         kwargs: as in FastReID, ``total_batch_size`` and ``num_workers`` instead of the values in the config, with which
             ``cfg`` may be the ``train_set``; ``combineall`` instead of DATASETS.COMBINEALL; and further constructor
             arguments of the datasets in DATASETS.NAMES.
 
     Returns:
-        TrainLoader: infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a
-        ``CustomTrainLoader`` for a custom ``train_set``, ``transforms`` or ``kwargs``.
+        Infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a ``CustomTrainLoader`` for a
+        custom ``train_set``, ``transforms`` or ``kwargs``.
 
     Raises:
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
@@ -130,12 +128,12 @@ def _fastreid_arguments(
     """Move FastReID's arguments of the loaders from ``kwargs`` to a copy of the config.
 
     Args:
-        cfg (CfgNode | Dataset): config, or the dataset.
-        kwargs (dict): keyword arguments.
-        batch_size, num_workers (str): config keys.
+        cfg: config, or the dataset.
+        kwargs: keyword arguments.
+        batch_size, num_workers: config keys.
 
     Returns:
-        tuple: the config, and the dataset if ``cfg`` is one, else None.
+        The config, and the dataset if ``cfg`` is one, else None.
     """
     names = {"total_batch_size": batch_size, "test_batch_size": batch_size, "num_workers": num_workers}
     names |= {"combineall": "DATASETS.COMBINEALL"}
@@ -203,12 +201,12 @@ def build_training_batches(dataset: ImageDataset, cfg: Any) -> EpochBatchSampler
     """Build the batch sampler that a run of this config would use on ``dataset``.
 
     Args:
-        dataset (ImageDataset): the training set.
-        cfg (CfgNode): config of the run; DATASETS.NAMES is ignored.
+        dataset: the training set.
+        cfg: config of the run; DATASETS.NAMES is ignored.
 
     Returns:
-        EpochBatchSampler, optional: the batch sampler; None if there are no training images, or
-        ``find_training_problems`` reports why a training is impossible.
+        The batch sampler; None if there are no training images, or ``find_training_problems`` reports why a training is
+        impossible.
     """
     if not dataset.train:
         return None
@@ -224,11 +222,11 @@ def find_training_problems(dataset: ImageDataset, cfg: Any) -> list[str]:
     Files are read only if the config keeps the aspect ratio, until two images of different sizes are found.
 
     Args:
-        dataset (ImageDataset): dataset to check.
-        cfg (CfgNode): config of the run; DATASETS.NAMES and DATASETS.TESTS are ignored.
+        dataset: dataset to check.
+        cfg: config of the run; DATASETS.NAMES and DATASETS.TESTS are ignored.
 
     Returns:
-        list[str]: error messages.
+        Error messages.
     """
     problems: list[str] = []
     if dataset.train:
@@ -298,23 +296,23 @@ def build_reid_test_loader(
     """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
 
     Args:
-        cfg (CfgNode): config; the sections INPUT, DATALOADER and TEST are used. TEST.IMS_PER_BATCH is the number of
-            images per batch over all ranks.
-        dataset_name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``.
-        rank, world_size (int, optional): rank of this process and number of processes; each rank loads a contiguous
-            part of the test set. Default: values from torch.distributed, or 0 and 1 if it is not initialized.
-        test_set (Dataset, optional): custom map-style dataset instead of ``dataset_name``, with ``num_query`` query
-            images at its start; see ``build_custom_test_loader``.
-        num_query (int): number of query images in ``test_set``. Default 0.
-        transforms (Callable, optional): as in FastReID, function of a PIL image instead of the resize in INPUT.
-        requires_gallery (bool): if False, the dataset may have query images only, e.g. for a protocol in which each
-            image is a query against all others. Default True.
+        cfg: config; the sections INPUT, DATALOADER and TEST are used. TEST.IMS_PER_BATCH is the number of images per
+            batch over all ranks.
+        dataset_name: name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``.
+        rank, world_size: rank of this process and number of processes; each rank loads a contiguous part of the test
+            set. Default: values from torch.distributed, or 0 and 1 if it is not initialized.
+        test_set: custom map-style dataset instead of ``dataset_name``, with ``num_query`` query images at its start;
+            see ``build_custom_test_loader``.
+        num_query: number of query images in ``test_set``. Default 0.
+        transforms: as in FastReID, function of a PIL image instead of the resize in INPUT.
+        requires_gallery: if False, the dataset may have query images only, e.g. for a protocol in which each image is a
+            query against all others. Default True.
         kwargs: as in FastReID, ``test_batch_size`` and ``num_workers`` instead of the values in the config, with which
             ``cfg`` may be the ``test_set``; and further constructor arguments of the dataset.
 
     Returns:
-        tuple[TestLoader, int]: the loader and the number of query images. In each batch, ``indices`` contains the
-            positions of the images in the test set; queries come first.
+        The loader and the number of query images. In each batch, ``indices`` contains the positions of the images in
+            the test set; queries come first.
 
     Raises:
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
@@ -400,14 +398,13 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **k
     """Build a dataset from its name in the config.
 
     Args:
-        name (str): name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
-        cfg (CfgNode, optional): config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the
-            default config.
-        skip_invalid (bool): exclude invalid lines of a CSV file; see ``CsvDataset``. Default False.
+        name: name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
+        cfg: config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the default config.
+        skip_invalid: exclude invalid lines of a CSV file; see ``CsvDataset``. Default False.
         kwargs: further constructor arguments of a registered dataset.
 
     Returns:
-        ImageDataset: the dataset, whose splits may be read at first use.
+        The dataset, whose splits may be read at first use.
 
     Raises:
         TypeError: if the name is not a string.

@@ -44,17 +44,17 @@ class ImageCache:
     cache. One process builds the cache while other processes wait.
 
     Args:
-        items (Sequence[ImageItem]): images to cache.
-        shape (tuple[int, int, int]): (C, H, W) of each image.
-        read (Callable): called with the index of an item, returns the (C, H, W) uint8 image; must be thread-safe.
-        where (str): where the cache is stored: ``"disk"`` or ``"ram"``.
-        folder (str): folder of the cache on disk. Default: ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp``
-            if the root is not writable.
-        kind (str): other settings that affect the images, such as resizing, cropping and interpolation. Default "".
+        items: images to cache.
+        shape: (C, H, W) of each image.
+        read: called with the index of an item, returns the (C, H, W) uint8 image; must be thread-safe.
+        where: where the cache is stored: ``"disk"`` or ``"ram"``.
+        folder: folder of the cache on disk. Default: ``.fastamp-cache`` in the data root, or ``~/.cache/fastamp`` if
+            the root is not writable.
+        kind: other settings that affect the images, such as resizing, cropping and interpolation. Default "".
 
     Attributes:
-        images (Tensor): (N, C, H, W) uint8, memory-mapped; read-only.
-        path (Path): cache file.
+        images: (N, C, H, W) uint8, memory-mapped; read-only.
+        path: cache file.
 
     Raises:
         DataError: if there is not enough space, no folder is writable, or an image cannot be read.

@@ -45,12 +45,12 @@ class Finding:
     """Problem found in a dataset.
 
     Attributes:
-        fault (str): short description of the problem.
-        examples (list[str]): the occurrences, one line each; occurrences of the same problem may share a line.
-        count (int): number of occurrences.
-        is_error (bool): True if the problem makes results wrong, False for a warning.
-        fix (str): what to change.
-        excluded (frozenset): ``(split, row)`` of the images that ``write_clean`` excludes.
+        fault: short description of the problem.
+        examples: the occurrences, one line each; occurrences of the same problem may share a line.
+        count: number of occurrences.
+        is_error: True if the problem makes results wrong, False for a warning.
+        fix: what to change.
+        excluded: ``(split, row)`` of the images that ``write_clean`` excludes.
     """
 
     fault: str
@@ -66,13 +66,12 @@ class Report:
     """Result of ``check_dataset``.
 
     Attributes:
-        rows (list): ``(split, images, identities, cameras)`` for each split that is not empty; the last three are
-            counts.
-        columns (list): ``(name, type, number of distinct values, number of missing values, examples)`` for each column
-            of the images of all splits.
-        findings (list[Finding]): problems, errors first.
-        sizes (Counter): (width, height) -> number of images.
-        notes (list[str]): how a random split was drawn, and how near-duplicates were found.
+        rows: ``(split, images, identities, cameras)`` for each split that is not empty; the last three are counts.
+        columns: ``(name, type, number of distinct values, number of missing values, examples)`` for each column of the
+            images of all splits.
+        findings: problems, errors first.
+        sizes: (width, height) -> number of images.
+        notes: how a random split was drawn, and how near-duplicates were found.
     """
 
     rows: list[tuple[str, int, int, int]]
@@ -99,17 +98,16 @@ def check_dataset(
     """Read every image in a dataset and check the labels and splits.
 
     Args:
-        dataset (ImageDataset): dataset to check.
-        max_pixels (int): maximum width x height of an image; larger images are reported as unreadable. Default
-            100,000,000.
-        bit_depth (int): see ``read_image``. Default 16.
-        near_duplicate_bits (int, optional): see ``NearestImages``.
-        training_problems (Sequence[str]): result of ``find_training_problems``, to include in the report.
-        protocol (evaluation.Protocol, optional): evaluation protocol, whose rule defines which queries have a match.
-            Default: the rule ``market1501``, which excludes images of the query's identity from the query's camera.
+        dataset: dataset to check.
+        max_pixels: maximum width x height of an image; larger images are reported as unreadable. Default 100,000,000.
+        bit_depth: see ``read_image``. Default 16.
+        near_duplicate_bits: see ``NearestImages``.
+        training_problems: result of ``find_training_problems``, to include in the report.
+        protocol: evaluation protocol, whose rule defines which queries have a match. Default: the rule ``market1501``,
+            which excludes images of the query's identity from the query's camera.
 
     Returns:
-        Report: image counts, image sizes and findings.
+        Image counts, image sizes and findings.
 
     Raises:
         DataError: if the images of a split cannot be listed.
@@ -160,10 +158,10 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     match in the remaining gallery are excluded.
 
     Args:
-        dataset (ImageDataset): dataset to write.
-        report (Report): result of ``check_dataset``.
-        path (Path): CSV file to write. Paths below its folder are written relative to it.
-        protocol (evaluation.Protocol, optional): see ``check_dataset``.
+        dataset: dataset to write.
+        report: result of ``check_dataset``.
+        path: CSV file to write. Paths below its folder are written relative to it.
+        protocol: see ``check_dataset``.
 
     Returns:
         ``(number of images in the file, number of excluded images)``.

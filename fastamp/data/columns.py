@@ -68,9 +68,9 @@ class EncodedColumn:
     """Values of a column for N images, as in batches.
 
     Attributes:
-        values (np.ndarray | list[tuple]): (N,) int64 or float32, (N, L) int64 or float32, or N tuples.
-        names (tuple[str, ...], optional): text of each number; () for integers in which -1 is a missing value. None
-            (default) for other numbers and lists.
+        values: (N,) int64 or float32, (N, L) int64 or float32, or N tuples.
+        names: text of each number; () for integers in which -1 is a missing value. None (default) for other numbers and
+            lists.
     """
 
     values: np.ndarray | list[tuple]
@@ -89,10 +89,10 @@ def encode_columns(
     """Encode the columns of a dataset.
 
     Args:
-        columns (Mapping[str, Column]): column name -> N values.
-        categories (Mapping, optional): ``DATASETS.CATEGORIES``. Default: none.
-        title (str): names of the datasets, for messages.
-        training (bool): if True, a value that is not in a list of ``categories`` is an error. If False, such values are
+        columns: column name -> N values.
+        categories: ``DATASETS.CATEGORIES``. Default: none.
+        title: names of the datasets, for messages.
+        training: if True, a value that is not in a list of ``categories`` is an error. If False, such values are
             numbered after the list, in sorted order.
 
     Raises:
@@ -128,10 +128,10 @@ def integers_of(name: str, columns: Mapping[str, Any], key: str, title: str) -> 
     """Return the values of a column that a config key names, (N,) int64.
 
     Args:
-        name (str): name of the column.
-        columns (Mapping): column name -> N encoded values, see ``EncodedColumn.values``.
-        key (str): config key that names the column.
-        title (str): description of the dataset for messages, e.g. "the training set (Demo)".
+        name: name of the column.
+        columns: column name -> N encoded values, see ``EncodedColumn.values``.
+        key: config key that names the column.
+        title: description of the dataset for messages, e.g. "the training set (Demo)".
 
     Raises:
         ConfigError: if the column does not exist, has no values, or is neither integer nor text.

@@ -26,11 +26,11 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
     warning is logged.
 
     Args:
-        dataset (ImageDataset): dataset that contains the images.
-        path (Path): PNG file to write.
-        identities (int): maximum number of rows for training identities, and for query identities. Default 8.
-        columns (int): images per row. Default 12.
-        seed (int): seed of the random choice of identities. Default 0.
+        dataset: dataset that contains the images.
+        path: PNG file to write.
+        identities: maximum number of rows for training identities, and for query identities. Default 8.
+        columns: images per row. Default 12.
+        seed: seed of the random choice of identities. Default 0.
 
     Raises:
         OSError: if the file cannot be written.

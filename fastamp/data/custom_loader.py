@@ -23,15 +23,15 @@ class CustomTrainLoader:
     neither the sampler nor loading an image draws numbers from a global random generator.
 
     Args:
-        dataset (Dataset): returns a dict with at least ``images``: (C, H, W) and ``targets``: int.
-        batches (Callable): function of the number of the pass, from 0, that returns an iterable over the indices of
-            each batch of this rank. It is called again when the iterable ends.
-        iters_per_epoch (int): number of batches in an epoch.
-        num_workers (int): number of worker processes. Default 0.
-        collate (Callable): function that combines a list of items to a batch. Default: PyTorch's ``default_collate``.
-        pin_memory (bool): load batches into pinned memory, for a model on CUDA. Default False.
-        seed (int): seed of the random generators in the workers, which also depend on the rank. Default 0.
-        worker_init_fn (Callable, optional): see ``torch.utils.data.DataLoader``.
+        dataset: returns a dict with at least ``images``: (C, H, W) and ``targets``: int.
+        batches: function of the number of the pass, from 0, that returns an iterable over the indices of each batch of
+            this rank. It is called again when the iterable ends.
+        iters_per_epoch: number of batches in an epoch.
+        num_workers: number of worker processes. Default 0.
+        collate: function that combines a list of items to a batch. Default: PyTorch's ``default_collate``.
+        pin_memory: load batches into pinned memory, for a model on CUDA. Default False.
+        seed: seed of the random generators in the workers, which also depend on the rank. Default 0.
+        worker_init_fn: see ``torch.utils.data.DataLoader``.
 
     Raises:
         ConfigError: if ``iters_per_epoch`` is 0.
@@ -66,9 +66,9 @@ class CustomTrainLoader:
         """Wrap a ``DataLoader`` over a map-style dataset.
 
         Args:
-            loader (DataLoader): loader of this rank.
-            batch_size (int): images per batch over all ranks, for the length of an epoch.
-            pin_memory (bool), seed (int): see the class.
+            loader: loader of this rank.
+            batch_size: images per batch over all ranks, for the length of an epoch.
+            pin_memory, seed: see the class.
         """
         sampler = loader.batch_sampler
         if sampler is None:
@@ -151,16 +151,16 @@ def build_custom_train_loader(
     """Build an infinite training loader over a map-style dataset.
 
     Args:
-        cfg (CfgNode): config; reads SOLVER.IMS_PER_BATCH and DATALOADER.
-        dataset (Dataset): returns a dict with at least ``images``: (C, H, W) and ``targets``: int. Its attribute
-            ``num_classes`` is the number of classes.
-        sampler (Iterable[int] | EpochSampler, optional): indices of the images of this rank, or an ``EpochSampler``,
-            whose batches are split among the ranks. Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require
-            ``dataset.img_items``, a list of ``(path, pid, camid)``.
-        pin_memory (bool): see ``CustomTrainLoader``. Default False.
+        cfg: config; reads SOLVER.IMS_PER_BATCH and DATALOADER.
+        dataset: returns a dict with at least ``images``: (C, H, W) and ``targets``: int. Its attribute ``num_classes``
+            is the number of classes.
+        sampler: indices of the images of this rank, or an ``EpochSampler``, whose batches are split among the ranks.
+            Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require ``dataset.img_items``, a list of ``(path,
+            pid, camid)``.
+        pin_memory: see ``CustomTrainLoader``. Default False.
 
     Returns:
-        CustomTrainLoader: loader of the batches of this rank.
+        Loader of the batches of this rank.
 
     Raises:
         ConfigError: if the sampler requires identities that the dataset does not provide, or the dataset is smaller
@@ -202,12 +202,12 @@ def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> 
     """Build a test loader over a map-style dataset; each rank loads a contiguous part of it.
 
     Args:
-        cfg (CfgNode): config; reads TEST.IMS_PER_BATCH and TEST.NUM_WORKERS.
-        dataset (Dataset): returns a dict with at least ``images``: (C, H, W); query images come first.
-        num_query (int): number of query images. Default 0.
+        cfg: config; reads TEST.IMS_PER_BATCH and TEST.NUM_WORKERS.
+        dataset: returns a dict with at least ``images``: (C, H, W); query images come first.
+        num_query: number of query images. Default 0.
 
     Returns:
-        tuple[DataLoader, int]: the loader and ``num_query``.
+        The loader and ``num_query``.
     """
     batch_sampler = InferenceSampler(
         size=len(dataset),  # type: ignore[arg-type]

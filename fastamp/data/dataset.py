@@ -26,23 +26,23 @@ class ReidDataset(Dataset):
     """Dataset that loads images with their identities, cameras and views, one batch at a time.
 
     Args:
-        items (Sequence[ImageItem]): images to load.
-        transforms (Transforms): functions that read, resize and augment the images.
-        relabel (bool): if True, map identities to 0..num_classes-1 in sorted order. Cameras are mapped in the same way
-            if at least one camera is not an integer; otherwise they keep their values and match the cameras of the test
+        items: images to load.
+        transforms: functions that read, resize and augment the images.
+        relabel: if True, map identities to 0..num_classes-1 in sorted order. Cameras are mapped in the same way if at
+            least one camera is not an integer; otherwise they keep their values and match the cameras of the test
             images. If False, identities and cameras must be integers and keep their values.
-        augment (bool): if True, apply the augmentation. If False, the batch contains the parameters of the augmentation
-            under the key ``augmentation``, for ``Transforms.augment``. Default True.
-        skip_corrupt (bool): replace an unreadable image with another image of the same identity. Default False.
-        sources (Sequence[ImageDataset]): datasets of the images, for names of identities and cameras and for messages.
-        categories (Mapping, optional): ``DATASETS.CATEGORIES``; see ``encode_columns``. Default: none.
+        augment: if True, apply the augmentation. If False, the batch contains the parameters of the augmentation under
+            the key ``augmentation``, for ``Transforms.augment``. Default True.
+        skip_corrupt: replace an unreadable image with another image of the same identity. Default False.
+        sources: datasets of the images, for names of identities and cameras and for messages.
+        categories: ``DATASETS.CATEGORIES``; see ``encode_columns``. Default: none.
 
     Attributes:
-        items (PackedItems): the images.
-        labels, camids (np.ndarray): (N,) int64 identity and camera of each image.
-        num_classes (int): number of identities.
-        columns (dict[str, EncodedColumn]): further columns of the images, by name.
-        cache (ImageCache, optional): resized images of all items.
+        items: the images.
+        labels, camids: (N,) int64 identity and camera of each image.
+        num_classes: number of identities.
+        columns: further columns of the images, by name.
+        cache: resized images of all items.
 
     Raises:
         DataError: if ``relabel`` is False and an identity or a camera is not an integer.
@@ -132,13 +132,13 @@ class ReidDataset(Dataset):
         """Load a batch.
 
         Args:
-            keys (Sequence[SampleKey]): (epoch, position, index) for each of B images. The index selects the image;
-                epoch and position select the random numbers of the augmentation.
+            keys: (epoch, position, index) for each of B images. The index selects the image; epoch and position select
+                the random numbers of the augmentation.
 
         Returns:
-            dict: ``images``: (B, C, H, W) uint8; ``targets`` (identities), ``camids``, ``viewids`` and ``indices`` (in
-                this dataset): (B,) int64; ``img_paths``: list of str; and each of ``columns`` under its name. If
-                ``augment`` is False, also ``augmentation``: the parameters for ``Transforms.augment``.
+            ``images``: (B, C, H, W) uint8; ``targets`` (identities), ``camids``, ``viewids`` and ``indices`` (in this
+                dataset): (B,) int64; ``img_paths``: list of str; and each of ``columns`` under its name. If ``augment``
+                is False, also ``augmentation``: the parameters for ``Transforms.augment``.
 
         Raises:
             DataError: if an image cannot be read, or the images have different sizes.
@@ -173,10 +173,10 @@ class ReidDataset(Dataset):
         """Read and resize an image.
 
         Args:
-            index (int): index of the image.
+            index: index of the image.
 
         Returns:
-            Tensor: (C, H, W) uint8.
+            (C, H, W) uint8.
 
         Raises:
             DataError: if the image cannot be read and, with ``skip_corrupt``, no other image of its identity can be

@@ -80,20 +80,20 @@ def read_image(
     Grayscale is computed from the decoded RGB, as PIL does.
 
     Args:
-        path (str): image file, or ``FILE#START+COUNT`` for bytes of a file, see ``file_parts``.
-        channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
-        box (tuple, optional): (left, top, right, bottom) of the region to return, in pixels of the upright image; right
-            and bottom are exclusive, and parts outside the image are cut off. Default: the whole image.
-        max_pixels (int): maximum width x height to decode, at most ``LARGEST_PIXELS``. Default 100,000,000.
-        least_side (int, optional): required height and width, in pixels. A JPEG file of more than 2**24 pixels is
-            decoded at 1/2, 1/4 or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many
-            pixels. Ignored if ``box`` is given. Default: decode at full size.
-        bit_depth (int, optional): number of bits that the values of gray images of more than 8 bits use, in 8..32:
-            values in 0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for
-            pictures to look at.
+        path: image file, or ``FILE#START+COUNT`` for bytes of a file, see ``file_parts``.
+        channels: 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
+        box: (left, top, right, bottom) of the region to return, in pixels of the upright image; right and bottom are
+            exclusive, and parts outside the image are cut off. Default: the whole image.
+        max_pixels: maximum width x height to decode, at most ``LARGEST_PIXELS``. Default 100,000,000.
+        least_side: required height and width, in pixels. A JPEG file of more than 2**24 pixels is decoded at 1/2, 1/4
+            or 1/8 of its size by libjpeg's scaled DCT if both sides still have at least this many pixels. Ignored if
+            ``box`` is given. Default: decode at full size.
+        bit_depth: number of bits that the values of gray images of more than 8 bits use, in 8..32: values in
+            0..2**bit_depth - 1 become 0..255. Default 16. None: the range of the image's own values, for pictures to
+            look at.
 
     Returns:
-        Tensor: (channels, H, W) uint8.
+        (channels, H, W) uint8.
 
     Raises:
         DataError: if the file is missing, cannot be read, is corrupt or too large, a value is outside the range of
@@ -137,12 +137,12 @@ def decode_image(
     """Decode the content of an image file, as ``read_image`` does.
 
     Args:
-        content (bytes): content of the file.
+        content: content of the file.
         channels, max_pixels, least_side, bit_depth: see ``read_image``.
-        name (str): name of the image for messages. Default "".
+        name: name of the image for messages. Default "".
 
     Returns:
-        Tensor: (channels, H, W) uint8.
+        (channels, H, W) uint8.
 
     Raises:
         DataError: if the content is corrupt or too large.
@@ -180,9 +180,9 @@ def check_pixels(path: str, width: int, height: int, max_pixels: int) -> None:
     """Check that an image is not too large, before it is decoded.
 
     Args:
-        path (str): image file, for the message.
-        width, height (int): size of the image in pixels.
-        max_pixels (int): maximum width x height.
+        path: image file, for the message.
+        width, height: size of the image in pixels.
+        max_pixels: maximum width x height.
 
     Raises:
         DataError: if the image has more than ``max_pixels`` pixels.
@@ -215,8 +215,8 @@ def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
     Bytes between marker segments are skipped, as in libjpeg.
 
     Args:
-        content (bytes): content of the file.
-        path (str): image file, for the message.
+        content: content of the file.
+        path: image file, for the message.
 
     Raises:
         DataError: if the file has an unusual number of segments, or of bytes between them.
@@ -276,11 +276,11 @@ def with_channels(image: Tensor, channels: int) -> Tensor:
     """Convert an image to 1, 3 or 4 channels, with the same pixel values as ``read_image``.
 
     Args:
-        image (Tensor): (C, H, W) uint8: grayscale, RGB or RGBA.
-        channels (int): 1, 3 or 4.
+        image: (C, H, W) uint8: grayscale, RGB or RGBA.
+        channels: 1, 3 or 4.
 
     Returns:
-        Tensor: (channels, H, W) uint8.
+        (channels, H, W) uint8.
     """
     if len(image) == channels:
         return image
@@ -340,12 +340,12 @@ def image_from_pil(image: Image.Image, channels: int = 3, *, bit_depth: int | No
     ``least_side``, because a PIL image is always decoded at full size.
 
     Args:
-        image (PIL.Image.Image): image in any mode except F (32-bit floats). Its EXIF orientation is applied.
-        channels (int): 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
-        bit_depth (int, optional): see ``read_image``.
+        image: image in any mode except F (32-bit floats). Its EXIF orientation is applied.
+        channels: 1 for grayscale, 3 for RGB, 4 for RGBA. Default 3.
+        bit_depth: see ``read_image``.
 
     Returns:
-        Tensor: (channels, H, W) uint8.
+        (channels, H, W) uint8.
 
     Raises:
         DataError: if the mode is F, a value is outside the range of ``bit_depth``, or the image file cannot be decoded.
@@ -439,12 +439,12 @@ def reduce_bits(values: np.ndarray, path: str, bit_depth: int | None = BIT_DEPTH
     """Reduce integers to 8 bits; a warning names the first file whose values are all in a small part of the range.
 
     Args:
-        values (np.ndarray): integers of any type.
-        path (str): image file, for messages.
-        bit_depth (int, optional): see ``read_image``.
+        values: integers of any type.
+        path: image file, for messages.
+        bit_depth: see ``read_image``.
 
     Returns:
-        np.ndarray: uint8, of the same shape.
+        Uint8, of the same shape.
 
     Raises:
         DataError: if a value is not in 0..2**bit_depth - 1.

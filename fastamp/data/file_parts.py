@@ -21,8 +21,8 @@ def read_bytes(path: str | os.PathLike[str]) -> bytearray:
     """Read an encoded image.
 
     Args:
-        path (str or Path): image file, or ``FILE#START+COUNT`` for ``COUNT`` bytes of a file from byte ``START``, which
-            is counted from 0. Several ranges, separated by commas, are joined: ``FILE#START+COUNT,START+COUNT``.
+        path: image file, or ``FILE#START+COUNT`` for ``COUNT`` bytes of a file from byte ``START``, which is counted
+            from 0. Several ranges, separated by commas, are joined: ``FILE#START+COUNT,START+COUNT``.
 
     Raises:
         OSError: if the file cannot be read, is a device, or is shorter than the ranges.

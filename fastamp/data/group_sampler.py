@@ -35,10 +35,10 @@ class GroupIdentitySampler(BalancedIdentitySampler):
     its first image.
 
     Args:
-        groups (Sequence[int]): group of each image.
-        single (bool): if True, all identities of a batch are from one group, drawn with equal probability. If False
-            (default), each group has P / G identities in a batch, and randomly drawn groups have one more if P is not a
-            multiple of G. A group with fewer identities is replaced by the others.
+        groups: group of each image.
+        single: if True, all identities of a batch are from one group, drawn with equal probability. If False (default),
+            each group has P / G identities in a batch, and randomly drawn groups have one more if P is not a multiple
+            of G. A group with fewer identities is replaced by the others.
         options: keyword arguments of ``IdentitySampler``.
 
     Raises:

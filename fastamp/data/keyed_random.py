@@ -16,12 +16,11 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Compute Philox-4x32-10 blocks (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
     Args:
-        counters (np.ndarray): (..., 4) integers in 0..2**32-1.
-        key (tuple[int, int]): two integers in 0..2**32-1.
+        counters: (..., 4) integers in 0..2**32-1.
+        key: two integers in 0..2**32-1.
 
     Returns:
-        np.ndarray: (..., 4) uint64 words in 0..2**32-1. Blocks with different counters or keys are statistically
-            independent.
+        (..., 4) uint64 words in 0..2**32-1. Blocks with different counters or keys are statistically independent.
     """
     c0, c1, c2, c3 = np.moveaxis(counters.astype(np.uint64), -1, 0)
     for round_number in range(_ROUNDS):
@@ -40,14 +39,14 @@ def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.n
     The numbers of a pair do not depend on the batch, worker or rank, so that a resumed run repeats them exactly.
 
     Args:
-        seed (int): any integer; the low 64 bits are used.
-        stream (str): name of the random stream; streams with different names are independent.
-        epochs (np.ndarray): (B,) integers in 0..2**32-1, epoch of each sample.
-        positions (np.ndarray): (B,) integers in 0..2**32-1, position of each sample in its epoch.
-        count (int): number of random numbers per pair.
+        seed: any integer; the low 64 bits are used.
+        stream: name of the random stream; streams with different names are independent.
+        epochs: (B,) integers in 0..2**32-1, epoch of each sample.
+        positions: (B,) integers in 0..2**32-1, position of each sample in its epoch.
+        count: number of random numbers per pair.
 
     Returns:
-        np.ndarray: (B, count) float64 in [0, 1), multiples of 2**-32.
+        (B, count) float64 in [0, 1), multiples of 2**-32.
     """
     return keyed_uniforms(seed=seed, counts={stream: count}, epochs=epochs, positions=positions)[stream]
 
@@ -59,10 +58,10 @@ def keyed_uniforms(
 
     Args:
         seed, epochs, positions: see ``keyed_uniform``.
-        counts (Mapping[str, int]): name of each stream -> number of random numbers per pair.
+        counts: name of each stream -> number of random numbers per pair.
 
     Returns:
-        dict[str, np.ndarray]: name of each stream -> (B, count) float64.
+        Name of each stream -> (B, count) float64.
     """
     blocks = [-(-count // 4) for count in counts.values()]
     counters = np.empty((len(positions), sum(blocks), 4), dtype=np.uint64)

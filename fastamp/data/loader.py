@@ -51,7 +51,7 @@ class _PackedBatch:
     main thread sends the error to the main process instead.
 
     Args:
-        batch (dict): tensors and picklable values.
+        batch: tensors and picklable values.
 
     Raises:
         OSError, RuntimeError: if shared memory or file descriptors are exhausted.
@@ -110,9 +110,9 @@ class _Loader:
     INPUT.AUGMENT_ON is ``device``, the next batch is also augmented on that stream.
 
     Attributes:
-        dataset (ReidDataset): dataset to load from.
+        dataset: dataset to load from.
         batch_sampler: iterable that yields the list of sample keys of each batch.
-        device (torch.device): device to which the images are moved.
+        device: device to which the images are moved.
     """
 
     def __init__(
@@ -236,11 +236,11 @@ def worker_count(key: str, requested: int) -> int:
     """Limit the number of workers to the number of available CPU cores.
 
     Args:
-        key (str): config key that sets the number of workers, for the log.
-        requested (int): number of workers; 0 loads in the calling process.
+        key: config key that sets the number of workers, for the log.
+        requested: number of workers; 0 loads in the calling process.
 
     Returns:
-        int: ``requested``, or the number of available CPU cores if that is smaller.
+        ``requested``, or the number of available CPU cores if that is smaller.
     """
     cores = available_cores()
     if requested > cores:
@@ -256,8 +256,8 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
     PyTorch's signal handler can raise this error anywhere in the main thread.
 
     Args:
-        fetching (bool): if True, also convert errors about broken connections, which occur if a worker dies while a
-            batch is fetched. Default False.
+        fetching: if True, also convert errors about broken connections, which occur if a worker dies while a batch is
+            fetched. Default False.
     """
     try:
         yield

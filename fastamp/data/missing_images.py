@@ -27,10 +27,10 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     """Check that the file of every image exists. Up to 20,000 files are also opened, see ``unreadable_files``.
 
     Args:
-        items (PackedItems): images to check.
-        datasets (Sequence[ImageDataset]): datasets of the images, for the message.
-        skip (bool): log a warning instead of raising, because ``ReidDataset`` substitutes other images of the same
-            identities. Default False.
+        items: images to check.
+        datasets: datasets of the images, for the message.
+        skip: log a warning instead of raising, because ``ReidDataset`` substitutes other images of the same identities.
+            Default False.
 
     Raises:
         DataError: if files are missing, empty or not readable. The message lists the first 10 and, for images from a
@@ -70,11 +70,11 @@ def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> di
     """Find files that cannot be opened, are empty or, despite their suffix, are not images, without decoding them.
 
     Args:
-        items (PackedItems): images to check.
-        excluded (Container[int]): rows to skip.
+        items: images to check.
+        excluded: rows to skip.
 
     Returns:
-        dict: row in ``items`` -> reason, ascending.
+        Row in ``items`` -> reason, ascending.
     """
     found = {}
     for row in range(len(items)):
@@ -96,10 +96,10 @@ def missing_files(items: PackedItems) -> np.ndarray:
     Each folder is listed once, which is faster on a network file system than checking each file.
 
     Args:
-        items (PackedItems): images to check.
+        items: images to check.
 
     Returns:
-        np.ndarray: (n,) int64 indices of these images in ``items``, ascending.
+        (n,) int64 indices of these images in ``items``, ascending.
     """
     order = np.argsort(items.folder_of, kind="stable")
     folders, starts = np.unique(items.folder_of[order], return_index=True)

@@ -23,8 +23,8 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
     Paths are compared relative to the folder that contains all images, because machines may mount it elsewhere.
 
     Args:
-        dataset (Dataset): dataset with ``items`` or FastReID's ``img_items``; others are not checked.
-        title (str): description of the dataset, for the message.
+        dataset: dataset with ``items`` or FastReID's ``img_items``; others are not checked.
+        title: description of the dataset, for the message.
 
     Raises:
         DataError: on all ranks, if the number, the order, the paths, the labels or the columns of the images differ;

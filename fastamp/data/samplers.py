@@ -42,8 +42,8 @@ class EpochSampler:
     images, name -> (N,) values; ``camera`` is one of them.
 
     Attributes:
-        images_per_epoch (int, optional): images in an epoch. Default None: as many as the training set has.
-        needs_identities (bool): whether the training set needs at least two identities. Default True.
+        images_per_epoch: images in an epoch. Default None: as many as the training set has.
+        needs_identities: whether the training set needs at least two identities. Default True.
     """
 
     images_per_epoch: int | None = None
@@ -67,8 +67,8 @@ class TrainingSampler(EpochSampler):
     """Visit all images in random order, and shuffle them again after each pass.
 
     Args:
-        size (int): number of images.
-        seed (int): seed of the random order; any integer.
+        size: number of images.
+        seed: seed of the random order; any integer.
     """
 
     def __init__(self, *, size: int, seed: int) -> None:
@@ -92,8 +92,8 @@ class ImbalancedDatasetSampler(EpochSampler):
     """Draw images at random with replacement, so that each identity has the same probability.
 
     Args:
-        labels (Sequence[int]): identity of each image.
-        seed (int): seed of the random choice; any integer.
+        labels: identity of each image.
+        seed: seed of the random choice; any integer.
     """
 
     def __init__(self, *, labels: Sequence[int], seed: int) -> None:
@@ -121,16 +121,16 @@ class IdentitySampler(EpochSampler):
     distinct, also across ranks. The K images of an identity are consecutive.
 
     Args:
-        labels (Sequence[int]): identity of each image.
-        camids (Sequence[int]): camera of each image.
-        batch_size (int): images per batch over all ranks, P * K.
-        num_instances (int): images per identity, K; 0 chooses 2, 3 or 4 by the images that the identities have.
-        seed (int): any integer.
-        world_size (int): number of ranks that share a batch; all K images of an identity go to one rank. Default 1.
-        frames_per_instance (int): batch positions of each of the K; more than 1 for tracklets. Default 1.
+        labels: identity of each image.
+        camids: camera of each image.
+        batch_size: images per batch over all ranks, P * K.
+        num_instances: images per identity, K; 0 chooses 2, 3 or 4 by the images that the identities have.
+        seed: any integer.
+        world_size: number of ranks that share a batch; all K images of an identity go to one rank. Default 1.
+        frames_per_instance: batch positions of each of the K; more than 1 for tracklets. Default 1.
 
     Attributes:
-        images_per_identity (np.ndarray): (I,) int64, number of images of each identity.
+        images_per_identity: (I,) int64, number of images of each identity.
 
     Raises:
         ConfigError: if ``batch_size`` is not a multiple of ``num_instances * frames_per_instance * world_size``.
@@ -297,8 +297,8 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
     the column modality, these are the batches of visible-infrared methods: K / 2 visible and K / 2 infrared images.
 
     Args:
-        values (np.ndarray): (N,) value of the column for each image.
-        balanced_epoch (bool): ``DATALOADER.BALANCED_EPOCH``. Default False.
+        values: (N,) value of the column for each image.
+        balanced_epoch: ``DATALOADER.BALANCED_EPOCH``. Default False.
         options: keyword arguments of ``IdentitySampler``.
     """
 
@@ -345,8 +345,8 @@ class SetReWeightSampler(BalancedIdentitySampler):
     dataset is proportional to its weight, rounded by the largest remainder method.
 
     Args:
-        sets (Sequence[int]): dataset index of each image.
-        weights (Sequence[float]): relative weight of each dataset, greater than 0.
+        sets: dataset index of each image.
+        weights: relative weight of each dataset, greater than 0.
         options: keyword arguments of ``IdentitySampler``.
 
     Raises:
@@ -414,11 +414,11 @@ class EpochBatchSampler:
     Rank r loads part r of each batch, so that the parts of all ranks form the same batch as with a single process.
 
     Args:
-        sampler (EpochSampler): sampler of the indices.
-        batch_size (int): images per batch, over all ranks.
-        iters_per_epoch (int): batches per epoch.
-        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
-        start_iter (int): index of the first batch, counted from the start of training; see ``start_at``. Default 0.
+        sampler: sampler of the indices.
+        batch_size: images per batch, over all ranks.
+        iters_per_epoch: batches per epoch.
+        rank, world_size: rank of this process and number of processes. Default 0 and 1.
+        start_iter: index of the first batch, counted from the start of training; see ``start_at``. Default 0.
 
     Raises:
         ConfigError: if ``batch_size`` is not a multiple of ``world_size``.
@@ -463,13 +463,13 @@ class InferenceSampler:
     The sizes of the parts differ by at most one image.
 
     Args:
-        size (int): number of images.
-        batch_size (int): images per batch on this rank; the last batch can be smaller.
-        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
-        images (Sequence[int], optional): indices of the ``size`` images in the dataset. Default: the first ``size``.
+        size: number of images.
+        batch_size: images per batch on this rank; the last batch can be smaller.
+        rank, world_size: rank of this process and number of processes. Default 0 and 1.
+        images: indices of the ``size`` images in the dataset. Default: the first ``size``.
 
     Attributes:
-        indices (Sequence[int]): indices of this rank's images in the dataset.
+        indices: indices of this rank's images in the dataset.
     """
 
     def __init__(
@@ -492,8 +492,8 @@ def build_sampler(cfg: Any, *, columns: Mapping[str, Any], **images: Any) -> Epo
     """Build the sampler in DATALOADER.SAMPLER_TRAIN.
 
     Args:
-        cfg (CfgNode): config.
-        columns (Mapping): name -> (N,) values, for samplers whose ``from_config`` has a parameter ``columns``.
+        cfg: config.
+        columns: name -> (N,) values, for samplers whose ``from_config`` has a parameter ``columns``.
         images: ``labels``, ``camids``, ``sets`` and ``world_size``; see ``EpochSampler``.
     """
     name = cfg.DATALOADER.SAMPLER_TRAIN

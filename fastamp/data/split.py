@@ -23,14 +23,14 @@ def hold_out(
     that no gallery image is excluded for being from the query's camera.
 
     Args:
-        items (Sequence[ImageItem]): images to split.
-        fraction (float): fraction of identities to hold out, in (0, 1); at least two identities are held out.
-        seed (int): seed of the random choice of identities.
-        key (str): config key that sets ``fraction``, for error messages.
+        items: images to split.
+        fraction: fraction of identities to hold out, in (0, 1); at least two identities are held out.
+        seed: seed of the random choice of identities.
+        key: config key that sets ``fraction``, for error messages.
 
     Returns:
-        tuple: ``(train, query, gallery)``, lists of images. Training images are unchanged. Identities of query and
-            gallery images are numbered from 1, and their cameras from 0.
+        ``(train, query, gallery)``, lists of images. Training images are unchanged. Identities of query and gallery
+            images are numbered from 1, and their cameras from 0.
 
     Raises:
         ConfigError: if fewer than two identities remain for training, or ``fraction`` is not in (0, 1).

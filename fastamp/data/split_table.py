@@ -41,21 +41,21 @@ class SplitOptions:
     """Settings of a split.
 
     Attributes:
-        method (str): one of ``METHODS``.
-        identity (tuple[str, ...]): columns whose values together are the identity.
-        train (float): fraction for training, in 0..1: of the images of an identity (closed), of all images (open), of
-            the days (time) or of the encounters (encounter) of an identity. Not used by disjoint and year.
-        unknown (float): fraction of all images whose identities are not in the training set; not used by closed and
-            year. Default: 0.1 for open and disjoint, else 0.
-        year (int): year: first year of the test set.
-        encounter (str): column of the encounters.
-        date (str): column of the dates.
-        group (str): column of groups of images of an identity that stay in one split; "" for none.
-        near_duplicates (bool): keep the near-duplicates of an identity in one split, which reads all images.
-        near_duplicate_bits (int, optional): see ``group_near_duplicates``.
-        validation (float): fraction of the identities that are held out from training to choose a threshold for *new*.
-        seed (int): seed of the split.
-        unlabeled (str): further name of unknown identities, whose images are excluded, see ``identity_names``.
+        method: one of ``METHODS``.
+        identity: columns whose values together are the identity.
+        train: fraction for training, in 0..1: of the images of an identity (closed), of all images (open), of the days
+            (time) or of the encounters (encounter) of an identity. Not used by disjoint and year.
+        unknown: fraction of all images whose identities are not in the training set; not used by closed and year.
+            Default: 0.1 for open and disjoint, else 0.
+        year: year: first year of the test set.
+        encounter: column of the encounters.
+        date: column of the dates.
+        group: column of groups of images of an identity that stay in one split; "" for none.
+        near_duplicates: keep the near-duplicates of an identity in one split, which reads all images.
+        near_duplicate_bits: see ``group_near_duplicates``.
+        validation: fraction of the identities that are held out from training to choose a threshold for *new*.
+        seed: seed of the split.
+        unlabeled: further name of unknown identities, whose images are excluded, see ``identity_names``.
     """
 
     method: str
@@ -93,12 +93,12 @@ class Table:
     """Lines of a CSV file.
 
     Args:
-        file (Path): CSV file.
+        file: CSV file.
 
     Attributes:
-        names (list[str]): lowercase column names.
-        lines (list[list[str]]): values of each line that is not empty, without surrounding spaces.
-        numbers (list[int]): line numbers.
+        names: lowercase column names.
+        lines: values of each line that is not empty, without surrounding spaces.
+        numbers: line numbers.
 
     Raises:
         DataError: if the file cannot be read, is empty, or a line has another number of values than the header.
@@ -150,12 +150,12 @@ def split_table(file: Path, out: Path, options: SplitOptions) -> SplitReport:
     column ``validation`` is 1 for the images of the validation identities, which are query and gallery images.
 
     Args:
-        file (Path): table with the columns ``path`` and those that the options name. It has no column ``split``.
-        out (Path): CSV file to write; paths of images are written relative to its folder if they are relative.
-        options (SplitOptions): how to split.
+        file: table with the columns ``path`` and those that the options name. It has no column ``split``.
+        out: CSV file to write; paths of images are written relative to its folder if they are relative.
+        options: how to split.
 
     Returns:
-        SplitReport: the numbers of images, and the leak check.
+        The numbers of images, and the leak check.
 
     Raises:
         DataError: if a column is missing or a date is invalid, or a split has no images.

@@ -11,15 +11,14 @@ def subsample_identities(
     """Load all images of the first query identities, up to a maximum number of images.
 
     Args:
-        loader (TestLoader): loader of the test set.
-        num_query (int): number of query images, which are the first items in the dataset.
-        max_images (int): maximum number of images, exceeded only if the first identity has more images; 0 loads all
-            images.
-        batch_size (int): number of images per batch.
+        loader: loader of the test set.
+        num_query: number of query images, which are the first items in the dataset.
+        max_images: maximum number of images, exceeded only if the first identity has more images; 0 loads all images.
+        batch_size: number of images per batch.
 
     Returns:
-        tuple: ``(batches, num_query, (num_loaded, num_total))``: list of batches, whose ``indices`` count from 0,
-            number of query images in these batches, number of loaded images and number of images in the test set.
+        ``(batches, num_query, (num_loaded, num_total))``: list of batches, whose ``indices`` count from 0, number of
+            query images in these batches, number of loaded images and number of images in the test set.
     """
     dataset = loader.dataset
     total = len(dataset)

@@ -61,11 +61,11 @@ def even_frames(count: int, frames: int) -> np.ndarray:
     fewer than ``frames`` frames, all are selected and the last one is repeated.
 
     Args:
-        count (int): frames in the tracklet, at least 1.
-        frames (int): frames to select.
+        count: frames in the tracklet, at least 1.
+        frames: frames to select.
 
     Returns:
-        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+        (frames,) int64 indices in 0..count-1, ascending.
     """
     positions: np.ndarray = np.arange(frames) * max(1, count // frames)
     return positions.clip(max=count - 1)
@@ -75,12 +75,12 @@ def random_frames(count: int, frames: int, rng: np.random.Generator) -> np.ndarr
     """Select random frames of a tracklet in temporal order, without replacement if the tracklet has enough of them.
 
     Args:
-        count (int): frames in the tracklet, at least 1.
-        frames (int): frames to select.
-        rng (np.random.Generator): random generator.
+        count: frames in the tracklet, at least 1.
+        frames: frames to select.
+        rng: random generator.
 
     Returns:
-        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+        (frames,) int64 indices in 0..count-1, ascending.
     """
     return np.sort(rng.choice(count, frames, replace=count < frames))
 
@@ -89,12 +89,12 @@ def restricted_frames(count: int, frames: int, rng: np.random.Generator) -> np.n
     """Select one random frame from each of ``frames`` equal parts of a tracklet (Li et al. 2018, arXiv:1803.09882).
 
     Args:
-        count (int): frames in the tracklet, at least 1; with fewer than ``frames``, parts share frames.
-        frames (int): frames to select.
-        rng (np.random.Generator): random generator.
+        count: frames in the tracklet, at least 1; with fewer than ``frames``, parts share frames.
+        frames: frames to select.
+        rng: random generator.
 
     Returns:
-        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+        (frames,) int64 indices in 0..count-1, ascending.
     """
     bounds = np.arange(frames + 1) * count // frames
     return rng.integers(bounds[:-1], np.maximum(bounds[1:], bounds[:-1] + 1))
@@ -108,13 +108,13 @@ def strided_frames(count: int, frames: int, stride: int, rng: np.random.Generato
     one with fewer than ``frames`` by ``random_frames``.
 
     Args:
-        count (int): frames in the tracklet, at least 1.
-        frames (int): frames to select.
-        stride (int): distance of the frames, at least 1.
-        rng (np.random.Generator): random generator.
+        count: frames in the tracklet, at least 1.
+        frames: frames to select.
+        stride: distance of the frames, at least 1.
+        rng: random generator.
 
     Returns:
-        np.ndarray: (frames,) int64 indices in 0..count-1, ascending.
+        (frames,) int64 indices in 0..count-1, ascending.
     """
     if count < frames * stride:
         return (restricted_frames if count >= frames else random_frames)(count, frames, rng)
@@ -128,11 +128,11 @@ def divide_into_clips(count: int, length: int) -> list[range]:
     As the dense sampling of the program of Gu et al. 2022, arXiv:2204.06890, whose clips have 64 frames.
 
     Args:
-        count (int): frames in the tracklet, at least 1.
-        length (int): frames per clip; a tracklet with fewer than ``2 * length`` frames is one clip. 0: no division.
+        count: frames in the tracklet, at least 1.
+        length: frames per clip; a tracklet with fewer than ``2 * length`` frames is one clip. 0: no division.
 
     Returns:
-        list[range]: frame indices of each clip.
+        Frame indices of each clip.
     """
     clips = max(1, count // length) if length else 1
     starts = [number * length for number in range(clips)]
@@ -148,18 +148,17 @@ class TrackletSampler(NaiveIdentitySampler):
     batch and in temporal order; one rank gets all of them. One epoch contains as many batches as the tracklets fill.
 
     Args:
-        labels (Sequence[int]): identity of each image.
-        camids (Sequence[int]): camera of each image.
-        tracklets (np.ndarray): (N,) int64 tracklet of each image; -1 for an image without a tracklet, which is a
-            tracklet of one frame. The frames of a tracklet are in temporal order.
-        sets (Sequence[int], optional): dataset of each image; tracklets of different datasets are different. Default:
-            one dataset.
-        frames (int): frames per tracklet, T. Default 4.
-        sampling (str): ``"restricted"`` (default), ``"random"``, ``"even"`` or ``"stride"``; see
-            ``restricted_frames``, ``random_frames``, ``even_frames`` and ``strided_frames``.
-        stride (int): see ``strided_frames``. Default 4.
-        clip (int): frames of the clips into which tracklets are divided, see ``divide_into_clips``; each clip is then
-            drawn like a tracklet. Default 0: no division.
+        labels: identity of each image.
+        camids: camera of each image.
+        tracklets: (N,) int64 tracklet of each image; -1 for an image without a tracklet, which is a tracklet of one
+            frame. The frames of a tracklet are in temporal order.
+        sets: dataset of each image; tracklets of different datasets are different. Default: one dataset.
+        frames: frames per tracklet, T. Default 4.
+        sampling: ``"restricted"`` (default), ``"random"``, ``"even"`` or ``"stride"``; see ``restricted_frames``,
+            ``random_frames``, ``even_frames`` and ``strided_frames``.
+        stride: see ``strided_frames``. Default 4.
+        clip: frames of the clips into which tracklets are divided, see ``divide_into_clips``; each clip is then drawn
+            like a tracklet. Default 0: no division.
         options: further keyword arguments of ``IdentitySampler``; ``batch_size`` is P * K * T.
 
     Raises:
@@ -236,11 +235,11 @@ class TrackletInferenceSampler(InferenceSampler):
     fit, at least one, so that a tracklet with more than ``batch_size`` frames is one large batch.
 
     Args:
-        tracklets (np.ndarray): (N,) int64 tracklet of each image; the frames of a tracklet are consecutive.
-        num_query (int): number of query images, which come first; no batch contains both query and gallery images,
-            because a tracklet can be in both sets.
-        batch_size (int): images per batch on this rank.
-        rank, world_size (int): rank of this process and number of processes. Default 0 and 1.
+        tracklets: (N,) int64 tracklet of each image; the frames of a tracklet are consecutive.
+        num_query: number of query images, which come first; no batch contains both query and gallery images, because a
+            tracklet can be in both sets.
+        batch_size: images per batch on this rank.
+        rank, world_size: rank of this process and number of processes. Default 0 and 1.
 
     Raises:
         DataError: if there are fewer tracklets than processes.
@@ -281,11 +280,11 @@ def tracklet_keys(tracklets: np.ndarray, sets: Sequence[int] | None = None) -> n
     """Number tracklets that have the same name in different datasets, or splits, differently.
 
     Args:
-        tracklets (np.ndarray): (N,) int64 tracklet of each image; -1 for an image without a tracklet.
-        sets (Sequence[int], optional): (N,) dataset of each image, from 0. Default: one dataset.
+        tracklets: (N,) int64 tracklet of each image; -1 for an image without a tracklet.
+        sets: (N,) dataset of each image, from 0. Default: one dataset.
 
     Returns:
-        np.ndarray: (N,) int64 tracklet numbers.
+        (N,) int64 tracklet numbers.
     """
     numbers = number_tracklets(tracklets)
     if sets is None:
@@ -298,13 +297,13 @@ def select_test_frames(tracklets: np.ndarray, frames: int, num_query: int) -> np
     """Select the frames of a test set to load, grouped by tracklet.
 
     Args:
-        tracklets (np.ndarray): (N,) int64 tracklet of each image; queries first. A tracklet in both the query and the
-            gallery set is two tracklets.
-        frames (int): frames per tracklet, see ``even_frames``; shorter tracklets are not padded. 0 selects all frames.
-        num_query (int): number of query images.
+        tracklets: (N,) int64 tracklet of each image; queries first. A tracklet in both the query and the gallery set is
+            two tracklets.
+        frames: frames per tracklet, see ``even_frames``; shorter tracklets are not padded. 0 selects all frames.
+        num_query: number of query images.
 
     Returns:
-        np.ndarray: (M,) int64 rows.
+        (M,) int64 rows.
     """
     in_gallery = np.arange(len(tracklets)) >= num_query
     selected = [
@@ -318,13 +317,12 @@ def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = 
     """Return the column ``tracklet`` of a dataset, after checking it.
 
     Args:
-        dataset (ReidDataset): the dataset.
-        title (str): names of the datasets, for messages.
-        sets (Sequence[int], optional): see ``tracklet_keys``.
+        dataset: the dataset.
+        title: names of the datasets, for messages.
+        sets: see ``tracklet_keys``.
 
     Returns:
-        np.ndarray | None: (N,) int64 tracklet of each image, -1 for an image without a tracklet; None if there is no
-            column ``tracklet``.
+        (N,) int64 tracklet of each image, -1 for an image without a tracklet; None if there is no column ``tracklet``.
 
     Raises:
         DataError: if the column contains numbers with decimals or lists, or a tracklet has several identities or

@@ -66,12 +66,12 @@ def training_parts(datasets: Sequence[ImageDataset], *, combine_all: bool = Fals
     those of the test images.
 
     Args:
-        datasets (Sequence[ImageDataset]): at least one dataset.
-        combine_all (bool): also train on query and gallery images, except distractors (identity 0 or less; see
+        datasets: at least one dataset.
+        combine_all: also train on query and gallery images, except distractors (identity 0 or less; see
             ``ImageDataset.has_distractors``). Default False.
 
     Returns:
-        list[PackedItems]: training images of each dataset, in the order of ``datasets``.
+        Training images of each dataset, in the order of ``datasets``.
 
     Raises:
         DataError: if a dataset has no training images, or two datasets have the same ``dataset_name``.
@@ -126,8 +126,8 @@ def exclude_rare_identities(parts: Sequence[PackedItems], min_images: int) -> li
     """Exclude the identities with fewer than ``min_images`` training images over all datasets.
 
     Args:
-        parts (Sequence[PackedItems]): result of ``training_parts``.
-        min_images (int): DATASETS.MIN_IMAGES; 1 keeps all images.
+        parts: result of ``training_parts``.
+        min_images: DATASETS.MIN_IMAGES; 1 keeps all images.
 
     Raises:
         DataError: if no identity has as many images.

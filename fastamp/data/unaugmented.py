@@ -24,10 +24,10 @@ def build_unaugmented_loader(
 
     Args:
         cfg: config of the run; batches have ``TEST.IMS_PER_BATCH`` images on all ranks together.
-        dataset (ReidDataset): training set, whose identities and columns the batches have.
-        device (torch.device): device of the batches.
-        images (Sequence[int], optional): indices of the images. Default: all.
-        all_on_each_rank (bool): load all images on each rank, instead of a part of them. Default False.
+        dataset: training set, whose identities and columns the batches have.
+        device: device of the batches.
+        images: indices of the images. Default: all.
+        all_on_each_rank: load all images on each rank, instead of a part of them. Default False.
     """
     plain = ReidDataset(
         dataset.items,

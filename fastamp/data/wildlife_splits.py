@@ -23,7 +23,7 @@ class Split(NamedTuple):
     """Row numbers of training and test images, sorted by identity.
 
     Attributes:
-        train, test (list[int]): rows; rows in neither are not used.
+        train, test: rows; rows in neither are not used.
     """
 
     train: list[int]
@@ -34,7 +34,7 @@ class LinearCongruentialGenerator:
     """Generator ``state = (1103515245 state + 12345) mod 2^31``, independent of machine and library version.
 
     Args:
-        seed (int): first state.
+        seed: first state.
     """
 
     def __init__(self, seed: int = SEED) -> None:
@@ -54,13 +54,13 @@ def closed_split(identities: Sequence[str], train_fraction: float, *, seed: int 
     """Split the images of each identity, so that all test identities are in the training set.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        train_fraction (float): fraction of each identity's images for training, in 0..1, rounded to even. At least one
-            image is for training and, if there are two, one for testing.
-        seed (int): seed of the generator. Default 666.
+        identities: identity of each image.
+        train_fraction: fraction of each identity's images for training, in 0..1, rounded to even. At least one image is
+            for training and, if there are two, one for testing.
+        seed: seed of the generator. Default 666.
 
     Returns:
-        Split: rows; within an identity in the order drawn.
+        Rows; within an identity in the order drawn.
 
     Raises:
         ConfigError: if ``train_fraction`` is not in 0..1.
@@ -81,12 +81,12 @@ def open_split(
     """Split so that some identities are only in the test set, i.e. unknown, and the others in both sets.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        train_fraction (float): fraction of all images for training. The fraction of the known identities' images is
-            raised to reach it.
+        identities: identity of each image.
+        train_fraction: fraction of all images for training. The fraction of the known identities' images is raised to
+            reach it.
         test_fraction, num_test: which identities are unknown; see ``draw_identities``.
-        unknown_in_test (bool): if False, the drawn identities are only in the training set. Default True.
-        seed (int): seed of the generator, for the identities and again for the images. Default 666.
+        unknown_in_test: if False, the drawn identities are only in the training set. Default True.
+        seed: seed of the generator, for the identities and again for the images. Default 666.
 
     Raises:
         ConfigError: if a fraction is not in 0..1, or not one of ``test_fraction`` and ``num_test`` is given.
@@ -123,10 +123,10 @@ def time_proportion_split(
     """Split the days of each identity: the first ones are for training, the later ones for testing.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        dates (Sequence[date | None]): day of each image; images without a day are not used.
-        train_fraction (float): fraction of each identity's different days for training, rounded to even, at most all
-            but one. Identities with a single day are for training. Default 0.5.
+        identities: identity of each image.
+        dates: day of each image; images without a day are not used.
+        train_fraction: fraction of each identity's different days for training, rounded to even, at most all but one.
+            Identities with a single day are for training. Default 0.5.
     """
     _check_fraction("train", train_fraction)
     split = Split([], [])
@@ -145,10 +145,10 @@ def time_cutoff_split(
     """Split at a year: earlier images are for training, those of the year for testing.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        dates (Sequence[date | None]): day of each image; images without a day are not used.
-        year (int): first year of the test set.
-        and_later (bool): if True (default), later years are also for testing; if False, they are not used.
+        identities: identity of each image.
+        dates: day of each image; images without a day are not used.
+        year: first year of the test set.
+        and_later: if True (default), later years are also for testing; if False, they are not used.
     """
     dated = [(row, day.year) for row, day in enumerate(dates) if day is not None]
     return Split(
@@ -176,11 +176,11 @@ def encounter_split(
     """Split the encounters of each identity, so that the frames of a burst are never on both sides.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        encounters (Sequence): encounter of each image; None is an encounter of its own.
-        train_fraction (float): fraction of each identity's encounters for training, rounded to even; at least one and
-            at most all but one. Identities with a single encounter are for training. Default 0.5.
-        seed (int): seed of the generator. Default 666.
+        identities: identity of each image.
+        encounters: encounter of each image; None is an encounter of its own.
+        train_fraction: fraction of each identity's encounters for training, rounded to even; at least one and at most
+            all but one. Identities with a single encounter are for training. Default 0.5.
+        seed: seed of the generator. Default 666.
     """
     _check_fraction("train", train_fraction)
     generator, result = LinearCongruentialGenerator(seed), Split([], [])
@@ -200,9 +200,9 @@ def keep_together(split: Split, identities: Sequence[str], groups: Sequence[Hash
     """Move test images to the training set if an image of the same identity and group is in it.
 
     Args:
-        split (Split): split to change.
-        identities (Sequence[str]): identity of each image.
-        groups (Sequence): group of each image, e.g. its encounter, or its set of near-duplicates; None for no group.
+        split: split to change.
+        identities: identity of each image.
+        groups: group of each image, e.g. its encounter, or its set of near-duplicates; None for no group.
     """
     training = {(identities[row], groups[row]) for row in split.train if groups[row] is not None}
     moved = [row for row in split.test if (identities[row], groups[row]) in training]
@@ -220,10 +220,10 @@ def draw_identities(
     ones in the order of their first image.
 
     Args:
-        identities (Sequence[str]): identity of each image.
-        fraction (float): identities are drawn until they have at least this fraction of all images, rounded to even.
-        count (int): number of identities to draw.
-        seed (int): seed of the generator. Default 666.
+        identities: identity of each image.
+        fraction: identities are drawn until they have at least this fraction of all images, rounded to even.
+        count: number of identities to draw.
+        seed: seed of the generator. Default 666.
 
     Raises:
         ConfigError: if not exactly one of ``fraction`` and ``count`` is given, or it is out of range.

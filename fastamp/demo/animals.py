@@ -56,11 +56,11 @@ def generate_animals(
     """Write photographs and the table ``animals.csv`` to ``folder`` unless it is complete.
 
     Args:
-        folder (str or Path): folder of the dataset; parents are created.
-        individuals (int): animals of each species, at least 2. Default 40.
-        image_size (int): height and width in pixels, at least 32. Default 96.
-        seed (int): random seed, at least 0. Default 0.
-        progress (Callable, optional): called as ``progress(images_written, total_images)``.
+        folder: folder of the dataset; parents are created.
+        individuals: animals of each species, at least 2. Default 40.
+        image_size: height and width in pixels, at least 32. Default 96.
+        seed: random seed, at least 0. Default 0.
+        progress: called as ``progress(images_written, total_images)``.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -79,42 +79,42 @@ class ImageAttributes:
     None (empty in a CSV file) means not applicable.
 
     Attributes:
-        path (str): image file relative to the dataset folder, with ``/``.
-        pid (int): identity, as in the file name: 0 is a distractor, -1 is dropped at loading.
-        camid (int): camera number from 0, as in ``ImageItem``; in file names, cameras are numbered from 1.
-        split (str): split of the image.
-        person (str): person in the box: a labeled identity, a distractor similar to an identity (``lookalike``), an
-            unrelated distractor (``stranger``), or ``none``. The attributes from ``height`` to ``posture`` describe
-            this person and are None for ``none``.
-        box (str): ``full``, ``partial`` (identity -1: most of the person is outside of the box) or ``empty``.
-        height (float): body height relative to the mean, 0.92..1.06.
-        breadth (float): body breadth relative to the mean, 0.84..1.28.
-        skin (int): skin tone, 1 (lightest) to 5.
-        hair (str): hairstyle; ``hidden`` under a hood.
-        hair_color (str): None if bald or hidden.
-        hat (str): cap, beanie or hood; a hood is part of the upper garment.
-        hat_color (str): None without a hat.
-        upper_color (str): color of the upper garment.
-        upper_pattern (str): pattern of the upper garment.
-        pattern_color (str): second color of the pattern; None if plain.
-        upper_length (str): length of the upper garment.
-        sleeve (str): sleeve length.
-        sleeve_color (str): ``pattern_color`` or a contrasting color; None without sleeves.
-        lower (str): lower garment.
-        lower_color (str): color of the lower garment.
-        stripe_color (str): color of the side stripes of trousers; None without stripes.
-        shoe, shoe_color (str): footwear.
-        bag (str): bag; ``carrier`` is a shopping bag in the hand.
-        bag_color (str): None without a bag.
-        view (str): side of the person that faces the camera: front, back, left or right.
-        yaw (float): direction of the person in degrees, -180..180: 0 faces the camera, 90 faces right in the image.
-        posture (str): standing or walking.
-        passer_by (bool): True if another person is drawn behind the person, or off center in an empty box; this person
-            may be partly or completely outside of the image.
-        occluder (str): object that occludes part of the person.
-        scene (str): background; different for each of the first six cameras.
-        sequence (int): hour of the day, 1..3, as in the file name.
-        light (float): gain of the camera at this hour; 1 is neutral. The gain of individual images varies by 10 %.
+        path: image file relative to the dataset folder, with ``/``.
+        pid: identity, as in the file name: 0 is a distractor, -1 is dropped at loading.
+        camid: camera number from 0, as in ``ImageItem``; in file names, cameras are numbered from 1.
+        split: split of the image.
+        person: person in the box: a labeled identity, a distractor similar to an identity (``lookalike``), an unrelated
+            distractor (``stranger``), or ``none``. The attributes from ``height`` to ``posture`` describe this person
+            and are None for ``none``.
+        box: ``full``, ``partial`` (identity -1: most of the person is outside of the box) or ``empty``.
+        height: body height relative to the mean, 0.92..1.06.
+        breadth: body breadth relative to the mean, 0.84..1.28.
+        skin: skin tone, 1 (lightest) to 5.
+        hair: hairstyle; ``hidden`` under a hood.
+        hair_color: None if bald or hidden.
+        hat: cap, beanie or hood; a hood is part of the upper garment.
+        hat_color: None without a hat.
+        upper_color: color of the upper garment.
+        upper_pattern: pattern of the upper garment.
+        pattern_color: second color of the pattern; None if plain.
+        upper_length: length of the upper garment.
+        sleeve: sleeve length.
+        sleeve_color: ``pattern_color`` or a contrasting color; None without sleeves.
+        lower: lower garment.
+        lower_color: color of the lower garment.
+        stripe_color: color of the side stripes of trousers; None without stripes.
+        shoe, shoe_color: footwear.
+        bag: bag; ``carrier`` is a shopping bag in the hand.
+        bag_color: None without a bag.
+        view: side of the person that faces the camera: front, back, left or right.
+        yaw: direction of the person in degrees, -180..180: 0 faces the camera, 90 faces right in the image.
+        posture: standing or walking.
+        passer_by: True if another person is drawn behind the person, or off center in an empty box; this person may be
+            partly or completely outside of the image.
+        occluder: object that occludes part of the person.
+        scene: background; different for each of the first six cameras.
+        sequence: hour of the day, 1..3, as in the file name.
+        light: gain of the camera at this hour; 1 is neutral. The gain of individual images varies by 10 %.
     """
 
     path: str
@@ -187,10 +187,10 @@ def describe_picture(
     """Return the attributes of an image that do not describe the person, as a dict.
 
     Args:
-        picture (Composition): composition of the image.
-        camera (int): camera index, from 0.
-        sequence (int): hour of the day, from 1.
-        seed (int): seed of the dataset.
+        picture: composition of the image.
+        camera: camera index, from 0.
+        sequence: hour of the day, from 1.
+        seed: seed of the dataset.
     """
     seen_by = make_camera(camera, seed)
     found: dict[str, str | int | float | None] = {

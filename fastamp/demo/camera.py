@@ -11,16 +11,16 @@ class Camera:
     """Simulated camera. Angles are in radians, color values are gains, lengths are in pixels of the output image.
 
     Attributes:
-        scene (str): name of the background.
-        pitch (float): downward angle.
-        yaws (tuple[float, ...]): typical walking directions.
-        wall_foot (float): vertical position of the boundary between wall and ground, as a fraction of the box height.
-        gain, gamma (float): exposure.
-        cast (tuple[float, float, float]): color cast, as the gain of each color channel.
-        haze, saturation, blur, noise (float): mean strength; varied at random for each image.
-        detail (float): resolution relative to the output; below 1 for distant or low-quality cameras.
-        person_height (float): height of a person as a fraction of the box height.
-        jpeg (tuple[int, int]): range of JPEG qualities.
+        scene: name of the background.
+        pitch: downward angle.
+        yaws: typical walking directions.
+        wall_foot: vertical position of the boundary between wall and ground, as a fraction of the box height.
+        gain, gamma: exposure.
+        cast: color cast, as the gain of each color channel.
+        haze, saturation, blur, noise: mean strength; varied at random for each image.
+        detail: resolution relative to the output; below 1 for distant or low-quality cameras.
+        person_height: height of a person as a fraction of the box height.
+        jpeg: range of JPEG qualities.
     """
 
     scene: str
@@ -158,13 +158,13 @@ def expose(rng: np.random.Generator, picture: np.ndarray, camera: Camera, sequen
     """Render an image as recorded by the camera.
 
     Args:
-        rng (np.random.Generator): generator of this image.
-        picture (np.ndarray): (H, W, 3) float32 in 0..255, the scene in neutral light.
-        camera (Camera): light, color cast, blur and noise to apply.
-        sequence (int): hour of the day, from 1; determines the brightness.
+        rng: generator of this image.
+        picture: (H, W, 3) float32 in 0..255, the scene in neutral light.
+        camera: light, color cast, blur and noise to apply.
+        sequence: hour of the day, from 1; determines the brightness.
 
     Returns:
-        PIL.Image.Image: RGB image of the same size.
+        RGB image of the same size.
     """
     height, width = picture.shape[:2]
     hour = hour_gain(sequence)
@@ -196,11 +196,11 @@ def expose_infrared(rng: np.random.Generator, picture: np.ndarray) -> Image.Imag
     """Render an image as recorded by a near-infrared camera with a lamp: gray, brightest in the middle, noisy.
 
     Args:
-        rng (np.random.Generator): generator of this image.
-        picture (np.ndarray): (H, W, 3) float32 in 0..255, the scene with infrared reflectances.
+        rng: generator of this image.
+        picture: (H, W, 3) float32 in 0..255, the scene with infrared reflectances.
 
     Returns:
-        PIL.Image.Image: RGB image of the same size with three equal channels.
+        RGB image of the same size with three equal channels.
     """
     height, width = picture.shape[:2]
     rows = np.linspace(-1, 1, height, dtype=np.float32)[:, None] - np.float32(rng.uniform(-0.3, 0.3))

@@ -24,11 +24,11 @@ def draw_person(canvas: Image.Image, person: Appearance, pose: Pose, foot: tuple
     """Paint a person onto a canvas.
 
     Args:
-        canvas (PIL.Image.Image): RGBA image with straight alpha, modified in place; unchanged outside of the person.
-        person (Appearance): appearance of the person.
-        pose (Pose): pose of the person.
-        foot (tuple[float, float]): pixel (x, y) of the ground point between the feet.
-        height (float): pixels from sole to crown for a person of height 1.
+        canvas: RGBA image with straight alpha, modified in place; unchanged outside of the person.
+        person: appearance of the person.
+        pose: pose of the person.
+        foot: pixel (x, y) of the ground point between the feet.
+        height: pixels from sole to crown for a person of height 1.
     """
     _Figure(canvas, person, pose, foot, height).paint()
 

@@ -67,21 +67,18 @@ def generate_demo(
     interrupted run leaves no dataset. If two processes write the same folder concurrently, the result of one is kept.
 
     Args:
-        folder (str or Path): folder of the dataset; parents are created.
-        train_identities (int): people in ``bounding_box_train``, at least 1; a third of them have lookalikes. Default
-            180.
-        test_identities (int): people in ``query`` and ``bounding_box_test``, at least 1, disjoint from training.
-            Default 50.
-        images_per_identity (int): images of each person, at least 4; two images of a test person are queries. Default
-            10.
-        distractors (int): gallery images of other people or without a person (pid 0). In addition, one tenth as many
-            badly cropped images (pid -1) are written, which are dropped at loading. Default 160.
-        cameras (int): number of cameras, at least 2; each person appears in at most ``images_per_identity // 2`` of
-            them. Default 6.
-        image_size (tuple[int, int]): height and width in pixels, at least (32, 16). Default (128, 64).
-        seed (int): random seed, at least 0. Default 0.
-        workers (int, optional): number of threads. Default: the number of processors, at most 4.
-        progress (Callable, optional): called as ``progress(images_written, total_images)`` in the calling thread.
+        folder: folder of the dataset; parents are created.
+        train_identities: people in ``bounding_box_train``, at least 1; a third of them have lookalikes. Default 180.
+        test_identities: people in ``query`` and ``bounding_box_test``, at least 1, disjoint from training. Default 50.
+        images_per_identity: images of each person, at least 4; two images of a test person are queries. Default 10.
+        distractors: gallery images of other people or without a person (pid 0). In addition, one tenth as many badly
+            cropped images (pid -1) are written, which are dropped at loading. Default 160.
+        cameras: number of cameras, at least 2; each person appears in at most ``images_per_identity // 2`` of them.
+            Default 6.
+        image_size: height and width in pixels, at least (32, 16). Default (128, 64).
+        seed: random seed, at least 0. Default 0.
+        workers: number of threads. Default: the number of processors, at most 4.
+        progress: called as ``progress(images_written, total_images)`` in the calling thread.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -7,12 +7,12 @@ def accent_mask(name: str, down: np.ndarray, azimuth: np.ndarray) -> np.ndarray:
     """Compute the mask of the garment pixels in the accent color.
 
     Args:
-        name (str): one of ``wardrobe.PATTERNS``.
-        down (np.ndarray): (H, 1) float32, 0 at the collar and 1 at the hip; more for coats.
-        azimuth (np.ndarray): (1, W) float32 angle around the body in radians, -pi..pi, 0 in front.
+        name: one of ``wardrobe.PATTERNS``.
+        down: (H, 1) float32, 0 at the collar and 1 at the hip; more for coats.
+        azimuth: (1, W) float32 angle around the body in radians, -pi..pi, 0 in front.
 
     Returns:
-        np.ndarray: bool, broadcastable to (H, W).
+        Bool, broadcastable to (H, W).
     """
     front_or_back = np.minimum(np.abs(azimuth), np.pi - np.abs(azimuth))
     if name == "stripes":

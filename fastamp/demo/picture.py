@@ -38,13 +38,13 @@ class Composition:
     """Content of an image before light and noise. Lengths are in pixels of the canvas.
 
     Attributes:
-        background (np.ndarray): (H, W, 3) float32, visible part of the scene.
-        foot (tuple[float, float]): (x, y) of the ground point between the feet.
-        tall (float): pixels from sole to crown for a person of height 1.
-        pose (Pose, optional): pose of the person; None for an empty box.
-        passer_by (bool): True if another person is behind the main person, or partly in an empty box.
-        occluder (str): object in front of the person: ``"none"`` or one of ``OCCLUDERS``.
-        layers (tuple[Paint, ...]): operations that paint on the background, from far to near.
+        background: (H, W, 3) float32, visible part of the scene.
+        foot: (x, y) of the ground point between the feet.
+        tall: pixels from sole to crown for a person of height 1.
+        pose: pose of the person; None for an empty box.
+        passer_by: True if another person is behind the main person, or partly in an empty box.
+        occluder: object in front of the person: ``"none"`` or one of ``OCCLUDERS``.
+        layers: operations that paint on the background, from far to near.
     """
 
     background: np.ndarray
@@ -61,14 +61,13 @@ class Shot:
     """Options of an image; the defaults are those of the dataset ``Demo``. Lengths are fractions of the box.
 
     Attributes:
-        pose (Pose, optional): pose of the person. Default: random.
-        shift (tuple[float, float], optional): displacement of the person to the right and down. Default: random.
-        background (int, optional): seed of the view of the scene, the same for the frames of a tracklet. Default:
-            random.
-        occluder (str, optional): ``"none"`` or one of ``OCCLUDERS``. Default: random.
-        infrared (bool): if True, the camera is a near-infrared camera. Default False.
-        aerial (bool): if True, the ground is seen from above, the person is small and turned at random, and casts a
-            shadow; ``pose.pitch`` is steep. Default False.
+        pose: pose of the person. Default: random.
+        shift: displacement of the person to the right and down. Default: random.
+        background: seed of the view of the scene, the same for the frames of a tracklet. Default: random.
+        occluder: ``"none"`` or one of ``OCCLUDERS``. Default: random.
+        infrared: if True, the camera is a near-infrared camera. Default False.
+        aerial: if True, the ground is seen from above, the person is small and turned at random, and casts a shadow;
+            ``pose.pitch`` is steep. Default False.
     """
 
     pose: Pose | None = None
@@ -93,18 +92,17 @@ def draw_picture(
     """Draw an image of ``person`` as seen by a camera.
 
     Args:
-        rng (np.random.Generator): generator of this image: pose, box, occlusion, light and noise.
-        person (Appearance, optional): person in the box; None for a false detection, which is empty or shows part of a
-            passer-by.
-        camera_index (int): camera, from 0.
-        sequence (int): hour of the day, from 1.
-        seed (int): seed of the dataset, which determines the scenes.
-        image_size (tuple[int, int]): height and width in pixels.
-        bad_box (bool): if True, most of the person is outside of the box, as in images of identity -1. Default False.
-        shot (Shot, optional): further options. Default: ``Shot()``.
+        rng: generator of this image: pose, box, occlusion, light and noise.
+        person: person in the box; None for a false detection, which is empty or shows part of a passer-by.
+        camera_index: camera, from 0.
+        sequence: hour of the day, from 1.
+        seed: seed of the dataset, which determines the scenes.
+        image_size: height and width in pixels.
+        bad_box: if True, most of the person is outside of the box, as in images of identity -1. Default False.
+        shot: further options. Default: ``Shot()``.
 
     Returns:
-        PIL.Image.Image: RGB image of ``image_size``.
+        RGB image of ``image_size``.
     """
     height, width = image_size
     shot = shot or Shot()

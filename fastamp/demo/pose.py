@@ -11,13 +11,13 @@ class Pose:
     """Pose of a person in one image. Angles are in radians.
 
     Attributes:
-        yaw (float): direction of the person: 0 faces the camera, pi shows the back.
-        pitch (float): downward angle of the camera.
-        stride (float): swing of the legs.
-        arms (float): swing of the arms.
-        elbows (tuple[float, float]): bend of the left and right elbow.
-        knee (float): bend of the trailing knee.
-        light (float): direction of the light.
+        yaw: direction of the person: 0 faces the camera, pi shows the back.
+        pitch: downward angle of the camera.
+        stride: swing of the legs.
+        arms: swing of the arms.
+        elbows: bend of the left and right elbow.
+        knee: bend of the trailing knee.
+        light: direction of the light.
     """
 
     yaw: float
@@ -52,9 +52,9 @@ class Gait:
     """Way of walking of a person, constant across images. Angles are in radians.
 
     Attributes:
-        stride, arms (float): largest swing of legs and arms.
-        elbows (tuple[float, float]): bend of the left and right elbow.
-        knee (float): largest bend of the trailing knee.
+        stride, arms: largest swing of legs and arms.
+        elbows: bend of the left and right elbow.
+        knee: largest bend of the trailing knee.
     """
 
     stride: float

@@ -15,13 +15,13 @@ def paint_scene(camera: Camera, index: int, seed: int, width: int, height: int) 
     """Paint the empty scene of camera ``index``.
 
     Args:
-        camera (Camera): camera; its ``scene`` is painted in neutral light.
-        index (int): camera index, which determines the details together with ``seed``.
-        seed (int): seed of the dataset.
-        width, height (int): size of a person's box in pixels.
+        camera: camera; its ``scene`` is painted in neutral light.
+        index: camera index, which determines the details together with ``seed``.
+        seed: seed of the dataset.
+        width, height: size of a person's box in pixels.
 
     Returns:
-        np.ndarray: (2 height, 8 width, 3) uint8; the wall meets the ground in row ``height``.
+        (2 height, 8 width, 3) uint8; the wall meets the ground in row ``height``.
     """
     rng = np.random.default_rng([seed, 0, index])
     size = (_SCENE_BOXES * width, 2 * height)

@@ -81,11 +81,11 @@ def generate_sequence(
     identical files for one version of NumPy and Pillow. An interrupted run leaves no sequence.
 
     Args:
-        folder (str or Path): folder of the sequence; parents are created.
-        people (int): number of people, at least 1. Default 8.
-        frames (int): number of frames, at least 1. Default 200.
-        seed (int): random seed, at least 0. Default 0.
-        progress (Callable, optional): called as ``progress(frames_written, frames)``.
+        folder: folder of the sequence; parents are created.
+        people: number of people, at least 1. Default 8.
+        frames: number of frames, at least 1. Default 200.
+        seed: random seed, at least 0. Default 0.
+        progress: called as ``progress(frames_written, frames)``.
 
     Raises:
         ValueError: if an argument is out of range.

@@ -25,12 +25,12 @@ def contact_sheet(
     Lookalikes have adjacent identities and therefore adjacent rows, at the top. A row cycles through the cameras.
 
     Args:
-        folder (str or Path): complete demo dataset.
-        path (str or Path): PNG file to write.
-        split (str): ``"train"``, or ``"test"`` for queries and gallery together. Default "test".
-        identities (int): number of rows, at least 1; identities 0 and -1 are excluded. Default 9.
-        columns (int): images per row, at least 1. Default 8.
-        scale (int): enlargement factor, at least 1. Default 2.
+        folder: complete demo dataset.
+        path: PNG file to write.
+        split: ``"train"``, or ``"test"`` for queries and gallery together. Default "test".
+        identities: number of rows, at least 1; identities 0 and -1 are excluded. Default 9.
+        columns: images per row, at least 1. Default 8.
+        scale: enlargement factor, at least 1. Default 2.
 
     Raises:
         ValueError: if the split is unknown, or contains no image of a person.

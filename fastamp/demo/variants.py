@@ -58,13 +58,13 @@ def generate_variant(
     The same arguments give identical files for one version of NumPy and Pillow. An interrupted run leaves no dataset.
 
     Args:
-        variant (str): ``"infrared"``, ``"clothes"``, ``"video"`` or ``"aerial"``.
-        folder (str or Path): folder of the dataset; parents are created.
-        train_identities, test_identities (int): people of the training and of the test images, at least 1. Default 100
-            and 40.
-        image_size (tuple[int, int]): height and width in pixels, at least (32, 16). Default (128, 64).
-        seed (int): random seed, at least 0. Default 0.
-        progress (Callable, optional): called as ``progress(images_written, total_images)``.
+        variant: ``"infrared"``, ``"clothes"``, ``"video"`` or ``"aerial"``.
+        folder: folder of the dataset; parents are created.
+        train_identities, test_identities: people of the training and of the test images, at least 1. Default 100 and
+            40.
+        image_size: height and width in pixels, at least (32, 16). Default (128, 64).
+        seed: random seed, at least 0. Default 0.
+        progress: called as ``progress(images_written, total_images)``.
 
     Raises:
         ValueError: if an argument is out of range.

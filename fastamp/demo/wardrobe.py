@@ -176,8 +176,8 @@ def in_infrared(rng: np.random.Generator, person: Appearance) -> Appearance:
     The rest is the material, which differs between people. Patterns lose most of their contrast; all skin is bright.
 
     Args:
-        rng (np.random.Generator): generator of the materials; the same for all images of a person in one outfit.
-        person (Appearance): appearance in visible light.
+        rng: generator of the materials; the same for all images of a person in one outfit.
+        person: appearance in visible light.
     """
 
     def reflect(color: Color, low: float, high: float) -> Color:
@@ -204,13 +204,13 @@ def draw_people(rng: np.random.Generator, count: int, group_size: int, grouped: 
     """Draw different people at random; lookalikes are adjacent.
 
     Args:
-        rng (np.random.Generator): random generator.
-        count (int): number of people, at least 0.
-        group_size (int): people per group of lookalikes.
-        grouped (float): fraction of the people in such groups, in 0..1; the others are independent.
+        rng: random generator.
+        count: number of people, at least 0.
+        group_size: people per group of lookalikes.
+        grouped: fraction of the people in such groups, in 0..1; the others are independent.
 
     Returns:
-        list[Appearance]: ``count`` appearances; groups come first, ``group_size`` consecutive people each.
+        ``count`` appearances; groups come first, ``group_size`` consecutive people each.
     """
     people: list[Appearance] = []
     group_count = int(count * grouped) // group_size

@@ -23,8 +23,8 @@ class TrainingInterrupted(Exception):
     """Raised after a stop signal, once the training state has been saved.
 
     Args:
-        signal_number (int): number of the signal.
-        saved (str): path of the saved checkpoint.
+        signal_number: number of the signal.
+        saved: path of the saved checkpoint.
     """
 
     def __init__(self, signal_number: int, saved: str) -> None:
@@ -73,10 +73,10 @@ def run_command_line(command: Callable[[], Any]) -> int:
     with the same exit code. Any other exception terminates a multi-process run with exit code 1.
 
     Args:
-        command (Callable): called without arguments.
+        command: called without arguments.
 
     Returns:
-        int: 0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n.
+        0 after success, 2 after a user error or if a file is inaccessible, 128 + n after signal n.
 
     Raises:
         Exception: any other exception that ``command`` raises, which indicates a bug.

@@ -89,8 +89,8 @@ class DefaultTrainer(FastReIDMethods):
     class is looked up in ``TRAINER_REGISTRY``.
 
     Args:
-        cfg (CfgNode): config of the run. The trainer uses a copy. If ``MODEL.HEADS.NUM_CLASSES`` is 0, the copy
-            contains the number of training identities instead.
+        cfg: config of the run. The trainer uses a copy. If ``MODEL.HEADS.NUM_CLASSES`` is 0, the copy contains the
+            number of training identities instead.
 
     Raises:
         UserError: if the config, the data or the weights are invalid. No files are written in this case.
@@ -136,8 +136,8 @@ class DefaultTrainer(FastReIDMethods):
         """Resume from the newest valid checkpoint. If there is no checkpoint, load ``MODEL.WEIGHTS``, if set.
 
         Args:
-            resume (bool): whether to search for a checkpoint. Default True.
-            folder (str | Path, optional): folder to search for checkpoints. Default OUTPUT_DIR.
+            resume: whether to search for a checkpoint. Default True.
+            folder: folder to search for checkpoints. Default OUTPUT_DIR.
 
         Raises:
             WeightsError: if all checkpoints are damaged or do not match the model, or if the weights are missing or
@@ -163,8 +163,8 @@ class DefaultTrainer(FastReIDMethods):
         """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during training.
 
         Returns:
-            dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
-            on ranks other than 0.
+            Metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty on ranks other
+            than 0.
 
         Raises:
             UserError: if another process has locked OUTPUT_DIR, a file cannot be written, or training fails.
@@ -245,11 +245,10 @@ class DefaultTrainer(FastReIDMethods):
         """Evaluate the current weights of the model in the precision set by ``SOLVER.AMP.EVAL_DTYPE``.
 
         Args:
-            loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: all
-                test sets.
+            loaders: dataset name -> (test loader, number of query images). Default: all test sets.
 
         Returns:
-            dict[str, dict]: dataset name -> metrics; empty on ranks other than 0.
+            Dataset name -> metrics; empty on ranks other than 0.
         """
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
@@ -426,7 +425,7 @@ class DefaultTrainer(FastReIDMethods):
         """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``.
 
         Args:
-            start_iter (int): first iteration of this training; above 0 after a resume.
+            start_iter: first iteration of this training; above 0 after a resume.
         """
         return build_writers(self.cfg, start_iter)
 
@@ -492,12 +491,12 @@ class DefaultTrainer(FastReIDMethods):
         """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
         Args:
-            cfg (CfgNode): config.
-            num_query (int | str): number of query images; or, as in FastReID, the name of the test set.
-            output_dir (str, optional): folder for the files of the evaluator.
+            cfg: config.
+            num_query: number of query images; or, as in FastReID, the name of the test set.
+            output_dir: folder for the files of the evaluator.
 
         Returns:
-            DatasetEvaluator: the evaluator; ``(test loader, evaluator)`` for the name of a test set.
+            The evaluator; ``(test loader, evaluator)`` for the name of a test set.
         """
         if isinstance(num_query, str):
             loader, count = cls.build_test_loader(cfg, num_query)
@@ -516,15 +515,14 @@ class DefaultTrainer(FastReIDMethods):
         """Evaluate ``model`` on ``DATASETS.TESTS`` in the configured precision, log the results and write the report.
 
         Args:
-            cfg (CfgNode): config.
-            model (nn.Module): model with the weights to evaluate.
-            loaders (dict[str, tuple], optional): dataset name -> (test loader, number of query images). Default: built
-                by ``build_test_loader``.
-            calibration (Calibration, optional): calibration of the model, whose error rates are measured. Default None.
+            cfg: config.
+            model: model with the weights to evaluate.
+            loaders: dataset name -> (test loader, number of query images). Default: built by ``build_test_loader``.
+            calibration: calibration of the model, whose error rates are measured. Default None.
 
         Returns:
-            dict[str, Any]: metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty
-            on ranks other than 0.
+            Metrics of the test set, or a dict of dataset name -> metrics for several test sets; empty on ranks other
+            than 0.
 
         Raises:
             ConfigError: if the report (``TEST.REPORT``) cannot be written; the results have already been logged.
@@ -542,7 +540,7 @@ class DefaultTrainer(FastReIDMethods):
         """Evaluate the weights file ``MODEL.WEIGHTS`` and write ``metrics_eval.json``, as ``--eval-only`` does.
 
         Returns:
-            dict[str, Any]: see ``test``.
+            See ``test``.
 
         Raises:
             UserError: if ``MODEL.WEIGHTS`` is empty, if the weights or the test data are invalid, or if a file cannot
@@ -579,7 +577,7 @@ class DefaultTrainer(FastReIDMethods):
         Averaged weights are loaded if the config selects an average for evaluation; see ``evaluated_average``.
 
         Returns:
-            tuple[nn.Module, dict[str, Any]]: the model with the loaded weights, and all other entries of the file.
+            The model with the loaded weights, and all other entries of the file.
 
         Raises:
             UserError: if the weights are missing or damaged, or do not match the model.

@@ -44,9 +44,9 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
     """Run two iterations and a small evaluation with ``cfg``, and print the estimated time, memory and disk space.
 
     Args:
-        cfg (CfgNode): config of the run. No files are written to its ``OUTPUT_DIR``.
-        folder (str): temporary folder for output files.
-        resume (bool): whether to start from the newest checkpoint in ``OUTPUT_DIR``. Default False.
+        cfg: config of the run. No files are written to its ``OUTPUT_DIR``.
+        folder: temporary folder for output files.
+        resume: whether to start from the newest checkpoint in ``OUTPUT_DIR``. Default False.
 
     Raises:
         UserError: if the run fails in its first two iterations or in the evaluation.
@@ -147,9 +147,8 @@ class _TimedLoader:
     """Test loader that records when each batch has been processed.
 
     Attributes:
-        images (list[int]): number of images in each batch.
-        times (list[float]): times in seconds: when the iteration over the loader started, and when each batch had been
-            processed.
+        images: number of images in each batch.
+        times: times in seconds: when the iteration over the loader started, and when each batch had been processed.
     """
 
     def __init__(self, loader: TestLoader) -> None:

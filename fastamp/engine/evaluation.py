@@ -47,10 +47,10 @@ class EvaluationOutput:
     """Output of an evaluation on several test sets; empty on ranks other than 0.
 
     Attributes:
-        results (dict[str, dict]): dataset name -> metrics.
-        sets (list[EvaluatedSet]): data for the report, one entry per test set.
-        pairs (dict[str, Any]): dataset name -> state dict of the evaluator's ``PairScores``.
-        weights (str): weights that were evaluated: ``"model"`` (default), or their average ``"ema"`` or ``"swa"``.
+        results: dataset name -> metrics.
+        sets: data for the report, one entry per test set.
+        pairs: dataset name -> state dict of the evaluator's ``PairScores``.
+        weights: weights that were evaluated: ``"model"`` (default), or their average ``"ema"`` or ``"swa"``.
     """
 
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -71,15 +71,15 @@ def evaluate_sets(
     """Evaluate a model on several test sets and print a table of the results.
 
     Args:
-        cfg (CfgNode): config. Evaluators write their files to ``OUTPUT_DIR/evaluation/<dataset>``.
-        model (nn.Module): maps a batch of images to (B, D) features.
-        policy (PrecisionPolicy): precision of the evaluation.
-        loaders (dict[str, tuple]): dataset name -> (test loader, number of query images).
-        build_evaluator (Callable): see ``loader_and_evaluator``.
-        calibration (Calibration, optional): calibration of the model, whose error rates are measured.
+        cfg: config. Evaluators write their files to ``OUTPUT_DIR/evaluation/<dataset>``.
+        model: maps a batch of images to (B, D) features.
+        policy: precision of the evaluation.
+        loaders: dataset name -> (test loader, number of query images).
+        build_evaluator: see ``loader_and_evaluator``.
+        calibration: calibration of the model, whose error rates are measured.
 
     Returns:
-        EvaluationOutput: metrics and report data for each test set.
+        Metrics and report data for each test set.
     """
     found = EvaluationOutput()
     for name, test in loaders.items():
@@ -114,12 +114,12 @@ def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None)
     """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
     Args:
-        cfg (CfgNode): config. For ``auto``, the evaluator of all test sets is built if they have the same: that
-            named by the attribute ``evaluator`` of their class, or the evaluator whose attribute ``test_sets`` has
-            their name. Otherwise that named by the attribute ``evaluator`` of the class of
-            ``MODEL.META_ARCHITECTURE``; without it, ``ReidEvaluator``.
-        num_query (int): number of query images.
-        output_dir (str, optional): folder for the files of the evaluator.
+        cfg: config. For ``auto``, the evaluator of all test sets is built if they have the same: that named by the
+            attribute ``evaluator`` of their class, or the evaluator whose attribute ``test_sets`` has their name.
+            Otherwise that named by the attribute ``evaluator`` of the class of ``MODEL.META_ARCHITECTURE``; without it,
+            ``ReidEvaluator``.
+        num_query: number of query images.
+        output_dir: folder for the files of the evaluator.
 
     Raises:
         ConfigError: if the name is not registered.
@@ -155,16 +155,15 @@ def loader_and_evaluator(
     """Call ``build_evaluator`` of a trainer with its own signature.
 
     Args:
-        build_evaluator (Callable): function ``(cfg, num_query, folder)`` that returns an evaluator, or FastReID's
-            function ``(cfg, dataset_name, folder)`` that returns ``(loader, evaluator)``. The name of the second
-            parameter decides.
-        cfg (CfgNode): config.
-        name (str): name of the test set.
-        test (tuple | Any): ``(test loader, number of query images)``, or only the loader.
-        folder (str, optional): folder for the files of the evaluator.
+        build_evaluator: function ``(cfg, num_query, folder)`` that returns an evaluator, or FastReID's function ``(cfg,
+            dataset_name, folder)`` that returns ``(loader, evaluator)``. The name of the second parameter decides.
+        cfg: config.
+        name: name of the test set.
+        test: ``(test loader, number of query images)``, or only the loader.
+        folder: folder for the files of the evaluator.
 
     Returns:
-        tuple: ``(loader, evaluator)``.
+        ``(loader, evaluator)``.
 
     Raises:
         DataError: if the test set differs between the ranks; or, if the evaluator is a ``ReidEvaluator``, the test set

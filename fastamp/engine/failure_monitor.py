@@ -34,12 +34,12 @@ class Outcome:
     """Exit status of a process.
 
     Attributes:
-        code (int): exit code.
-        message (str): message for stderr. Empty if there is nothing to print.
-        rank (int): rank of the process.
-        kind (str): ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another
-            process ended, ``"timeout"`` if the process waited too long for another process, ``"lost"`` if the process
-            ended without reporting an outcome or did not respond.
+        code: exit code.
+        message: message for stderr. Empty if there is nothing to print.
+        rank: rank of the process.
+        kind: ``"cause"`` if the process itself failed, ``"consequence"`` if the process failed because another process
+            ended, ``"timeout"`` if the process waited too long for another process, ``"lost"`` if the process ended
+            without reporting an outcome or did not respond.
     """
 
     code: int
@@ -101,10 +101,10 @@ class FailureMonitor:
     All ranks must create it after ``init_process_group``.
 
     Args:
-        connections (dict[int, _Connection]): rank -> connection, see ``connect``.
-        report_causes (Callable): called once with the causes before the process exits.
-        wait_before_exit (Callable, optional): called after ``report_causes``; blocks until this process may exit.
-            None (default) exits immediately.
+        connections: rank -> connection, see ``connect``.
+        report_causes: called once with the causes before the process exits.
+        wait_before_exit: called after ``report_causes``; blocks until this process may exit. None (default) exits
+            immediately.
     """
 
     def __init__(
@@ -313,11 +313,10 @@ def connect(host: str | None) -> dict[int, _Connection]:
     """Connect every rank to rank 0. All ranks must call this after ``init_process_group``.
 
     Args:
-        host (str, optional): address of the machine that runs rank 0. None uses the host name of that machine.
+        host: address of the machine that runs rank 0. None uses the host name of that machine.
 
     Returns:
-        dict[int, _Connection]: rank -> connection. Rank 0 is connected to all other ranks, each other rank only to
-            rank 0.
+        Rank -> connection. Rank 0 is connected to all other ranks, each other rank only to rank 0.
 
     Raises:
         OSError: if a rank does not connect within 60 s.

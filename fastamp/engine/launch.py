@@ -73,17 +73,16 @@ def launch(
     ``default_argument_parser``.
 
     Args:
-        main_func (Callable): function that other processes can import.
-        num_gpus_per_machine (int): processes per machine. Default 1.
-        num_machines (int): number of machines. Default 1.
-        machine_rank (int): index of this machine, 0..num_machines-1. Default 0.
-        dist_url (str, optional): rendezvous address, e.g. ``tcp://127.0.0.1:29500``. None and ``"auto"`` select a free
-            port of this machine.
-        args (tuple): arguments of ``main_func``.
-        timeout (timedelta, optional): timeout of the rendezvous and of each collective. Default: see above and
-            ``DIST_TIMEOUT_MINUTES``; without a config, PyTorch's default.
-        device (str, optional): ``MODEL.DEVICE``. Processes on a CPU do not use CUDA. Default: see above; without a
-            config, ``"auto"``.
+        main_func: function that other processes can import.
+        num_gpus_per_machine: processes per machine. Default 1.
+        num_machines: number of machines. Default 1.
+        machine_rank: index of this machine, 0..num_machines-1. Default 0.
+        dist_url: rendezvous address, e.g. ``tcp://127.0.0.1:29500``. None and ``"auto"`` select a free port of this
+            machine.
+        args: arguments of ``main_func``.
+        timeout: timeout of the rendezvous and of each collective. Default: see above and ``DIST_TIMEOUT_MINUTES``;
+            without a config, PyTorch's default.
+        device: ``MODEL.DEVICE``. Processes on a CPU do not use CUDA. Default: see above; without a config, ``"auto"``.
 
     Returns:
         The result of ``main_func``; None if it ran in other processes.

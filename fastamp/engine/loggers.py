@@ -33,11 +33,11 @@ def build_writers(cfg: CfgNode, start_iter: int) -> list[Any]:
     """Build the writer of ``metrics.json`` and the loggers in ``LOGGERS``. Call this on the main process only.
 
     Args:
-        cfg (CfgNode): config of the run.
-        start_iter (int): first iteration of this training; above 0 after a resume.
+        cfg: config of the run.
+        start_iter: first iteration of this training; above 0 after a resume.
 
     Returns:
-        list: objects with ``write(iteration, metrics)`` and ``close()``.
+        Objects with ``write(iteration, metrics)`` and ``close()``.
     """
     writers = [JSONWriter(Path(cfg.OUTPUT_DIR) / "metrics.json", start_iter=start_iter)]
     loggers = [LOGGER_REGISTRY.build(name, cfg, start_iter=start_iter) for name in dict.fromkeys(cfg.LOGGERS)]
@@ -58,9 +58,9 @@ def in_group(cfg: CfgNode, folder: str | Path, name: str) -> CfgNode:
     """Return a copy of the config of one of several runs, whose name and group in experiment trackers are set.
 
     Args:
-        cfg (CfgNode): config of the run; it is returned unchanged if ``LOGGERS`` contains no experiment tracker.
-        folder (str | Path): folder of all runs; its name is the default of ``TRACKING.GROUP``.
-        name (str): name of the run in the group, e.g. ``"seed0"``.
+        cfg: config of the run; it is returned unchanged if ``LOGGERS`` contains no experiment tracker.
+        folder: folder of all runs; its name is the default of ``TRACKING.GROUP``.
+        name: name of the run in the group, e.g. ``"seed0"``.
     """
     if not has_tracker(cfg):
         return cfg

@@ -28,10 +28,10 @@ def move_earlier_run(output_dir: Path) -> Path | None:
     A log file that ``setup_logger`` has opened is divided: lines of the current run stay. All other files stay too.
 
     Args:
-        output_dir (Path): folder of the run that starts.
+        output_dir: folder of the run that starts.
 
     Returns:
-        Path | None: the new folder; None if ``output_dir`` contains no earlier run.
+        The new folder; None if ``output_dir`` contains no earlier run.
 
     Raises:
         WriteError: if a file cannot be moved.

@@ -48,7 +48,7 @@ def write_evaluation_report(run: Run) -> Path:
     training run is thus not overwritten.
 
     Returns:
-        Path: path of the report.
+        Path of the report.
 
     Raises:
         ConfigError: if the report cannot be written.
@@ -62,12 +62,12 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
     """Write the metrics of an evaluation to ``OUTPUT_DIR/metrics_eval.json``.
 
     Args:
-        cfg (CfgNode): config of the evaluation.
-        results (dict[str, dict]): dataset name -> metrics, in percent. Non-finite values are written as null.
-        protocol (str): one-line description of the evaluation protocol.
+        cfg: config of the evaluation.
+        results: dataset name -> metrics, in percent. Non-finite values are written as null.
+        protocol: one-line description of the evaluation protocol.
 
     Returns:
-        Path: path of the file.
+        Path of the file.
 
     Raises:
         WriteError: if the file cannot be written.

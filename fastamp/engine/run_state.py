@@ -39,7 +39,7 @@ class SamplingState:
     """Checkpoint entry that stores the number of samples drawn by each Partial FC module, which determines the next.
 
     Args:
-        model (nn.Module): model with the modules.
+        model: model with the modules.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,11 +80,11 @@ def recovery_hint(checkpointer: Checkpointer, *, has_best: bool) -> str:
     """Build the recovery hint for the error message after a file of the run could not be written.
 
     Args:
-        checkpointer (Checkpointer): checkpointer of the run.
-        has_best (bool): whether the run has saved a best model.
+        checkpointer: checkpointer of the run.
+        has_best: whether the run has saved a best model.
 
     Returns:
-        str: lines that state the newest valid checkpoint, the best model, and how to resume the run.
+        Lines that state the newest valid checkpoint, the best model, and how to resume the run.
     """
     try:
         with comm.as_single_process():  # other ranks may not reach this point

@@ -35,13 +35,13 @@ def train_seeds(
     each run, with the runs so far.
 
     Args:
-        cfg (CfgNode): config of all runs, except for ``SEED`` and ``OUTPUT_DIR``. In experiment trackers, the runs have
-            one group.
-        seeds (Sequence[int]): different values of ``SEED``.
-        train (Callable): trains a config and returns its metrics, see ``DefaultTrainer.train``.
+        cfg: config of all runs, except for ``SEED`` and ``OUTPUT_DIR``. In experiment trackers, the runs have one
+            group.
+        seeds: different values of ``SEED``.
+        train: trains a config and returns its metrics, see ``DefaultTrainer.train``.
 
     Returns:
-        dict[str, dict[str, Any]]: ``summarize_seeds`` of all runs; empty on ranks other than 0.
+        ``summarize_seeds`` of all runs; empty on ranks other than 0.
 
     Raises:
         ConfigError: if a seed occurs twice or is not a valid ``SEED``.
@@ -81,12 +81,11 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     """Compute mean, sample standard deviation and range of each metric over the seeds.
 
     Args:
-        results (Mapping): seed -> dataset -> metrics. Values other than finite floats of Python or NumPy, e.g. counts,
-            are skipped.
+        results: seed -> dataset -> metrics. Values other than finite floats of Python or NumPy, e.g. counts, are
+            skipped.
 
     Returns:
-        dict[str, dict[str, Any]]: ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one
-        seed), ``min`` and ``max``.
+        ``<dataset>/<metric>`` -> ``values`` by seed, ``mean``, ``std`` (null for one seed), ``min`` and ``max``.
     """
     first, summary = next(iter(results.values())), {}
     for dataset, metrics in first.items():

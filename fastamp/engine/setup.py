@@ -36,8 +36,8 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace | None = None) -> None:
     ``DefaultTrainer.train``, or by the operating system when the process exits. An evaluation does not lock OUTPUT_DIR.
 
     Args:
-        cfg (CfgNode): config of the run.
-        args (argparse.Namespace, optional): parsed command-line arguments.
+        cfg: config of the run.
+        args: parsed command-line arguments.
 
     Raises:
         TypeError: if ``cfg`` is not a config.

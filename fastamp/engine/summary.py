@@ -17,10 +17,10 @@ def summarize_run(cfg: CfgNode, results: Mapping[str, Mapping[str, Any]], *, sec
     """Log the summary of a run that has ended: best and last result, files, duration and next commands.
 
     Args:
-        cfg (CfgNode): config of the run.
-        results (Mapping): dataset name -> metrics of the last evaluation; may be empty.
-        seconds (float): duration of the training in this process.
-        resumed (bool): whether the run was resumed, so that ``seconds`` is not its total duration.
+        cfg: config of the run.
+        results: dataset name -> metrics of the last evaluation; may be empty.
+        seconds: duration of the training in this process.
+        resumed: whether the run was resumed, so that ``seconds`` is not its total duration.
     """
     output_dir = Path(cfg.OUTPUT_DIR)
     final, report = output_dir / "model_final.pth", output_dir / "report.html"

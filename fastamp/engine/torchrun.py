@@ -46,11 +46,11 @@ def count_store_connections(agent: int) -> int:
     """Count the connections of other processes to the rendezvous store of an agent.
 
     Args:
-        agent (int): process id of the agent. Connections to its second store, which serves its ranks at MASTER_PORT,
-            are not counted.
+        agent: process id of the agent. Connections to its second store, which serves its ranks at MASTER_PORT, are not
+            counted.
 
     Returns:
-        int: number of connections; 0 if the agent does not host the rendezvous store.
+        Number of connections; 0 if the agent does not host the rendezvous store.
     """
     links = []
     try:

@@ -39,16 +39,16 @@ class TrainerBase:
     """Training loop over epochs and iterations that calls hooks. Subclasses implement ``run_step``.
 
     Attributes:
-        iter (int): current iteration, from 0.
-        epoch (int): current epoch, from 0.
-        start_iter (int): first iteration to run; above 0 after a resume.
-        max_iter (int): total number of iterations.
-        iters_per_epoch (int): number of iterations in an epoch.
-        labels_checksum (int, optional): CRC32 of the training labels, verified on resume; None disables the check.
-        processes (int): number of training processes.
-        metrics (MetricStore): metrics of the current log period.
-        rank_maxima (RankMaxima): numbers that hooks such as ``StopOnSignal`` register. Their maxima over all ranks are
-            computed in the all-reduce of the verdict.
+        iter: current iteration, from 0.
+        epoch: current epoch, from 0.
+        start_iter: first iteration to run; above 0 after a resume.
+        max_iter: total number of iterations.
+        iters_per_epoch: number of iterations in an epoch.
+        labels_checksum: CRC32 of the training labels, verified on resume; None disables the check.
+        processes: number of training processes.
+        metrics: metrics of the current log period.
+        rank_maxima: numbers that hooks such as ``StopOnSignal`` register. Their maxima over all ranks are computed in
+            the all-reduce of the verdict.
     """
 
     def __init__(self) -> None:
@@ -270,18 +270,17 @@ class SimpleTrainer(TrainerBase):
     averages the gradients and broadcasts the batch-norm statistics of rank 0.
 
     Args:
-        model (nn.Module): in training mode, maps a batch to a dict of loss name -> scalar tensor.
-        data_loader (Iterable[dict]): infinite iterable of batches. Its optional attribute ``iters_per_epoch`` is the
-            number of batches in an epoch. With this attribute, the last step of an epoch uses the remaining batches.
-            Without it, every step uses ``accum_steps`` batches.
-        optimizers (Sequence[Optimizer]): optimizers of the model. In each iteration, either all optimizers update their
-            parameters, or none does.
-        policy (PrecisionPolicy): precision of the forward pass.
-        accum_steps (int): number of batches whose gradients are averaged for one step. Default 1.
-        on_failure (str): ``SOLVER.AMP.ON_FAILURE``: reaction to too many skipped steps. ``"bfloat16"`` or ``"float32"``
+        model: in training mode, maps a batch to a dict of loss name -> scalar tensor.
+        data_loader: infinite iterable of batches. Its optional attribute ``iters_per_epoch`` is the number of batches
+            in an epoch. With this attribute, the last step of an epoch uses the remaining batches. Without it, every
+            step uses ``accum_steps`` batches.
+        optimizers: optimizers of the model. In each iteration, either all optimizers update their parameters, or none
+            does.
+        policy: precision of the forward pass.
+        accum_steps: number of batches whose gradients are averaged for one step. Default 1.
+        on_failure: ``SOLVER.AMP.ON_FAILURE``: reaction to too many skipped steps. ``"bfloat16"`` or ``"float32"``
             continues in this dtype, at most once per run; ``"error"`` (default) raises ``PrecisionFailure``.
-        precision_diagnostics (PrecisionDiagnostics, optional): runs the pre-flight check and writes crash dumps. None
-            (default) disables both.
+        precision_diagnostics: runs the pre-flight check and writes crash dumps. None (default) disables both.
         scaler, clip, max_consecutive_skips, guard_buffers: see ``OptimizationStep``.
 
     Attributes:

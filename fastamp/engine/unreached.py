@@ -20,11 +20,11 @@ def find_unreached_events(cfg: CfgNode, iters_per_epoch: int) -> list[str]:
     """List the scheduled events of a run that would happen only after its end.
 
     Args:
-        cfg (CfgNode): config of the run.
-        iters_per_epoch (int): number of iterations (optimizer steps) in an epoch.
+        cfg: config of the run.
+        iters_per_epoch: number of iterations (optimizer steps) in an epoch.
 
     Returns:
-        list[str]: ``KEY value: consequence`` for each event.
+        ``KEY value: consequence`` for each event.
     """
     epochs = cfg.SOLVER.MAX_EPOCH
     total = epochs * iters_per_epoch

@@ -75,8 +75,8 @@ def projected_candidates(
         start, stop: range of queries.
 
     Yields:
-        tuple: query indices (B,) int64; gallery indices of the nearest features (B, count) int64; their squared
-        distances (B, count) float32, ascending.
+        Query indices (B,) int64; gallery indices of the nearest features (B, count) int64; their squared distances (B,
+        count) float32, ascending.
     """
     queries, gallery = distances.query_features, distances.gallery_features
     bounds = FeatureDistances(

@@ -94,7 +94,7 @@ def download(
         revision, cache_dir, token, local_files_only: see ``from_pretrained``.
 
     Returns:
-        Path: folder with ``model.safetensors`` and ``config.yaml``.
+        Folder with ``model.safetensors`` and ``config.yaml``.
 
     Raises:
         HubError: if the model is missing or cannot be downloaded.
@@ -154,7 +154,7 @@ def upload(
         token: access token. Default: None, the token of ``HF_TOKEN`` or ``hf auth login``.
 
     Returns:
-        str: URL of the commit.
+        URL of the commit.
 
     Raises:
         HubError: if the token is missing or may not write, the repository is not empty, or the upload fails.

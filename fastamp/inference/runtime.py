@@ -41,8 +41,8 @@ class ExportedModel(FeatureModel):
         threads: number of threads of the runtime. Default: None, the cores that are available to this process.
 
     Attributes:
-        checkpoint (Path): the file.
-        metadata (dict): metadata of the file.
+        checkpoint: the file.
+        metadata: metadata of the file.
 
     Raises:
         ConfigError: if the suffix is unknown, the runtime is not installed, or the model requires cameras, views or a

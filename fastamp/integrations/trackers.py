@@ -31,7 +31,7 @@ class ReID:
             run on the CPU.
 
     Attributes:
-        outside (int): number of boxes outside their frame so far.
+        outside: number of boxes outside their frame so far.
 
     Raises:
         WeightsError, ConfigError: see ``Predictor`` and ``ExportedModel``.

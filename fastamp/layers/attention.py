@@ -14,8 +14,8 @@ class SELayer(nn.Module):
     """Squeeze-and-excitation: scale each channel by a gate in 0..1 (Hu et al. 2018, arXiv:1709.01507).
 
     Args:
-        channels (int): number of input channels.
-        reduction (int): ratio of input channels to hidden channels. Default 16.
+        channels: number of input channels.
+        reduction: ratio of input channels to hidden channels. Default 16.
     """
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
@@ -40,9 +40,9 @@ class NonLocal(nn.Module):
     normalization are computed in float32, because a product of three activations overflows float16.
 
     Args:
-        channels (int): number of input channels.
-        norm (str): name in ``NORM_REGISTRY`` of the normalization layer after the attention. The weight of this layer
-            is initialized to 0, so that the block starts as the identity.
+        channels: number of input channels.
+        norm: name in ``NORM_REGISTRY`` of the normalization layer after the attention. The weight of this layer is
+            initialized to 0, so that the block starts as the identity.
     """
 
     def __init__(self, channels: int, norm: str) -> None:
@@ -74,13 +74,13 @@ def dot_product_attention(
     results of training and evaluation differ by the rounding to the low precision.
 
     Args:
-        queries (torch.Tensor): (B, heads, N, D) float.
-        keys, values (torch.Tensor): (B, heads, M, D), same dtype as ``queries``.
+        queries: (B, heads, N, D) float.
+        keys, values: (B, heads, M, D), same dtype as ``queries``.
         options: ``attn_mask``, ``dropout_p``, ``is_causal`` and ``scale`` of
             ``torch.nn.functional.scaled_dot_product_attention``.
 
     Returns:
-        torch.Tensor: (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
+        (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
     """
     needs_gradients = any(each.requires_grad for each in (queries, keys, values))
     if needs_gradients and queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):

@@ -53,11 +53,11 @@ class Linear(nn.Module):
     """Linear classifier: scaled inner products of features and class weights, without bias.
 
     Args:
-        scale (float): factor of the logits, ``MODEL.HEADS.SCALE``.
-        margin (float): ``MODEL.HEADS.MARGIN``; ignored by this layer.
+        scale: factor of the logits, ``MODEL.HEADS.SCALE``.
+        margin: ``MODEL.HEADS.MARGIN``; ignored by this layer.
 
     Attributes:
-        centers (int): number of weight vectors of each class, in consecutive rows of the weight. Default 1.
+        centers: number of weight vectors of each class, in consecutive rows of the weight. Default 1.
     """
 
     centers = 1
@@ -82,14 +82,13 @@ class Linear(nn.Module):
         """Compute the logits for the loss and for the accuracy.
 
         Args:
-            features (torch.Tensor): (B, D) float.
-            weight (torch.Tensor): (num_classes * centers, D) float.
-            targets (torch.Tensor): (B,) int64 class indices, used by margin layers; -1 for an image whose class is not
-                among those of ``weight`` (Partial FC), and which gets no margin.
+            features: (B, D) float.
+            weight: (num_classes * centers, D) float.
+            targets: (B,) int64 class indices, used by margin layers; -1 for an image whose class is not among those of
+                ``weight`` (Partial FC), and which gets no margin.
 
         Returns:
-            tuple[torch.Tensor, torch.Tensor]: (B, num_classes) float32 logits with and without margin. ``Linear``
-            returns the same tensor twice.
+            (B, num_classes) float32 logits with and without margin. ``Linear`` returns the same tensor twice.
         """
         logits = self.logits(features, weight)
         return logits, logits
@@ -107,10 +106,9 @@ class MarginSoftmax(Linear):
     """Base class of margin softmax layers; subclasses override ``right`` and, optionally, ``wrong``.
 
     Args:
-        scale (float): factor of the cosines, about 30 to 128.
-        margin (float): margin of the target class.
-        filter_above (float): cosines of wrong classes above this value become 0 in the loss, without gradient. Default
-            1: none.
+        scale: factor of the cosines, about 30 to 128.
+        margin: margin of the target class.
+        filter_above: cosines of wrong classes above this value become 0 in the loss, without gradient. Default 1: none.
     """
 
     indexes_classes = True
@@ -218,12 +216,12 @@ class SubCenterArcSoftmax(MarginSoftmax):
     images, the margin of all classes is ``margin``.
 
     Args:
-        scale (float): factor of the cosines.
-        margin (float): largest margin, in radians.
-        min_margin (float): smallest margin, in radians. Default 0.2.
-        centers (int): centers of each class. Default 2.
-        num_classes (int): number of classes; 0 (default) for evaluation only.
-        filter_above (float): see ``MarginSoftmax``. Default 1.
+        scale: factor of the cosines.
+        margin: largest margin, in radians.
+        min_margin: smallest margin, in radians. Default 0.2.
+        centers: centers of each class. Default 2.
+        num_classes: number of classes; 0 (default) for evaluation only.
+        filter_above: see ``MarginSoftmax``. Default 1.
 
     Raises:
         ConfigError: if ``min_margin`` is larger than ``margin``.
@@ -280,8 +278,7 @@ class SubCenterArcSoftmax(MarginSoftmax):
 
         Args:
             features, weight, targets: see ``Linear.forward``.
-            classes (torch.Tensor | None): (K,) int64, class of each entry of ``weight``, for Partial FC. Default None:
-                all classes in order.
+            classes: (K,) int64, class of each entry of ``weight``, for Partial FC. Default None: all classes in order.
         """
         cosines = self._cosines(features, weight)
         margins = (self.margins if classes is None else self.margins[classes])[targets.clamp_min(0)]

@@ -39,11 +39,11 @@ def squared_euclidean_distance(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor
     distances are small compared with |x|, which is common for features after a ReLU and for untrained models.
 
     Args:
-        x (torch.Tensor): (M, D) float.
-        y (torch.Tensor): (N, D) float.
+        x: (M, D) float.
+        y: (N, D) float.
 
     Returns:
-        torch.Tensor: (M, N) float32 (float64 for float64 input).
+        (M, N) float32 (float64 for float64 input).
     """
     center = y.detach().mean(0)
     x, y = x - center, y - center
@@ -56,13 +56,13 @@ def pairwise_distance(x: torch.Tensor, y: torch.Tensor, metric: str = "euclidean
     """Compute the distances between all rows of ``x`` and all rows of ``y``.
 
     Args:
-        x (torch.Tensor): (M, D) float features.
-        y (torch.Tensor): (N, D) float features.
-        metric (str): ``"euclidean"``, or ``"cosine"`` for 1 - cosine similarity. Default ``"euclidean"``.
+        x: (M, D) float features.
+        y: (N, D) float features.
+        metric: ``"euclidean"``, or ``"cosine"`` for 1 - cosine similarity. Default ``"euclidean"``.
 
     Returns:
-        torch.Tensor: (M, N) float32 (float64 for float64 input). Euclidean distances are at least 1e-6, so that the
-        gradient is finite; cosine distances are in 0..2.
+        (M, N) float32 (float64 for float64 input). Euclidean distances are at least 1e-6, so that the gradient is
+        finite; cosine distances are in 0..2.
 
     Raises:
         ConfigError: if the metric is unknown.
@@ -76,11 +76,11 @@ class DistanceBlocks:
     """Distances of Q queries to G gallery images, computed in blocks of query rows.
 
     Attributes:
-        shape (tuple[int, int]): (Q, G).
-        dtype (torch.dtype): dtype of the distances, float32 or float64.
-        device (torch.device): device of the computation.
-        limit (float | None): upper bound of the distances; None if unknown. The lower bound is 0 up to rounding.
-        memory_budget_mb (float): maximum size of a block in MiB. A single row may exceed it.
+        shape: (Q, G).
+        dtype: dtype of the distances, float32 or float64.
+        device: device of the computation.
+        limit: upper bound of the distances; None if unknown. The lower bound is 0 up to rounding.
+        memory_budget_mb: maximum size of a block in MiB. A single row may exceed it.
     """
 
     shape: tuple[int, int]
@@ -105,11 +105,11 @@ class DistanceBlocks:
         All blocks share one buffer: each block overwrites the previous one. The caller may modify a block in place.
 
         Args:
-            start (int): first query.
-            stop (int | None): end of the range, exclusive; None for all queries.
+            start: first query.
+            stop: end of the range, exclusive; None for all queries.
 
         Yields:
-            tuple[int, torch.Tensor]: index of the first query in the block, and (B, G) distances.
+            Index of the first query in the block, and (B, G) distances.
         """
         stop = self.shape[0] if stop is None else stop
         size = min(self.block_rows, max(stop - start, 1))
@@ -130,10 +130,10 @@ class FeatureDistances(DistanceBlocks):
     contains the squared norms of the gallery features.
 
     Args:
-        query_features (torch.Tensor): (Q, D) float; float16 and bfloat16 are cast to float32.
-        gallery_features (torch.Tensor): (G, D) float, on the same device.
-        metric (str): ``"cosine"`` or ``"euclidean"``.
-        memory_budget_mb (float): see ``DistanceBlocks``. Default 256.
+        query_features: (Q, D) float; float16 and bfloat16 are cast to float32.
+        gallery_features: (G, D) float, on the same device.
+        metric: ``"cosine"`` or ``"euclidean"``.
+        memory_budget_mb: see ``DistanceBlocks``. Default 256.
 
     Raises:
         ConfigError: if the metric is unknown.
@@ -192,14 +192,14 @@ def pair_distances(
     """Compute squared Euclidean distances of given pairs of features, independent of the chunk size.
 
     Args:
-        x (torch.Tensor): (M, D) float32.
-        y (torch.Tensor): (N, D) float32.
-        rows (torch.Tensor): (P,) int64 indices into ``x``.
-        columns (torch.Tensor): (P,) int64 indices into ``y``.
-        dtype (torch.dtype): dtype of the computation. Default float32.
+        x: (M, D) float32.
+        y: (N, D) float32.
+        rows: (P,) int64 indices into ``x``.
+        columns: (P,) int64 indices into ``y``.
+        dtype: dtype of the computation. Default float32.
 
     Returns:
-        torch.Tensor: (P,) squared distances in ``dtype``.
+        (P,) squared distances in ``dtype``.
     """
     # The buffers are reused: allocating memory for each chunk would take as long as the arithmetic.
     size = min(_PAIRS_PER_CHUNK, len(rows))

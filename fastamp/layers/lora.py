@@ -17,9 +17,9 @@ class Adapted(nn.Module):
     """Base class of modules with a low-rank update of a parameter; see ``add_adapter``.
 
     Attributes:
-        adapted_parameter (str): name of the parameter.
-        lora_A, lora_B (nn.Parameter): factors of the update; missing after ``merge_adapters``.
-        lora_scale (float): factor of the update.
+        adapted_parameter: name of the parameter.
+        lora_A, lora_B: factors of the update; missing after ``merge_adapters``.
+        lora_scale: factor of the update.
     """
 
     adapted_parameter: str
@@ -37,10 +37,10 @@ def add_adapter(module: nn.Module, name: str, *, rank: int, alpha: float) -> Non
     to the output, because the attention of Swin and others uses the weight itself; the function is the same.
 
     Args:
-        module (nn.Module): module to change, e.g. ``nn.Linear``.
-        name (str): name of a parameter (out, in) of the module.
-        rank (int): number of rows of A (rank, in) and columns of B (out, rank).
-        alpha (float): scale of the update, which is divided by ``rank``.
+        module: module to change, e.g. ``nn.Linear``.
+        name: name of a parameter (out, in) of the module.
+        rank: number of rows of A (rank, in) and columns of B (out, rank).
+        alpha: scale of the update, which is divided by ``rank``.
     """
     weight = module.get_parameter(name)
     module.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))

@@ -16,8 +16,8 @@ class MixStyle(nn.Module):
     which checkpoints contain.
 
     Args:
-        probability (float): probability of mixing a batch, in 0..1. Default 0.5.
-        alpha (float): parameter of the Beta distribution of the weights. Default 0.1.
+        probability: probability of mixing a batch, in 0..1. Default 0.5.
+        alpha: parameter of the Beta distribution of the weights. Default 0.1.
     """
 
     def __init__(self, probability: float = 0.5, alpha: float = 0.1) -> None:
@@ -43,12 +43,12 @@ def mix_styles(maps: torch.Tensor, others: torch.Tensor, weights: torch.Tensor) 
     """Give each image the mean and standard deviation w * own + (1 - w) * other, per channel.
 
     Args:
-        maps (torch.Tensor): (B, C, H, W) float, with at least two places.
-        others (torch.Tensor): (B,) int64, index of the other image.
-        weights (torch.Tensor): (B,) float in 0..1, w.
+        maps: (B, C, H, W) float, with at least two places.
+        others: (B,) int64, index of the other image.
+        weights: (B,) float in 0..1, w.
 
     Returns:
-        torch.Tensor: (B, C, H, W) float32.
+        (B, C, H, W) float32.
     """
     variance, mean = torch.var_mean(maps.detach(), dim=(2, 3), keepdim=True)
     deviation = (variance + _EPSILON).sqrt()

@@ -45,9 +45,9 @@ def build_norm(name: str, channels: int, *, freeze_bias: bool = False) -> nn.Mod
     """Build a normalization layer with weight 1 and bias 0.
 
     Args:
-        name (str): a name in ``NORM_REGISTRY``.
-        channels (int): number of input channels.
-        freeze_bias (bool): keep the bias at 0, as in BNNeck (Luo et al. 2019, arXiv:1903.07071). Default False.
+        name: a name in ``NORM_REGISTRY``.
+        channels: number of input channels.
+        freeze_bias: keep the bias at 0, as in BNNeck (Luo et al. 2019, arXiv:1903.07071). Default False.
 
     Raises:
         ConfigError: if the name is unknown.
@@ -62,8 +62,8 @@ class IBN(nn.Module):
     """Instance norm for the first half of the channels, ``norm`` for the others (Pan et al. 2018, arXiv:1807.09441).
 
     Args:
-        norm (str): a name in ``NORM_REGISTRY``.
-        channels (int): number of input channels.
+        norm: a name in ``NORM_REGISTRY``.
+        channels: number of input channels.
 
     FastReID's argument order, ``IBN(channels, norm)``, is also accepted.
     """

@@ -39,8 +39,8 @@ class PartialLogits:
     """Logits of the images of all ranks for the sampled classes of this rank.
 
     Attributes:
-        logits (torch.Tensor): (N, S) float32, with margin.
-        positions (torch.Tensor): (N,) int64, column of the class of each image; -1 if another rank holds it.
+        logits: (N, S) float32, with margin.
+        positions: (N,) int64, column of the class of each image; -1 if another rank holds it.
     """
 
     logits: torch.Tensor
@@ -65,14 +65,14 @@ class PartialFC(nn.Module):
     seed, the rank and the number of previous draws, and on no other generator.
 
     Args:
-        num_classes (int): number of classes C on all ranks.
-        sample_rate (float): fraction of the classes in each step, in (0, 1]. Default 1.
-        centers (int): number of weight rows of each class, in consecutive rows. Default 1.
-        seed (int): seed of the sampling. Default 0.
+        num_classes: number of classes C on all ranks.
+        sample_rate: fraction of the classes in each step, in (0, 1]. Default 1.
+        centers: number of weight rows of each class, in consecutive rows. Default 1.
+        seed: seed of the sampling. Default 0.
 
     Attributes:
-        start, count (int): first class of this rank, and number of classes of this rank.
-        draws (int): number of samples drawn so far.
+        start, count: first class of this rank, and number of classes of this rank.
+        draws: number of samples drawn so far.
 
     Raises:
         ConfigError: if ``sample_rate`` is out of range, or if there are fewer classes than ranks.
@@ -104,12 +104,12 @@ class PartialFC(nn.Module):
         ``forward``, do not support the sparse gradient of the weight.
 
         Args:
-            features (torch.Tensor): (B, D) float32, images of this rank; B may differ between ranks.
-            weight (torch.Tensor): (count * centers, D) float32, rows of this rank. If classes are sampled, its gradient
-                is sparse and has only the rows of the sampled classes.
-            targets (torch.Tensor): (B,) int64 class labels in 0..num_classes-1; not modified. Labels are checked by
-                the model (``ImageModel.set_label_range``).
-            layer (nn.Module): classification layer, e.g. ``ArcSoftmax``.
+            features: (B, D) float32, images of this rank; B may differ between ranks.
+            weight: (count * centers, D) float32, rows of this rank. If classes are sampled, its gradient is sparse and
+                has only the rows of the sampled classes.
+            targets: (B,) int64 class labels in 0..num_classes-1; not modified. Labels are checked by the model
+                (``ImageModel.set_label_range``).
+            layer: classification layer, e.g. ``ArcSoftmax``.
         """
         features, targets = comm.all_gather_parts(features), comm.all_gather_parts(targets)
         local = targets - self.start
@@ -134,10 +134,10 @@ class PartialFC(nn.Module):
         """Draw the classes of this rank for one step.
 
         Args:
-            positive (torch.Tensor): (P,) int64, classes of the images, 0..count-1, without duplicates.
+            positive: (P,) int64, classes of the images, 0..count-1, without duplicates.
 
         Returns:
-            torch.Tensor: (S,) int64 classes of this rank, 0..count-1, in ascending order.
+            (S,) int64 classes of this rank, 0..count-1, in ascending order.
         """
         size = max(int(self.sample_rate * self.count), 1)
         self.draws += 1

@@ -65,8 +65,8 @@ class GeneralizedMeanPooling(nn.Module):
     that no exponent overflows or underflows.
 
     Args:
-        p (float): exponent; 1 is average pooling, infinity max pooling. Default 3.0.
-        eps (float): lower bound of the activations. Default 1e-6.
+        p: exponent; 1 is average pooling, infinity max pooling. Default 3.0.
+        eps: lower bound of the activations. Default 1e-6.
     """
 
     def __init__(self, p: float = 3.0, eps: float = 1e-6) -> None:
@@ -119,8 +119,8 @@ def pooled_width(pool_layer: str, channels: int) -> int:
     """Return the number of values into which a pooling layer pools a feature map.
 
     Args:
-        pool_layer (str): name in ``POOL_LAYER_REGISTRY``. A layer with several values for each channel has an attribute
+        pool_layer: name in ``POOL_LAYER_REGISTRY``. A layer with several values for each channel has an attribute
             ``width_factor``.
-        channels (int): channels of the feature map; for ``Flatten`` channels x height x width.
+        channels: channels of the feature map; for ``Flatten`` channels x height x width.
     """
     return channels * getattr(POOL_LAYER_REGISTRY.get(pool_layer), "width_factor", 1)

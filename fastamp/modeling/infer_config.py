@@ -36,13 +36,12 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     type and scale of the classifier, or the normalization of images. The result does not contain these keys.
 
     Args:
-        state (dict[str, torch.Tensor]): parameter name -> tensor, from fastamp, FastReID, torchreid or TransReID.
-        source (str): origin of ``state``, for error messages.
-        defaults (CfgNode | None): config that supplies all other keys, including keys defined by projects. Default:
-            ``get_cfg()``.
+        state: parameter name -> tensor, from fastamp, FastReID, torchreid or TransReID.
+        source: origin of ``state``, for error messages.
+        defaults: config that supplies all other keys, including keys defined by projects. Default: ``get_cfg()``.
 
     Returns:
-        dict[str, str]: config key -> value, as text.
+        Config key -> value, as text.
 
     Raises:
         WeightsError: if no registered backbone matches.
@@ -102,12 +101,12 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
     """Find the prefixes under which a weights file contains a backbone, sorted by the number of matching tensors.
 
     Args:
-        tensors (dict[str, torch.Tensor]): path -> tensor, for all tensors of the file; see ``tensors_by_path``.
-        defaults (CfgNode | None): see ``infer_config``.
+        tensors: path -> tensor, for all tensors of the file; see ``tensors_by_path``.
+        defaults: see ``infer_config``.
 
     Returns:
-        dict[str, str]: prefix (empty, or with a trailing dot) -> name of the backbone, e.g. ``resnet``. The prefix of
-        CLIP's vision transformer, which is not a supported backbone, maps to ``CLIP's image encoder``.
+        Prefix (empty, or with a trailing dot) -> name of the backbone, e.g. ``resnet``. The prefix of CLIP's vision
+        transformer, which is not a supported backbone, maps to ``CLIP's image encoder``.
     """
     defaults = get_cfg() if defaults is None else defaults
     votes: dict[str, tuple[int, str]] = {}

@@ -27,10 +27,10 @@ class LoadedModel:
     """Trained model with its precision policy and config.
 
     Attributes:
-        model (nn.Module): model in evaluation mode, with averaged weights if the config selects them for evaluation.
-        policy (PrecisionPolicy): precision policy for evaluation; run the model inside ``policy.autocast()``.
-        cfg (CfgNode): config of the model, frozen.
-        extra (dict[str, Any]): entries of the checkpoint other than the weights.
+        model: model in evaluation mode, with averaged weights if the config selects them for evaluation.
+        policy: precision policy for evaluation; run the model inside ``policy.autocast()``.
+        cfg: config of the model, frozen.
+        extra: entries of the checkpoint other than the weights.
     """
 
     model: nn.Module
@@ -49,18 +49,17 @@ def load_model(
     """Load a trained model in evaluation mode, with the precision policy for evaluation. LoRA adapters are merged.
 
     Args:
-        source (CfgNode | str | os.PathLike[str]): checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains
-            the config; run folder or packaged model, see ``checkpoint_of``; or a config with ``MODEL.WEIGHTS``.
-        device (str | torch.device | None): ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
-            Default None: ``auto`` for a checkpoint, ``MODEL.DEVICE`` for a config.
-        opts (Sequence[str]): alternating keys and values that override the config, e.g.
-            ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
-        plugin (str): Python file that registers the custom components of a checkpoint, see ``read_config``; it is
-            executed. Ignored for a config. Default "".
+        source: checkpoint of a run, e.g. ``logs/x/model_best.pth``, which contains the config; run folder or packaged
+            model, see ``checkpoint_of``; or a config with ``MODEL.WEIGHTS``.
+        device: ``auto`` (CUDA, else MPS, else CPU), ``cpu``, ``cuda``, ``cuda:N``, ``mps``. Default None: ``auto`` for
+            a checkpoint, ``MODEL.DEVICE`` for a config.
+        opts: alternating keys and values that override the config, e.g. ``["SOLVER.AMP.EVAL_DTYPE", "float32"]``.
+        plugin: Python file that registers the custom components of a checkpoint, see ``read_config``; it is executed.
+            Ignored for a config. Default "".
 
     Returns:
-        LoadedModel: the model. For a checkpoint, the precision is the training precision, or is set by ``opts`` if they
-        contain ``SOLVER.AMP`` keys. For a config, the config sets the precision.
+        The model. For a checkpoint, the precision is the training precision, or is set by ``opts`` if they contain
+        ``SOLVER.AMP`` keys. For a config, the config sets the precision.
 
     Raises:
         TypeError: if ``source`` is neither a path nor a config.

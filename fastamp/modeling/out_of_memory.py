@@ -33,7 +33,7 @@ def explain_out_of_memory(cfg: Any) -> Iterator[None]:
     Tensors that are not created by PyTorch's factory functions are detected only if their allocation fails.
 
     Args:
-        cfg (CfgNode): the config; the message names keys below ``MODEL``.
+        cfg: the config; the message names keys below ``MODEL``.
 
     Raises:
         ConfigError: if the model does not fit into memory. The message states the required and available memory, and

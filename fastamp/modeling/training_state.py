@@ -10,8 +10,8 @@ def set_class_counts(model: nn.Module, data_loader: Any) -> None:
     """Set the number of training images of each class, and the columns of the training set, in the modules of a model.
 
     Args:
-        model (nn.Module): model whose modules may have a method ``set_class_counts(counts)``, for the margins of
-            classification layers, or ``set_training_columns(labels, columns)``.
+        model: model whose modules may have a method ``set_class_counts(counts)``, for the margins of classification
+            layers, or ``set_training_columns(labels, columns)``.
         data_loader: training loader; nothing is set if its dataset has no ``labels`` in 0..num_classes-1.
     """
     labels = getattr(data_loader.dataset, "labels", None)
@@ -30,8 +30,8 @@ def set_epoch(model: nn.Module, epoch: int) -> None:
     """Set the current epoch in the modules of a model.
 
     Args:
-        model (nn.Module): model whose modules may have a method ``set_epoch(epoch)``, for losses that start later.
-        epoch (int): current epoch, from 0.
+        model: model whose modules may have a method ``set_epoch(epoch)``, for losses that start later.
+        epoch: current epoch, from 0.
     """
     for module in model.modules():
         if hasattr(module, "set_epoch"):

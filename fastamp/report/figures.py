@@ -55,9 +55,9 @@ def write_figure(figure: "Figure", path: Path, *, dpi: int = _DPI) -> None:
     fonts, and SVG files contain text as paths.
 
     Args:
-        figure (Figure): figure to write.
-        path (Path): file to write; its suffix is the format: .png, .pdf, .svg or another format of matplotlib.
-        dpi (int): pixels per inch of a PNG file, and of the images in a PDF or SVG file. Default 120.
+        figure: figure to write.
+        path: file to write; its suffix is the format: .png, .pdf, .svg or another format of matplotlib.
+        dpi: pixels per inch of a PNG file, and of the images in a PDF or SVG file. Default 120.
 
     Raises:
         ConfigError: if the file cannot be written.
@@ -143,12 +143,12 @@ def rank_list_figure(
     Below each image are the score, the identity, the camera and the file name.
 
     Args:
-        lists (Sequence[RankList]): at least one rank list.
-        queries, gallery (Sequence[ImageItem]): images that the indices in ``lists`` refer to.
-        protocol (Protocol): evaluation protocol, which defines the scores.
-        title (str): title of the figure.
-        names (EvaluatedSet, optional): test set that names identities and cameras. Default: their numbers.
-        dpi (int): resolution of the images. Default 120.
+        lists: at least one rank list.
+        queries, gallery: images that the indices in ``lists`` refer to.
+        protocol: evaluation protocol, which defines the scores.
+        title: title of the figure.
+        names: test set that names identities and cameras. Default: their numbers.
+        dpi: resolution of the images. Default 120.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -223,8 +223,8 @@ def similarity_figure(
     """Draw pairs of images as rows, each image next to its similarity map.
 
     Args:
-        pairs (Sequence[tuple]): two images and their similarity map.
-        names (EvaluatedSet, optional): test set that names identities and cameras. Default: their numbers.
+        pairs: two images and their similarity map.
+        names: test set that names identities and cameras. Default: their numbers.
 
     Raises:
         ConfigError: if matplotlib is not installed.

@@ -13,7 +13,7 @@ class History:
     """Metrics of a run over its iterations.
 
     Attributes:
-        series (dict): metric -> (iteration, value) pairs by increasing iteration; non-finite values are NaN.
+        series: metric -> (iteration, value) pairs by increasing iteration; non-finite values are NaN.
     """
 
     series: dict[str, list[tuple[int, float]]] = field(default_factory=dict)

@@ -28,12 +28,12 @@ def write_report(run: Run, folder: Path, *, name: str = "report.html") -> Path:
     """Write the report of a run.
 
     Args:
-        run (Run): data to show in the report.
-        folder (Path): output folder, created if necessary.
-        name (str): file name. Default: ``report.html``.
+        run: data to show in the report.
+        folder: output folder, created if necessary.
+        name: file name. Default: ``report.html``.
 
     Returns:
-        Path: path of the file.
+        Path of the file.
 
     Raises:
         ConfigError: if the file cannot be written.

@@ -15,11 +15,11 @@ class Line:
     """Line in a chart.
 
     Attributes:
-        name (str): label in the legend.
-        x, y (np.ndarray): (N,) float64; non-finite points are gaps.
-        steps (bool): if True, draw a step function that is constant until the next point.
-        filled (bool): if True, fill the area below the line.
-        dots (bool): if True, mark the points.
+        name: label in the legend.
+        x, y: (N,) float64; non-finite points are gaps.
+        steps: if True, draw a step function that is constant until the next point.
+        filled: if True, fill the area below the line.
+        dots: if True, mark the points.
     """
 
     name: str
@@ -35,12 +35,12 @@ class Panel:
     """Data of a chart.
 
     Attributes:
-        title (str): title.
-        x_label, y_label (str): axis labels.
-        lines (Sequence[Line]): at least one line.
-        x_log, y_log (bool): if True, use a logarithmic axis and omit points that are not above 0.
-        x_range, y_range (tuple[float, float] | None): range of the axis; None for the range of the data.
-        note (str): sentence below the chart.
+        title: title.
+        x_label, y_label: axis labels.
+        lines: at least one line.
+        x_log, y_log: if True, use a logarithmic axis and omit points that are not above 0.
+        x_range, y_range: range of the axis; None for the range of the data.
+        note: sentence below the chart.
     """
 
     title: str
@@ -97,9 +97,9 @@ def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list
     A logarithmic axis has ticks at powers of ten if its range contains at least two.
 
     Args:
-        low, high (float): range of the axis; positive for a logarithmic axis.
-        log (bool): if True, the axis is logarithmic. Default: False.
-        count (int): desired number of ticks. Default: 5.
+        low, high: range of the axis; positive for a logarithmic axis.
+        log: if True, the axis is logarithmic. Default: False.
+        count: desired number of ticks. Default: 5.
     """
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)

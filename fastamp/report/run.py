@@ -28,13 +28,13 @@ class EvaluatedSet:
     """Test set with its evaluation result.
 
     Attributes:
-        name (str): name in DATASETS.TESTS.
-        metrics (dict[str, Any]): metrics returned by the evaluator.
-        result (EvaluationResult | None): result with details; None for custom evaluators that do not provide one.
-        query, gallery (Sequence[ImageItem]): images; empty if unknown.
-        source (ImageDataset | None): dataset that names identities and cameras; None to show their numbers.
-        calibration_check (CalibrationCheck | None): error rates of the decisions of a calibrated model.
-        sections (Sequence[ReportSection]): further sections of the evaluator.
+        name: name in DATASETS.TESTS.
+        metrics: metrics returned by the evaluator.
+        result: result with details; None for custom evaluators that do not provide one.
+        query, gallery: images; empty if unknown.
+        source: dataset that names identities and cameras; None to show their numbers.
+        calibration_check: error rates of the decisions of a calibrated model.
+        sections: further sections of the evaluator.
     """
 
     name: str
@@ -91,16 +91,16 @@ class Run:
     """Training run, or evaluation of given weights.
 
     Attributes:
-        cfg (CfgNode): config.
-        weights (str): description of the evaluated weights.
-        protocol (str): one-line description of the protocol.
-        policy (PrecisionPolicy): precision policy of training, or of the evaluation if there was no training.
-        device (torch.device): device of the model.
-        sets (Sequence[EvaluatedSet]): evaluated test sets.
-        train (Sequence[ImageItem]): training images; empty if there was no training.
-        history (History | None): training metrics; None if there are none.
-        train_source (ImageDataset | None): dataset of the training images; None if there are several or none.
-        clusters (ClusterSheets | None): clusters of the training images; None for a training with labels.
+        cfg: config.
+        weights: description of the evaluated weights.
+        protocol: one-line description of the protocol.
+        policy: precision policy of training, or of the evaluation if there was no training.
+        device: device of the model.
+        sets: evaluated test sets.
+        train: training images; empty if there was no training.
+        history: training metrics; None if there are none.
+        train_source: dataset of the training images; None if there are several or none.
+        clusters: clusters of the training images; None for a training with labels.
     """
 
     cfg: CfgNode
@@ -121,12 +121,12 @@ def evaluated_set(
     """Collect the results and images of a test set, if its evaluator and loader provide them.
 
     Args:
-        name (str): name in DATASETS.TESTS.
-        metrics (dict[str, Any]): metrics returned by the evaluator.
-        evaluator (DatasetEvaluator): evaluator whose ``result`` is used if it is an ``EvaluationResult``.
-        loader (Any): see ``items_of``.
-        num_query (int): number of query images, which come first in the loader. For tracklets, the set contains the
-            first frame of each.
+        name: name in DATASETS.TESTS.
+        metrics: metrics returned by the evaluator.
+        evaluator: evaluator whose ``result`` is used if it is an ``EvaluationResult``.
+        loader: see ``items_of``.
+        num_query: number of query images, which come first in the loader. For tracklets, the set contains the first
+            frame of each.
     """
     items = items_of(loader)
     first_frames = getattr(evaluator, "first_frames", None)

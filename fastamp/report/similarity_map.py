@@ -18,9 +18,9 @@ class SimilarityMap:
     """Similarity maps of a pair of images.
 
     Attributes:
-        similarity (float): cosine similarity of the embeddings in float32, without flip test.
-        images (tuple[np.ndarray, np.ndarray]): model inputs, (H, W, 3) or (H, W) uint8.
-        maps (tuple[np.ndarray, np.ndarray]): contribution of each position, (h, w) float32 in 0..1.
+        similarity: cosine similarity of the embeddings in float32, without flip test.
+        images: model inputs, (H, W, 3) or (H, W) uint8.
+        maps: contribution of each position, (h, w) float32 in 0..1.
     """
 
     similarity: float
@@ -39,12 +39,11 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
     is used after that block.
 
     Args:
-        model (nn.Module): model with a ``backbone``, in evaluation mode.
-        batch (dict[str, Any]): model input with two images: ``images`` (2, C, H, W) in 0..255, and other entries that
-            the model needs.
+        model: model with a ``backbone``, in evaluation mode.
+        batch: model input with two images: ``images`` (2, C, H, W) in 0..255, and other entries that the model needs.
 
     Returns:
-        SimilarityMap: similarity, images and maps.
+        Similarity, images and maps.
 
     Raises:
         ConfigError: if the model has no spatial feature map.

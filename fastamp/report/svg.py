@@ -31,10 +31,10 @@ class Shape:
     """Contiguous part of a line.
 
     Attributes:
-        color (int): index of the color.
-        path (str): SVG path of the line.
-        area (str): SVG path of the filled area below the line; empty if the area is not filled.
-        dots (list[tuple[str, str, str]]): x, y and description of each marked point.
+        color: index of the color.
+        path: SVG path of the line.
+        area: SVG path of the filled area below the line; empty if the area is not filled.
+        dots: x, y and description of each marked point.
     """
 
     color: int
@@ -48,11 +48,11 @@ class Drawing:
     """Panel with the positions of its elements.
 
     Attributes:
-        panel (Panel): chart data.
-        x_ticks (Sequence): position and label of each tick.
-        y_ticks (Sequence): position of the tick, position of the label, and label.
-        shapes (Sequence[Shape]): contiguous parts of all lines.
-        words (str): description of the lines for screen readers.
+        panel: chart data.
+        x_ticks: position and label of each tick.
+        y_ticks: position of the tick, position of the label, and label.
+        shapes: contiguous parts of all lines.
+        words: description of the lines for screen readers.
     """
 
     panel: Panel

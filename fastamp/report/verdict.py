@@ -22,9 +22,9 @@ class PreviousRun:
     """Earlier run with results on the same test set.
 
     Attributes:
-        folder (Path): its OUTPUT_DIR.
-        date (str): day of its last evaluation.
-        mean_ap (float): mAP of its last evaluation, in percent.
+        folder: its OUTPUT_DIR.
+        date: day of its last evaluation.
+        mean_ap: mAP of its last evaluation, in percent.
     """
 
     folder: Path
@@ -37,9 +37,9 @@ class Verdict:
     """Result on one test set.
 
     Attributes:
-        kind (str): ``"good"``: above all baselines; ``"bad"``: not above; ``"open"``: not compared with baselines.
-        headline (str): short statement.
-        sentences (list[str]): result, comparison with the baselines, comparison with the previous run.
+        kind: ``"good"``: above all baselines; ``"bad"``: not above; ``"open"``: not compared with baselines.
+        headline: short statement.
+        sentences: result, comparison with the baselines, comparison with the previous run.
     """
 
     kind: str

@@ -15,11 +15,11 @@ def rank_list_image(each: EvaluatedSet, kind: str = "worst") -> Image.Image | No
     """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
 
     Args:
-        each (EvaluatedSet): test set with its result.
-        kind (str): kind of rank lists in the result. Default ``"worst"``: queries with the lowest average precision.
+        each: test set with its result.
+        kind: kind of rank lists in the result. Default ``"worst"``: queries with the lowest average precision.
 
     Returns:
-        Image | None: RGB image; None if the result contains no such rank lists.
+        RGB image; None if the result contains no such rank lists.
     """
     examples = each.result.examples if each.result is not None else None
     lists = examples.lists.get(kind, []) if examples is not None else []

@@ -48,12 +48,12 @@ def parameter_groups(cfg: Any, model: nn.Module) -> list[dict[str, Any]]:
     derives from the batch size. Parameters of modules with a ``build_optimizer`` method are excluded.
 
     Args:
-        cfg (CfgNode): config; reads ``SOLVER``.
-        model (nn.Module): model to optimize.
+        cfg: config; reads ``SOLVER``.
+        model: model to optimize.
 
     Returns:
-        list[dict]: groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``. The schedule computes
-        ``lr`` from ``base_lr``.
+        Groups with ``role``, ``params``, ``weight_decay``, ``lr`` and ``base_lr``. The schedule computes ``lr`` from
+        ``base_lr``.
 
     Raises:
         ConfigError: if a glob of ``LR_FACTORS`` matches no parameter, or its factor is not a finite number >= 0; or if
@@ -108,7 +108,7 @@ def _layers_after(cfg: Any, model: nn.Module) -> dict[int, int]:
     block, one the last block, and none the final norm. The blocks that JPMHead copies to the heads are not counted.
 
     Returns:
-        dict[int, int]: ``id(parameter)`` -> number of layers; parameters outside the backbone are missing.
+        ``id(parameter)`` -> number of layers; parameters outside the backbone are missing.
 
     Raises:
         ConfigError: if no module of the model defines its layers.
@@ -201,11 +201,11 @@ def build_optimizer(cfg: Any, model: nn.Module) -> torch.optim.Optimizer:
     implementation.
 
     Args:
-        cfg (CfgNode): config; reads ``SOLVER``.
-        model (nn.Module): model to optimize.
+        cfg: config; reads ``SOLVER``.
+        model: model to optimize.
 
     Returns:
-        torch.optim.Optimizer: an optimizer of ``torch.optim``, or timm's LAMB.
+        An optimizer of ``torch.optim``, or timm's LAMB.
 
     Raises:
         ConfigError: if the optimizer is unknown or rejects an argument, or if the model has no trainable parameters.
@@ -281,7 +281,7 @@ def build_own_optimizers(model: nn.Module) -> dict[str, torch.optim.Optimizer]:
     with ``scheduled=False`` is constant.
 
     Returns:
-        dict[str, torch.optim.Optimizer]: ``"<module name>.optimizer"`` -> optimizer of this module.
+        ``"<module name>.optimizer"`` -> optimizer of this module.
     """
     return {f"{name}.optimizer": module.build_optimizer() for name, module in _with_own_optimizer(model)}
 

@@ -35,19 +35,18 @@ def clip_gradients(
     """Clip ``gradients`` in place, and return the clip coefficient.
 
     Args:
-        gradients (list[torch.Tensor]): unscaled gradients of any shape.
-        total_norm (torch.Tensor): L2 norm of all gradients before clipping, shape (); used only to compute the returned
-            coefficient.
-        clip_type (str): ``"value"`` clamps each element, ``"norm"`` clips the norm of each parameter's gradient,
+        gradients: unscaled gradients of any shape.
+        total_norm: L2 norm of all gradients before clipping, shape (); used only to compute the returned coefficient.
+        clip_type: ``"value"`` clamps each element, ``"norm"`` clips the norm of each parameter's gradient,
             ``"global_norm"`` clips the norm of all gradients together.
-        clip_value (float): maximum absolute value or maximum norm.
-        norm_type (float): order p of the clipped norm. Default 2.0.
-        sharded (Sequence[int]): indices of the gradients whose rows are divided among the ranks; their norms are those
-            of the rows of all ranks. Default: none.
+        clip_value: maximum absolute value or maximum norm.
+        norm_type: order p of the clipped norm. Default 2.0.
+        sharded: indices of the gradients whose rows are divided among the ranks; their norms are those of the rows of
+            all ranks. Default: none.
 
     Returns:
-        torch.Tensor: clip coefficient, shape (), in 0..1: L2 norm of all gradients after clipping, divided by
-            ``total_norm``. It is 1 if ``total_norm`` is 0.
+        Clip coefficient, shape (), in 0..1: L2 norm of all gradients after clipping, divided by ``total_norm``. It is 1
+            if ``total_norm`` is 0.
     """
     if clip_type == "value":
         torch._foreach_clamp_min_(gradients, -clip_value)

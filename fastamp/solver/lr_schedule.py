@@ -19,9 +19,9 @@ class LearningRateSchedule(Protocol):
         """Compute the learning rate of the next step.
 
         Args:
-            base_lr (float): base learning rate of the parameter group.
-            epoch (int): current epoch, from 0.
-            steps_taken (int): optimizer steps taken so far; skipped steps are not counted.
+            base_lr: base learning rate of the parameter group.
+            epoch: current epoch, from 0.
+            steps_taken: optimizer steps taken so far; skipped steps are not counted.
         """
 
 
@@ -40,10 +40,10 @@ def warmup_factor(method: str, steps_taken: int, *, length: int, start: float) -
     """Compute the learning-rate factor of the warm-up. The factor is 1.0 after the warm-up.
 
     Args:
-        method (str): ``"linear"``, ``"constant"`` or ``"exp"``.
-        steps_taken (int): optimizer steps taken so far.
-        length (int): length of the warm-up in steps, ``SOLVER.WARMUP_ITERS``.
-        start (float): factor at the first step, ``SOLVER.WARMUP_FACTOR``.
+        method: ``"linear"``, ``"constant"`` or ``"exp"``.
+        steps_taken: optimizer steps taken so far.
+        length: length of the warm-up in steps, ``SOLVER.WARMUP_ITERS``.
+        start: factor at the first step, ``SOLVER.WARMUP_FACTOR``.
     """
     if steps_taken >= length:
         return 1.0
@@ -65,13 +65,13 @@ class EpochSchedule:
     epochs.
 
     Attributes:
-        decay (Callable): ``decay(base_lr, epochs) -> lr``; ``epochs`` is the number of epochs that the decay counts,
-            fractional if ``update`` is ``"iteration"``.
-        iters_per_epoch (int): iterations per epoch.
-        warmup_method (str), warmup_iters (int), warmup_start (float): see ``warmup_factor``.
-        delay_epochs (int): number of epochs before the decay starts (``after_warmup`` only).
-        after_warmup (bool): count epochs from the end of the warm-up.
-        update (str): ``"mixed"``, ``"iteration"`` or ``"epoch"``, see ``SOLVER.LR_UPDATE``.
+        decay: ``decay(base_lr, epochs) -> lr``; ``epochs`` is the number of epochs that the decay counts, fractional if
+            ``update`` is ``"iteration"``.
+        iters_per_epoch: iterations per epoch.
+        warmup_method, warmup_iters, warmup_start: see ``warmup_factor``.
+        delay_epochs: number of epochs before the decay starts (``after_warmup`` only).
+        after_warmup: count epochs from the end of the warm-up.
+        update: ``"mixed"``, ``"iteration"`` or ``"epoch"``, see ``SOLVER.LR_UPDATE``.
     """
 
     decay: Callable[[float, float], float]
@@ -172,13 +172,13 @@ class RampedExponentialSchedule:
     """Linear ramp by epochs, then exponential decay by epochs towards a lowest rate, as in MiewID.
 
     Attributes:
-        ramp_epochs (int): epochs until the base rate is reached.
-        start (float): rate of the first epoch divided by the base rate.
-        gamma (float): factor by which the distance to the lowest rate decreases per epoch.
-        lowest (float): lowest rate.
-        stride (int): epochs of the schedule per epoch of the training. MiewID's program has 2 instead of 1: its rate
-            peaks in half of the ramp, below the base rate, and then decays with the square of ``gamma``.
-        iters_per_epoch (int): iterations per epoch. Default 1.
+        ramp_epochs: epochs until the base rate is reached.
+        start: rate of the first epoch divided by the base rate.
+        gamma: factor by which the distance to the lowest rate decreases per epoch.
+        lowest: lowest rate.
+        stride: epochs of the schedule per epoch of the training. MiewID's program has 2 instead of 1: its rate peaks in
+            half of the ramp, below the base rate, and then decays with the square of ``gamma``.
+        iters_per_epoch: iterations per epoch. Default 1.
     """
 
     ramp_epochs: int
@@ -224,11 +224,11 @@ class EpochCosineSchedule:
     counted from 1 in both formulas: the peak is not reached, and the last epoch has the lowest rate.
 
     Attributes:
-        warmup_epochs (int): number W of epochs of the warm-up; epochs before W are in it.
-        total_epochs (int): number of epochs of the cosine, including the warm-up.
-        first (float): rate from which the warm-up rises.
-        lowest (float): rate of the last epoch.
-        iters_per_epoch (int): iterations per epoch. Default 1.
+        warmup_epochs: number W of epochs of the warm-up; epochs before W are in it.
+        total_epochs: number of epochs of the cosine, including the warm-up.
+        first: rate from which the warm-up rises.
+        lowest: rate of the last epoch.
+        iters_per_epoch: iterations per epoch. Default 1.
     """
 
     warmup_epochs: int
@@ -274,10 +274,10 @@ class OneCycleSchedule:
     The learning rates equal those of ``torch.optim.lr_scheduler.OneCycleLR``; momentum is constant.
 
     Attributes:
-        total_steps (int): number of training steps.
-        rise (float): fraction of the steps in which the rate increases, in 0..1.
-        start (float): rate at the first step divided by the base rate.
-        end (float): rate at the last step divided by the base rate.
+        total_steps: number of training steps.
+        rise: fraction of the steps in which the rate increases, in 0..1.
+        start: rate at the first step divided by the base rate.
+        end: rate at the last step divided by the base rate.
     """
 
     total_steps: int
@@ -312,9 +312,9 @@ class ConstantTailSchedule:
     """Schedule that becomes constant at a given epoch, for stochastic weight averaging.
 
     Attributes:
-        before (LearningRateSchedule): schedule before ``first_epoch``.
-        first_epoch (int): first epoch with the constant rate, from 0.
-        factor (float): constant rate divided by the base rate.
+        before: schedule before ``first_epoch``.
+        first_epoch: first epoch with the constant rate, from 0.
+        factor: constant rate divided by the base rate.
     """
 
     before: LearningRateSchedule
@@ -350,8 +350,8 @@ def build_lr_schedule(cfg: Any, iters_per_epoch: int) -> LearningRateSchedule:
     """Build the learning-rate schedule ``SOLVER.SCHED``.
 
     Args:
-        cfg (CfgNode): config; reads ``SOLVER``.
-        iters_per_epoch (int): iterations (optimizer steps) per epoch.
+        cfg: config; reads ``SOLVER``.
+        iters_per_epoch: iterations (optimizer steps) per epoch.
 
     Raises:
         ConfigError: if the schedule is unknown.

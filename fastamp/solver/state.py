@@ -27,9 +27,9 @@ class OptimizerState:
     rates and weight decays, so config changes made before a resume would be silently ignored.
 
     Args:
-        optimizer (torch.optim.Optimizer): optimizer to save and restore.
-        model (nn.Module | None): model that provides the parameter names. If None, or if the model lacks a parameter of
-            the optimizer, parameters are matched by order.
+        optimizer: optimizer to save and restore.
+        model: model that provides the parameter names. If None, or if the model lacks a parameter of the optimizer,
+            parameters are matched by order.
     """
 
     def __init__(self, optimizer: Optimizer, model: nn.Module | None = None) -> None:

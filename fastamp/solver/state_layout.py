@@ -40,14 +40,14 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
     """Create a template of one parameter's optimizer state after an optimizer step.
 
     Args:
-        optimizer (torch.optim.Optimizer): optimizer of any class. If the class is not from torch.optim or overrides
-            ``step``, a copy of the optimizer takes a trial step on a copy of the parameter.
-        group (Mapping[str, Any]): options of the parameter group.
-        parameter (torch.Tensor): a parameter of the group.
+        optimizer: optimizer of any class. If the class is not from torch.optim or overrides ``step``, a copy of the
+            optimizer takes a trial step on a copy of the parameter.
+        group: options of the parameter group.
+        parameter: a parameter of the group.
 
     Returns:
-        dict[str, Any]: expected state. Its tensors are on the meta device for optimizers of torch.optim. The dict is
-            empty if the trial step fails.
+        Expected state. Its tensors are on the meta device for optimizers of torch.optim. The dict is empty if the trial
+            step fails.
     """
     name = _layout_of(type(optimizer))
     if name is None:
@@ -101,8 +101,8 @@ def check_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: torch
 
     Args:
         optimizer, group, parameter: see ``expected_state``.
-        saved (Any): state read from a checkpoint.
-        name (str): name of the entry, for the error message.
+        saved: state read from a checkpoint.
+        name: name of the entry, for the error message.
 
     Raises:
         ValueError: if an entry is missing, or has another shape or dtype than after an optimizer step.

@@ -22,8 +22,8 @@ class WeightAverage:
     initial weights.
 
     Args:
-        model (nn.Module): model to average. Its current values initialize the average.
-        kind (str): name of the average in checkpoints, e.g. ``"ema"``.
+        model: model to average. Its current values initialize the average.
+        kind: name of the average in checkpoints, e.g. ``"ema"``.
     """
 
     def __init__(self, model: nn.Module, kind: str) -> None:

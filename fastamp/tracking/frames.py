@@ -36,9 +36,9 @@ class Frames:
         bit_depth: see ``read_image``; that of the model, if one is used. Default: None.
 
     Attributes:
-        path (Path): folder or file.
-        rate (Fraction): frames per second; 25 for folders.
-        count (int): number of frames, or 0 if a video does not state it.
+        path: folder or file.
+        rate: frames per second; 25 for folders.
+        count: number of frames, or 0 if a video does not state it.
 
     Raises:
         DataError: if the source is missing, has no frames, or has frames without a number or with equal numbers.
@@ -179,10 +179,10 @@ def write_video(path: Path, frames: Iterable[tuple[int, Frame]], tracks: Boxes, 
     """Write an MP4 video with the boxes and numbers of the tracks.
 
     Args:
-        path (Path): MP4 file.
+        path: MP4 file.
         frames: number and (H, W, 3) uint8 RGB of each frame; all have the size of the first.
-        tracks (Boxes): boxes with the numbers of the tracks as ids.
-        rate (Fraction): frames per second.
+        tracks: boxes with the numbers of the tracks as ids.
+        rate: frames per second.
 
     Raises:
         ConfigError: if PyAV is not installed.

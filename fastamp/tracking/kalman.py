@@ -28,7 +28,7 @@ class BoxFilter:
     """Kalman filter of one box.
 
     Args:
-        box (np.ndarray): (4,) left, top, width and height in pixels of the first detection.
+        box: (4,) left, top, width and height in pixels of the first detection.
     """
 
     def __init__(self, box: Array) -> None:

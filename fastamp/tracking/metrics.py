@@ -20,13 +20,12 @@ class TrackingMetrics:
     """Result of ``tracking_metrics``.
 
     Attributes:
-        switches (int): matches of an identity with another track than at its previous match.
-        misses (int): ground-truth boxes without a match.
-        false_positives (int): tracked boxes without a match.
-        boxes (int): ground-truth boxes.
-        mota (float): 100 (1 - (misses + false positives + switches) / boxes), in percent, at most 100; NaN without
-            boxes.
-        idf1 (float): F1 of the boxes with the correct identity, in percent, 0..100; NaN without boxes.
+        switches: matches of an identity with another track than at its previous match.
+        misses: ground-truth boxes without a match.
+        false_positives: tracked boxes without a match.
+        boxes: ground-truth boxes.
+        mota: 100 (1 - (misses + false positives + switches) / boxes), in percent, at most 100; NaN without boxes.
+        idf1: F1 of the boxes with the correct identity, in percent, 0..100; NaN without boxes.
     """
 
     switches: int
@@ -49,8 +48,8 @@ def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
     track on it is a false positive.
 
     Args:
-        truth (Boxes): ground truth.
-        found (Boxes): tracks.
+        truth: ground truth.
+        found: tracks.
 
     Raises:
         DataError: see ``check_ids``.

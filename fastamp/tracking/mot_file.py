@@ -42,12 +42,12 @@ class Boxes:
     """Boxes of a MOT file, sorted by frame.
 
     Attributes:
-        path (Path): file.
-        lines (np.ndarray): (N,) int64, number of the line in the file, from 1.
-        frames (np.ndarray): (N,) int64, from 1.
-        ids (np.ndarray): (N,) int64; -1 in files of detections.
-        boxes (np.ndarray): (N, 4) float64, left, top, width and height in pixels.
-        confidences (np.ndarray): (N,) float64; 1 if the file has no such column. In ground truth, 0 means: not counted.
+        path: file.
+        lines: (N,) int64, number of the line in the file, from 1.
+        frames: (N,) int64, from 1.
+        ids: (N,) int64; -1 in files of detections.
+        boxes: (N, 4) float64, left, top, width and height in pixels.
+        confidences: (N,) float64; 1 if the file has no such column. In ground truth, 0 means: not counted.
     """
 
     path: Path

@@ -85,13 +85,13 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
     """Extract the features of detections, in batches across frames.
 
     Args:
-        frames (Frames): frames of all detections.
-        detections (Boxes): detections; parts outside a frame are cut off.
-        embed (Callable): function from crops to features, e.g. ``embedder(predictor)``.
-        batch (int): largest number of crops of a call, at least 1.
+        frames: frames of all detections.
+        detections: detections; parts outside a frame are cut off.
+        embed: function from crops to features, e.g. ``embedder(predictor)``.
+        batch: largest number of crops of a call, at least 1.
 
     Returns:
-        np.ndarray: (N, D) float32; NaN for boxes outside their frame, which a warning counts.
+        (N, D) float32; NaN for boxes outside their frame, which a warning counts.
 
     Raises:
         DataError: if all boxes are outside their frames; the message names the first line. See also ``Frames.read``.
@@ -149,12 +149,12 @@ def track(
     """Associate detections to tracks.
 
     Args:
-        detections (Boxes): detections.
-        features (np.ndarray, optional): (N, D) features of the detections. Default: None, motion only.
-        options (TrackerOptions, optional): options of the tracker.
+        detections: detections.
+        features: (N, D) features of the detections. Default: None, motion only.
+        options: options of the tracker.
 
     Returns:
-        Boxes: detections that belong to a confirmed track, with the number of the track, from 1, as id.
+        Detections that belong to a confirmed track, with the number of the track, from 1, as id.
     """
     tracker = Tracker(options)
     numbers = np.full(len(detections), -1, dtype=np.int64)
@@ -194,10 +194,10 @@ def write_sheet(
     """Write a PNG with one row of crops for each of the longest tracks, at even intervals of time.
 
     Args:
-        path (Path): PNG file.
+        path: PNG file.
         frames: number and pixels of the frames, at least those that ``sheet_rows`` selects.
-        tracks (Boxes): tracks.
-        rows, columns (int): largest number of tracks, and crops per track. Default 40 and 12.
+        tracks: tracks.
+        rows, columns: largest number of tracks, and crops per track. Default 40 and 12.
 
     Raises:
         WriteError: if the file cannot be written.

@@ -23,12 +23,12 @@ class TrackerOptions:
     """Options of ``Tracker``; the defaults are those of DeepSORT, except for ``max_distance``.
 
     Attributes:
-        max_distance (float): largest cosine distance of a match by appearance, in 0..2. Default 0.3: DeepSORT's 0.2,
-            for its own network, gave up to three times as many identity switches on the sequences of the demo.
-        max_iou_distance (float): largest 1 - IoU of a match by overlap, in 0..1. Default 0.7.
-        max_age (int): a track ends after more than this number of frames without a detection, at least 1. Default 30.
-        min_hits (int): consecutive detections that confirm a track, at least 1. Default 3.
-        budget (int): stored features of a track, at least 1. Default 100.
+        max_distance: largest cosine distance of a match by appearance, in 0..2. Default 0.3: DeepSORT's 0.2, for its
+            own network, gave up to three times as many identity switches on the sequences of the demo.
+        max_iou_distance: largest 1 - IoU of a match by overlap, in 0..1. Default 0.7.
+        max_age: a track ends after more than this number of frames without a detection, at least 1. Default 30.
+        min_hits: consecutive detections that confirm a track, at least 1. Default 3.
+        budget: stored features of a track, at least 1. Default 100.
     """
 
     max_distance: float = 0.3
@@ -60,10 +60,10 @@ class Tracker:
     if one of the next ``min_hits - 1`` frames has no detection of it.
 
     Args:
-        options (TrackerOptions, optional): options. Default: ``TrackerOptions()``.
+        options: options. Default: ``TrackerOptions()``.
 
     Attributes:
-        confirmed (list[int]): numbers of the tracks that were confirmed, in this order.
+        confirmed: numbers of the tracks that were confirmed, in this order.
     """
 
     def __init__(self, options: TrackerOptions | None = None) -> None:
@@ -76,13 +76,13 @@ class Tracker:
         """Associate the detections of the next frame.
 
         Args:
-            boxes (np.ndarray): (N, 4) left, top, width and height in pixels.
-            features (np.ndarray, optional): (N, D) features of the boxes, of any length above 0. Default: None,
-                association by motion only. A box whose feature is zero or not finite, e.g. of
-                ``Predictor.features`` for a box outside the frame, is associated by motion only.
+            boxes: (N, 4) left, top, width and height in pixels.
+            features: (N, D) features of the boxes, of any length above 0. Default: None, association by motion only. A
+                box whose feature is zero or not finite, e.g. of ``Predictor.features`` for a box outside the frame, is
+                associated by motion only.
 
         Returns:
-            np.ndarray: (N,) numbers of the tracks, from 0; only those in ``confirmed`` are final.
+            (N,) numbers of the tracks, from 0; only those in ``confirmed`` are final.
 
         Raises:
             DataError: if a box is not finite or has no area, the numbers of boxes and features differ, or D differs

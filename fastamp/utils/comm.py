@@ -237,10 +237,10 @@ def all_gather_parts(rows: torch.Tensor) -> torch.Tensor:
     its gradients on all ranks, times the number of ranks, because DDP then averages the gradients of the parameters.
 
     Args:
-        rows (torch.Tensor): (N, ...) on the device of the process group; only N may differ between ranks.
+        rows: (N, ...) on the device of the process group; only N may differ between ranks.
 
     Returns:
-        torch.Tensor: (sum of N over all ranks, ...), in rank order.
+        (sum of N over all ranks, ...), in rank order.
     """
     return _AllGatherParts.apply(rows) if is_distributed() else rows
 

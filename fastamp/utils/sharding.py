@@ -16,8 +16,8 @@ class RowShard:
     broadcast then skip these parameters, gradient norms are computed over all ranks, and checkpoints contain all rows.
 
     Attributes:
-        start (int): index of the first row of this rank.
-        total (int): number of rows on all ranks.
+        start: index of the first row of this rank.
+        total: number of rows on all ranks.
     """
 
     start: int

@@ -10,11 +10,11 @@ def number_tracklets(tracklets: np.ndarray) -> np.ndarray:
     """Number the tracklets from 0 in order of first appearance.
 
     Args:
-        tracklets (np.ndarray): (N,) int64 tracklet of each image; ``MISSING`` for an image without a tracklet, which is
-            a tracklet of one frame.
+        tracklets: (N,) int64 tracklet of each image; ``MISSING`` for an image without a tracklet, which is a tracklet
+            of one frame.
 
     Returns:
-        np.ndarray: (N,) int64 tracklet numbers.
+        (N,) int64 tracklet numbers.
     """
     if not len(tracklets):
         return tracklets.astype(np.int64)
@@ -28,7 +28,7 @@ def frames_by_tracklet(tracklets: np.ndarray) -> list[np.ndarray]:
     """Return the rows of each tracklet in ascending order, in order of first appearance.
 
     Args:
-        tracklets (np.ndarray): see ``number_tracklets``.
+        tracklets: see ``number_tracklets``.
     """
     numbers = number_tracklets(tracklets)
     return np.split(numbers.argsort(kind="stable"), np.cumsum(np.bincount(numbers))[:-1]) if len(numbers) else []

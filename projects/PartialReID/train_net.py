@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """Train or evaluate PartialReID with FastReID's arguments."""
 
+import argparse
 import sys
 
 from fastamp.config import read_config
 from fastamp.engine import DefaultTrainer, default_argument_parser, default_setup, launch, run_command_line
 
 
-def main(args):
+def main(args: argparse.Namespace):
     cfg = read_config(args.config_file, args.opts, plugin="PartialReID")
     default_setup(cfg, args)
     if args.eval_only:

@@ -3,10 +3,11 @@
 import torch
 from torch import nn
 
+from fastamp.config import CfgNode
 from fastamp.modeling import BACKBONE_REGISTRY
 
 
-def add_config(cfg):
+def add_config(cfg: CfgNode):
     """Declare the config key of this project."""
     meaning = "Factor on the output of the second convolution; the batch norm after it removes the factor."
     cfg.define("MODEL.BACKBONE.PLANTED", 1.0, meaning)
@@ -24,7 +25,7 @@ class Times(nn.Module):
 
 
 @BACKBONE_REGISTRY.register()
-def build_small_backbone(cfg) -> nn.Module:
+def build_small_backbone(cfg: CfgNode) -> nn.Module:
     """Build a backbone (B, C, H, W) -> (B, FEAT_DIM, H/8, W/8) of two convolutions.
 
     The backbone is small because a CPU emulates float16 convolutions slowly.

@@ -24,8 +24,8 @@ class Browser:
     """Context manager that runs a browser with one page.
 
     Attributes:
-        complaints (list[str]): console output of the page, and errors and warnings of the browser.
-        requests (list[str]): requested URLs.
+        complaints: console output of the page, and errors and warnings of the browser.
+        requests: requested URLs.
     """
 
     def __init__(self, profile: Path) -> None:

@@ -24,11 +24,11 @@ def run_forked(function: Callable[..., Any], processes: int, folder: Path, *args
     """Call ``function(*args)`` in a process group of forked processes.
 
     Args:
-        function (Callable): called in each process.
-        processes (int): number of processes.
-        folder (Path): folder for the rendezvous file.
-        args (Any): arguments of ``function``.
-        backend (str): backend of the process group. Default ``"gloo"``.
+        function: called in each process.
+        processes: number of processes.
+        folder: folder for the rendezvous file.
+        args: arguments of ``function``.
+        backend: backend of the process group. Default ``"gloo"``.
 
     Raises:
         SystemExit: if a process failed.

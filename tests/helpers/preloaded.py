@@ -25,9 +25,9 @@ class Run:
     """Script that runs in a forked process.
 
     Args:
-        words (list[str]): path of the script, or ``-m`` and a module name, followed by its arguments.
-        environment (dict[str, str]): additional environment variables.
-        stdout (int): file descriptor to write the output to; -1 to capture it for ``finish``. Default -1.
+        words: path of the script, or ``-m`` and a module name, followed by its arguments.
+        environment: additional environment variables.
+        stdout: file descriptor to write the output to; -1 to capture it for ``finish``. Default -1.
     """
 
     def __init__(self, words: list[str], environment: dict[str, str], stdout: int = -1) -> None:
@@ -46,7 +46,7 @@ class Run:
         """Wait until the script exits.
 
         Returns:
-            subprocess.CompletedProcess[str]: exit code and captured output.
+            Exit code and captured output.
 
         Raises:
             subprocess.TimeoutExpired: if the script does not exit within ``timeout`` seconds; it is then killed.

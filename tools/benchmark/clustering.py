@@ -139,7 +139,7 @@ def measure_in_stages(count: int, width: int, folder: Path) -> dict[str, Any]:
     """Run the sparse variant in stages, each of which is saved to ``folder`` and not repeated.
 
     Returns:
-        dict: seconds over all processes, the largest peak memory in MiB, and the quality of the clusters.
+        Seconds over all processes, the largest peak memory in MiB, and the quality of the clusters.
     """
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / f"{count}x{width}.json"

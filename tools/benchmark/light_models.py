@@ -118,9 +118,9 @@ def prepare(folder: Path, name: str, runs_folder: Path) -> tuple[dict[tuple[str,
     """Build and export a model.
 
     Returns:
-        tuple[dict[tuple[str, str, str], Run], list[str]]: (model, runtime, precision) -> function; and the row of
-        sizes: name, parameters without classifiers, multiply-adds of one image, the file size in each precision, and
-        the number of layers of the int8 model in float32.
+        (model, runtime, precision) -> function; and the row of sizes: name, parameters without classifiers,
+        multiply-adds of one image, the file size in each precision, and the number of layers of the int8 model in
+        float32.
     """
     predictor, trained = make_predictor(folder, MODELS[name], runs_folder)
     model = predictor.model

@@ -40,8 +40,8 @@ class AGReID(FilenameDataset):
     that a person at another altitude is another identity.
 
     Args:
-        root (str or Path): data root, which contains the folder of the dataset. Default "datasets".
-        merge_altitudes (bool): if True, the digits of person and date are the identity. Default False.
+        root: data root, which contains the folder of the dataset. Default "datasets".
+        merge_altitudes: if True, the digits of person and date are the identity. Default False.
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
@@ -105,10 +105,10 @@ class AGReIDv2(AGReID):
     3 cameras: 0 aerial, 2 worn by a person, 3 CCTV. File names and identities as in ``AGReID``.
 
     Args:
-        root (str or Path): data root, which contains the folder of the dataset. Default "datasets".
-        merge_altitudes (bool): if True, the digits of person and date are the identity. Default False.
-        split (str): name, without ``.txt``, of a file in the folder of the dataset that lists the query and gallery
-            images of a test, one path a line. Default "", all images in ``query`` and ``gallery``.
+        root: data root, which contains the folder of the dataset. Default "datasets".
+        merge_altitudes: if True, the digits of person and date are the identity. Default False.
+        split: name, without ``.txt``, of a file in the folder of the dataset that lists the query and gallery images of
+            a test, one path a line. Default "", all images in ``query`` and ``gallery``.
 
     Raises:
         DataError: if a folder or the file is missing (raised at construction); if a folder contains no image with a

@@ -23,8 +23,7 @@ class AirportALERT(ImageDataset):
     excluded, as in FastReID.
 
     Args:
-        root (str or Path): data root; ``filepath.txt`` and the camera folders are in ``root/AirportALERT``. Default
-            "datasets".
+        root: data root; ``filepath.txt`` and the camera folders are in ``root/AirportALERT``. Default "datasets".
 
     Raises:
         DataError: if ``filepath.txt`` is missing (raised at construction); if a line is invalid or the first image in

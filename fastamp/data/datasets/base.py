@@ -41,26 +41,23 @@ class ImageDataset(FastReIDDataset):
             function that returns one of these and is called when the split is first accessed.
 
     Attributes:
-        dataset_name (str): prefix of training identities and cameras.
-        identities_of (str): ``dataset_name`` of another dataset with the same images and identities, for example
-            "vehicleid" in ``SmallVehicleID``. Default "".
-        split_note (str): how a random split was drawn. Default "".
-        excluded_note (str): how many images of unknown identities were excluded, see ``identity_names``. Default "".
-        related_identities (bool, optional): whether the same name or number in training and test images is the same
-            identity; False e.g. if each split is numbered from 0. Default None, unknown: identities in both are an
-            error, and ``DATASETS.COMBINEALL`` keeps them distinct.
-        is_closed_set (bool): whether the identities of the test images are meant to be in the training set. Default
-            False.
-        excludes_unknown (bool): whether training images of unknown identities are excluded. Default True.
-        has_distractors (bool): whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL``
-            excludes from training. Default True.
-        requires_gallery (bool): whether a test set without gallery images is an error. Default True.
-        evaluator (str): name of the evaluator if TEST.EVALUATOR is auto and all test sets have the same, for datasets
-            that are not evaluated by retrieval. Default "": that of the meta-architecture.
-        protocols (tuple[str, ...]): values of TEST.PROTOCOL under which results on the dataset are published. Default:
-            any.
-        published_counts (Mapping[str, tuple[int, int]]): split -> published numbers of images and of identities; 0 if
-            unknown. Default: unknown.
+        dataset_name: prefix of training identities and cameras.
+        identities_of: ``dataset_name`` of another dataset with the same images and identities, for example "vehicleid"
+            in ``SmallVehicleID``. Default "".
+        split_note: how a random split was drawn. Default "".
+        excluded_note: how many images of unknown identities were excluded, see ``identity_names``. Default "".
+        related_identities: whether the same name or number in training and test images is the same identity; False e.g.
+            if each split is numbered from 0. Default None, unknown: identities in both are an error, and
+            ``DATASETS.COMBINEALL`` keeps them distinct.
+        is_closed_set: whether the identities of the test images are meant to be in the training set. Default False.
+        excludes_unknown: whether training images of unknown identities are excluded. Default True.
+        has_distractors: whether images of identity 0 or less are distractors, which ``DATASETS.COMBINEALL`` excludes
+            from training. Default True.
+        requires_gallery: whether a test set without gallery images is an error. Default True.
+        evaluator: name of the evaluator if TEST.EVALUATOR is auto and all test sets have the same, for datasets that
+            are not evaluated by retrieval. Default "": that of the meta-architecture.
+        protocols: values of TEST.PROTOCOL under which results on the dataset are published. Default: any.
+        published_counts: split -> published numbers of images and of identities; 0 if unknown. Default: unknown.
     """
 
     dataset_name = ""
@@ -85,8 +82,8 @@ class ImageDataset(FastReIDDataset):
         """Build the dataset from the config. Override this if the constructor has arguments besides ``root``.
 
         Args:
-            cfg (CfgNode): config.
-            root (str): data root.
+            cfg: config.
+            root: data root.
         """
         return cls(root=root)  # type: ignore[call-arg]
 
@@ -94,8 +91,8 @@ class ImageDataset(FastReIDDataset):
         """Return the config of a training on this dataset, before the model and the test sets are built.
 
         Args:
-            cfg (CfgNode): config.
-            training_set (ReidDataset): images of all training sets, with ``sources`` and the labels.
+            cfg: config.
+            training_set: images of all training sets, with ``sources`` and the labels.
         """
         return cfg
 

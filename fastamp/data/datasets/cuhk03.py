@@ -50,11 +50,11 @@ class CUHK03(ImageDataset):
     needed after that. File names are ``{campair}_{pid}_{view}_{img}.png``; views 1 and 2 are cameras 0 and 1.
 
     Args:
-        root (str or Path): data root; ``cuhk03_release/cuhk-03.mat`` and
-            ``cuhk03_new_protocol_config_{detected,labeled}.mat`` are in ``root/cuhk03``. Default "datasets".
-        cuhk03_labeled (bool): use manually labeled boxes instead of detected ones. Default False.
-        cuhk03_classic_split (bool): use the classic protocol instead of the new one. Default False.
-        split_id (int): index of the split: 0..19 for the classic protocol, 0 for the new protocol. Default 0.
+        root: data root; ``cuhk03_release/cuhk-03.mat`` and ``cuhk03_new_protocol_config_{detected,labeled}.mat`` are in
+            ``root/cuhk03``. Default "datasets".
+        cuhk03_labeled: use manually labeled boxes instead of detected ones. Default False.
+        cuhk03_classic_split: use the classic protocol instead of the new one. Default False.
+        split_id: index of the split: 0..19 for the classic protocol, 0 for the new protocol. Default 0.
 
     Raises:
         ConfigError: if the split does not exist, or h5py is not installed.

@@ -25,11 +25,11 @@ def write_images(mat_file: Path, kind: str, folder: Path) -> None:
     """Extract the images in ``cuhk-03.mat`` to files ``{campair}_{pid}_{view}_{img}.png``; all numbers start at 1.
 
     Args:
-        mat_file (Path): HDF5 file. The entry ``detected`` or ``labeled`` contains five camera pairs. Each pair is a
-            (people, 10) cell array: columns 0 to 4 are from one camera, columns 5 to 9 from the other camera. A cell is
-            a (H, W, 3) uint8 image or empty.
-        kind (str): entry to extract: ``detected`` or ``labeled``.
-        folder (Path): folder to write to.
+        mat_file: HDF5 file. The entry ``detected`` or ``labeled`` contains five camera pairs. Each pair is a (people,
+            10) cell array: columns 0 to 4 are from one camera, columns 5 to 9 from the other camera. A cell is a (H, W,
+            3) uint8 image or empty.
+        kind: entry to extract: ``detected`` or ``labeled``.
+        folder: folder to write to.
 
     Raises:
         ConfigError: if h5py is not installed.
@@ -63,13 +63,13 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
     The file lists the test identities of each split; all other identities are used for training.
 
     Args:
-        mat_file (Path): HDF5 file. ``testsets`` contains, for each split, an array of the (camera pair, person) of the
-            test identities; both are numbered from 1.
-        names (Sequence[str]): file names of all images.
+        mat_file: HDF5 file. ``testsets`` contains, for each split, an array of the (camera pair, person) of the test
+            identities; both are numbered from 1.
+        names: file names of all images.
 
     Returns:
-        list[Split]: for each split, the (name, identity, camera) of each image. Identities are numbered from 1, cameras
-            from 0. The query and gallery images are the same.
+        For each split, the (name, identity, camera) of each image. Identities are numbered from 1, cameras from 0. The
+            query and gallery images are the same.
 
     Raises:
         ConfigError: if h5py is not installed.
@@ -93,12 +93,12 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     """Read the split in ``cuhk03_new_protocol_config_{detected,labeled}.mat``.
 
     Args:
-        config_file (Path): MATLAB 5 file. ``filelist`` contains the file names, ``labels`` the identities.
-            ``train_idx``, ``query_idx`` and ``gallery_idx`` contain indices into ``filelist``, starting at 1.
-        names (Sequence[str]): file names of all extracted images.
+        config_file: MATLAB 5 file. ``filelist`` contains the file names, ``labels`` the identities. ``train_idx``,
+            ``query_idx`` and ``gallery_idx`` contain indices into ``filelist``, starting at 1.
+        names: file names of all extracted images.
 
     Returns:
-        Split: (name, identity, camera) of each image. Cameras are numbered from 0.
+        (name, identity, camera) of each image. Cameras are numbered from 0.
 
     Raises:
         DataError: if the file is corrupt, or lists an image that does not exist.

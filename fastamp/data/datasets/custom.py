@@ -89,21 +89,21 @@ class CsvDataset(ImageDataset):
     possible, e.g. with fewer than four identities, all images are training images.
 
     Args:
-        path (str or Path): CSV file.
-        test_fraction (float): fraction of identities used for testing if there is no column ``split``. 0 uses all
-            identities for training, 1 uses all identities for testing. Default 0.5.
-        seed (int): seed of the random choice of identities. Default 0.
-        skip_invalid (bool): if True, exclude invalid lines and list them in ``invalid_lines``. If False, they are an
-            error. Default False.
-        identity (Sequence[str]): columns whose values together are the identity. Default ``("pid",)``.
-        name (str): ``dataset_name``. Default "": ``csv:`` and the path.
-        cameras (Sequence[str]): names of cameras in the order of their numbers; others have higher ones. Default ().
+        path: CSV file.
+        test_fraction: fraction of identities used for testing if there is no column ``split``. 0 uses all identities
+            for training, 1 uses all identities for testing. Default 0.5.
+        seed: seed of the random choice of identities. Default 0.
+        skip_invalid: if True, exclude invalid lines and list them in ``invalid_lines``. If False, they are an error.
+            Default False.
+        identity: columns whose values together are the identity. Default ``("pid",)``.
+        name: ``dataset_name``. Default "": ``csv:`` and the path.
+        cameras: names of cameras in the order of their numbers; others have higher ones. Default ().
 
     Attributes:
-        file (Path): CSV file.
-        has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
-        database_lines (frozenset[int]): line numbers of the images that are for training and in the gallery.
-        invalid_lines (dict[int, str]): line number -> problem; empty unless ``skip_invalid``.
+        file: CSV file.
+        has_cameras: True if gallery images from the query's camera are excluded from the evaluation.
+        database_lines: line numbers of the images that are for training and in the gallery.
+        invalid_lines: line number -> problem; empty unless ``skip_invalid``.
 
     Raises:
         DataError: if the file is not found, or a column or line is invalid.
@@ -242,16 +242,16 @@ class FolderDataset(ImageDataset):
     (``identity_names``).
 
     Args:
-        path (str or Path): folder of the dataset.
-        camera (str): regular expression searched in the path of each file below the folder of its identity; its first
-            group is the camera. If empty, images have no camera, and no gallery image is excluded for being from the
-            query's camera. Default "".
-        test_fraction (float): fraction of identities used for testing. 0 uses all identities for training, 1 uses all
+        path: folder of the dataset.
+        camera: regular expression searched in the path of each file below the folder of its identity; its first group
+            is the camera. If empty, images have no camera, and no gallery image is excluded for being from the query's
+            camera. Default "".
+        test_fraction: fraction of identities used for testing. 0 uses all identities for training, 1 uses all
             identities for testing. Default 0.5.
-        seed (int): seed of the random choice of identities. Default 0.
+        seed: seed of the random choice of identities. Default 0.
 
     Attributes:
-        has_cameras (bool): True if gallery images from the query's camera are excluded from the evaluation.
+        has_cameras: True if gallery images from the query's camera are excluded from the evaluation.
 
     Raises:
         DataError: if the folder is not found or has no images, or a file does not match ``camera``.

@@ -19,7 +19,7 @@ class Demo(MarketStyleDataset):
     """Small dataset of generated pedestrian images in the layout of Market-1501, written when the class is first used.
 
     Args:
-        root (str or Path): data root; the images are in ``root/fastamp-demo-v<version>``. Default "datasets".
+        root: data root; the images are in ``root/fastamp-demo-v<version>``. Default "datasets".
 
     Raises:
         DataError: if the folder is not writable, or contains other files.

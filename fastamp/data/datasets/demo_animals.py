@@ -24,7 +24,7 @@ class DemoAnimals(CsvDataset):
     validation; see ``fastamp split --by encounter --identity pid,side --unknown 0.2 --validation 0.25``.
 
     Args:
-        root (str or Path): data root; the images are in ``root/fastamp-demo-animals-v<version>``. Default "datasets".
+        root: data root; the images are in ``root/fastamp-demo-animals-v<version>``. Default "datasets".
 
     Raises:
         DataError: if the folder is not writable, or contains other files.

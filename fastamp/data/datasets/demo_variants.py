@@ -22,7 +22,7 @@ class DemoVariant(ImageDataset):
     cameras.
 
     Args:
-        root (str or Path): data root; the images are in ``root/fastamp-demo-<variant>-v<version>``. Default "datasets".
+        root: data root; the images are in ``root/fastamp-demo-<variant>-v<version>``. Default "datasets".
 
     Raises:
         DataError: if the folder is not writable, or contains other files.

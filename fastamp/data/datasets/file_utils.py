@@ -15,12 +15,12 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     """Check that the folders and files of a dataset exist.
 
     Args:
-        name (str): name of the dataset in the config.
-        root (str or Path): data root.
-        needed (Iterable[Path]): files and folders that must exist.
-        tree (str): expected files in the data root, for the message; may have several lines.
-        folder (str): folder of the dataset in the root; if it is missing, folders with similar names are suggested.
-            Default "".
+        name: name of the dataset in the config.
+        root: data root.
+        needed: files and folders that must exist.
+        tree: expected files in the data root, for the message; may have several lines.
+        folder: folder of the dataset in the root; if it is missing, folders with similar names are suggested. Default
+            "".
 
     Raises:
         DataError: if a file or folder is missing. The message lists the expected and the existing files, and a fix.
@@ -50,9 +50,9 @@ def list_files(name: str, folder: Path, suffix: str) -> list[Path]:
     """Return the sorted files in ``folder`` that have the suffix and are not hidden.
 
     Args:
-        name (str): name of the dataset, for the message.
-        folder (Path): folder to list.
-        suffix (str): suffix in lowercase, e.g. ".jpg"; matched case-insensitively.
+        name: name of the dataset, for the message.
+        folder: folder to list.
+        suffix: suffix in lowercase, e.g. ".jpg"; matched case-insensitively.
 
     Raises:
         DataError: if there are no such files, or the folder cannot be read.

@@ -28,33 +28,32 @@ class FilenameDataset(ImageDataset):
     Subclasses set the attributes below as class attributes.
 
     Attributes:
-        folder (str): folder of the dataset in the data root.
-        tree (str): expected files in ``folder``, for messages.
-        train_folders, query_folders, gallery_folders (Sequence[str]): folders of each split, relative to ``folder``; ""
-            is ``folder`` itself. A split without folders is empty.
-        needed (Sequence[str]): files and folders that must exist. Default: the folders of the splits.
-        layout (Sequence[str]): regular expressions with the groups ``pid`` and ``camera``. The last expression is
-            searched in the file name; if files of one identity differ before the match, that is an error. The preceding
-            expressions must match the full names of the folders on the path from the split's folder to the file, in
-            order; "**" matches any number of folders. Other groups become part of the identity. Without a group
-            ``camera``, all images are from one camera.
-        test_layout (Sequence[str]): ``layout`` of the query and gallery folders. Default: ``layout``.
-        identity_format (str): format string of the groups in ``layout`` that gives the identity, e.g. "{pid}". Default:
-            all groups except ``camera``, joined by "-".
-        column_formats (Mapping[str, str]): name of a column -> format string of the groups in ``layout`` that gives its
-            value, e.g. ``{"clothes": "{pid}_{clothes}"}``; an integer becomes an int. See ``find_columns``. Default:
-            none.
-        query_cameras, gallery_cameras (Collection): cameras of query and gallery images, as in file names; images of
-            other cameras are not used. Default: all cameras.
-        suffix (str): suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
-        first_camera (int, optional): number of the first camera in file names, which is mapped to camera 0. Default:
-            cameras are numbered in sorted order.
-        excluded_ids (frozenset): identities that are dropped at loading, in addition to unknown ones
-            (``identity_names``). Default {-1}.
-        example (str): a valid file name and its meaning, for messages.
+        folder: folder of the dataset in the data root.
+        tree: expected files in ``folder``, for messages.
+        train_folders, query_folders, gallery_folders: folders of each split, relative to ``folder``; "" is ``folder``
+            itself. A split without folders is empty.
+        needed: files and folders that must exist. Default: the folders of the splits.
+        layout: regular expressions with the groups ``pid`` and ``camera``. The last expression is searched in the file
+            name; if files of one identity differ before the match, that is an error. The preceding expressions must
+            match the full names of the folders on the path from the split's folder to the file, in order; "**" matches
+            any number of folders. Other groups become part of the identity. Without a group ``camera``, all images are
+            from one camera.
+        test_layout: ``layout`` of the query and gallery folders. Default: ``layout``.
+        identity_format: format string of the groups in ``layout`` that gives the identity, e.g. "{pid}". Default: all
+            groups except ``camera``, joined by "-".
+        column_formats: name of a column -> format string of the groups in ``layout`` that gives its value, e.g.
+            ``{"clothes": "{pid}_{clothes}"}``; an integer becomes an int. See ``find_columns``. Default: none.
+        query_cameras, gallery_cameras: cameras of query and gallery images, as in file names; images of other cameras
+            are not used. Default: all cameras.
+        suffix: suffix of image files, in lowercase; matched case-insensitively. Default ".jpg".
+        first_camera: number of the first camera in file names, which is mapped to camera 0. Default: cameras are
+            numbered in sorted order.
+        excluded_ids: identities that are dropped at loading, in addition to unknown ones (``identity_names``). Default
+            {-1}.
+        example: a valid file name and its meaning, for messages.
 
     Args:
-        root (str or Path): data root. Default "datasets".
+        root: data root. Default "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
@@ -117,7 +116,7 @@ class FilenameDataset(ImageDataset):
         A column is missing (None) if ``test_layout`` lacks a group of its format.
 
         Args:
-            fields (Mapping[str, str]): groups of ``layout`` -> their text in the file and folder names.
+            fields: groups of ``layout`` -> their text in the file and folder names.
 
         Raises:
             DataError: if a group of ``column_formats`` is empty.
@@ -238,7 +237,7 @@ class MarketStyleDataset(FilenameDataset):
     the gallery.
 
     Args:
-        root (str or Path): data root. Default "datasets".
+        root: data root. Default "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at

@@ -25,15 +25,15 @@ class ImageItem(NamedTuple):
     """Path, identity, camera and viewpoint of an image.
 
     Attributes:
-        path (str): image file.
-        pid (int or str): identity. Training identities are strings that begin with the name of the dataset, e.g.
-            "market1501_2", and are therefore unique across datasets. Query and gallery identities are integers.
-        camid (int or str): camera.
-        viewid (int): viewpoint. Default 0.
-        box (tuple, optional): (left, top, right, bottom) of the region of the image file to use, in pixels; right and
-            bottom are exclusive. Parts outside the image are cut off. None (default) uses the whole image.
-        columns (Mapping, optional): column name -> int, float, str, tuple of these, or None for a missing value, e.g.
-            ``{"modality": "infrared"}``. ``fastamp.data.columns`` describes the types. Default None: no columns.
+        path: image file.
+        pid: identity. Training identities are strings that begin with the name of the dataset, e.g. "market1501_2", and
+            are therefore unique across datasets. Query and gallery identities are integers.
+        camid: camera.
+        viewid: viewpoint. Default 0.
+        box: (left, top, right, bottom) of the region of the image file to use, in pixels; right and bottom are
+            exclusive. Parts outside the image are cut off. None (default) uses the whole image.
+        columns: column name -> int, float, str, tuple of these, or None for a missing value, e.g. ``{"modality":
+            "infrared"}``. ``fastamp.data.columns`` describes the types. Default None: no columns.
     """
 
     path: str
@@ -51,8 +51,8 @@ class PackedText(Sequence[str]):
     Python list changes the element's reference count, which is a write. Reading an array does not write.
 
     Args:
-        data (np.ndarray): the encoded strings, concatenated.
-        starts, ends (np.ndarray): (N,) int64 offsets of each string in ``data``.
+        data: the encoded strings, concatenated.
+        starts, ends: (N,) int64 offsets of each string in ``data``.
     """
 
     def __init__(self, data: np.ndarray, starts: np.ndarray, ends: np.ndarray) -> None:
@@ -126,8 +126,8 @@ class Column:
     """N values, one per image, stored as numbers or as indices into a table of distinct values.
 
     Args:
-        codes (np.ndarray): (N,) int64 or float64 values, or int64 indices into ``table``.
-        table (Sequence, optional): distinct values. None (default) means that ``codes`` are the values.
+        codes: (N,) int64 or float64 values, or int64 indices into ``table``.
+        table: distinct values. None (default) means that ``codes`` are the values.
     """
 
     def __init__(self, codes: np.ndarray, table: Sequence[Any] | None = None) -> None:
@@ -206,13 +206,13 @@ class PackedItems(Sequence[ImageItem]):
     The folder and the file name of a path are stored separately, because many images are in the same folder.
 
     Args:
-        folders (PackedText): distinct folders, each up to and including the last slash.
-        folder_of (np.ndarray): (N,) int64 index of each image's folder.
-        names (PackedText): N file names.
-        pids, camids (Column): N identities and cameras.
-        viewids (np.ndarray, optional): (N,) int64 views. Default: zeros.
-        boxes (np.ndarray, optional): (N, 4) int64 boxes, see ``ImageItem``. None (default) uses whole images.
-        columns (Mapping[str, Column], optional): further columns by name. Default: none.
+        folders: distinct folders, each up to and including the last slash.
+        folder_of: (N,) int64 index of each image's folder.
+        names: N file names.
+        pids, camids: N identities and cameras.
+        viewids: (N,) int64 views. Default: zeros.
+        boxes: (N, 4) int64 boxes, see ``ImageItem``. None (default) uses whole images.
+        columns: further columns by name. Default: none.
 
     Raises:
         DataError: if the name of a column is reserved, see ``RESERVED_NAMES``.

@@ -29,10 +29,10 @@ class Market1501(MarketStyleDataset):
     identity 0 are distractors in the gallery.
 
     Args:
-        root (str or Path): data root; ``bounding_box_train``, ``query`` and ``bounding_box_test`` are in
+        root: data root; ``bounding_box_train``, ``query`` and ``bounding_box_test`` are in
             ``root/Market-1501-v15.09.15`` or in ``root``. Default "datasets".
-        market1501_500k (bool): add the 500k distractors to the gallery, as images from one additional camera. Their
-            folder, ``images``, is next to ``query`` or one level above. Default False.
+        market1501_500k: add the 500k distractors to the gallery, as images from one additional camera. Their folder,
+            ``images``, is next to ``query`` or one level above. Default False.
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at

@@ -10,10 +10,10 @@ def missing_dataset_error(name: str, looked_for: Iterable[Path], *, found: str =
     """Return the error to raise if a dataset is missing.
 
     Args:
-        name (str): name of the dataset in DATASETS.NAMES or DATASETS.TESTS.
-        looked_for (Iterable[Path]): missing files and folders.
-        found (str): lines of the message about the files that were found, each with a final newline. Default "".
-        fix (str): what the user should do, as an imperative.
+        name: name of the dataset in DATASETS.NAMES or DATASETS.TESTS.
+        looked_for: missing files and folders.
+        found: lines of the message about the files that were found, each with a final newline. Default "".
+        fix: what the user should do, as an imperative.
     """
     paths = "\n".join(f"    {path.absolute()}" for path in dict.fromkeys(looked_for))
     return DataError(f"dataset {name} not found; looked for\n{paths}\n{found}  fix: {fix}")

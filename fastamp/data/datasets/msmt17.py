@@ -38,13 +38,12 @@ class MSMT17(ImageDataset):
     identities is added to the identities of query and gallery images.
 
     Args:
-        root (str or Path): data root; the lists are in ``root/MSMT17_V1`` next to ``train`` and ``test``, or in
-            ``root/MSMT17_V2`` next to ``mask_train_v2`` and ``mask_test_v2``, where faces are masked. Default
-            "datasets".
-        version (str): ``V1``, ``V2``, or ``auto``, which selects the existing version and prefers V1, as FastReID does.
+        root: data root; the lists are in ``root/MSMT17_V1`` next to ``train`` and ``test``, or in ``root/MSMT17_V2``
+            next to ``mask_train_v2`` and ``mask_test_v2``, where faces are masked. Default "datasets".
+        version: ``V1``, ``V2``, or ``auto``, which selects the existing version and prefers V1, as FastReID does.
             Default "auto".
-        validation (bool): also train on ``list_val.txt``, which contains more images of the training identities.
-            TransReID always trains on these images; FastReID does so only with DATASETS.COMBINEALL. Default False.
+        validation: also train on ``list_val.txt``, which contains more images of the training identities. TransReID
+            always trains on these images; FastReID does so only with DATASETS.COMBINEALL. Default False.
 
     Raises:
         ConfigError: if the version is unknown.

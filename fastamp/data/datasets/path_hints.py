@@ -14,11 +14,11 @@ def path_hint(
     """Search for a misplaced or renamed dataset and describe where it is and how to fix this; "" if it is not found.
 
     Args:
-        root (Path): data root.
-        folder (str): expected folder of the dataset in the data root.
-        needed (Sequence[Path]): files and folders that must exist in ``folder``.
-        names (Iterable[str]): other common names for the folder.
-        other_folders (Container[str]): folders of other datasets, which are not suggested.
+        root: data root.
+        folder: expected folder of the dataset in the data root.
+        needed: files and folders that must exist in ``folder``.
+        names: other common names for the folder.
+        other_folders: folders of other datasets, which are not suggested.
     """
 
     def is_complete(path: Path) -> bool:

@@ -29,10 +29,10 @@ class ProductDataset(ImageDataset):
     Subclasses set the attributes below and define ``read``.
 
     Attributes:
-        folder (str): folder of the dataset in the data root.
-        needed (Sequence[str]): files and folders that must exist.
-        tree (str): expected files in ``folder``, for messages; may have several lines.
-        lists (Mapping[str, str]): split -> name of FastReID's list file.
+        folder: folder of the dataset in the data root.
+        needed: files and folders that must exist.
+        tree: expected files in ``folder``, for messages; may have several lines.
+        lists: split -> name of FastReID's list file.
     """
 
     folder: ClassVar[str] = ""

@@ -20,7 +20,7 @@ class SenseReID(FilenameDataset):
     from camera 0.
 
     Args:
-        root (str or Path): data root, which contains the folder ``SenseReID``. Default "datasets".
+        root: data root, which contains the folder ``SenseReID``. Default "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at

@@ -37,8 +37,8 @@ class VehicleID(ImageDataset):
     ``vehicleid``, the evaluation draws ten random galleries from the union of query and gallery.
 
     Args:
-        root (str or Path): data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
-        seed (int): seed of the random gallery, 0..2**32-1. Default 0.
+        root: data root; ``image`` and ``train_test_split`` are in ``root/vehicleid``. Default "datasets".
+        seed: seed of the random gallery, 0..2**32-1. Default 0.
 
     Raises:
         DataError: if a list or the folder is missing (raised at construction); if a line is invalid or the first image

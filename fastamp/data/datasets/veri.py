@@ -35,9 +35,9 @@ class VeRi(FilenameDataset):
     776 vehicles, 20 cameras. File names begin with the identity and the camera: ``0002_c002_00030600_0.jpg``.
 
     Args:
-        root (str or Path): data root, which contains the folder ``veri``. Default "datasets".
-        views (bool): read the view of each image, 0 to 7, from the keypoint files of Wang et al. 2017, "Orientation
-            invariant feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV),
+        root: data root, which contains the folder ``veri``. Default "datasets".
+        views: read the view of each image, 0 to 7, from the keypoint files of Wang et al. 2017, "Orientation invariant
+            feature embedding and spatial temporal regularization for vehicle re-identification" (ICCV),
             ``root/veri/keypoint_{train,test}.txt``. Each line begins with an image path and ends with the view. Images
             that neither file lists are excluded, as in TransReID. If False, all images have view 0. Default False.
 

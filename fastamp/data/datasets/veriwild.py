@@ -17,8 +17,7 @@ class VeRiWild(ImageDataset):
     Each line of ``vehicle_info.txt`` is ``vid/imgid;camera;...``. Cameras are renumbered from 0 in ascending order.
 
     Args:
-        root (str or Path): data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``. Default
-            "datasets".
+        root: data root; ``images`` and ``train_test_split`` are in ``root/VERI-Wild``. Default "datasets".
 
     Raises:
         DataError: if a list or the folder is missing (raised at construction); if a line is invalid, an image has no

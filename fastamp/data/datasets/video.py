@@ -31,11 +31,11 @@ class Tracklet(NamedTuple):
     """Frames of one person from one camera.
 
     Attributes:
-        pid (int): identity.
-        camid (int): camera, from 0.
-        name (str): value of the column ``tracklet``.
-        frames (Sequence[str]): paths of the frames in temporal order.
-        columns (Mapping[str, str]): further columns of the frames. Default: none.
+        pid: identity.
+        camid: camera, from 0.
+        name: value of the column ``tracklet``.
+        frames: paths of the frames in temporal order.
+        columns: further columns of the frames. Default: none.
     """
 
     pid: int
@@ -51,12 +51,12 @@ class TrackletDataset(ImageDataset):
     Subclasses set the attributes below as class attributes, and define ``tracklets``.
 
     Attributes:
-        folder (str): folder of the dataset in the data root.
-        tree (str): expected files in ``folder``, for messages.
-        needed (Sequence[str]): files and folders that must exist in ``folder``.
+        folder: folder of the dataset in the data root.
+        tree: expected files in ``folder``, for messages.
+        needed: files and folders that must exist in ``folder``.
 
     Args:
-        root (str or Path): data root. Default "datasets".
+        root: data root. Default "datasets".
 
     Raises:
         DataError: if a file or folder is missing (raised at construction), or cannot be read (raised at first use).
@@ -117,10 +117,9 @@ class MARS(TrackletDataset):
     gallery.
 
     Args:
-        root (str or Path): data root; ``bbox_train``, ``bbox_test`` and ``info`` are in ``root/mars``. Default
-            "datasets".
-        queries_in_gallery (bool): if True (default), the gallery contains all test tracklets, including the queries, as
-            in the authors' evaluation: a query from another camera is a match. If False, the queries are removed, as in
+        root: data root; ``bbox_train``, ``bbox_test`` and ``info`` are in ``root/mars``. Default "datasets".
+        queries_in_gallery: if True (default), the gallery contains all test tracklets, including the queries, as in the
+            authors' evaluation: a query from another camera is a match. If False, the queries are removed, as in
             torchreid, so that some queries have fewer matches or none.
 
     Raises:
@@ -210,13 +209,13 @@ class TwoCameraDataset(TrackletDataset):
     in the gallery, from the second one.
 
     Attributes:
-        sequences (str): folder of the tracklets: ``{camera}/{person}/*.png``.
-        cameras (tuple): folder of each camera.
-        split_key (str): config key of the split.
+        sequences: folder of the tracklets: ``{camera}/{person}/*.png``.
+        cameras: folder of each camera.
+        split_key: config key of the split.
 
     Args:
-        root (str or Path): data root. Default "datasets".
-        split (int): index of the split. Default 0.
+        root: data root. Default "datasets".
+        split: index of the split. Default 0.
 
     Raises:
         ConfigError: if the split does not exist.

@@ -37,8 +37,8 @@ class VIPeR(FilenameDataset):
     numbers in the file names plus one, because identity 0 denotes distractors.
 
     Args:
-        root (str or Path): data root; ``cam_a`` and ``cam_b`` are in ``root/VIPeR``. Default "datasets".
-        split (int): index of the random split, 0..9, used as its seed. Default 0.
+        root: data root; ``cam_a`` and ``cam_b`` are in ``root/VIPeR``. Default "datasets".
+        split: index of the random split, 0..9, used as its seed. Default 0.
 
     Raises:
         ConfigError: if the split does not exist.

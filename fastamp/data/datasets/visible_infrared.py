@@ -42,7 +42,7 @@ class SYSUMM01(ImageDataset):
     visible training images, as in FastReID.
 
     Args:
-        root (str or Path): data root, which contains the folder ``SYSU-MM01``. Default "datasets".
+        root: data root, which contains the folder ``SYSU-MM01``. Default "datasets".
 
     Raises:
         DataError: if a camera folder or list is missing (raised at construction); if a list is invalid, or lists an
@@ -105,8 +105,8 @@ class RegDB(ImageDataset):
     ``Visible/285/male_back_v_05528_285.bmp``.
 
     Args:
-        root (str or Path): data root, which contains the folder ``RegDB``. Default "datasets".
-        trial (int): number of the random split, 1 to 10. Default 1.
+        root: data root, which contains the folder ``RegDB``. Default "datasets".
+        trial: number of the random split, 1 to 10. Default 1.
 
     Raises:
         DataError: if a list or folder is missing (raised at construction); if a line is invalid, labels and folders
@@ -176,7 +176,7 @@ class LLCM(ImageDataset):
     the gallery of each trial.
 
     Args:
-        root (str or Path): data root, which contains the folder ``LLCM``. Default "datasets".
+        root: data root, which contains the folder ``LLCM``. Default "datasets".
 
     Raises:
         DataError: if a folder or list is missing (raised at construction); if a list is invalid, lists an identity

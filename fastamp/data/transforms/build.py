@@ -38,14 +38,14 @@ class Transforms(NamedTuple):
     """Steps from an image file to an augmented batch: reading, resizing, stacking and random transforms.
 
     Attributes:
-        channels (int): number of channels of the images: 1, 3 or 4.
-        max_pixels (int): maximum width x height of an image file; larger images are rejected.
-        bit_depth (int): see ``read_image``.
-        resize (Resize): resizes one image.
-        augment_each (Augmentation): transforms applied to each image before batching: if resized images have different
-            sizes, all transforms up to the first that returns images of a fixed size; otherwise none.
-        augment (Augmentation): all other transforms, applied to each batch.
-        size_key (str): config key that sets the image size, named in error messages.
+        channels: number of channels of the images: 1, 3 or 4.
+        max_pixels: maximum width x height of an image file; larger images are rejected.
+        bit_depth: see ``read_image``.
+        resize: resizes one image.
+        augment_each: transforms applied to each image before batching: if resized images have different sizes, all
+            transforms up to the first that returns images of a fixed size; otherwise none.
+        augment: all other transforms, applied to each batch.
+        size_key: config key that sets the image size, named in error messages.
     """
 
     channels: int
@@ -60,7 +60,7 @@ class Transforms(NamedTuple):
         """Read an image, or only the region ``box``, and resize it; see ``read_image``.
 
         Returns:
-            Tensor: (C, H, W) uint8.
+            (C, H, W) uint8.
 
         Raises:
             DataError: if the image cannot be read.
@@ -82,7 +82,7 @@ class Transforms(NamedTuple):
             image: PIL image, array (H, W, C) or tensor (C, H, W), uint8.
 
         Returns:
-            Tensor: (C, H, W) float32 in 0..255.
+            (C, H, W) float32 in 0..255.
         """
         if isinstance(image, np.ndarray):
             image = torch.from_numpy(image).permute(2, 0, 1)
@@ -98,10 +98,10 @@ class Transforms(NamedTuple):
         """Stack resized images into a batch.
 
         Args:
-            images (Sequence[Tensor]): B images, each (C, H, W) uint8.
+            images: B images, each (C, H, W) uint8.
 
         Returns:
-            Tensor: (B, C, H, W) uint8.
+            (B, C, H, W) uint8.
 
         Raises:
             DataError: if the images have different sizes.
@@ -124,8 +124,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
     FastReID's order, except that AutoAugment follows resizing. For testing, images are resized and center-cropped.
 
     Args:
-        cfg (CfgNode): config, of which the section INPUT and the key SEED are used.
-        is_train (bool): if True, build the training transforms, otherwise the test transforms. Default True.
+        cfg: config, of which the section INPUT and the key SEED are used.
+        is_train: if True, build the training transforms, otherwise the test transforms. Default True.
 
     Raises:
         ConfigError: if the settings of a transform are inconsistent or conflict with INPUT.CHANNELS or the image size.

@@ -54,10 +54,9 @@ class ColorJitter(BatchTransform):
     images, only brightness and contrast change. A fourth channel is not changed.
 
     Args:
-        prob (float): probability of jittering an image.
-        brightness, contrast, saturation (float): maximum relative change x; the factor is uniform in
-            [max(0, 1 - x), 1 + x].
-        hue (float): the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
+        prob: probability of jittering an image.
+        brightness, contrast, saturation: maximum relative change x; the factor is uniform in [max(0, 1 - x), 1 + x].
+        hue: the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
     """
 
     draws = 9  # 1 to select images, 4 for the factors, 4 for the order: the slices in ``parameters``
@@ -83,8 +82,8 @@ class ColorJitter(BatchTransform):
         """Compute the factors and the order of the operations for each image.
 
         Returns:
-            dict: ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue;
-                ``order``: (B, 4) int64, indices of these operations in order of application.
+            ``jitter``: (B,) bool; ``factors``: (B, 4) float32, for brightness, contrast, saturation and hue; ``order``:
+                (B, 4) int64, indices of these operations in order of application.
         """
         factors = self._low + uniforms[:, 1:5] * (self._high - self._low)
         return {
@@ -120,7 +119,7 @@ class RandomGrayscale(BatchTransform):
     """Randomly convert images to grayscale like torchvision's ``rgb_to_grayscale``; a fourth channel is not changed.
 
     Args:
-        prob (float): probability of converting an image.
+        prob: probability of converting an image.
     """
 
     draws = 1
@@ -148,9 +147,9 @@ class GaussianBlur(BatchTransform):
     """Randomly blur images with reflection padding, like torchvision's ``gaussian_blur``.
 
     Args:
-        prob (float): probability of blurring an image.
-        kernel_size (int): kernel size in pixels, odd.
-        sigma (tuple[float, float]): minimum and maximum standard deviation in pixels; drawn uniformly between them.
+        prob: probability of blurring an image.
+        kernel_size: kernel size in pixels, odd.
+        sigma: minimum and maximum standard deviation in pixels; drawn uniformly between them.
     """
 
     draws = 2

@@ -48,9 +48,9 @@ class RandomRectangle(BatchTransform):
     the image is not changed. The position of the rectangle is uniform.
 
     Args:
-        prob (float): probability of modifying an image.
-        scale (tuple[float, float]): minimum and maximum area of the rectangle, as a fraction of the image area.
-        ratio (tuple[float, float]): minimum and maximum aspect ratio (height / width) of the rectangle.
+        prob: probability of modifying an image.
+        scale: minimum and maximum area of the rectangle, as a fraction of the image area.
+        ratio: minimum and maximum aspect ratio (height / width) of the rectangle.
     """
 
     draws = 1 + 2 * _ATTEMPTS + 2
@@ -94,7 +94,7 @@ class RandomErasing(RandomRectangle):
 
     Args:
         prob, scale, ratio: see ``RandomRectangle``.
-        value (tuple[float, ...]): color of the rectangle: one number in 0..255 per channel, rounded to an integer.
+        value: color of the rectangle: one number in 0..255 per channel, rounded to an integer.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LocalGrayscale(RandomRectangle):
     """Convert a random rectangle to grayscale (Gong et al. 2021).
 
     Args:
-        prob (float): probability of converting a rectangle in an image.
+        prob: probability of converting a rectangle in an image.
     """
 
     def __init__(self, *, prob: float) -> None:
@@ -163,7 +163,7 @@ class RandomPatch(RandomRectangle):
     restore.
 
     Args:
-        prob (float): probability of pasting a patch into an image.
+        prob: probability of pasting a patch into an image.
     """
 
     draws = RandomRectangle.draws + 4
@@ -180,7 +180,7 @@ class RandomPatch(RandomRectangle):
         """Compute the rectangle and the source patch of each image.
 
         Returns:
-            dict: parameters of ``RandomRectangle``, and ``other``: (B,) int64 index of the source image in the batch;
+            Parameters of ``RandomRectangle``, and ``other``: (B,) int64 index of the source image in the batch;
                     ``from_top`` and ``from_left``: (B,) int64 top left corner of the patch in the source image;
                 ``flip``: (B,) bool mask of patches to flip.
         """

@@ -74,10 +74,9 @@ class Resize:
     crop are padded with black.
 
     Args:
-        size (tuple[int, ...]): (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which
-            does not resize.
-        crop (tuple[int, int], optional): height and width of the center crop in pixels. Default: no crop.
-        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
+        size: (height, width) in pixels; (shorter_side,), which keeps the aspect ratio; or (0,), which does not resize.
+        crop: height and width of the center crop in pixels. Default: no crop.
+        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
     """
 
     def __init__(
@@ -161,10 +160,9 @@ class PadAndRandomCrop(BatchTransform):
     """Pad all sides of an image, then crop the padded image at a random position.
 
     Args:
-        padding (int): padding on each side, in pixels.
-        mode (str): ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as in torchvision's ``Pad``.
-        size (tuple[int, int], optional): height and width of the crop in pixels, at most those of the padded image.
-            Default: the input size.
+        padding: padding on each side, in pixels.
+        mode: ``constant`` (black), ``edge``, ``reflect`` or ``symmetric``, as in torchvision's ``Pad``.
+        size: height and width of the crop in pixels, at most those of the padded image. Default: the input size.
     """
 
     draws = 2
@@ -204,7 +202,7 @@ class PadAndRandomCrop(BatchTransform):
         offset i, so that one index per row is sufficient (measured: 10 to 80 times as fast as one index per pixel).
 
         Returns:
-            Tensor: (B, C, H, W) uint8.
+            (B, C, H, W) uint8.
         """
         batch, channels = images.shape[:2]
         height, width = self.output_size(tuple(images.shape[-2:]))
@@ -257,10 +255,10 @@ class RandomResizedCrop(BatchTransform):
     aspect ratio is in ``ratio`` is used.
 
     Args:
-        size (tuple[int, int]): output height and width in pixels.
-        scale (tuple[float, float]): minimum and maximum area of the crop, as a fraction of the image area.
-        ratio (tuple[float, float]): minimum and maximum aspect ratio (width / height) of the crop.
-        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
+        size: output height and width in pixels.
+        scale: minimum and maximum area of the crop, as a fraction of the image area.
+        ratio: minimum and maximum aspect ratio (width / height) of the crop.
+        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
     """
 
     draws = 2 + 2 * _ATTEMPTS
@@ -335,13 +333,13 @@ def resampling_weights(start: Tensor, length: Tensor, size: int, output: int, in
     """Compute, for each image, the interpolation matrix that resizes an interval of a row to ``output`` pixels.
 
     Args:
-        start, length (Tensor): (B,) int64 first pixel and length of the interval in each image.
-        size (int): pixels per input row.
-        output (int): pixels per output row.
-        interpolation (str): ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
+        start, length: (B,) int64 first pixel and length of the interval in each image.
+        size: pixels per input row.
+        output: pixels per output row.
+        interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
 
     Returns:
-        Tensor: (B, output, size) float32.
+        (B, output, size) float32.
     """
     scale = (length / output)[:, None, None]
     stretch = scale.clamp(min=1)
@@ -359,11 +357,11 @@ def interpolation_kernel(distance: Tensor, interpolation: str) -> Tensor:
     """Compute the weight of a pixel, not normalized, from its distance to the center, as in PIL and torchvision.
 
     Args:
-        distance (Tensor): float32 distance of any shape, in input pixels, or in output pixels if these are larger.
-        interpolation (str): ``bicubic`` (Keys 1981 with a = -1/2) or ``bilinear``.
+        distance: float32 distance of any shape, in input pixels, or in output pixels if these are larger.
+        interpolation: ``bicubic`` (Keys 1981 with a = -1/2) or ``bilinear``.
 
     Returns:
-        Tensor: float32 weights of the shape of ``distance``.
+        Float32 weights of the shape of ``distance``.
     """
     if interpolation == "bilinear":
         return (1 - distance).clamp(min=0)

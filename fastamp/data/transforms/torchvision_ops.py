@@ -67,8 +67,8 @@ class TorchvisionTransform(BatchTransform):
     With INPUT.AUGMENT_ON ``device``, ``transform`` must not draw from the generator of the device, which is not seeded.
 
     Args:
-        transform (Callable): (C, H, W) uint8 image -> image of the same shape and dtype.
-        prob (float): probability of transforming an image.
+        transform: (C, H, W) uint8 image -> image of the same shape and dtype.
+        prob: probability of transforming an image.
     """
 
     draws = 3
@@ -168,12 +168,12 @@ class _TorchvisionOperations(TorchvisionTransform):
     copies nothing to the device. On a CPU, the images are bit-identical to those from torchvision.
 
     Args:
-        transform (_RecordedOperations): torchvision transform with the mixin.
-        prob (float): probability of transforming an image.
+        transform: torchvision transform with the mixin.
+        prob: probability of transforming an image.
 
     Attributes:
-        steps (int): maximum number of operations per image.
-        interpolation (str): interpolation of affine operations. Default "nearest".
+        steps: maximum number of operations per image.
+        interpolation: interpolation of affine operations. Default "nearest".
     """
 
     steps: int
@@ -183,9 +183,9 @@ class _TorchvisionOperations(TorchvisionTransform):
         """Compute the parameters of ``TorchvisionTransform``, and draw the operations of each selected image.
 
         Returns:
-            dict: ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``:
-                (B, steps) float32; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations
-                that are not affine.
+            ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``: (B, steps)
+                float32; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations that are not
+                affine.
         """
         parameters = super().parameters(uniforms, size)
         shape = (len(uniforms), self.steps)
@@ -220,12 +220,12 @@ class _TorchvisionOperations(TorchvisionTransform):
         """Apply the operations to an image, one after another.
 
         Args:
-            image (Tensor): (1, C, H, W) uint8.
-            operations (list): (name, magnitude, (3, 2) matrix) of each operation.
-            copies (dict): parameters of this image, on the device of the image.
+            image: (1, C, H, W) uint8.
+            operations: (name, magnitude, (3, 2) matrix) of each operation.
+            copies: parameters of this image, on the device of the image.
 
         Returns:
-            Tensor: (1, C, H, W) uint8.
+            (1, C, H, W) uint8.
         """
         for name, magnitude, matrix in operations:
             if name in _AFFINE:
@@ -298,9 +298,9 @@ class RandAugment(_TorchvisionOperations):
     """RandAugment: random operations of equal magnitude (Cubuk et al. 2020, arXiv:1909.13719), for 1 or 3 channels.
 
     Args:
-        prob (float): probability of transforming an image.
-        num_ops (int): number of sequential operations.
-        magnitude (int): magnitude in 0..30.
+        prob: probability of transforming an image.
+        num_ops: number of sequential operations.
+        magnitude: magnitude in 0..30.
     """
 
     def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
@@ -337,7 +337,7 @@ class RandomAffine(TorchvisionTransform):
         """Compute the parameters of ``TorchvisionTransform``, and draw an affine map for each image.
 
         Returns:
-            dict: ``chosen`` and ``seed``; ``matrix``: (B, 3, 2) float32, see ``_inverse_matrix``.
+            ``chosen`` and ``seed``; ``matrix``: (B, 3, 2) float32, see ``_inverse_matrix``.
         """
         parameters = super().parameters(uniforms, size)
         matrix = torch.zeros(len(uniforms), 3, 2)
@@ -387,9 +387,9 @@ def _inverse_matrix(
     """Compute the transposed inverse matrix of an affine map, in units of half the image size: (3, 2) float32.
 
     Args:
-        size (tuple[int, int]): height and width of the images in pixels.
+        size: height and width of the images in pixels.
         angle, translate, scale, shear: see ``torchvision.transforms.functional.affine``.
-        about_corner (bool): if True, the map is about the top left corner, otherwise about the center. Default False.
+        about_corner: if True, the map is about the top left corner, otherwise about the center. Default False.
     """
     half_height, half_width = 0.5 * size[0], 0.5 * size[1]
     center = [-half_width, -half_height] if about_corner else [0.0, 0.0]
@@ -401,9 +401,9 @@ def _warp(images: Tensor, matrix: Tensor, interpolation: str) -> Tensor:
     """Apply an affine map to each image, like torchvision without a fill color.
 
     Args:
-        images (Tensor): (B, C, H, W) uint8.
-        matrix (Tensor): (B, 3, 2) float32, see ``_inverse_matrix``.
-        interpolation (str): ``nearest`` or ``bilinear``.
+        images: (B, C, H, W) uint8.
+        matrix: (B, 3, 2) float32, see ``_inverse_matrix``.
+        interpolation: ``nearest`` or ``bilinear``.
     """
     (height, width), device = images.shape[-2:], images.device
     x = torch.linspace((1.0 - width) * 0.5, (width - 1.0) * 0.5, steps=width, device=device)

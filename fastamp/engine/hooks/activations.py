@@ -17,8 +17,8 @@ class ActivationMonitor(HookBase):
     period. Register this hook before ``PeriodicWriter``.
 
     Args:
-        model (nn.Module): model whose leaf modules are monitored.
-        period (int): log period in iterations.
+        model: model whose leaf modules are monitored.
+        period: log period in iterations.
     """
 
     def __init__(self, model: nn.Module, period: int) -> None:

@@ -17,9 +17,9 @@ class EMA(HookBase):
     ``decay``^n after n steps.
 
     Args:
-        average (WeightAverage): the average to update.
-        decay (float): factor of the previous average in each update, 0..1.
-        warmup (bool): increase the decay from 0. Default True.
+        average: the average to update.
+        decay: factor of the previous average in each update, 0..1.
+        warmup: increase the decay from 0. Default True.
     """
 
     def __init__(self, average: WeightAverage, decay: float, *, warmup: bool = True) -> None:
@@ -57,12 +57,10 @@ class SWA(HookBase):
     epochs. If only the last epoch is averaged, this is WiSE-FT (Wortsman et al. 2022, arXiv:2109.01903).
 
     Args:
-        average (WeightAverage): the average to update.
-        start (int): number of epochs at the start of training that are excluded from averaging.
-        period (int): update period in epochs, counted from ``start``. The average is also updated after the last
-            epoch.
-        initial_weight (float): fraction of the weights at the start of training in the final average, 0..0.99.
-            Default 0.
+        average: the average to update.
+        start: number of epochs at the start of training that are excluded from averaging.
+        period: update period in epochs, counted from ``start``. The average is also updated after the last epoch.
+        initial_weight: fraction of the weights at the start of training in the final average, 0..0.99. Default 0.
     """
 
     def __init__(self, average: WeightAverage, *, start: int, period: int, initial_weight: float = 0.0) -> None:

@@ -29,9 +29,9 @@ class HookBase:
     ``before_forward``, ``after_backward`` and ``on_step_error``.
 
     Attributes:
-        trainer (TrainerBase): the trainer, set by ``register_hooks``.
-        saves (bool): whether the hook saves the state of the run. Such hooks are called last, so that they save the
-            updated state of all other hooks. Default False.
+        trainer: the trainer, set by ``register_hooks``.
+        saves: whether the hook saves the state of the run. Such hooks are called last, so that they save the updated
+            state of all other hooks. Default False.
     """
 
     trainer: "TrainerBase"

@@ -25,14 +25,13 @@ def build_training_hooks(
     The hooks are in this order.
 
     Args:
-        cfg (CfgNode): config of the run.
-        model (nn.Module): model to train.
-        average (WeightAverage, optional): weight average for ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is
-            enabled.
-        iters_per_epoch (int): number of iterations in an epoch.
+        cfg: config of the run.
+        model: model to train.
+        average: weight average for ``SOLVER.EMA`` or ``SOLVER.SWA``; None if neither is enabled.
+        iters_per_epoch: number of iterations in an epoch.
 
     Returns:
-        list[HookBase]: the hooks.
+        The hooks.
 
     Raises:
         ConfigError: if a module or classifier to freeze is not found in the model.

@@ -26,13 +26,12 @@ class PeriodicCheckpointer(HookBase):
     epoch, only ``model_<epoch>`` is saved. At the end of an epoch, checkpoints are saved after the evaluation.
 
     Args:
-        checkpointer (Checkpointer): writes the files.
-        period (int): period in epochs.
-        iterations (int): period in iterations; 0 (default) disables these checkpoints.
-        minutes (float): time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables these
-            checkpoints.
-        keep (int): number of newest periodic checkpoints to keep; 0 (default) keeps all.
-        clock (Callable): returns the current time in seconds. Default ``time.monotonic``.
+        checkpointer: writes the files.
+        period: period in epochs.
+        iterations: period in iterations; 0 (default) disables these checkpoints.
+        minutes: time between checkpoints in minutes, by the clock of rank 0; 0 (default) disables these checkpoints.
+        keep: number of newest periodic checkpoints to keep; 0 (default) keeps all.
+        clock: returns the current time in seconds. Default ``time.monotonic``.
     """
 
     saves = True

@@ -10,7 +10,7 @@ class SetEpoch(HookBase):
     """Call ``set_epoch(epoch)`` of the modules of a model before each epoch, also after a resume.
 
     Args:
-        model (nn.Module): model with modules that define ``set_epoch``, such as a loss that starts later.
+        model: model with modules that define ``set_epoch``, such as a loss that starts later.
     """
 
     def __init__(self, model: nn.Module) -> None:

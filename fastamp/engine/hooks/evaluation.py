@@ -20,9 +20,9 @@ class BestMetric:
     """Metric that selects the best model; higher is better.
 
     Attributes:
-        metric (str): name of a reported metric, e.g. ``"mAP"``.
-        datasets (tuple[str, ...]): test sets to average the metric over.
-        meaning (str): explanation of the name, for messages. Default: the mean of mAP and Rank-1, for ``"metric"``.
+        metric: name of a reported metric, e.g. ``"mAP"``.
+        datasets: test sets to average the metric over.
+        meaning: explanation of the name, for messages. Default: the mean of mAP and Rank-1, for ``"metric"``.
     """
 
     metric: str
@@ -34,12 +34,12 @@ class BestMetric:
         """Parse ``SOLVER.BEST_METRIC``.
 
         Args:
-            name (str): ``<metric>`` or ``<dataset>/<metric>``.
-            reported (Mapping[str, Sequence[str] | None]): dataset name -> names of the metrics that its
-                evaluator reports; None if the evaluator does not declare the names.
+            name: ``<metric>`` or ``<dataset>/<metric>``.
+            reported: dataset name -> names of the metrics that its evaluator reports; None if the evaluator does not
+                declare the names.
 
         Returns:
-            BestMetric: the metric.
+            The metric.
 
         Raises:
             ConfigError: if any of the selected datasets does not report the metric. A ``name`` without a dataset
@@ -71,10 +71,10 @@ class BestMetric:
         """Compute the mean of the metric over ``datasets``.
 
         Args:
-            results (Mapping[str, Mapping[str, Any]]): dataset name -> metrics.
+            results: dataset name -> metrics.
 
         Returns:
-            float: value of the metric.
+            Value of the metric.
 
         Raises:
             ConfigError: if the metric is missing from ``results``.
@@ -95,15 +95,15 @@ class EvalHook(HookBase):
     the score after the last epoch is lower, a warning is logged.
 
     Args:
-        period (int): period in epochs.
-        evaluate (Callable): returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
-        checkpointer (Checkpointer, optional): saves ``model_best`` when ``metric`` improves. Default: saves nothing,
-            and puts the results into the storage of the trainer, as FastReID's hook does.
-        writers (Sequence): receive the metrics as ``<dataset>/<metric>``.
-        metric (BestMetric, optional): selects the best model. Default: saves no ``model_best``.
-        weights (Callable): returns a context manager in which the model holds the weights to evaluate and to save as
+        period: period in epochs.
+        evaluate: returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
+        checkpointer: saves ``model_best`` when ``metric`` improves. Default: saves nothing, and puts the results into
+            the storage of the trainer, as FastReID's hook does.
+        writers: receive the metrics as ``<dataset>/<metric>``.
+        metric: selects the best model. Default: saves no ``model_best``.
+        weights: returns a context manager in which the model holds the weights to evaluate and to save as
             ``model_best``. Default: the current weights.
-        at_start (bool): also evaluate before the first step. Default False.
+        at_start: also evaluate before the first step. Default False.
     """
 
     def __init__(
@@ -164,8 +164,8 @@ class EvalHook(HookBase):
         """Pass the results to the writers. If ``metric`` has improved, save ``model_best``.
 
         Args:
-            iteration (int): last completed iteration, from 0.
-            epoch (int): its epoch, from 0.
+            iteration: last completed iteration, from 0.
+            epoch: its epoch, from 0.
         """
         assert self.checkpointer is not None and self.metric is not None
         if not comm.any_across_ranks(bool(self.results)):

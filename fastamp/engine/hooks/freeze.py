@@ -27,9 +27,9 @@ class FreezeLayers(HookBase):
     on this flag. Whether modules are frozen depends only on the iteration, so a resumed run behaves the same.
 
     Args:
-        model (nn.Module): model that contains the modules.
-        names (Sequence[str]): names of the modules, e.g. ``"backbone"``.
-        iterations (int): number of iterations during which the modules are frozen.
+        model: model that contains the modules.
+        names: names of the modules, e.g. ``"backbone"``.
+        iterations: number of iterations during which the modules are frozen.
 
     Raises:
         ConfigError: if a module is not found.
@@ -76,8 +76,8 @@ class FreezeClassifier(HookBase):
     Whether the weights are frozen depends only on the iteration, so a resumed run behaves the same.
 
     Args:
-        model (nn.Module): model whose heads list the names of their classifier parameters in ``classifiers``.
-        iterations (int): number of iterations, at the end of training, during which the classifier is frozen.
+        model: model whose heads list the names of their classifier parameters in ``classifiers``.
+        iterations: number of iterations, at the end of training, during which the classifier is frozen.
 
     Raises:
         ConfigError: if no head lists a classifier.

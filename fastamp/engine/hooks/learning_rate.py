@@ -12,8 +12,7 @@ class LRScheduler(HookBase):
     Groups with ``scheduled=False`` keep their learning rate.
 
     Args:
-        schedule (LearningRateSchedule): computes the learning rate from the base learning rate, the epoch, and the
-            number of applied steps.
+        schedule: computes the learning rate from the base learning rate, the epoch, and the number of applied steps.
 
     ``LRScheduler(optimizer, schedulers)`` returns FastReID's hook; see ``fastamp.compat.hooks.SchedulerHook``.
     """

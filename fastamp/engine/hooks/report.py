@@ -13,9 +13,9 @@ class ReportHook(HookBase):
     """Write ``report.html`` after each evaluation. Register this hook after the hooks that save checkpoints.
 
     Args:
-        run (Callable): returns the data of the last evaluation, or None if its report has already been written.
-        writers (Sequence): those with a method ``write_image`` receive the images of the worst queries of each test
-            set, and of the clusters of the training images. Default: none.
+        run: returns the data of the last evaluation, or None if its report has already been written.
+        writers: those with a method ``write_image`` receive the images of the worst queries of each test set, and of
+            the clusters of the training images. Default: none.
     """
 
     saves = True

@@ -27,7 +27,7 @@ class StopOnSignal(HookBase):
     process.
 
     Args:
-        checkpointer (Checkpointer): saves ``model_interrupted``.
+        checkpointer: saves ``model_interrupted``.
     """
 
     saves = True

@@ -18,10 +18,10 @@ class PeriodicWriter(HookBase):
     """Write and log metrics every ``period`` iterations and at the end of the run, and show a progress bar.
 
     Args:
-        period (int): log period in iterations.
-        writers (list): objects with ``write(iteration, metrics)`` and ``close()``.
-        images_per_iteration (int): mean number of images per iteration, used to compute the throughput.
-        device (torch.device): device of the model, whose peak memory use is logged.
+        period: log period in iterations.
+        writers: objects with ``write(iteration, metrics)`` and ``close()``.
+        images_per_iteration: mean number of images per iteration, used to compute the throughput.
+        device: device of the model, whose peak memory use is logged.
 
     ``PeriodicWriter(writers, period)`` returns FastReID's hook; see ``fastamp.compat.hooks.EventWriterHook``.
     """
@@ -91,10 +91,10 @@ def console_line(done: int, total: int, metrics: dict[str, Any], *, epochs: int 
     """Format the metrics of a log period as one line, with epochs and iterations counted from 1.
 
     Args:
-        done (int): number of completed iterations.
-        total (int): number of iterations of the run.
-        metrics (dict[str, Any]): metrics as written to ``metrics.json``, whose ``epoch`` counts from 0.
-        epochs (int, optional): number of epochs of the run. Default: not shown.
+        done: number of completed iterations.
+        total: number of iterations of the run.
+        metrics: metrics as written to ``metrics.json``, whose ``epoch`` counts from 0.
+        epochs: number of epochs of the run. Default: not shown.
     """
     of_epochs = "" if epochs is None else f"/{epochs}"
     parts = [f"epoch {metrics['epoch'] + 1}{of_epochs} iter {done}/{total}"]

@@ -21,8 +21,8 @@ class Preprocessing(nn.Module):
     PyTorch exported bicubic resizing with a = -3/4 (pytorch#177138) instead of -1/2, the value of PIL.
 
     Args:
-        resize (Resize): transform of the evaluator, with a fixed output size.
-        reverse_channels (bool): if True, the images are BGR. Default False, RGB.
+        resize: transform of the evaluator, with a fixed output size.
+        reverse_channels: if True, the images are BGR. Default False, RGB.
     """
 
     def __init__(self, resize: Resize, *, reverse_channels: bool = False) -> None:

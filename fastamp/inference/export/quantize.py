@@ -57,7 +57,7 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
         opset: ONNX opset.
 
     Returns:
-        tuple: ONNX model, and names of the layers of the trunks that stay in float32 because of their errors.
+        ONNX model, and names of the layers of the trunks that stay in float32 because of their errors.
 
     Raises:
         ExportError: if the model cannot be converted.

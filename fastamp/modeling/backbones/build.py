@@ -27,11 +27,10 @@ class Variants:
     """Variants of a backbone: the config values that ``infer_config`` tries when it identifies a weights file.
 
     Attributes:
-        depths (tuple[str, ...]): supported values of ``MODEL.BACKBONE.DEPTH``.
-        options (tuple[str, ...]): boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g.
-            ``WITH_IBN``.
-        keys_of (Callable[[State], dict[str, str]]): function that infers additional config keys from the backbone's
-            tensors, a dict with the parameter names of the weights file. Default: infers no keys.
+        depths: supported values of ``MODEL.BACKBONE.DEPTH``.
+        options: boolean keys below ``MODEL.BACKBONE`` that change the parameter names, e.g. ``WITH_IBN``.
+        keys_of: function that infers additional config keys from the backbone's tensors, a dict with the parameter
+            names of the weights file. Default: infers no keys.
     """
 
     depths: tuple[str, ...]
@@ -46,11 +45,11 @@ def variants(depths: Iterable[str], **fields: Any) -> Callable[[Backbone], Backb
     ``fastamp.checkpoint.load_state.convert_state_dict``.
 
     Args:
-        depths (Iterable[str]): supported values of ``MODEL.BACKBONE.DEPTH``.
+        depths: supported values of ``MODEL.BACKBONE.DEPTH``.
         fields: ``options`` and ``keys_of`` of ``Variants``, as keyword arguments.
 
     Returns:
-        Callable[[Backbone], Backbone]: decorator that sets the attribute ``variants`` of the builder.
+        Decorator that sets the attribute ``variants`` of the builder.
     """
 
     def add(backbone: Backbone) -> Backbone:
@@ -64,8 +63,8 @@ def build_backbone(cfg: Any) -> nn.Module:
     """Build the backbone ``MODEL.BACKBONE.NAME``, with the adapters of ``MODEL.LORA``.
 
     Returns:
-        nn.Module: a module that maps (B, in_channels, H, W) images to (B, C, h, w) feature maps. Its attribute
-        ``feature_dim`` is C.
+        A module that maps (B, in_channels, H, W) images to (B, C, h, w) feature maps. Its attribute ``feature_dim`` is
+        C.
 
     Raises:
         ConfigError: if the name or depth is unknown, or if ``MODEL.BACKBONE.FEAT_DIM`` differs from the number of

@@ -32,8 +32,8 @@ def warn_ignored_options(cfg: Any, *names: str, disabled: Any = False) -> None:
     """Log a warning for each unsupported option in ``names``, e.g. ``WITH_NL``, that ``MODEL.BACKBONE`` enables.
 
     Args:
-        cfg (CfgNode): the config.
-        names (str): keys below ``MODEL.BACKBONE``.
+        cfg: the config.
+        names: keys below ``MODEL.BACKBONE``.
         disabled: value that disables the options. Default False.
     """
     for name in names:
@@ -52,8 +52,8 @@ def with_pretrained_weights(
     """Load pretrained weights into ``model`` if ``MODEL.BACKBONE.PRETRAIN`` is True, and return ``model``.
 
     Args:
-        model (Model): backbone with random weights, modified in place.
-        cfg (CfgNode): the config.
+        model: backbone with random weights, modified in place.
+        cfg: the config.
         online, without: see ``load_pretrained_backbone``.
 
     Raises:
@@ -71,8 +71,8 @@ def layers_in_order(module: nn.Module, container: str) -> LayerGroups:
     modules of a stage, e.g. a patch merging, belong to the block before them.
 
     Returns:
-        list[list]: modules of each block, in order, then the children of ``module`` after the container, e.g. the final
-        norm. Modules before the first block are not listed.
+        Modules of each block, in order, then the children of ``module`` after the container, e.g. the final norm.
+        Modules before the first block are not listed.
     """
     groups: LayerGroups = []
     for block in module.get_submodule(container).children():

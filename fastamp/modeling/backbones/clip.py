@@ -52,10 +52,10 @@ class ClipDepth:
     """Configuration of an image tower.
 
     Attributes:
-        width (int): width of the tokens.
-        blocks (int): number of blocks.
-        heads (int): number of attention heads.
-        embedding (int): width of the projection.
+        width: width of the tokens.
+        blocks: number of blocks.
+        heads: number of attention heads.
+        embedding: width of the projection.
     """
 
     width: int
@@ -82,10 +82,10 @@ class PackedAttention(nn.Module):
     """Multi-head self-attention with the parameter names of ``nn.MultiheadAttention``.
 
     Args:
-        width (int): width of the tokens.
-        heads (int): number of attention heads.
-        causal (bool): let each token attend only to itself and earlier tokens. Default False.
-        dropout (float): dropout probability of the attention weights. Default 0.
+        width: width of the tokens.
+        heads: number of attention heads.
+        causal: let each token attend only to itself and earlier tokens. Default False.
+        dropout: dropout probability of the attention weights. Default 0.
     """
 
     def __init__(self, width: int, heads: int, *, causal: bool = False, dropout: float = 0.0) -> None:
@@ -110,8 +110,8 @@ class ClipMlp(nn.Module):
     """Two linear layers with an activation in between.
 
     Args:
-        width (int): width of the tokens.
-        quick_gelu (bool): use ``QuickGELU`` instead of the GELU.
+        width: width of the tokens.
+        quick_gelu: use ``QuickGELU`` instead of the GELU.
     """
 
     def __init__(self, width: int, *, quick_gelu: bool) -> None:
@@ -128,13 +128,13 @@ class ResidualBlock(nn.Module):
     """Block of CLIP's image and text towers: attention and MLP, each after a layer norm and with a residual connection.
 
     Args:
-        width (int): width of the tokens.
-        heads (int): number of attention heads.
-        causal (bool): see ``PackedAttention``. Default False.
-        quick_gelu (bool): see ``ClipMlp``. Default True.
-        dropout (float): dropout probability of the attention and MLP outputs. Default 0.
-        attention_dropout (float): dropout probability of the attention weights. Default 0.
-        drop_path (float): stochastic depth probability, per image. Default 0.
+        width: width of the tokens.
+        heads: number of attention heads.
+        causal: see ``PackedAttention``. Default False.
+        quick_gelu: see ``ClipMlp``. Default True.
+        dropout: dropout probability of the attention and MLP outputs. Default 0.
+        attention_dropout: dropout probability of the attention weights. Default 0.
+        drop_path: stochastic depth probability, per image. Default 0.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class ResidualBlocks(nn.Module):
     """Sequence of ``ResidualBlock``, with CLIP's parameter names.
 
     Args:
-        blocks (list[ResidualBlock]): the blocks.
-        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
+        blocks: the blocks.
+        checkpointing: recompute the activations of each block in the backward pass. Default False.
     """
 
     def __init__(self, blocks: list[ResidualBlock], *, checkpointing: bool = False) -> None:
@@ -193,19 +193,19 @@ class ClipVisionTransformer(TokenBackbone):
     """CLIP's Vision Transformer with the class token as feature.
 
     Args:
-        depth (ClipDepth): size of the network.
-        image_size (tuple[int, int]): height and width of the images for which the position embedding is created. For
-            images of other sizes, it is resized.
-        in_channels (int): number of image channels. Default 3.
-        stride (tuple[int, int]): vertical and horizontal stride of the 16 x 16 patches. Default (16, 16).
-        projection (bool): append the projected class token to the feature. Default False.
-        quick_gelu (bool): see ``ClipMlp``. Default True.
-        dropout, attention_dropout (float): see ``ResidualBlock``. Default 0.
-        drop_path (float): stochastic depth probability of the last block; it grows linearly from 0. Default 0.
+        depth: size of the network.
+        image_size: height and width of the images for which the position embedding is created. For images of other
+            sizes, it is resized.
+        in_channels: number of image channels. Default 3.
+        stride: vertical and horizontal stride of the 16 x 16 patches. Default (16, 16).
+        projection: append the projected class token to the feature. Default False.
+        quick_gelu: see ``ClipMlp``. Default True.
+        dropout, attention_dropout: see ``ResidualBlock``. Default 0.
+        drop_path: stochastic depth probability of the last block; it grows linearly from 0. Default 0.
         cameras, views, side_weight: see ``SideInformation``; the embedding is added to the class token only, as in
             CLIP-ReID (Li et al. 2023, arXiv:2211.13977).
-        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
-        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
+        checkpointing: recompute the activations of each block in the backward pass. Default False.
+        weights_grid: see ``PositionGrid``. Default ().
     """
 
     prefix = 1
@@ -267,13 +267,13 @@ class ClipVisionTransformer(TokenBackbone):
         """Compute the feature, or all tokens if the last block was removed by ``hand_over_last_block``.
 
         Args:
-            x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
-            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if the model has embeddings for
-                cameras or views, respectively.
+            x: (B, in_channels, H, W) float, normalized images.
+            camids, viewids: (B,) int64, starting at 0; required if the model has embeddings for cameras or views,
+                respectively.
 
         Returns:
-            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm, with ``projection`` followed by
-            its projection. If the last block was removed: (B, 1 + patches, width), all tokens.
+            (B, feature_dim, 1, 1), the class token after the last norm, with ``projection`` followed by its projection.
+            If the last block was removed: (B, 1 + patches, width), all tokens.
 
         Raises:
             ValueError: if required camera or view IDs are missing.
@@ -296,10 +296,10 @@ class ClipVisionTransformer(TokenBackbone):
 
         Args:
             x, camids, viewids: see ``forward``.
-            side_information (bool): add camera and view embeddings. Default True.
+            side_information: add camera and view embeddings. Default True.
 
         Returns:
-            tuple[torch.Tensor, ...]: (B, width), (B, width), and with ``projection`` (B, embedding).
+            (B, width), (B, width), and with ``projection`` (B, embedding).
         """
         return self._features(*self.transformer(self._embed(x, camids, viewids, side_information)))
 
@@ -375,8 +375,8 @@ def image_tower(state: State) -> State:
     """Select the image tower of a file, and name the other tensors ``other.<name>``; CLIP-ReID's ``cv_embed`` stays.
 
     Args:
-        state (dict[str, torch.Tensor]): file of CLIP or open_clip (``visual.``), of CLIP-ReID (``image_encoder.``), or
-            an image tower without a prefix.
+        state: file of CLIP or open_clip (``visual.``), of CLIP-ReID (``image_encoder.``), or an image tower without a
+            prefix.
     """
     prefix = next((each for each in ("visual.", "image_encoder.") if any(key.startswith(each) for key in state)), "")
     if not prefix:

@@ -28,9 +28,9 @@ class ClipResNetDepth:
     """Configuration of CLIP's ResNet.
 
     Attributes:
-        width (int): channels of the stem; the last stage has 32 times as many.
-        blocks (tuple[int, ...]): number of blocks of the four stages.
-        embedding (int): width of the attention pooling's output.
+        width: channels of the stem; the last stage has 32 times as many.
+        blocks: number of blocks of the four stages.
+        embedding: width of the attention pooling's output.
     """
 
     width: int
@@ -50,10 +50,10 @@ class ClipBottleneck(nn.Module):
     """Bottleneck whose down-sampling is an average pooling after the second convolution and before the shortcut's.
 
     Args:
-        in_channels (int): input channels.
-        channels (int): channels of the 3x3 convolution; the output has four times as many.
-        stride (int): 1 or 2.
-        norm (str): name in ``NORM_REGISTRY``.
+        in_channels: input channels.
+        channels: channels of the 3x3 convolution; the output has four times as many.
+        stride: 1 or 2.
+        norm: name in ``NORM_REGISTRY``.
     """
 
     def __init__(self, in_channels: int, channels: int, stride: int, norm: str) -> None:
@@ -82,10 +82,9 @@ class AttentionPool(nn.Module):
     """Attention pooling: the mean of the map attends to itself and to all positions.
 
     Args:
-        grid (tuple[int, int]): height and width of the map for which the position embedding is created; it is resized
-            for other maps.
-        channels (int): channels of the map.
-        embedding (int): width of the output.
+        grid: height and width of the map for which the position embedding is created; it is resized for other maps.
+        channels: channels of the map.
+        embedding: width of the output.
     """
 
     def __init__(self, grid: tuple[int, int], channels: int, embedding: int) -> None:
@@ -116,14 +115,13 @@ class ClipResNet(PositionGrid, nn.Module):
     """CLIP's ResNet: a stem of three convolutions, average pooling instead of strides, and an attention pooling.
 
     Args:
-        depth (ClipResNetDepth): size of the network.
-        image_size (tuple[int, int]): height and width of the images for which the position embedding of the attention
-            pooling is created.
-        in_channels (int): number of image channels. Default 3.
-        last_stride (int): stride of the last stage; CLIP's is 2 and CLIP-ReID's 1. Default 1.
-        norm (str): name in ``NORM_REGISTRY``. Default ``"BN"``.
-        projection (bool): compute the mean of the map and the attention pooling, instead of the map. Default False.
-        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
+        depth: size of the network.
+        image_size: height and width of the images for which the position embedding of the attention pooling is created.
+        in_channels: number of image channels. Default 3.
+        last_stride: stride of the last stage; CLIP's is 2 and CLIP-ReID's 1. Default 1.
+        norm: name in ``NORM_REGISTRY``. Default ``"BN"``.
+        projection: compute the mean of the map and the attention pooling, instead of the map. Default False.
+        weights_grid: see ``PositionGrid``. Default ().
     """
 
     def __init__(
@@ -165,11 +163,10 @@ class ClipResNet(PositionGrid, nn.Module):
         """Compute the feature map, or with ``projection`` its mean and its attention pooling.
 
         Args:
-            x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
+            x: (B, in_channels, H, W) float, normalized images.
 
         Returns:
-            torch.Tensor: (B, feature_dim, H/16, W/16) with ``last_stride`` 1; with ``projection`` (B, feature_dim, 1,
-            1).
+            (B, feature_dim, H/16, W/16) with ``last_stride`` 1; with ``projection`` (B, feature_dim, 1, 1).
         """
         if self.attnpool is None:
             return self._maps(x)[1]
@@ -183,7 +180,7 @@ class ClipResNet(PositionGrid, nn.Module):
             x: see ``forward``.
 
         Returns:
-            tuple[torch.Tensor, ...]: (B, 16 width), (B, 32 width), and with ``projection`` (B, embedding).
+            (B, 16 width), (B, 32 width), and with ``projection`` (B, embedding).
         """
         third, last = self._maps(x)
         means = (third.mean(dim=(2, 3)), last.mean(dim=(2, 3)))

@@ -26,11 +26,11 @@ class Depth:
     """Configuration of an EfficientNet of a given depth.
 
     Attributes:
-        stem (int): output channels of the stem.
-        widths (tuple[int, ...]): output channels of the seven stages.
-        blocks (tuple[int, ...]): number of blocks in each stage.
-        head (int): channels of the output feature map.
-        pycls_id (int): ID of the ImageNet weights in pycls's model zoo.
+        stem: output channels of the stem.
+        widths: output channels of the seven stages.
+        blocks: number of blocks in each stage.
+        head: channels of the output feature map.
+        pycls_id: ID of the ImageNet weights in pycls's model zoo.
     """
 
     stem: int
@@ -56,12 +56,12 @@ class MBConv(nn.Module):
     The residual connection is used only if input and output have the same shape.
 
     Args:
-        in_channels (int): number of input channels.
-        channels (int): number of output channels.
-        expansion (int): ratio of the channels inside the block to ``in_channels``; 1 omits the expansion convolution.
-        kernel (int): kernel size of the depthwise convolution.
-        stride (int): stride of the depthwise convolution.
-        norm (str): name of the normalization layer.
+        in_channels: number of input channels.
+        channels: number of output channels.
+        expansion: ratio of the channels inside the block to ``in_channels``; 1 omits the expansion convolution.
+        kernel: kernel size of the depthwise convolution.
+        stride: stride of the depthwise convolution.
+        norm: name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, channels: int, *, expansion: int, kernel: int, stride: int, norm: str) -> None:
@@ -104,13 +104,13 @@ class EfficientNet(nn.Module):
     Drop-connect is not implemented; its rate is 0 in all FastReID variants.
 
     Args:
-        stem (int): output channels of the stem.
-        widths (tuple[int, ...]): output channels of the seven stages.
-        blocks (tuple[int, ...]): number of blocks in each stage.
-        head (int): channels of the output feature map.
-        in_channels (int): number of image channels.
-        last_stride (int): stride of the sixth stage; 1 doubles the height and width of the output.
-        norm (str): name of the normalization layer.
+        stem: output channels of the stem.
+        widths: output channels of the seven stages.
+        blocks: number of blocks in each stage.
+        head: channels of the output feature map.
+        in_channels: number of image channels.
+        last_stride: stride of the sixth stage; 1 doubles the height and width of the output.
+        norm: name of the normalization layer.
     """
 
     def __init__(

@@ -45,7 +45,7 @@ def with_adapters(cfg: Any, backbone: nn.Module) -> nn.Module:
     Camera and view embeddings are trained, because pretrained weights do not contain them.
 
     Returns:
-        nn.Module: the backbone.
+        The backbone.
 
     Raises:
         ConfigError: if a target is unknown, if the backbone has no linear layers of the targets, or if the rank exceeds

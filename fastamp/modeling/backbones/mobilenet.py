@@ -37,9 +37,9 @@ class MobileNetV2(nn.Module):
     """torchvision's MobileNetV2 without global pooling and classifier.
 
     Args:
-        width (float): width multiplier; the last layer always has 1280 channels.
-        in_channels (int): number of image channels.
-        norm (str): name of the normalization layer.
+        width: width multiplier; the last layer always has 1280 channels.
+        in_channels: number of image channels.
+        norm: name of the normalization layer.
     """
 
     feature_dim = 1280
@@ -77,9 +77,9 @@ class MobileNetV3(nn.Module):
     norm epsilon is 1e-5, as in FastReID, instead of torchvision's 1e-3.
 
     Args:
-        model (str): name of the model in torchvision.
-        in_channels (int): number of image channels.
-        norm (str): name of the normalization layer.
+        model: name of the model in torchvision.
+        in_channels: number of image channels.
+        norm: name of the normalization layer.
     """
 
     def __init__(self, *, model: str, in_channels: int = 3, norm: str = "BN") -> None:

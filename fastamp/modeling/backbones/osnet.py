@@ -42,11 +42,11 @@ class ConvNorm(nn.Module):
     """Convolution, normalization and ReLU.
 
     Args:
-        in_channels, out_channels (int): number of input and output channels.
-        norm (nn.Module): normalization layer.
-        kernel_size (int): kernel size, odd; the padding is ``kernel_size // 2``.
-        stride (int): stride of the convolution.
-        linear (bool): omit the ReLU.
+        in_channels, out_channels: number of input and output channels.
+        norm: normalization layer.
+        kernel_size: kernel size, odd; the padding is ``kernel_size // 2``.
+        stride: stride of the convolution.
+        linear: omit the ReLU.
     """
 
     def __init__(
@@ -133,9 +133,9 @@ class OSBlock(nn.Module):
     """Residual block of four streams with receptive fields 3, 5, 7 and 9, fused by a shared channel gate.
 
     Args:
-        in_channels, out_channels (int): number of input and output channels.
-        norm (str): name of the normalization layer.
-        instance_norm (bool): apply instance norm after the residual addition (OSNet-IBN).
+        in_channels, out_channels: number of input and output channels.
+        norm: name of the normalization layer.
+        instance_norm: apply instance norm after the residual addition (OSNet-IBN).
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool = False) -> None:
@@ -186,10 +186,10 @@ class OSNet(nn.Module):
     ``MODEL.BACKBONE.STEM_POOL`` is not used: the max pooling is padded in both FastReID and torchreid.
 
     Args:
-        channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
-        in_channels (int): number of image channels.
-        norm (str): name of the normalization layer.
-        ibn (bool): use instance norm in the stem (instead of ``norm``) and in the first stage, as in torchreid's
+        channels: output channels of the stem and of the three stages.
+        in_channels: number of image channels.
+        norm: name of the normalization layer.
+        ibn: use instance norm in the stem (instead of ``norm``) and in the first stage, as in torchreid's
             osnet_ibn_x1_0.
     """
 

@@ -45,9 +45,9 @@ class AINBlock(nn.Module):
     """OSNet block with optional instance norm before the residual addition (OSNet-IBN: after the addition).
 
     Args:
-        in_channels, out_channels (int): number of input and output channels.
-        norm (str): name of the normalization layer.
-        instance_norm (bool): replace the normalization of the last convolution with instance norm.
+        in_channels, out_channels: number of input and output channels.
+        norm: name of the normalization layer.
+        instance_norm: replace the normalization of the last convolution with instance norm.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, norm: str, instance_norm: bool) -> None:
@@ -74,9 +74,9 @@ class OSNetAIN(nn.Module):
     The network has a stem with instance norm, three stages of two blocks, and a 1x1 convolution.
 
     Args:
-        channels (tuple[int, int, int, int]): output channels of the stem and of the three stages.
-        in_channels (int): number of image channels.
-        norm (str): name of the normalization layer for positions without instance norm.
+        channels: output channels of the stem and of the three stages.
+        in_channels: number of image channels.
+        norm: name of the normalization layer for positions without instance norm.
     """
 
     def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:

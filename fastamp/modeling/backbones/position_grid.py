@@ -35,8 +35,8 @@ class PositionGrid:
     """Base class of backbones with a learned position embedding, which is resized if a file has another grid.
 
     Attributes:
-        grid (tuple[int, int]): rows and columns of the position embedding of the model.
-        weights_grid (tuple[int, ...]): those of weights files, ``MODEL.BACKBONE.WEIGHTS_GRID``; () if not given.
+        grid: rows and columns of the position embedding of the model.
+        weights_grid: those of weights files, ``MODEL.BACKBONE.WEIGHTS_GRID``; () if not given.
     """
 
     grid: Grid
@@ -51,9 +51,9 @@ class PositionGrid:
         """Compute the grid of a model with this class for training images of ``size`` (height, width).
 
         Args:
-            size (tuple[int, int]): height and width, in pixels.
-            stride (tuple[int, int]): ``MODEL.BACKBONE.STRIDE_SIZE``.
-            last_stride (int): ``MODEL.BACKBONE.LAST_STRIDE``.
+            size: height and width, in pixels.
+            stride: ``MODEL.BACKBONE.STRIDE_SIZE``.
+            last_stride: ``MODEL.BACKBONE.LAST_STRIDE``.
         """
         raise NotImplementedError
 
@@ -69,9 +69,9 @@ class PositionGrid:
         patches of a ReID file is that of the model, the grid of the model is assumed.
 
         Args:
-            patches (int): number of positions, without those of class, part and register tokens.
-            notes (list[str]): remarks for the import report.
-            method (str): interpolation method, for the remark.
+            patches: number of positions, without those of class, part and register tokens.
+            notes: remarks for the import report.
+            method: interpolation method, for the remark.
 
         Raises:
             WeightsError: if ``weights_grid`` has another number of positions.
@@ -128,11 +128,11 @@ def infer_grids(patches: int, *, own: Grid, common: list[Grid], is_reid: bool) -
     """List the patch grids (rows, columns) that fit a number of patches, most probable first; at least one.
 
     Args:
-        patches (int): number of patches.
-        own (tuple[int, int]): grid of the model. It is only assumed for ReID files with as many patches, and for
-            files that fit no other grid.
-        common (list[tuple[int, int]]): grids of common ReID trainings, most frequent first.
-        is_reid (bool): the file is that of a ReID model. Otherwise, a square grid is preferred, as for ImageNet.
+        patches: number of patches.
+        own: grid of the model. It is only assumed for ReID files with as many patches, and for files that fit no other
+            grid.
+        common: grids of common ReID trainings, most frequent first.
+        is_reid: the file is that of a ReID model. Otherwise, a square grid is preferred, as for ImageNet.
     """
     side = math.isqrt(patches)
     square = [(side, side)] if side * side == patches else []

@@ -25,9 +25,9 @@ class SqueezeExcite(nn.Module):
     """Squeeze-and-excitation: channel gates from global average pooling (Hu et al. 2018, arXiv:1709.01507).
 
     Args:
-        channels (int): number of input channels.
-        squeezed (int): number of hidden channels.
-        activation (nn.Module): activation of the hidden channels.
+        channels: number of input channels.
+        squeezed: number of hidden channels.
+        activation: activation of the hidden channels.
     """
 
     def __init__(self, channels: int, squeezed: int, activation: nn.Module) -> None:

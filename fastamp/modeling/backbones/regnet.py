@@ -24,12 +24,12 @@ class Depth:
     """Parameters of a RegNet in the design space (section 3.3 of the paper).
 
     Attributes:
-        blocks (int): total number of blocks.
-        initial_width (int): w_0.
-        slope (float): w_a, the growth of the width per block before quantization.
-        step (float): w_m, the ratio between the widths of two consecutive stages.
-        group_width (int): channels per group of the 3x3 convolutions.
-        pycls_id (str): ID and name of the ImageNet weights in pycls's model zoo.
+        blocks: total number of blocks.
+        initial_width: w_0.
+        slope: w_a, the growth of the width per block before quantization.
+        step: w_m, the ratio between the widths of two consecutive stages.
+        group_width: channels per group of the 3x3 convolutions.
+        pycls_id: ID and name of the ImageNet weights in pycls's model zoo.
     """
 
     blocks: int
@@ -125,12 +125,12 @@ class Block(nn.Module):
     """Residual bottleneck block with bottleneck ratio 1.
 
     Args:
-        in_channels (int): number of input channels.
-        channels (int): number of inner and output channels.
-        group_width (int): channels per group of the 3x3 convolution.
-        stride (int): stride of the 3x3 convolution.
-        se (bool): add squeeze-and-excitation.
-        norm (str): name of the normalization layer.
+        in_channels: number of input channels.
+        channels: number of inner and output channels.
+        group_width: channels per group of the 3x3 convolution.
+        stride: stride of the 3x3 convolution.
+        se: add squeeze-and-excitation.
+        norm: name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, channels: int, *, group_width: int, stride: int, se: bool, norm: str) -> None:
@@ -151,11 +151,11 @@ class RegNet(nn.Module):
     """RegNet without global pooling and classifier.
 
     Args:
-        stages (list[Stage]): the four stages.
-        se (bool): add squeeze-and-excitation to all blocks (RegNet Y).
-        in_channels (int): number of image channels.
-        last_stride (int): stride of the last stage; 1 doubles the height and width of the output.
-        norm (str): name of the normalization layer.
+        stages: the four stages.
+        se: add squeeze-and-excitation to all blocks (RegNet Y).
+        in_channels: number of image channels.
+        last_stride: stride of the last stage; 1 doubles the height and width of the output.
+        norm: name of the normalization layer.
     """
 
     def __init__(

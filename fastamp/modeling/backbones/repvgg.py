@@ -61,12 +61,12 @@ class RepVGGBlock(nn.Module):
     The identity branch exists only if input and output have the same shape.
 
     Args:
-        in_channels (int): number of input channels.
-        channels (int): number of output channels.
-        stride (int): stride of the convolutions.
-        groups (int): number of groups of the convolutions.
-        norm (str): name of the normalization layer.
-        deploy (bool): replace the branches with one 3x3 convolution with bias, for inference.
+        in_channels: number of input channels.
+        channels: number of output channels.
+        stride: stride of the convolutions.
+        groups: number of groups of the convolutions.
+        norm: name of the normalization layer.
+        deploy: replace the branches with one 3x3 convolution with bias, for inference.
     """
 
     def __init__(
@@ -153,8 +153,8 @@ class RepVGGBlock(nn.Module):
         """Compute weight and bias of the convolution equivalent to the branches in evaluation mode (section 3.3).
 
         Args:
-            state (dict[str, torch.Tensor]): tensors of the block in training form.
-            eps (float): epsilon of the batch norms.
+            state: tensors of the block in training form.
+            eps: epsilon of the batch norms.
         """
         dense = state["rbr_dense.conv.weight"]
         kernels = {"rbr_dense.bn": dense.double(), "rbr_1x1.bn": pad(state["rbr_1x1.conv.weight"].double(), (1,) * 4)}
@@ -186,9 +186,9 @@ class Depth:
     """Configuration of a RepVGG variant.
 
     Attributes:
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
-        widths (tuple[float, float, float, float]): multipliers of the 64, 128, 256 and 512 channels of the stages.
-        groups (int): number of groups of the convolutions in every second block. Default 1.
+        blocks: number of blocks in each of the four stages after the stem.
+        widths: multipliers of the 64, 128, 256 and 512 channels of the stages.
+        groups: number of groups of the convolutions in every second block. Default 1.
     """
 
     blocks: tuple[int, int, int, int]
@@ -218,14 +218,14 @@ class RepVGG(nn.Module):
     """RepVGG without global pooling and classifier.
 
     Args:
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages after the stem.
-        widths (tuple[float, float, float, float]): channel multipliers of the stages; see ``Depth``.
-        groups (int): number of groups of the convolutions in every second block.
-        in_channels (int): number of image channels.
-        last_stride (int): stride of the last stage.
-        norm (str): name of the normalization layer.
-        deploy (bool): use one convolution per block, for inference. ``convert_state_dict`` then fuses the branches in
-            weights that are in training form.
+        blocks: number of blocks in each of the four stages after the stem.
+        widths: channel multipliers of the stages; see ``Depth``.
+        groups: number of groups of the convolutions in every second block.
+        in_channels: number of image channels.
+        last_stride: stride of the last stage.
+        norm: name of the normalization layer.
+        deploy: use one convolution per block, for inference. ``convert_state_dict`` then fuses the branches in weights
+            that are in training form.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ class SplitAttention(nn.Module):
     """Split attention: a 3x3 convolution outputs ``radix`` splits, which are summed with softmax weights (section 3.1).
 
     Args:
-        channels (int): number of input and output channels.
-        dilation (int): dilation of the convolution.
-        norm (str): name of the normalization layer.
-        radix (int): number of splits. Default 2.
+        channels: number of input and output channels.
+        dilation: dilation of the convolution.
+        norm: name of the normalization layer.
+        radix: number of splits. Default 2.
     """
 
     def __init__(self, channels: int, *, dilation: int, norm: str, radix: int = 2) -> None:
@@ -51,13 +51,13 @@ class SplitAttentionBlock(nn.Module):
     """Residual block of a 1x1 convolution, split attention and a 1x1 convolution.
 
     Args:
-        in_channels (int): number of input channels.
-        channels (int): number of channels of the split attention; the output has ``EXPANSION`` times as many.
-        stride (int): stride of the average pooling after the split attention.
-        dilation (int): dilation of the split attention.
-        pool (bool): add average pooling after the split attention.
-        norm (str): name of the normalization layer.
-        downsample (nn.Module | None): module on the shortcut; None for the identity.
+        in_channels: number of input channels.
+        channels: number of channels of the split attention; the output has ``EXPANSION`` times as many.
+        stride: stride of the average pooling after the split attention.
+        dilation: dilation of the split attention.
+        pool: add average pooling after the split attention.
+        norm: name of the normalization layer.
+        downsample: module on the shortcut; None for the identity.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class Depth:
     """Configuration of a ResNeSt of a given depth.
 
     Attributes:
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        stem_width (int): output channels of the first two convolutions of the stem; the third has twice as many.
-        pretrained (Download): the authors' ImageNet weights.
+        blocks: number of blocks in each of the four stages.
+        stem_width: output channels of the first two convolutions of the stem; the third has twice as many.
+        pretrained: the authors' ImageNet weights.
     """
 
     blocks: tuple[int, int, int, int]
@@ -118,11 +118,11 @@ class ResNeSt(nn.Module):
     """ResNeSt without global pooling and classifier.
 
     Args:
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        stem_width (int): see ``Depth``.
-        in_channels (int): number of image channels.
-        last_stride (int): stride of the last stage; if 1, all blocks of this stage except the first have dilation 2.
-        norm (str): name of the normalization layer.
+        blocks: number of blocks in each of the four stages.
+        stem_width: see ``Depth``.
+        in_channels: number of image channels.
+        last_stride: stride of the last stage; if 1, all blocks of this stage except the first have dilation 2.
+        norm: name of the normalization layer.
     """
 
     def __init__(

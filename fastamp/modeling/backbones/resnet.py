@@ -49,11 +49,11 @@ class BlockParts:
     """Options of the blocks in a stage.
 
     Attributes:
-        norm (str): name of the normalization layer.
-        ibn (bool): use instance norm for half of the channels in the first normalization of each block (IBN-Net-a).
-        se (bool): add squeeze-and-excitation at the end of each block.
-        groups (int): number of groups of the 3x3 convolution in a bottleneck (ResNeXt's cardinality).
-        base_width (int): channels per group in the first stage; doubled in each later stage.
+        norm: name of the normalization layer.
+        ibn: use instance norm for half of the channels in the first normalization of each block (IBN-Net-a).
+        se: add squeeze-and-excitation at the end of each block.
+        groups: number of groups of the 3x3 convolution in a bottleneck (ResNeXt's cardinality).
+        base_width: channels per group in the first stage; doubled in each later stage.
     """
 
     norm: str = "BN"
@@ -132,10 +132,10 @@ class Depth:
     """Configuration of a ResNet of a given depth.
 
     Attributes:
-        block (type[BasicBlock] | type[Bottleneck]): class of the residual blocks.
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage if non-local blocks are
-            enabled. Each of the last n residual blocks of the stage is followed by a non-local block.
+        block: class of the residual blocks.
+        blocks: number of blocks in each of the four stages.
+        non_local: number n of non-local blocks in each stage if non-local blocks are enabled. Each of the last n
+            residual blocks of the stage is followed by a non-local block.
     """
 
     block: type[BasicBlock] | type[Bottleneck]
@@ -166,19 +166,19 @@ class ResNet(nn.Module):
     """ResNet without global pooling and classifier.
 
     Args:
-        block (type[BasicBlock] | type[Bottleneck]): ``BasicBlock`` or ``Bottleneck``.
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        in_channels (int): number of image channels.
-        non_local (tuple[int, int, int, int]): number n of non-local blocks in each stage. Each of the last n residual
-            blocks of the stage is followed by a non-local block.
-        last_stride (int): stride of the last stage; 1 doubles the height and width of the output (Luo et al. 2019,
+        block: ``BasicBlock`` or ``Bottleneck``.
+        blocks: number of blocks in each of the four stages.
+        in_channels: number of image channels.
+        non_local: number n of non-local blocks in each stage. Each of the last n residual blocks of the stage is
+            followed by a non-local block.
+        last_stride: stride of the last stage; 1 doubles the height and width of the output (Luo et al. 2019,
             arXiv:1903.07071).
-        norm (str): name of the normalization layer.
-        ibn_stages (int): number of stages, counted from the first, with instance norm; see ``BlockParts``.
-        se (bool): add squeeze-and-excitation in all stages.
-        stem_pool (str): max pooling of the stem, a key of ``STEM_POOLS``.
-        groups, base_width (int): see ``BlockParts``.
-        mixstyle (MixStyle | None): module applied after stages 1 and 2. Default None: no module.
+        norm: name of the normalization layer.
+        ibn_stages: number of stages, counted from the first, with instance norm; see ``BlockParts``.
+        se: add squeeze-and-excitation in all stages.
+        stem_pool: max pooling of the stem, a key of ``STEM_POOLS``.
+        groups, base_width: see ``BlockParts``.
+        mixstyle: module applied after stages 1 and 2. Default None: no module.
     """
 
     def __init__(

@@ -32,10 +32,10 @@ class ShuffleBlock(nn.Module):
     depthwise and a 1x1 convolution.
 
     Args:
-        in_channels (int): number of input channels, even.
-        out_channels (int): number of output channels.
-        stride (int): 1 (``in_channels`` must equal ``out_channels``) or 2.
-        norm (str): name of the normalization layer.
+        in_channels: number of input channels, even.
+        out_channels: number of output channels.
+        stride: 1 (``in_channels`` must equal ``out_channels``) or 2.
+        norm: name of the normalization layer.
     """
 
     def __init__(self, in_channels: int, out_channels: int, *, stride: int, norm: str) -> None:
@@ -76,9 +76,9 @@ class ShuffleNetV2(nn.Module):
     """ShuffleNetV2 without global pooling and classifier.
 
     Args:
-        channels (tuple[int, int, int, int]): output channels of the three stages and of the last convolution.
-        in_channels (int): number of image channels.
-        norm (str): name of the normalization layer.
+        channels: output channels of the three stages and of the last convolution.
+        in_channels: number of image channels.
+        norm: name of the normalization layer.
     """
 
     def __init__(self, *, channels: tuple[int, int, int, int], in_channels: int = 3, norm: str = "BN") -> None:

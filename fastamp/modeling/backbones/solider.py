@@ -85,8 +85,8 @@ class SemanticModulation(nn.Module):
     """Scale and shift channels by frozen linear functions of the semantic weight (Chen et al. 2023, section 3.3).
 
     Args:
-        channels (int): number of channels.
-        weight (float): semantic weight, in 0..1.
+        channels: number of channels.
+        weight: semantic weight, in 0..1.
     """
 
     def __init__(self, channels: int, weight: float) -> None:
@@ -110,7 +110,7 @@ class SoliderSwin(Swin):
     """Swin Transformer whose maps are modulated by a semantic weight after each patch merging.
 
     Args:
-        semantic_weight (float): semantic weight, in 0..1; negative for a model without modulation. Default 0.2.
+        semantic_weight: semantic weight, in 0..1; negative for a model without modulation. Default 0.2.
         arguments: see ``Swin``.
     """
 

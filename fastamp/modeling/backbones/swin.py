@@ -28,10 +28,10 @@ class Depth:
     """Configuration of a Swin Transformer.
 
     Attributes:
-        width (int): channels of the first stage; doubled in each later stage.
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        heads (tuple[int, int, int, int]): number of attention heads in each stage.
-        weights (str): name of the model in torchvision.
+        width: channels of the first stage; doubled in each later stage.
+        blocks: number of blocks in each of the four stages.
+        heads: number of attention heads in each stage.
+        weights: name of the model in torchvision.
     """
 
     width: int
@@ -55,15 +55,15 @@ class Swin(SwinTransformer):
     resolution also doubles the number of channels.
 
     Args:
-        width (int): channels of the first stage.
-        blocks (tuple[int, int, int, int]): number of blocks in each of the four stages.
-        heads (tuple[int, int, int, int]): number of attention heads in each stage.
-        in_channels (int): number of image channels.
-        drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
-        dropout (float): dropout probability of the attention and MLP outputs.
-        attention_dropout (float): dropout probability of the attention weights.
-        attention (type[ShiftedWindowAttention]): class of the attention. Default: torchvision's.
-        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
+        width: channels of the first stage.
+        blocks: number of blocks in each of the four stages.
+        heads: number of attention heads in each stage.
+        in_channels: number of image channels.
+        drop_path: stochastic depth probability of the last block; it grows linearly from 0 in the first block.
+        dropout: dropout probability of the attention and MLP outputs.
+        attention_dropout: dropout probability of the attention weights.
+        attention: class of the attention. Default: torchvision's.
+        checkpointing: recompute the activations of each block in the backward pass. Default False.
     """
 
     def __init__(

@@ -60,13 +60,13 @@ class TimmBackbone(SideInformation):
     """timm model without pooling and classifier, with output (B, feature_dim, h, w).
 
     Args:
-        model (nn.Module): timm model created with ``num_classes=0`` and, if the model supports it, ``global_pool=""``.
-        feature (str): ``"class"``, ``"patches"``, ``"pooled"`` or ``"auto"`` (default); see ``TimmVisionTransformer``.
-            Models without tokens return the feature map for ``"class"``.
+        model: timm model created with ``num_classes=0`` and, if the model supports it, ``global_pool=""``.
+        feature: ``"class"``, ``"patches"``, ``"pooled"`` or ``"auto"`` (default); see ``TimmVisionTransformer``. Models
+            without tokens return the feature map for ``"class"``.
         cameras, views, side_weight: see ``SideInformation``; supported for Swin. Default: no embedding.
-        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
-        map_width (int): channels of the map that ``model.forward_features`` returns, for models whose ``forward`` pools
-            it even with ``global_pool=""``; their head is removed. Default 0: the output of ``forward``.
+        checkpointing: recompute the activations of each block in the backward pass. Default False.
+        map_width: channels of the map that ``model.forward_features`` returns, for models whose ``forward`` pools it
+            even with ``global_pool=""``; their head is removed. Default 0: the output of ``forward``.
 
     Raises:
         ConfigError: if the model does not support embeddings or checkpointing.
@@ -140,8 +140,8 @@ class TimmBackbone(SideInformation):
         h and w are 1 for a class token and for models without a grid of the image's aspect ratio.
 
         Args:
-            x (torch.Tensor): images.
-            camids, viewids (torch.Tensor | None): see ``SideInformation.add_side_information``.
+            x: images.
+            camids, viewids: see ``SideInformation.add_side_information``.
         """
         size = (int(x.shape[2]), int(x.shape[3]))  # tensors while torch.jit.trace runs
         if self.takes_cameras:
@@ -204,8 +204,8 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
     settings without a config key are timm's defaults.
 
     Args:
-        cfg (CfgNode): the config; the number of image channels is ``INPUT.CHANNELS``.
-        name (str): name of the model in timm, optionally with a tag of pretrained weights (``name.tag``);
+        cfg: the config; the number of image channels is ``INPUT.CHANNELS``.
+        name: name of the model in timm, optionally with a tag of pretrained weights (``name.tag``);
             ``hf-hub:ORGANIZATION/NAME`` for a model on the Hugging Face Hub; or ``local-dir:FOLDER`` for a local copy.
 
     Raises:

@@ -57,16 +57,16 @@ class TimmVisionTransformer(TokenBackbone):
     with overlapping patches, the pixels after the last patch are not used, as in TransReID (arXiv:2102.04378).
 
     Args:
-        model (nn.Module): plain ViT of timm, created with ``dynamic_img_size=True`` and with the ``img_size`` that has
-            as many patches without overlap as the training images have with ``stride``. Its parameters are part of this
-            module; it must not be used otherwise.
-        stride (tuple[int, int]): vertical and horizontal stride of the patches, in pixels.
-        feature (str): output of ``forward``: ``"class"``: class token; ``"patches"``: map of patch tokens;
-            ``"pooled"``: timm's pooling of the tokens; ``"auto"`` (default): attention pooling if the model has it,
-            otherwise the class token if the model has one, otherwise the map.
+        model: plain ViT of timm, created with ``dynamic_img_size=True`` and with the ``img_size`` that has as many
+            patches without overlap as the training images have with ``stride``. Its parameters are part of this module;
+            it must not be used otherwise.
+        stride: vertical and horizontal stride of the patches, in pixels.
+        feature: output of ``forward``: ``"class"``: class token; ``"patches"``: map of patch tokens; ``"pooled"``:
+            timm's pooling of the tokens; ``"auto"`` (default): attention pooling if the model has it, otherwise the
+            class token if the model has one, otherwise the map.
         cameras, views, side_weight: see ``SideInformation``. Default: no embedding.
-        checkpointing (bool): recompute the activations of each block in the backward pass. Default False.
-        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
+        checkpointing: recompute the activations of each block in the backward pass. Default False.
+        weights_grid: see ``PositionGrid``. Default ().
 
     Raises:
         ConfigError: if the model does not support ``stride`` or ``feature``.
@@ -145,13 +145,13 @@ class TimmVisionTransformer(TokenBackbone):
         """Compute the feature, or all tokens if the last block was removed by ``hand_over_last_block``.
 
         Args:
-            x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
-            camids, viewids (torch.Tensor | None): see ``SideInformation.add_side_information``.
+            x: (B, in_channels, H, W) float, normalized images.
+            camids, viewids: see ``SideInformation.add_side_information``.
 
         Returns:
-            torch.Tensor: (B, feature_dim, 1, 1), or (B, feature_dim, h, w) for ``feature`` ``"patches"``. If the last
-            block was removed: (B, prefix + h * w, D), all tokens, without the last norm; D is ``feature_dim``, plus the
-            width of the rotary position embedding if the model has one.
+            (B, feature_dim, 1, 1), or (B, feature_dim, h, w) for ``feature`` ``"patches"``. If the last block was
+            removed: (B, prefix + h * w, D), all tokens, without the last norm; D is ``feature_dim``, plus the width of
+            the rotary position embedding if the model has one.
         """
         grid = self.patch_grid((int(x.shape[2]), int(x.shape[3])))  # tensors while torch.jit.trace runs
         tokens, rotation = self._embed(x, grid)
@@ -261,8 +261,8 @@ class TimmLastBlock(nn.Module):
     The parameters are those of the given model.
 
     Args:
-        model (nn.Module): plain ViT of timm.
-        feature (str): ``"class"``, ``"patches"`` or ``"pooled"``; see ``TimmVisionTransformer``.
+        model: plain ViT of timm.
+        feature: ``"class"``, ``"patches"`` or ``"pooled"``; see ``TimmVisionTransformer``.
     """
 
     def __init__(self, model: nn.Module, feature: str) -> None:
@@ -289,14 +289,14 @@ def normalize_and_pool(tokens: torch.Tensor, model: nn.Module, feature: str, pre
     """Apply the norms of a plain ViT of timm to the output of its last block, and select or pool tokens.
 
     Args:
-        tokens (torch.Tensor): (B, prefix + patches, D).
-        model (nn.Module): module with the ViT's ``norm``, ``fc_norm``, ``attn_pool`` and ``global_pool``.
-        feature (str): ``"class"``: class token; ``"patches"``: patch tokens; ``"pooled"``: timm's pooling, by attention
-            or as in ``global_pool``.
-        prefix (int): number of learned tokens before the patches.
+        tokens: (B, prefix + patches, D).
+        model: module with the ViT's ``norm``, ``fc_norm``, ``attn_pool`` and ``global_pool``.
+        feature: ``"class"``: class token; ``"patches"``: patch tokens; ``"pooled"``: timm's pooling, by attention or as
+            in ``global_pool``.
+        prefix: number of learned tokens before the patches.
 
     Returns:
-        torch.Tensor: (B, patches, D) for ``"patches"``, otherwise (B, 1, D).
+        (B, patches, D) for ``"patches"``, otherwise (B, 1, D).
     """
     tokens = model.norm(tokens)
     if feature == "class":

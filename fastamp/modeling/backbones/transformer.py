@@ -63,9 +63,9 @@ def run_block(block: nn.Module, x: torch.Tensor, *, checkpointing: bool, **optio
     """Run a block of a transformer; with ``checkpointing``, recompute its activations in the backward pass.
 
     Args:
-        block (nn.Module): module, called as ``block(x, **options)``.
-        x (torch.Tensor): input of the block.
-        checkpointing (bool): do not store the activations of the block. Has no effect if gradients are disabled.
+        block: module, called as ``block(x, **options)``.
+        x: input of the block.
+        checkpointing: do not store the activations of the block. Has no effect if gradients are disabled.
         options: further arguments of the block.
     """
     if checkpointing and torch.is_grad_enabled():
@@ -77,8 +77,8 @@ def patch_grid(size: tuple[int, int], patch: tuple[int, int], stride: tuple[int,
     """Compute the number of rows and columns of patches; pixels after the last patch are not used.
 
     Args:
-        size (tuple[int, int]): height and width of the image, at least those of a patch.
-        patch, stride (tuple[int, int]): height and width of a patch, and vertical and horizontal stride, in pixels.
+        size: height and width of the image, at least those of a patch.
+        patch, stride: height and width of a patch, and vertical and horizontal stride, in pixels.
     """
     rows, columns = ((side - length) // step + 1 for side, length, step in zip(size, patch, stride, strict=True))
     return rows, columns
@@ -88,8 +88,8 @@ def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]
     """Return the height and width of the training images, for which a position embedding is created.
 
     Args:
-        cfg (CfgNode): the config.
-        patch (tuple[int, int]): height and width of a patch, in pixels.
+        cfg: the config.
+        patch: height and width of a patch, in pixels.
 
     Raises:
         ConfigError: if training images have no fixed size, or training or test images are smaller than a patch.
@@ -112,7 +112,7 @@ class SideInformation(nn.Module):
     A subclass calls ``create_side_embedding`` in its constructor and ``add_side_information`` in ``forward``.
 
     Attributes:
-        takes_cameras (bool): True if ``forward`` requires camera or view IDs.
+        takes_cameras: True if ``forward`` requires camera or view IDs.
     """
 
     takes_cameras = False
@@ -121,10 +121,10 @@ class SideInformation(nn.Module):
         """Create the parameter ``sie_embed``, (rows, 1, width) with random values, if there are cameras or views.
 
         Args:
-            width (int): width of the tokens.
-            cameras, views (int): number of cameras and of views with a learned embedding. If both are positive, each
+            width: width of the tokens.
+            cameras, views: number of cameras and of views with a learned embedding. If both are positive, each
                 camera-view pair has an embedding. 0 disables the embedding.
-            side_weight (float): weight of the embedding.
+            side_weight: weight of the embedding.
         """
         self.cameras, self.views, self.side_weight = cameras, views, side_weight
         self.takes_cameras = cameras > 0 or views > 0
@@ -138,9 +138,9 @@ class SideInformation(nn.Module):
         """Add the weighted embedding of each image's camera and view to all its tokens.
 
         Args:
-            tokens (torch.Tensor): (B, ..., width) float.
-            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if the model has embeddings for
-                cameras or views, respectively.
+            tokens: (B, ..., width) float.
+            camids, viewids: (B,) int64, starting at 0; required if the model has embeddings for cameras or views,
+                respectively.
 
         Raises:
             ValueError: if required camera or view IDs are missing.
@@ -204,8 +204,8 @@ class TokenBackbone(PositionGrid, SideInformation):
     """Base class of Vision Transformers: blocks that map a sequence of tokens (B, prefix + patches, D) to another.
 
     Attributes:
-        feature_dim (int): width D of the tokens.
-        prefix (int): number of learned tokens before the patches: class, part and register tokens.
+        feature_dim: width D of the tokens.
+        prefix: number of learned tokens before the patches: class, part and register tokens.
     """
 
     feature_dim: int

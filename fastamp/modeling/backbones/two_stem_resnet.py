@@ -40,12 +40,12 @@ class TwoStemResNet(ResNet):
     ``infrared_bn1``. All stages are shared.
 
     Args:
-        column (str): column of the batch with the modality of each image: 0 visible, 1 infrared. Default "modality".
-        default_modality (int | None): modality of batches without this column. Default None: the column is required.
+        column: column of the batch with the modality of each image: 0 visible, 1 infrared. Default "modality".
+        default_modality: modality of batches without this column. Default None: the column is required.
         options: keyword arguments of ``ResNet``.
 
     Attributes:
-        columns (tuple[str, ...]): columns of the batch that ``forward`` takes.
+        columns: columns of the batch that ``forward`` takes.
     """
 
     def __init__(self, *, column: str = "modality", default_modality: int | None = None, **options: Any) -> None:

@@ -62,13 +62,13 @@ class Depth:
     """Configuration of a Vision Transformer.
 
     Attributes:
-        pretrained (Download): ImageNet weights.
-        width (int): width of the tokens. Default 768.
-        blocks (int): number of blocks. Default 12.
-        heads (int): number of attention heads. Default 12.
-        mlp_ratio (float): hidden width of the MLPs, relative to ``width``. Default 4.
-        qkv_bias (bool): use a bias for queries, keys and values. Default True.
-        scale (float | None): factor on the dot products of queries and keys. Default None: (width / heads) ** -0.5.
+        pretrained: ImageNet weights.
+        width: width of the tokens. Default 768.
+        blocks: number of blocks. Default 12.
+        heads: number of attention heads. Default 12.
+        mlp_ratio: hidden width of the MLPs, relative to ``width``. Default 4.
+        qkv_bias: use a bias for queries, keys and values. Default True.
+        scale: factor on the dot products of queries and keys. Default None: (width / heads) ** -0.5.
     """
 
     pretrained: Download
@@ -103,9 +103,9 @@ class PatchEmbedding(nn.Module):
     """Embedding of 16 x 16 patches. Patches overlap if the stride is less than 16 (TransReID, arXiv:2102.04378).
 
     Args:
-        in_channels (int): number of image channels.
-        width (int): width of the tokens.
-        stride (tuple[int, int]): vertical and horizontal stride of the patches.
+        in_channels: number of image channels.
+        width: width of the tokens.
+        stride: vertical and horizontal stride of the patches.
     """
 
     def __init__(self, in_channels: int, width: int, stride: tuple[int, int]) -> None:
@@ -125,9 +125,9 @@ class ConvPatchEmbedding(nn.Module):
     Luo et al. 2021, "Self-supervised pre-training for transformer-based person re-identification", arXiv:2111.12084.
 
     Args:
-        in_channels (int): number of image channels.
-        width (int): width of the tokens.
-        norm (str): batch norm of the stem, a name in ``NORM_REGISTRY``. Default ``"BN"``.
+        in_channels: number of image channels.
+        width: width of the tokens.
+        norm: batch norm of the stem, a name in ``NORM_REGISTRY``. Default ``"BN"``.
     """
 
     _CHANNELS = 64
@@ -193,10 +193,10 @@ class Block(nn.Module):
     """Transformer block: attention and MLP, each with a preceding layer norm and a residual connection.
 
     Args:
-        depth (Depth): size of the network: embedding width, number of blocks and number of heads.
-        dropout (float): dropout probability of the attention and MLP outputs.
-        attention_dropout (float): dropout probability of the attention weights.
-        drop_path (float): stochastic depth probability, per image (Huang et al. 2016, arXiv:1603.09382).
+        depth: size of the network: embedding width, number of blocks and number of heads.
+        dropout: dropout probability of the attention and MLP outputs.
+        attention_dropout: dropout probability of the attention weights.
+        drop_path: stochastic depth probability, per image (Huang et al. 2016, arXiv:1603.09382).
     """
 
     def __init__(self, depth: Depth, *, dropout: float, attention_dropout: float, drop_path: float) -> None:
@@ -224,23 +224,23 @@ class VisionTransformer(TokenBackbone):
     """Vision Transformer with the class token as feature.
 
     Args:
-        depth (Depth): size of the network: embedding width, number of blocks and number of heads.
-        image_size (tuple[int, int]): height and width of the images for which the position embedding is created. For
-            images of other sizes, the position embedding is resized.
-        in_channels (int): number of image channels.
-        stride (tuple[int, int]): vertical and horizontal stride of the patches.
-        dropout (float): dropout probability of the tokens, and of the attention and MLP outputs.
-        attention_dropout (float): dropout probability of the attention weights.
-        drop_path (float): stochastic depth probability of the last block; it grows linearly from 0 in the first block.
-        cameras, views (int): number of cameras and of views with a learned embedding, which is added to all tokens of
-            an image (TransReID's side information embedding, arXiv:2102.04378). If both are positive, each camera-view
+        depth: size of the network: embedding width, number of blocks and number of heads.
+        image_size: height and width of the images for which the position embedding is created. For images of other
+            sizes, the position embedding is resized.
+        in_channels: number of image channels.
+        stride: vertical and horizontal stride of the patches.
+        dropout: dropout probability of the tokens, and of the attention and MLP outputs.
+        attention_dropout: dropout probability of the attention weights.
+        drop_path: stochastic depth probability of the last block; it grows linearly from 0 in the first block.
+        cameras, views: number of cameras and of views with a learned embedding, which is added to all tokens of an
+            image (TransReID's side information embedding, arXiv:2102.04378). If both are positive, each camera-view
             pair has an embedding. 0 disables the embedding.
-        side_weight (float): weight of the camera and view embedding.
-        part_tokens (int): number of learned tokens after the class token, as in PASS (Zhu et al. 2022,
-            arXiv:2203.03931). Default 0.
-        stem_norm (str): batch norm of a convolutional stem, see ``ConvPatchEmbedding``. Default "": no stem.
-        checkpointing (bool): recompute the activations of each block in the backward pass.
-        weights_grid (tuple[int, ...]): see ``PositionGrid``. Default ().
+        side_weight: weight of the camera and view embedding.
+        part_tokens: number of learned tokens after the class token, as in PASS (Zhu et al. 2022, arXiv:2203.03931).
+            Default 0.
+        stem_norm: batch norm of a convolutional stem, see ``ConvPatchEmbedding``. Default "": no stem.
+        checkpointing: recompute the activations of each block in the backward pass.
+        weights_grid: see ``PositionGrid``. Default ().
     """
 
     def __init__(
@@ -305,14 +305,13 @@ class VisionTransformer(TokenBackbone):
         """Compute the class token, or all tokens if the last block was removed by ``hand_over_last_block``.
 
         Args:
-            x (torch.Tensor): (B, in_channels, H, W) float, normalized images.
-            camids, viewids (torch.Tensor | None): (B,) int64, starting at 0; required if the model has embeddings for
-                cameras or views, respectively.
+            x: (B, in_channels, H, W) float, normalized images.
+            camids, viewids: (B,) int64, starting at 0; required if the model has embeddings for cameras or views,
+                respectively.
 
         Returns:
-            torch.Tensor: (B, feature_dim, 1, 1), the class token after the last norm; with part tokens (B, feature_dim,
-            1 + parts, 1). If the last block was removed: (B, 1 + patches, feature_dim), all tokens, without the last
-            norm.
+            (B, feature_dim, 1, 1), the class token after the last norm; with part tokens (B, feature_dim, 1 + parts,
+            1). If the last block was removed: (B, 1 + patches, feature_dim), all tokens, without the last norm.
 
         Raises:
             ValueError: if required camera or view IDs are missing.
@@ -412,13 +411,13 @@ def resize_positions(
     """Resize a position embedding to another grid by bilinear interpolation; learned tokens are not changed.
 
     Args:
-        positions (torch.Tensor): (1, prefix + h * w, D) float, the class token and other learned tokens first.
-        old (tuple[int, int]): current grid (h, w).
-        new (tuple[int, int]): target grid (h', w').
-        prefix (int): number of learned tokens. Default 1.
+        positions: (1, prefix + h * w, D) float, the class token and other learned tokens first.
+        old: current grid (h, w).
+        new: target grid (h', w').
+        prefix: number of learned tokens. Default 1.
 
     Returns:
-        torch.Tensor: (1, prefix + h' * w', D), same dtype as ``positions``.
+        (1, prefix + h' * w', D), same dtype as ``positions``.
     """
     width = positions.shape[2]
     maps = positions[:, prefix:].reshape(1, *old, width).permute(0, 3, 1, 2)
@@ -430,11 +429,11 @@ def infer_embedding_keys(state: State) -> dict[str, str]:
     """Infer config keys from the embeddings of a ViT: number of cameras, image size and patch stride.
 
     Args:
-        state (dict[str, torch.Tensor]): tensors of a ViT.
+        state: tensors of a ViT.
 
     Returns:
-        dict[str, str]: config key -> value, as text. Contains the image size and patch stride only if a common image
-        size has the number of patches of the position embedding.
+        Config key -> value, as text. Contains the image size and patch stride only if a common image size has the
+        number of patches of the position embedding.
     """
     keys = {}
     if "sie_embed" in state:

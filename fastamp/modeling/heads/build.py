@@ -13,10 +13,9 @@ def build_heads(cfg: Any, backbone: nn.Module | None = None) -> nn.Module:
     """Build the head ``MODEL.HEADS.NAME``.
 
     Args:
-        cfg (CfgNode): the config.
-        backbone (nn.Module | None): backbone of the model. If the head class has the attribute
-            ``continues_backbone = True``, the head is built by ``from_config(cfg, backbone=backbone)``, which moves the
-            last layers of the backbone into the head.
+        cfg: the config.
+        backbone: backbone of the model. If the head class has the attribute ``continues_backbone = True``, the head is
+            built by ``from_config(cfg, backbone=backbone)``, which moves the last layers of the backbone into the head.
 
     Raises:
         ConfigError: if the head or one of its components is not registered, or if the head does not support this

@@ -51,27 +51,27 @@ class EmbeddingHead(nn.Module):
     head needs less than 1 % of the backbone's time.
 
     Args:
-        feat_dim (int): channels of the feature map; with ``Flatten`` channels x height x width.
-        embedding_dim (int): output channels of the 1x1 convolution. Default 0: no convolution.
-        num_classes (int): number of identities in the training set; 0 builds a head for evaluation only.
-        neck_feat (str): feature for the metric losses: ``"before"`` (default) or ``"after"`` the neck.
-        eval_feat (str): feature returned in evaluation mode: ``"before"`` or ``"after"`` (default) the neck.
-        pool_layer (str): name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
-        cls_layer (str): name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
-        scale, margin (float): scale and margin of the classification layer. Default 1 and 0.
-        with_bnneck (bool): add batch norm before the classifier. Default True.
-        neck_bias (bool): train the bias of this batch norm, instead of freezing it at 0. Default False.
-        norm (str): name of the normalization layer of the neck. Default ``"BN"``.
-        cls_options (dict[str, Any] | None): further options of the classification layer. Default None: no options.
-        temporal_pool (str): pooling of the frames of a tracklet, between the spatial pooling and the neck: ``"avg"``,
+        feat_dim: channels of the feature map; with ``Flatten`` channels x height x width.
+        embedding_dim: output channels of the 1x1 convolution. Default 0: no convolution.
+        num_classes: number of identities in the training set; 0 builds a head for evaluation only.
+        neck_feat: feature for the metric losses: ``"before"`` (default) or ``"after"`` the neck.
+        eval_feat: feature returned in evaluation mode: ``"before"`` or ``"after"`` (default) the neck.
+        pool_layer: name in ``POOL_LAYER_REGISTRY``. Default ``"GlobalAvgPool"``.
+        cls_layer: name in ``CLS_LAYER_REGISTRY``. Default ``"Linear"``.
+        scale, margin: scale and margin of the classification layer. Default 1 and 0.
+        with_bnneck: add batch norm before the classifier. Default True.
+        neck_bias: train the bias of this batch norm, instead of freezing it at 0. Default False.
+        norm: name of the normalization layer of the neck. Default ``"BN"``.
+        cls_options: further options of the classification layer. Default None: no options.
+        temporal_pool: pooling of the frames of a tracklet, between the spatial pooling and the neck: ``"avg"``,
             ``"attention"``, or ``"none"`` (default) for images.
-        frames (int): frames per tracklet in training mode, for ``temporal_pool``. Default 1.
-        sample_rate (float | None): with Partial FC, fraction of the class centers in each step, in (0, 1]; the head
-            then holds only the class centers of this rank. Default None: no Partial FC.
-        sample_seed (int): seed of the sampling of Partial FC. Default 0.
+        frames: frames per tracklet in training mode, for ``temporal_pool``. Default 1.
+        sample_rate: with Partial FC, fraction of the class centers in each step, in (0, 1]; the head then holds only
+            the class centers of this rank. Default None: no Partial FC.
+        sample_seed: seed of the sampling of Partial FC. Default 0.
 
     Attributes:
-        row_shards (dict[str, RowShard]): with Partial FC and several processes, the rows of ``weight`` on this rank.
+        row_shards: with Partial FC and several processes, the rows of ``weight`` on this rank.
 
     Raises:
         ConfigError: if a component is not registered, or if ``neck_feat`` is unknown; see also ``PartialFC``.
@@ -175,11 +175,11 @@ class EmbeddingHead(nn.Module):
         """Compute embeddings, and in training mode logits.
 
         Args:
-            features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
-            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
-            tracklets (torch.Tensor | None): (B,) int64 tracklet of each frame, 0..N-1, for a head with
-                ``temporal_pool``. In training mode, the outputs then have N rows, and ``targets`` are (N,); in
-                evaluation mode, each frame has the feature of its tracklet. Default None: images.
+            features: (B, feat_dim, h, w) float of any precision.
+            targets: (B,) int64 class labels, required in training mode.
+            tracklets: (B,) int64 tracklet of each frame, 0..N-1, for a head with ``temporal_pool``. In training mode,
+                the outputs then have N rows, and ``targets`` are (N,); in evaluation mode, each frame has the feature
+                of its tracklet. Default None: images.
 
         Returns:
             In evaluation mode the features (B, D), float32, not L2-normalized, before or after the neck as set by
@@ -210,11 +210,11 @@ class EmbeddingHead(nn.Module):
         """Compute scaled class logits without margin; works in both training and evaluation mode.
 
         Args:
-            features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
-            tracklets (torch.Tensor | None): see ``forward``.
+            features: (B, feat_dim, h, w) float of any precision.
+            tracklets: see ``forward``.
 
         Returns:
-            torch.Tensor: (B, K) float32.
+            (B, K) float32.
 
         Raises:
             ConfigError: see ``forward``; also if the class centers are divided among several processes.

@@ -21,7 +21,7 @@ class FCHead(EmbeddingHead):
     in contrast to torchreid's classifier.
 
     Args:
-        embedding_dim (int): output width of the linear layer.
+        embedding_dim: output width of the linear layer.
         options: other arguments of ``EmbeddingHead``; ``with_bnneck`` and ``norm`` are ignored.
 
     Raises:

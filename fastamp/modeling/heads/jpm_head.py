@@ -46,13 +46,13 @@ class JPMHead(nn.Module):
     their outputs would not be used.
 
     Args:
-        last_block (nn.Module): module (B, tokens, D) -> (B, tokens, D), copied with its weights; the first token of
-            the output is the feature.
-        branches (list[EmbeddingHead]): heads of the features, the global one first, then one per group.
-        shift, groups (int): see ``shuffle_patches``. Default 5 and 2.
-        rearrange (bool): shift and shuffle the patches. Default True.
-        checkpointing (bool): recompute the activations of the blocks in the backward pass. Default False.
-        prefix (int): number of learned tokens before the patches, which are added to each group. Default 1.
+        last_block: module (B, tokens, D) -> (B, tokens, D), copied with its weights; the first token of the output is
+            the feature.
+        branches: heads of the features, the global one first, then one per group.
+        shift, groups: see ``shuffle_patches``. Default 5 and 2.
+        rearrange: shift and shuffle the patches. Default True.
+        checkpointing: recompute the activations of the blocks in the backward pass. Default False.
+        prefix: number of learned tokens before the patches, which are added to each group. Default 1.
     """
 
     # Built as from_config(cfg, backbone=...).
@@ -111,8 +111,8 @@ class JPMHead(nn.Module):
         """Compute embeddings, and in training mode logits.
 
         Args:
-            tokens (torch.Tensor): (B, prefix + patches, D) float of any precision, the class token first.
-            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
+            tokens: (B, prefix + patches, D) float of any precision, the class token first.
+            targets: (B,) int64 class labels, required in training mode.
 
         Returns:
             In evaluation mode (B, (1 + parts) * D) float32: the global feature and the local features, the latter
@@ -169,11 +169,11 @@ def last_block_state(state: State, *, number: int) -> State:
     """Extract the last block and norm of the backbone from the JPM head of a TransReID model.
 
     Args:
-        state (dict[str, torch.Tensor]): state dict of the whole model.
-        number (int): index of the last block in the backbone.
+        state: state dict of the whole model.
+        number: index of the last block in the backbone.
 
     Returns:
-        dict[str, torch.Tensor]: parameter name in the backbone -> tensor.
+        Parameter name in the backbone -> tensor.
     """
     block = {name.removeprefix("b1.0."): value for name, value in state.items() if name.startswith("b1.0.")}
     renamed = {f"blocks.{number}.{name}": value for name, value in block.items()}
@@ -187,12 +187,12 @@ def shuffle_patches(patches: torch.Tensor, *, shift: int, groups: int) -> torch.
     patches as are missing are repeated, namely those before the last patch. The paper describes neither.
 
     Args:
-        patches (torch.Tensor): (B, N, D), row by row.
-        shift (int): number of patches to shift by, plus 1; 1 disables the shift.
-        groups (int): number of runs; 1 disables the shuffle.
+        patches: (B, N, D), row by row.
+        shift: number of patches to shift by, plus 1; 1 disables the shift.
+        groups: number of runs; 1 disables the shuffle.
 
     Returns:
-        torch.Tensor: (B, N rounded up to a multiple of ``groups``, D).
+        (B, N rounded up to a multiple of ``groups``, D).
     """
     patches = patches.roll(1 - shift, dims=1)
     missing = -patches.shape[1] % groups

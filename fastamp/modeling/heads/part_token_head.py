@@ -35,10 +35,10 @@ class PartTokenHead(EmbeddingHead):
     normalizes each token separately, which is one batch norm over the channels of all tokens.
 
     Args:
-        feat_dim (int): width D of the tokens.
-        parts (int): number of part tokens.
-        fusion (str): ``"cat"`` (default) or ``"mean"``.
-        separate_necks (bool): batch norm before the fusion instead of after it. Default True.
+        feat_dim: width D of the tokens.
+        parts: number of part tokens.
+        fusion: ``"cat"`` (default) or ``"mean"``.
+        separate_necks: batch norm before the fusion instead of after it. Default True.
         options: see ``EmbeddingHead``; ``embedding_dim`` and ``temporal_pool`` are not supported.
     """
 
@@ -114,9 +114,9 @@ class PartTokenHead(EmbeddingHead):
         """Compute embeddings, and in training mode logits; see ``EmbeddingHead.forward``.
 
         Args:
-            features (torch.Tensor): (B, D, 1 + parts, 1) float of any precision, the class token first.
-            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
-            tracklets (torch.Tensor | None): not used.
+            features: (B, D, 1 + parts, 1) float of any precision, the class token first.
+            targets: (B,) int64 class labels, required in training mode.
+            tracklets: not used.
         """
         pooled = self._pool(features)
         before = self._fuse(pooled.flatten(1))
@@ -149,8 +149,8 @@ def infer_keys(state: State, width: int) -> dict[str, str]:
     """Infer the config keys of the head from its tensors.
 
     Args:
-        state (dict[str, torch.Tensor]): tensors of the head, with the names of PASS or of ``PartTokenHead``.
-        width (int): width D of the tokens.
+        state: tensors of the head, with the names of PASS or of ``PartTokenHead``.
+        width: width D of the tokens.
     """
     keys = {"MODEL.HEADS.NAME": "PartTokenHead"}
     classifier = next((state[name] for name in ("weight", "classifier.weight") if name in state), None)

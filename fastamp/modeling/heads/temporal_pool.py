@@ -21,8 +21,8 @@ class TemporalAvgPool(nn.Module):
     """Average the features of the frames of each tracklet.
 
     Args:
-        dim (int): channels of a frame's feature.
-        frames (int): frames per tracklet in training mode.
+        dim: channels of a frame's feature.
+        frames: frames per tracklet in training mode.
     """
 
     def __init__(self, dim: int, *, frames: int) -> None:
@@ -33,11 +33,11 @@ class TemporalAvgPool(nn.Module):
         """Pool the frames of each tracklet.
 
         Args:
-            features (torch.Tensor): (B, D) float, features of frames; those of a tracklet are in temporal order.
-            tracklets (torch.Tensor): (B,) int64 tracklet of each frame, 0..N-1, on the device of ``features``.
+            features: (B, D) float, features of frames; those of a tracklet are in temporal order.
+            tracklets: (B,) int64 tracklet of each frame, 0..N-1, on the device of ``features``.
 
         Returns:
-            torch.Tensor: (N, D) features of tracklets.
+            (N, D) features of tracklets.
         """
         frames, mask = pad_tracklets(features, tracklets)
         return (self.weights(frames, mask)[:, :, None] * frames).sum(1)
@@ -46,8 +46,8 @@ class TemporalAvgPool(nn.Module):
         """Return the weight of each frame, (N, T), whose sum is 1 for each tracklet.
 
         Args:
-            frames (torch.Tensor): (N, T, D) float, 0 after the last frame of a tracklet.
-            mask (torch.Tensor): (N, T) bool, False after the last frame of a tracklet.
+            frames: (N, T, D) float, 0 after the last frame of a tracklet.
+            mask: (N, T) bool, False after the last frame of a tracklet.
         """
         return mask / mask.sum(1, keepdim=True)
 
@@ -60,9 +60,9 @@ class TemporalAttention(TemporalAvgPool):
     whole feature map; here, it is a linear layer on the pooled feature.
 
     Args:
-        dim (int): channels of a frame's feature.
-        frames (int): frames per tracklet in training mode.
-        hidden (int): channels between the two layers. Default 256, as in the paper.
+        dim: channels of a frame's feature.
+        frames: frames per tracklet in training mode.
+        hidden: channels between the two layers. Default 256, as in the paper.
     """
 
     def __init__(self, dim: int, *, frames: int, hidden: int = 256) -> None:
@@ -89,11 +89,11 @@ def pad_tracklets(features: torch.Tensor, tracklets: torch.Tensor) -> tuple[torc
     """Arrange the features of frames by tracklet, and pad tracklets with zeros to the length of the longest.
 
     Args:
-        features (torch.Tensor): (B, D) float.
-        tracklets (torch.Tensor): (B,) int64 tracklet of each frame, 0..N-1.
+        features: (B, D) float.
+        tracklets: (B,) int64 tracklet of each frame, 0..N-1.
 
     Returns:
-        tuple: features (N, T, D), and a mask (N, T) that is False in the padding.
+        Features (N, T, D), and a mask (N, T) that is False in the padding.
     """
     order, counts = tracklets.argsort(stable=True), torch.bincount(tracklets)
     position = torch.empty_like(tracklets)

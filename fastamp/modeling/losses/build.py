@@ -25,11 +25,11 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     ``outputs``, under their names.
 
     Args:
-        cfg (CfgNode): the config.
-        allow_unknown (bool): skip losses that are not registered, because the model computes them. Default False.
+        cfg: the config.
+        allow_unknown: skip losses that are not registered, because the model computes them. Default False.
 
     Returns:
-        nn.ModuleDict: loss name, as in the logs (e.g. ``loss_cls``) -> module.
+        Loss name, as in the logs (e.g. ``loss_cls``) -> module.
 
     Raises:
         ConfigError: if a loss is not registered or listed twice, or if two losses have the same ``loss_name``.
@@ -62,8 +62,8 @@ def check_shareable(losses: nn.ModuleDict, owner: str) -> None:
     """Check that the losses learn nothing, neither parameters nor buffers, so that several outputs can share them.
 
     Args:
-        losses (nn.ModuleDict): result of ``build_losses``.
-        owner (str): description of the outputs in the error message.
+        losses: result of ``build_losses``.
+        owner: description of the outputs in the error message.
 
     Raises:
         ConfigError: if a loss has learnable parameters, e.g. the centers of ``CenterLoss``, or buffers that it trains.

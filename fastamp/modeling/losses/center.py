@@ -28,12 +28,12 @@ def center_loss(features: torch.Tensor, targets: torch.Tensor, centers: torch.Te
     paper: mean over the batch and no factor 1/2, as in the strong ReID baseline (Luo et al. 2019, arXiv:1903.07071).
 
     Args:
-        features (torch.Tensor): (B, D) float.
-        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
-        centers (torch.Tensor): (K, D) float32.
+        features: (B, D) float.
+        targets: (B,) int64 class labels in 0..K-1.
+        centers: (K, D) float32.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     return (features - centers[targets]).square().sum(1).mean()
 
@@ -43,10 +43,10 @@ class CenterLoss(nn.Module):
     """Center loss of the ``features`` of a head, with a separate SGD optimizer for the centers.
 
     Args:
-        num_classes (int): number of identities in the training set.
-        feature_dim (int): width of the features.
-        scale (float): weight of this loss in the total loss.
-        lr (float): constant learning rate of the centers.
+        num_classes: number of identities in the training set.
+        feature_dim: width of the features.
+        scale: weight of this loss in the total loss.
+        lr: constant learning rate of the centers.
     """
 
     loss_name = "loss_center"

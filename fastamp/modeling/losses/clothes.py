@@ -61,13 +61,13 @@ def clothes_adversarial_loss(
     the identity.
 
     Args:
-        logits (torch.Tensor): (B, C) float, scaled cosines of the features and the clothes classes.
-        clothes (torch.Tensor): (B,) int64 clothes classes in 0..C-1.
-        own (torch.Tensor): (B, C) bool, True for the outfits of the identity of each image.
-        epsilon (float): label smoothing. Default 0.1.
+        logits: (B, C) float, scaled cosines of the features and the clothes classes.
+        clothes: (B,) int64 clothes classes in 0..C-1.
+        own: (B, C) bool, True for the outfits of the identity of each image.
+        epsilon: label smoothing. Default 0.1.
 
     Returns:
-        torch.Tensor: scalar float32, the mean over the batch.
+        Scalar float32, the mean over the batch.
     """
     # Not minus infinity: the gradient would be NaN for an identity that owns all outfits.
     others = logits.masked_fill(own, torch.finfo(logits.dtype).min / 2).logsumexp(1, keepdim=True)
@@ -93,11 +93,11 @@ def adam_step(
     Equals ``torch.optim.Adam`` with its default betas and epsilon, but neither reads the device nor needs a parameter.
 
     Args:
-        parameter, gradient (torch.Tensor): (C, D) float32.
-        exp_avg, exp_avg_sq (torch.Tensor): (C, D) float32, moving averages of the gradient and its square; updated.
-        steps (torch.Tensor): (C,) float32, number of former steps of each row; updated.
-        lr (float): learning rate.
-        weight_decay (float): weight of the parameter in the gradient.
+        parameter, gradient: (C, D) float32.
+        exp_avg, exp_avg_sq: (C, D) float32, moving averages of the gradient and its square; updated.
+        steps: (C,) float32, number of former steps of each row; updated.
+        lr: learning rate.
+        weight_decay: weight of the parameter in the gradient.
     """
     beta1, beta2, epsilon = 0.9, 0.999, 1e-8
     gradient = gradient + weight_decay * parameter
@@ -124,19 +124,19 @@ class ClothesAdversarialLoss(nn.Module):
     and the weighted adversarial loss. Before ``start_epoch``, it is 0.
 
     Args:
-        num_clothes (int): number of outfits in the training set.
-        feature_dim (int): width of the features.
-        column (str): column of the outfits. Default "clothes".
-        scale, epsilon, logit_scale (float): see ``MODEL.LOSSES.CAL``.
-        start_epoch (int): number of epochs before the classifier is trained and the loss applies. Default 0.
-        lr, weight_decay (float): settings of the classifier's Adam.
-        memory (str): "none" (default) trains the classifier; "mean" stores the mean feature of the images of each
-            outfit in the batch; "last" stores the feature of the last one, as the program of the authors.
-        momentum (float): weight of the stored feature of an outfit in an update of the memory. Default 0. Differs from
-            the program, which ignores it until all outfits are stored.
+        num_clothes: number of outfits in the training set.
+        feature_dim: width of the features.
+        column: column of the outfits. Default "clothes".
+        scale, epsilon, logit_scale: see ``MODEL.LOSSES.CAL``.
+        start_epoch: number of epochs before the classifier is trained and the loss applies. Default 0.
+        lr, weight_decay: settings of the classifier's Adam.
+        memory: "none" (default) trains the classifier; "mean" stores the mean feature of the images of each outfit in
+            the batch; "last" stores the feature of the last one, as the program of the authors.
+        momentum: weight of the stored feature of an outfit in an update of the memory. Default 0. Differs from the
+            program, which ignores it until all outfits are stored.
 
     Attributes:
-        epoch (int): current epoch of the training, from 0; see ``set_epoch``.
+        epoch: current epoch of the training, from 0; see ``set_epoch``.
     """
 
     loss_name = "loss_cal"
@@ -218,8 +218,8 @@ class ClothesAdversarialLoss(nn.Module):
         """Set the identity of each outfit from the training set.
 
         Args:
-            labels (np.ndarray): (N,) int64 identities.
-            columns (Mapping): column name -> (N,) values.
+            labels: (N,) int64 identities.
+            columns: column name -> (N,) values.
 
         Raises:
             DataError: if an image has no outfit, or an outfit belongs to several identities.

@@ -24,8 +24,8 @@ class Losses(nn.ModuleDict):
     """Losses by name. Calling it computes them; see ``compute_losses``.
 
     Args:
-        losses (Mapping[str, nn.Module]): loss name -> module.
-        gather (bool): see ``compute_losses``. Default False.
+        losses: loss name -> module.
+        gather: see ``compute_losses``. Default False.
     """
 
     def __init__(self, losses: Mapping[str, nn.Module], *, gather: bool = False) -> None:
@@ -47,16 +47,15 @@ def compute_losses(
     """Compute each loss from the outputs of a head. If a head returns several outputs, each loss is a weighted sum.
 
     Args:
-        losses (Mapping[str, nn.Module]): loss name -> module with ``forward(outputs, targets) -> scalar``.
-        outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode, or a list of (weight,
-            outputs).
-        targets (torch.Tensor): (B,) int64 class labels.
-        gather (bool): use the images of all ranks. Losses that compare images (``over_pairs``) then receive the
-            features and targets of all ranks; losses that average over a subset of the batch (``total_and_count``)
-            average over the subsets of all ranks together.
+        losses: loss name -> module with ``forward(outputs, targets) -> scalar``.
+        outputs: outputs of a head in training mode, or a list of (weight, outputs).
+        targets: (B,) int64 class labels.
+        gather: use the images of all ranks. Losses that compare images (``over_pairs``) then receive the features and
+            targets of all ranks; losses that average over a subset of the batch (``total_and_count``) average over the
+            subsets of all ranks together.
 
     Returns:
-        dict[str, torch.Tensor]: loss name -> scalar float32.
+        Loss name -> scalar float32.
     """
     if isinstance(outputs, list):
         per_output = [
@@ -94,9 +93,9 @@ def with_columns(
     """Add the columns of the batch that the losses use to the outputs of a head, on the device of the features.
 
     Args:
-        outputs (Outputs | list[tuple[float, Outputs]]): outputs of a head in training mode.
-        batch (Mapping[str, Any]): batch with the columns, (B,) or (B, L).
-        losses (Mapping[str, nn.Module]): loss name -> module.
+        outputs: outputs of a head in training mode.
+        batch: batch with the columns, (B,) or (B, L).
+        losses: loss name -> module.
 
     Raises:
         ConfigError: if the batch does not contain a column; the message lists the available columns.

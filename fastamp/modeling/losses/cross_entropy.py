@@ -50,15 +50,15 @@ def cross_entropy_total(
     arXiv:1512.00567, section 7).
 
     Args:
-        logits (torch.Tensor): (B, K) float.
-        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
-        epsilon (float): eps in 0..1; if negative, eps is ``alpha`` times the predicted probability of the target class.
-            Default 0.
-        alpha (float): factor of the adaptive smoothing. Default 0.2.
-        smooth_over (str): "others" (default) or "all".
+        logits: (B, K) float.
+        targets: (B,) int64 class labels in 0..K-1.
+        epsilon: eps in 0..1; if negative, eps is ``alpha`` times the predicted probability of the target class. Default
+            0.
+        alpha: factor of the adaptive smoothing. Default 0.2.
+        smooth_over: "others" (default) or "all".
 
     Returns:
-        tuple[torch.Tensor, torch.Tensor]: ``(sum, count)``, scalar float32 and () int64.
+        ``(sum, count)``, scalar float32 and () int64.
     """
     log_probabilities = F.log_softmax(logits, dim=1)
     right = log_probabilities.gather(1, targets[:, None]).squeeze(1)
@@ -81,7 +81,7 @@ def cross_entropy_loss(
         logits, targets, epsilon, alpha: see ``cross_entropy_total``.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     total, count = cross_entropy_total(logits, targets, epsilon=epsilon, alpha=alpha)
     return total / count.clamp(min=1)
@@ -94,9 +94,9 @@ class CrossEntropyLoss(nn.Module):
     For ``PartialLogits`` (Partial FC), the loss is the mean over the images of all ranks, without label smoothing.
 
     Args:
-        epsilon, alpha (float): see ``cross_entropy_total``.
-        smooth_over (str): see ``cross_entropy_total``.
-        scale (float): weight of this loss in the total loss.
+        epsilon, alpha: see ``cross_entropy_total``.
+        smooth_over: see ``cross_entropy_total``.
+        scale: weight of this loss in the total loss.
     """
 
     loss_name = "loss_cls"

@@ -14,12 +14,12 @@ def distillation_loss(student: torch.Tensor, teacher: torch.Tensor, *, temperatu
     (KL(t || s) + KL(s || t)) / 2 instead of KL(t || s), and both terms have a gradient for the student.
 
     Args:
-        student (torch.Tensor): (B, K) float, logits of the student.
-        teacher (torch.Tensor): (B, K) float, logits of the teacher.
-        temperature (float): T, divisor of the logits of student and teacher. Default 16.
+        student: (B, K) float, logits of the student.
+        teacher: (B, K) float, logits of the teacher.
+        temperature: T, divisor of the logits of student and teacher. Default 16.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     log_s, log_t = (F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher))
     return ((log_t.exp() - log_s.exp()) * (log_t - log_s)).sum(1).mean() * (temperature**2 / 2)

@@ -29,13 +29,13 @@ def focal_loss(logits: torch.Tensor, targets: torch.Tensor, alpha: float = 0.25,
     p is the softmax probability of the target class.
 
     Args:
-        logits (torch.Tensor): (B, K) float.
-        targets (torch.Tensor): (B,) int64 class labels in 0..K-1.
-        alpha (float): constant factor. Default 0.25.
-        gamma (float): focusing parameter, at least 0. Default 2.
+        logits: (B, K) float.
+        targets: (B,) int64 class labels in 0..K-1.
+        alpha: constant factor. Default 0.25.
+        gamma: focusing parameter, at least 0. Default 2.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     right = F.log_softmax(logits, dim=1).gather(1, targets[:, None]).squeeze(1)
     # expm1 avoids cancellation in 1 - p. The clamp avoids 0, where the gradient of the power can be infinite.
@@ -48,8 +48,8 @@ class FocalLoss(nn.Module):
     """Focal loss of the ``cls_outputs`` of a head; see ``focal_loss``.
 
     Args:
-        alpha, gamma (float): see ``focal_loss``.
-        scale (float): weight of this loss in the total loss.
+        alpha, gamma: see ``focal_loss``.
+        scale: weight of this loss in the total loss.
     """
 
     loss_name = "loss_focal"

@@ -35,11 +35,11 @@ def log_sum_exp_loss(
     """Compute the mean over rows of log(1 + sum of exp(positive logits) * sum of exp(negative logits)).
 
     Args:
-        positive_logits, negative_logits (torch.Tensor): (B, N) float.
-        positive, negative (torch.Tensor): (B, N) bool masks of the pairs.
+        positive_logits, negative_logits: (B, N) float.
+        positive, negative: (B, N) bool masks of the pairs.
 
     Returns:
-        torch.Tensor: () float. A row without positive or without negative pairs contributes 0.
+        () float. A row without positive or without negative pairs contributes 0.
     """
     positives = positive_logits.masked_fill(~positive, _EXCLUDED).logsumexp(1)
     negatives = negative_logits.masked_fill(~negative, _EXCLUDED).logsumexp(1)
@@ -53,13 +53,13 @@ def pairwise_circle_loss(
     """Compute the circle loss over the pairs of a batch (Sun et al. 2020, arXiv:2002.10857, eq. 6).
 
     Args:
-        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
-        targets (torch.Tensor): (B,) int64 class labels.
-        margin (float): relaxation m; the margins are 1 - m for positive and m for negative pairs. Default 0.25.
-        gamma (float): scale factor of the similarities. Default 128.
+        features: (B, D) float; the loss uses their cosine similarities.
+        targets: (B,) int64 class labels.
+        margin: relaxation m; the margins are 1 - m for positive and m for negative pairs. Default 0.25.
+        gamma: scale factor of the similarities. Default 128.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()
@@ -78,13 +78,13 @@ def pairwise_cosface(
     In contrast to ``CosSoftmax``, the cosines are between two features, not between features and class weights.
 
     Args:
-        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
-        targets (torch.Tensor): (B,) int64 class labels.
-        margin (float): margin between the similarities of positive and negative pairs. Default 0.25.
-        gamma (float): scale factor of the similarities. Default 128.
+        features: (B, D) float; the loss uses their cosine similarities.
+        targets: (B,) int64 class labels.
+        margin: margin between the similarities of positive and negative pairs. Default 0.25.
+        gamma: scale factor of the similarities. Default 128.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     normalized = F.normalize(features, dim=1)
     cosines = normalized @ normalized.t()
@@ -95,8 +95,8 @@ class _PairwiseCosineLoss(nn.Module):
     """Base class of losses over the cosine similarities of ``features``.
 
     Args:
-        margin, gamma (float): see ``pairwise_circle_loss`` and ``pairwise_cosface``.
-        scale (float): weight of this loss in the total loss.
+        margin, gamma: see ``pairwise_circle_loss`` and ``pairwise_cosface``.
+        scale: weight of this loss in the total loss.
     """
 
     over_pairs = True

@@ -54,11 +54,11 @@ class PMLLoss(nn.Module):
     Learned weights of the loss, e.g. the proxies of ``ProxyAnchorLoss``, are parameters of this module.
 
     Args:
-        loss (nn.Module): module with ``forward(embeddings, labels, indices_tuple) -> scalar``.
-        miner (nn.Module | None): module with ``forward(embeddings, labels) -> indices_tuple``; None uses all pairs.
-        loss_name (str): name of the loss in the logs.
-        scale (float): weight of this loss in the total loss.
-        indexes_classes (bool): whether the loss uses the labels as indices, e.g. of its proxies; see
+        loss: module with ``forward(embeddings, labels, indices_tuple) -> scalar``.
+        miner: module with ``forward(embeddings, labels) -> indices_tuple``; None uses all pairs.
+        loss_name: name of the loss in the logs.
+        scale: weight of this loss in the total loss.
+        indexes_classes: whether the loss uses the labels as indices, e.g. of its proxies; see
             ``ImageModel.set_label_range``. Default False.
     """
 
@@ -93,9 +93,9 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     The number of classes and the width of the features are passed to losses that require them.
 
     Args:
-        cfg (CfgNode): the config.
-        name (str): class name, e.g. ``"TripletMarginLoss"``.
-        feature_dim (int): width of the features.
+        cfg: the config.
+        name: class name, e.g. ``"TripletMarginLoss"``.
+        feature_dim: width of the features.
 
     Returns:
         The loss. None if the loss requires the number of classes, but the model is built without classes (for

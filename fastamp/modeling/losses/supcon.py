@@ -31,12 +31,12 @@ def supcon_loss(features: torch.Tensor, targets: torch.Tensor, *, temperature: f
     other images of its identity.
 
     Args:
-        features (torch.Tensor): (B, D) float; the loss uses their cosine similarities.
-        targets (torch.Tensor): (B,) int64 class labels.
-        temperature (float): T, greater than 0. Default 0.1.
+        features: (B, D) float; the loss uses their cosine similarities.
+        targets: (B,) int64 class labels.
+        temperature: T, greater than 0. Default 0.1.
 
     Returns:
-        torch.Tensor: scalar float32; 0 if no anchor has a positive.
+        Scalar float32; 0 if no anchor has a positive.
     """
     normalized = F.normalize(features, dim=1)
     diagonal = torch.eye(len(targets), dtype=torch.bool, device=targets.device)
@@ -53,8 +53,8 @@ class SupConLoss(nn.Module):
     """Supervised contrastive loss of the ``features`` of a head; see ``supcon_loss``.
 
     Args:
-        temperature (float): see ``supcon_loss``.
-        scale (float): weight of this loss in the total loss.
+        temperature: see ``supcon_loss``.
+        scale: weight of this loss in the total loss.
     """
 
     loss_name = "loss_supcon"

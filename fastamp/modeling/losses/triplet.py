@@ -95,19 +95,19 @@ def triplet_loss(
     """Compute the mean triplet loss over all anchors of a batch (Hermans et al. 2017, arXiv:1703.07737, eq. 5).
 
     Args:
-        features (torch.Tensor): (B, D) float.
-        targets (torch.Tensor): (B,) int64 class labels.
-        margin (float): triplet margin, in units of the distance; 0 selects the soft margin log(1 + exp(d_ap - d_an)).
-            Default 0.3.
-        normalize (bool): use squared Euclidean distances of L2-normalized features instead of Euclidean distances of
-            the unnormalized features. Default False.
-        hard_mining (bool): use the farthest positive and the nearest negative of each anchor. If False, use all
-            positives and negatives, weighted by a softmax of their distances. Default True.
-        weighting (str): weights without hard mining: ``"softmax"``, or ``"fastreid"`` for FastReID's variant, which is
-            wrong for distances above about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
+        features: (B, D) float.
+        targets: (B,) int64 class labels.
+        margin: triplet margin, in units of the distance; 0 selects the soft margin log(1 + exp(d_ap - d_an)). Default
+            0.3.
+        normalize: use squared Euclidean distances of L2-normalized features instead of Euclidean distances of the
+            unnormalized features. Default False.
+        hard_mining: use the farthest positive and the nearest negative of each anchor. If False, use all positives and
+            negatives, weighted by a softmax of their distances. Default True.
+        weighting: weights without hard mining: ``"softmax"``, or ``"fastreid"`` for FastReID's variant, which is wrong
+            for distances above about 14 (see ``_fastreid_weighted``). Default ``"softmax"``.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
 
     Raises:
         ConfigError: if ``weighting`` is unknown.
@@ -135,7 +135,7 @@ class TripletLoss(nn.Module):
 
     Args:
         margin, normalize, hard_mining, weighting: see ``triplet_loss``.
-        scale (float): weight of this loss in the total loss.
+        scale: weight of this loss in the total loss.
     """
 
     loss_name = "loss_triplet"

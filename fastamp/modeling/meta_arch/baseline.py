@@ -24,12 +24,12 @@ class Baseline(ImageModel):
 
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
-        heads (nn.Module): head, e.g. ``EmbeddingHead``.
-        losses (nn.ModuleDict | None): loss name -> module with ``forward(outputs, targets) -> scalar``. Default None:
-            the losses of ``loss_kwargs``.
-        gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
-        loss_kwargs (dict | None): names and arguments of the losses, as in FastReID; see
-            ``fastamp.compat.modeling.LossArguments``. Default None: those of ``losses``.
+        heads: head, e.g. ``EmbeddingHead``.
+        losses: loss name -> module with ``forward(outputs, targets) -> scalar``. Default None: the losses of
+            ``loss_kwargs``.
+        gather: gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        loss_kwargs: names and arguments of the losses, as in FastReID; see ``fastamp.compat.modeling.LossArguments``.
+            Default None: those of ``losses``.
     """
 
     supports_partial_fc = True
@@ -84,10 +84,10 @@ class Baseline(ImageModel):
         """Compute features or losses.
 
         Args:
-            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
-                ``"targets": (B,) int64``; for a backbone with camera or view embeddings also ``"camids"`` and
-                ``"viewids"``, (B,) int64, starting at 0; for temporal pooling also ``"tracklet"``, (B,) int64. In
-                evaluation mode, ``batch`` may also be the tensor of images.
+            batch: ``{"images": (B, C, H, W) in 0..255}``; in training mode also ``"targets": (B,) int64``; for a
+                backbone with camera or view embeddings also ``"camids"`` and ``"viewids"``, (B,) int64, starting at 0;
+                for temporal pooling also ``"tracklet"``, (B,) int64. In evaluation mode, ``batch`` may also be the
+                tensor of images.
 
         Returns:
             In evaluation mode the features (B, D), float32, with temporal pooling those of each frame's tracklet; in

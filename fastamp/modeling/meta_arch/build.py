@@ -28,12 +28,12 @@ def adapt_to_training_set(cfg: Any, dataset: Any) -> tuple[Any, int]:
     ``adapt_to_training_set(cfg, dataset) -> (cfg, num_classes)``.
 
     Args:
-        cfg (CfgNode): config.
+        cfg: config.
         dataset: training set, with ``num_classes`` and ``columns``.
 
     Returns:
-        tuple[CfgNode, int]: the config, and the number of classes of the model. Without the method, the config itself
-        and the number of identities.
+        The config, and the number of classes of the model. Without the method, the config itself and the number of
+        identities.
     """
     for source in getattr(dataset, "sources", ()):
         cfg = source.adapt_config(cfg, dataset)
@@ -45,8 +45,8 @@ def build_model(cfg: Any) -> nn.Module:
     """Build the model configured in ``MODEL`` on ``MODEL.DEVICE``, and apply ``SOLVER.AMP.FORCE_FP32``.
 
     Returns:
-        nn.Module: a module that, in evaluation mode, maps ``{"images": (B, C, H, W) in 0..255}`` to features (B, D),
-        float32. In training mode, the dict must also contain ``"targets": (B,)``, and the result is a dict of losses.
+        A module that, in evaluation mode, maps ``{"images": (B, C, H, W) in 0..255}`` to features (B, D), float32. In
+        training mode, the dict must also contain ``"targets": (B,)``, and the result is a dict of losses.
 
     Raises:
         ConfigError: if a component is unknown, a value is invalid, the device is unavailable, or the model does not fit

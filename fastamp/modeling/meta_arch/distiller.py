@@ -45,13 +45,11 @@ class Distiller(Baseline):
         KD.MODEL_WEIGHTS logs/market1501/sbs_R101-ibn/model_best.pth
 
     Args:
-        teachers (Sequence[nn.Module]): models with ``class_logits(batch) -> (B, K)``, in evaluation mode, on the
-            student's device.
-        ema_momentum (float | None): momentum of the moving average per forward pass in training mode, in 0..1. Default
-            None: no moving average.
-        temperature (float): see ``distillation_loss``. Default 16.
-        force_fp32 (Sequence[str]): ``SOLVER.AMP.FORCE_FP32``, applied to the student before the moving average is
-            copied from it.
+        teachers: models with ``class_logits(batch) -> (B, K)``, in evaluation mode, on the student's device.
+        ema_momentum: momentum of the moving average per forward pass in training mode, in 0..1. Default None: no moving
+            average.
+        temperature: see ``distillation_loss``. Default 16.
+        force_fp32: ``SOLVER.AMP.FORCE_FP32``, applied to the student before the moving average is copied from it.
         parts: keyword arguments of ``Baseline``.
     """
 

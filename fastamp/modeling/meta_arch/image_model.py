@@ -19,18 +19,17 @@ class ImageModel(nn.Module):
     """Base class of models for images in 0..255; subclasses define the modules after the ``backbone``.
 
     Attributes:
-        trunks (tuple[str, ...]): names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the
-            computation.
-        training_only (tuple[str, ...]): names of the submodules that evaluation does not use.
-        teaches_as (str): name of the meta-architecture as which a teacher of this class is built, for classes whose
+        trunks: names of the submodules that ``MODEL.COMPILE`` compiles; they account for most of the computation.
+        training_only: names of the submodules that evaluation does not use.
+        teaches_as: name of the meta-architecture as which a teacher of this class is built, for classes whose
             additional modules are only for training; "" means its own.
-        supports_partial_fc (bool): whether the model works without the logits of all classes (``MODEL.HEADS.PFC``).
+        supports_partial_fc: whether the model works without the logits of all classes (``MODEL.HEADS.PFC``).
 
     Args:
-        backbone (nn.Module): module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the
-            backbone is also called with ``camids`` and ``viewids``; if it has an attribute ``columns``, with these
-            columns of the batch, on the device where the batch has them.
-        pixel_mean, pixel_std (list[float] | tuple[float, ...]): C values each, for pixels in 0..255.
+        backbone: module (B, C, H, W) -> feature maps. If its attribute ``takes_cameras`` is True, the backbone is also
+            called with ``camids`` and ``viewids``; if it has an attribute ``columns``, with these columns of the batch,
+            on the device where the batch has them.
+        pixel_mean, pixel_std: C values each, for pixels in 0..255.
     """
 
     trunks: tuple[str, ...] = ("backbone",)
@@ -76,7 +75,7 @@ class ImageModel(nn.Module):
         """Return normalized images of a batch; see ``preprocess``. FastReID's models override this method.
 
         Args:
-            batched_inputs (dict[str, Any] | torch.Tensor): batch with ``images``, or the images.
+            batched_inputs: batch with ``images``, or the images.
         """
         return self.preprocess(batched_inputs["images"] if isinstance(batched_inputs, Mapping) else batched_inputs)
 
@@ -84,8 +83,8 @@ class ImageModel(nn.Module):
         """Validate the input of the model; wrap a tensor of images in a dict.
 
         Args:
-            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode,
-                a tensor of images is also accepted, as in FastReID.
+            batch: ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode, a tensor of images is also accepted,
+                as in FastReID.
 
         Raises:
             TypeError: if ``batch`` is neither a dict nor a tensor, or is a tensor in training mode, which requires
@@ -129,8 +128,8 @@ class ImageModel(nn.Module):
         """Run the backbone on the images of a batch; pass camera and view IDs if the backbone requires them.
 
         Args:
-            batch (dict[str, Any]): see ``forward`` of the subclass.
-            backbone (nn.Module | None): backbone to run, e.g. a momentum copy. Default None: the backbone of the model.
+            batch: see ``forward`` of the subclass.
+            backbone: backbone to run, e.g. a momentum copy. Default None: the backbone of the model.
 
         Raises:
             KeyError: if the backbone requires ``camids``, but the batch does not contain them.
@@ -186,8 +185,8 @@ class ImageModel(nn.Module):
         a device-side assert on a CUDA device, after which the process cannot use the device.
 
         Args:
-            num_classes (int): number of classes; 0 disables the check.
-            datasets (Sequence[str]): names of the training sets, for the message.
+            num_classes: number of classes; 0 disables the check.
+            datasets: names of the training sets, for the message.
         """
         indexed = any(getattr(module, "indexes_classes", False) for module in self.modules())
         self._num_classes, self._datasets = num_classes if indexed else 0, tuple(datasets)

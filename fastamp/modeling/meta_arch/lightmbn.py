@@ -81,12 +81,12 @@ class LightMBN(MultiBranchModel):
     IBN (``MODEL.BACKBONE.WITH_IBN``). The published accuracy has not been reproduced here.
 
     Args:
-        backbone (OSNet): an OSNet; its layers are moved into this module, and its weights initialize all branches.
-        heads (dict[str, nn.Module]): name in ``HEADS`` -> head for inputs (B, D, 1, 1).
-        embedding_dim (int): D, the width of each feature.
+        backbone: an OSNet; its layers are moved into this module, and its weights initialize all branches.
+        heads: name in ``HEADS`` -> head for inputs (B, D, 1, 1).
+        embedding_dim: D, the width of each feature.
         losses, gather, pixels: see ``MultiBranchModel``.
-        norm (str): normalization layer of the shared layer and of the block of the global branch. Default ``"BN"``.
-        drop_ratio (float): fraction of the rows that are removed, in 0..1. Default 0.33.
+        norm: normalization layer of the shared layer and of the block of the global branch. Default ``"BN"``.
+        drop_ratio: fraction of the rows that are removed, in 0..1. Default 0.33.
     """
 
     trunks = ("backbone", *_BRANCHES, "drop_block")
@@ -205,11 +205,11 @@ def drop_top_rows(maps: torch.Tensor, ratio: float) -> torch.Tensor:
     The activation of a row is the largest sum of squares over the channels at one of its positions.
 
     Args:
-        maps (torch.Tensor): (B, C, h, w) float.
-        ratio (float): fraction of the h rows, in 0..1; the number of rows is rounded.
+        maps: (B, C, h, w) float.
+        ratio: fraction of the h rows, in 0..1; the number of rows is rounded.
 
     Returns:
-        torch.Tensor: (B, C, h, w), a copy.
+        (B, C, h, w), a copy.
     """
     height = maps.shape[2]
     activation = maps.detach().float().square().sum(1).amax(2)  # (B, h)

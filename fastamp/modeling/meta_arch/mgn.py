@@ -49,12 +49,11 @@ class MGN(MultiBranchModel):
     whole feature maps, the concatenated features of the halves, and the concatenated features of the thirds.
 
     Args:
-        backbone (ResNet): a ResNet; its layers are moved into this module, and its weights initialize all three
-            branches.
-        heads (dict[str, nn.Module]): name in ``HEADS`` -> head.
-        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
-        gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
-        branch_norm (str): normalization layer after each branch, a name in ``NORM_REGISTRY``. Default "": none.
+        backbone: a ResNet; its layers are moved into this module, and its weights initialize all three branches.
+        heads: name in ``HEADS`` -> head.
+        losses: loss name -> module with ``forward(outputs, targets) -> scalar``.
+        gather: gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        branch_norm: normalization layer after each branch, a name in ``NORM_REGISTRY``. Default "": none.
         pixels: ``pixel_mean`` and ``pixel_std``; see ``ImageModel``.
     """
 

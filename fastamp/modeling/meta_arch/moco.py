@@ -55,13 +55,12 @@ class MoCo(Baseline):
     itself only if the batch is stored at the start of the bank.
 
     Args:
-        queue_size (int): number of keys in the memory bank.
-        feature_dim (int): width of the ``features`` of the head.
-        momentum (float): momentum of the key encoder per forward pass, in 0..1. Default 0.999.
-        margin, gamma (float): see ``MemoryBank``.
-        scale (float): weight of the memory bank loss in the total loss. Default 1.
-        force_fp32 (Sequence[str]): ``SOLVER.AMP.FORCE_FP32``, applied to the model before the key encoder is copied
-            from it.
+        queue_size: number of keys in the memory bank.
+        feature_dim: width of the ``features`` of the head.
+        momentum: momentum of the key encoder per forward pass, in 0..1. Default 0.999.
+        margin, gamma: see ``MemoryBank``.
+        scale: weight of the memory bank loss in the total loss. Default 1.
+        force_fp32: ``SOLVER.AMP.FORCE_FP32``, applied to the model before the key encoder is copied from it.
         parts: keyword arguments of ``Baseline``.
     """
 
@@ -156,10 +155,10 @@ class MemoryBank(nn.Module):
     empty slots) and the next slot (``queue_ptr``).
 
     Args:
-        feature_dim (int): width of a key.
-        size (int): number of slots.
-        margin (float): margin between the similarities of positive and negative pairs. Default 0.25.
-        gamma (float): scale factor of the similarities. Default 32.
+        feature_dim: width of a key.
+        size: number of slots.
+        margin: margin between the similarities of positive and negative pairs. Default 0.25.
+        gamma: scale factor of the similarities. Default 32.
     """
 
     def __init__(self, *, feature_dim: int, size: int, margin: float = 0.25, gamma: float = 32.0) -> None:
@@ -178,12 +177,12 @@ class MemoryBank(nn.Module):
         image.
 
         Args:
-            queries (torch.Tensor): (B, D) float, features of the model.
-            keys (torch.Tensor): (B, D) float, features of the same images from the key encoder, without gradient.
-            targets (torch.Tensor): (B,) int64 class labels.
+            queries: (B, D) float, features of the model.
+            keys: (B, D) float, features of the same images from the key encoder, without gradient.
+            targets: (B,) int64 class labels.
 
         Returns:
-            torch.Tensor: scalar float32.
+            Scalar float32.
 
         Raises:
             ConfigError: if the batches of all ranks together contain more images than the memory bank has slots.

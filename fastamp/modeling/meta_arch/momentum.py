@@ -18,9 +18,9 @@ class MomentumCopy(nn.Module):
     the start of a forward pass in training mode, when the model has the weights of the last applied step.
 
     Args:
-        model (nn.Module): model that contains the submodules.
-        parts (tuple[str, ...]): names of the submodules; the copies have the same names.
-        momentum (float): momentum of the average per update, in 0..1.
+        model: model that contains the submodules.
+        parts: names of the submodules; the copies have the same names.
+        momentum: momentum of the average per update, in 0..1.
     """
 
     written_in_forward = True
@@ -41,8 +41,8 @@ class MomentumCopy(nn.Module):
         """Update the average: weights = momentum * weights + (1 - momentum) * weights of the model.
 
         Args:
-            model (nn.Module): the model that the submodules were copied from.
-            statistics (bool): average the buffers too, e.g. the statistics of batch norm; integer buffers are copied.
+            model: the model that the submodules were copied from.
+            statistics: average the buffers too, e.g. the statistics of batch norm; integer buffers are copied.
         """
         floating, others = self._pairs(model, statistics=statistics)
         torch._foreach_lerp_(*floating, 1 - self.momentum)
@@ -64,8 +64,8 @@ class MomentumCopy(nn.Module):
         """Add the tensors of this module to a state dict that lacks them, as copies of the model's tensors.
 
         Args:
-            state (dict[str, torch.Tensor]): state dict of the whole model.
-            prefix (str): prefix of this module in ``state``, including the trailing dot.
+            state: state dict of the whole model.
+            prefix: prefix of this module in ``state``, including the trailing dot.
         """
         if any(name.startswith(prefix) for name in state):
             return state

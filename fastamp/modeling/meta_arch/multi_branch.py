@@ -16,16 +16,15 @@ class MultiBranchModel(ImageModel):
     A subclass creates a module ``<name>_head`` for each head and defines ``head_inputs``.
 
     Attributes:
-        head_names (tuple[str, ...]): names of the heads, in the order of their features in the output.
-        pair_features (dict[str, tuple[str, ...]]): name of a feature for losses over pairs -> heads whose features are
-            concatenated to it.
-        mean_over_heads (bool): average each loss over the heads or the features for pairs; otherwise, sum it.
-        normalize_heads (bool): scale the feature of each head to unit length before the concatenation.
+        head_names: names of the heads, in the order of their features in the output.
+        pair_features: name of a feature for losses over pairs -> heads whose features are concatenated to it.
+        mean_over_heads: average each loss over the heads or the features for pairs; otherwise, sum it.
+        normalize_heads: scale the feature of each head to unit length before the concatenation.
 
     Args:
-        backbone (nn.Module): layers that all branches share.
-        losses (nn.ModuleDict): loss name -> module with ``forward(outputs, targets) -> scalar``.
-        gather (bool): gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
+        backbone: layers that all branches share.
+        losses: loss name -> module with ``forward(outputs, targets) -> scalar``.
+        gather: gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
         pixels: ``pixel_mean`` and ``pixel_std``; see ``ImageModel``.
     """
 
@@ -47,8 +46,8 @@ class MultiBranchModel(ImageModel):
         """Compute features or losses.
 
         Args:
-            batch (dict[str, Any] | torch.Tensor): ``{"images": (B, C, H, W) in 0..255}``; in training mode also
-                ``"targets": (B,) int64``. In evaluation mode, ``batch`` may also be the tensor of images.
+            batch: ``{"images": (B, C, H, W) in 0..255}``; in training mode also ``"targets": (B,) int64``. In
+                evaluation mode, ``batch`` may also be the tensor of images.
 
         Returns:
             In evaluation mode the features of all heads, (B, number of heads x D), float32, concatenated in the order

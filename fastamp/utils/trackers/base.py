@@ -21,13 +21,13 @@ class TrackedRun:
     """Run as it is shown by an experiment tracker.
 
     Attributes:
-        project (str): project or experiment that contains the run.
-        name (str): name of the run.
-        group (str): group of related runs, e.g. of the seeds of one config; "" for none.
-        tags (list[str]): tags of the run.
-        config (dict[str, Any]): dotted config key -> value.
-        folder (str): OUTPUT_DIR, as an absolute path.
-        run_id (str): ID of the run to continue; "" to create a run.
+        project: project or experiment that contains the run.
+        name: name of the run.
+        group: group of related runs, e.g. of the seeds of one config; "" for none.
+        tags: tags of the run.
+        config: dotted config key -> value.
+        folder: OUTPUT_DIR, as an absolute path.
+        run_id: ID of the run to continue; "" to create a run.
     """
 
     project: str
@@ -52,10 +52,10 @@ class Tracker:
     import the package of the service at the top level.
 
     Attributes:
-        name (str): name of the service in messages.
-        package (str): package of the service, imported by ``start``.
-        install (str): command that installs the package.
-        fix (str): advice if the run cannot be started.
+        name: name of the service in messages.
+        package: package of the service, imported by ``start``.
+        install: command that installs the package.
+        fix: advice if the run cannot be started.
     """
 
     name = ""
@@ -74,7 +74,7 @@ class Tracker:
         """Create or continue a run.
 
         Returns:
-            tuple[str, str]: the ID of the run, to continue it after a resume, and its address or location.
+            The ID of the run, to continue it after a resume, and its address or location.
         """
         raise NotImplementedError
 
@@ -82,8 +82,8 @@ class Tracker:
         """Log one line of ``metrics.json``. After a resume, an iteration may be logged again.
 
         Args:
-            iteration (int): iteration, from 0.
-            metrics (dict[str, float]): name -> finite number.
+            iteration: iteration, from 0.
+            metrics: name -> finite number.
         """
         raise NotImplementedError
 
@@ -95,6 +95,6 @@ class Tracker:
         """End the run.
 
         Args:
-            status (str): ``"finished"``, ``"failed"`` or ``"interrupted"``: stopped or killed by a signal.
+            status: ``"finished"``, ``"failed"`` or ``"interrupted"``: stopped or killed by a signal.
         """
         raise NotImplementedError

@@ -25,8 +25,8 @@ def start_tracker(tracker: type[Tracker], cfg: Any) -> "TrackerProcess | None":
     """Start the process of a tracker; if that fails, log a warning and return None.
 
     Args:
-        tracker (type[Tracker]): class of the tracker.
-        cfg (CfgNode): config of the run.
+        tracker: class of the tracker.
+        cfg: config of the run.
     """
     if importlib.util.find_spec(tracker.package) is None:
         logger.warning(
@@ -83,11 +83,11 @@ class TrackerProcess:
     ``timeout`` seconds. Only the first problem is logged as a warning.
 
     Args:
-        tracker (type[Tracker]): class of the tracker.
-        run (TrackedRun): the run.
-        state (Path): file for the ID of the run; the output of the process is written next to it.
-        artifacts (list[Path]): files to upload at the end, unless the run is interrupted; missing files are skipped.
-        timeout (float): seconds to wait for the service: until a warning after the start, and for ``close``.
+        tracker: class of the tracker.
+        run: the run.
+        state: file for the ID of the run; the output of the process is written next to it.
+        artifacts: files to upload at the end, unless the run is interrupted; missing files are skipped.
+        timeout: seconds to wait for the service: until a warning after the start, and for ``close``.
 
     Raises:
         OSError: if the process cannot be started.

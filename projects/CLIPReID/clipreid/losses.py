@@ -28,12 +28,12 @@ def image_text_supcon(
     normalized, and there is no temperature, as in the authors' program.
 
     Args:
-        anchors (torch.Tensor): (B, D) float.
-        others (torch.Tensor): (N, D) float.
-        anchor_targets, targets (torch.Tensor): (B,) and (N,) int64 identities; each anchor's is among ``targets``.
+        anchors: (B, D) float.
+        others: (N, D) float.
+        anchor_targets, targets: (B,) and (N,) int64 identities; each anchor's is among ``targets``.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     positive = (anchor_targets[:, None] == targets[None, :]).float()
     log_probabilities = F.log_softmax(anchors @ others.t(), dim=1)

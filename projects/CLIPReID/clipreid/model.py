@@ -47,10 +47,10 @@ class CLIPReIDHead(nn.Module):
     """Head with a neck and a classifier for the image feature, and for its projection to the space of texts.
 
     Args:
-        dims (tuple[int, int]): widths of the image feature and of the projection.
-        num_classes (int): number of identities; 0 builds a head for evaluation only.
-        eval_feat (str): feature in evaluation mode: "before" or "after" the necks.
-        norm (str): name of the necks' normalization layer. Default ``"BN"``.
+        dims: widths of the image feature and of the projection.
+        num_classes: number of identities; 0 builds a head for evaluation only.
+        eval_feat: feature in evaluation mode: "before" or "after" the necks.
+        norm: name of the necks' normalization layer. Default ``"BN"``.
     """
 
     classifiers = ("weight", "weight_proj")
@@ -95,7 +95,7 @@ class CLIPReIDHead(nn.Module):
         """Compute features or outputs for the losses.
 
         Args:
-            features (torch.Tensor): (B, D, 1, 1) or (B, D), image feature and projection.
+            features: (B, D, 1, 1) or (B, D), image feature and projection.
             targets: not used.
 
         Returns:
@@ -131,18 +131,20 @@ class CLIPReID(Baseline):
     that of these two and of the feature before the last block (ViT) or stage (ResNet).
 
     Args:
-        prompt_learner (PromptLearner | None): prompts; None, with ``text_encoder``, for evaluation.
-        text_encoder (TextEncoder | None): text tower, whose parameters are frozen.
-        text_dim (int): width of the text features. Default 0.
-        text_loss (MeanCrossEntropyLoss | None): loss of the image-to-text logits.
+        prompt_learner: prompts; None, with ``text_encoder``, for evaluation.
+        text_encoder: text tower, whose parameters are frozen.
+        text_dim: width of the text features. Default 0.
+        text_loss: loss of the image-to-text logits.
         parts: keyword arguments of ``Baseline``.
 
     Attributes:
-        text_features (torch.Tensor | None): (K, text_dim) float32, the features of the prompts after the first stage.
+        text_features: (K, text_dim) float32, the features of the prompts after the first stage.
     """
 
     classifiers = ("text_features",)
     training_only = ("losses", "prompt_learner", "text_encoder", "text_features", "text_loss")
+
+    text_features: torch.Tensor | None
 
     def __init__(
         self,
@@ -272,8 +274,8 @@ class _Features:
     """Call of ``backbone.features`` in place of the backbone, for ``ImageModel.feature_maps``.
 
     Args:
-        backbone (nn.Module): image tower of CLIP.
-        side_information (bool): add camera and view embeddings. Default True.
+        backbone: image tower of CLIP.
+        side_information: add camera and view embeddings. Default True.
     """
 
     def __init__(self, backbone: nn.Module, *, side_information: bool = True) -> None:

@@ -12,10 +12,10 @@ class EpochMultiStepSchedule:
     """Linear warm-up and steps, constant within an epoch; epochs are counted from 1.
 
     Attributes:
-        warmup_epochs (int): number W of epochs; epochs before W are in the warm-up.
-        start (float): factor from which the warm-up rises.
-        steps (tuple[int, ...]): epochs from which the rate is multiplied by ``gamma``, in increasing order.
-        gamma (float): factor of a step.
+        warmup_epochs: number W of epochs; epochs before W are in the warm-up.
+        start: factor from which the warm-up rises.
+        steps: epochs from which the rate is multiplied by ``gamma``, in increasing order.
+        gamma: factor of a step.
     """
 
     warmup_epochs: int

@@ -21,8 +21,8 @@ def prompt_tokens(prompt: str, vocabulary: str = "") -> tuple[list[int], int]:
     """Return the tokens of a prompt, without padding, and the position of its first learned vector.
 
     Args:
-        prompt (str): text with the placeholder ``X X X X``.
-        vocabulary (str): file of a ``Tokenizer``. Default "": only the published prompts are known.
+        prompt: text with the placeholder ``X X X X``.
+        vocabulary: file of a ``Tokenizer``. Default "": only the published prompts are known.
 
     Raises:
         ConfigError: if the prompt has no placeholder, or is not a published one and there is no vocabulary.
@@ -49,17 +49,19 @@ class PromptLearner(nn.Module):
     """Embeddings of the prompts: the words are fixed, the vectors at the placeholder are learned for each identity.
 
     Args:
-        num_classes (int): number of identities.
-        width (int): width of the token embeddings.
-        start (int): position of the first learned vector.
-        length (int): number of tokens of the prompt, with start and end of text.
+        num_classes: number of identities.
+        width: width of the token embeddings.
+        start: position of the first learned vector.
+        length: number of tokens of the prompt, with start and end of text.
 
     Attributes:
-        identities (torch.Tensor): (num_classes,) int64, CRC-32 of the names of the identities; 0 if not known.
+        identities: (num_classes,) int64, CRC-32 of the names of the identities; 0 if not known.
     """
 
     classifiers = ("cls_ctx", "identities")
     sparse_gradients = True  # only the identities of a batch have gradients
+
+    identities: torch.Tensor
 
     def __init__(self, num_classes: int, width: int, *, start: int, length: int) -> None:
         super().__init__()
@@ -103,10 +105,10 @@ class TextEncoder(nn.Module):
     """Text tower: causal transformer, and the projection of the last token.
 
     Args:
-        width (int): width of the tokens.
-        blocks (int): number of blocks.
-        embedding (int): width of the text features.
-        quick_gelu (bool): see ``fastamp.modeling.backbones.clip``.
+        width: width of the tokens.
+        blocks: number of blocks.
+        embedding: width of the text features.
+        quick_gelu: see ``fastamp.modeling.backbones.clip``.
     """
 
     def __init__(self, *, width: int, blocks: int, embedding: int, quick_gelu: bool = True) -> None:

@@ -21,7 +21,7 @@ class Tokenizer:
     The tokens are: 256 bytes, 256 bytes that end a word, one token per merge, start of text and end of text.
 
     Args:
-        path (str): text file, plain or .gz: a first line that is ignored, then one merge, two symbols, per line.
+        path: text file, plain or .gz: a first line that is ignored, then one merge, two symbols, per line.
 
     Raises:
         ConfigError: if the file is missing or is not a list of merges.

@@ -51,7 +51,7 @@ class PromptLosses(nn.Module):
     """Losses of the first stage, of cached image features and the text features of their identities.
 
     Args:
-        model (CLIPReID): model whose prompts are trained.
+        model: model whose prompts are trained.
     """
 
     def __init__(self, model: CLIPReID) -> None:
@@ -74,10 +74,10 @@ class CachedFeatures:
     Batch n depends on the seed only. The last batch of an epoch may be smaller.
 
     Args:
-        features (torch.Tensor): (N, D) float32.
-        targets (torch.Tensor): (N,) int64.
-        batch_size (int): features per batch.
-        seed (int): seed of the order.
+        features: (N, D) float32.
+        targets: (N,) int64.
+        batch_size: features per batch.
+        seed: seed of the order.
     """
 
     def __init__(self, features: torch.Tensor, targets: torch.Tensor, *, batch_size: int, seed: int) -> None:
@@ -104,8 +104,8 @@ class _StageHook(HookBase):
     """Log the losses of each epoch, save checkpoints, and stop on a signal.
 
     Args:
-        outer (CLIPReIDTrainer): trainer of the run.
-        period (int): period of checkpoints in epochs.
+        outer: trainer of the run.
+        period: period of checkpoints in epochs.
     """
 
     saves = True
@@ -312,8 +312,8 @@ def check_identities(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Check that the prompts of a model are those of the training set.
 
     Args:
-        found (torch.Tensor): (K,) int64, checksums in the model, 0 where they are not known.
-        expected (torch.Tensor): (K,) int64, checksums of the training set.
+        found: (K,) int64, checksums in the model, 0 where they are not known.
+        expected: (K,) int64, checksums of the training set.
 
     Raises:
         ConfigError: if the prompts are of other identities, or were not loaded.

@@ -30,9 +30,9 @@ class MatchedDistances(DistanceBlocks):
     """Distances that rank the candidates by descending score, and all others behind them by their features.
 
     Args:
-        features (FeatureDistances): distances of Q queries to G gallery images.
-        candidates (torch.Tensor): (Q, K) int64, gallery images with a score.
-        scores (torch.Tensor): (Q, K) float32, matching scores.
+        features: distances of Q queries to G gallery images.
+        candidates: (Q, K) int64, gallery images with a score.
+        scores: (Q, K) float32, matching scores.
     """
 
     def __init__(self, features: FeatureDistances, candidates: torch.Tensor, scores: torch.Tensor) -> None:

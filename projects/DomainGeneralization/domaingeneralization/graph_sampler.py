@@ -78,7 +78,7 @@ class GraphSampler(IdentitySampler):
         ConfigError: if a batch has only one identity.
 
     Attributes:
-        nearest (np.ndarray | None): (C, P - 1) int64, see ``nearest_identities``; None (default) for random identities.
+        nearest: (C, P - 1) int64, see ``nearest_identities``; None (default) for random identities.
     """
 
     def __init__(self, **options: Any) -> None:

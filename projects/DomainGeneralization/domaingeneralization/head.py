@@ -33,9 +33,9 @@ class QAConvHead(EmbeddingHead):
     The embedding selects the candidates in evaluation, and the matcher ranks them; see ``MatchingEvaluator``.
 
     Args:
-        feat_dim (int): channels of the feature map.
-        size (Sequence[int]): height and width of the maps that are matched.
-        channels (int): channels of these maps.
+        feat_dim: channels of the feature map.
+        size: height and width of the maps that are matched.
+        channels: channels of these maps.
         options: other arguments of ``EmbeddingHead``.
 
     Raises:

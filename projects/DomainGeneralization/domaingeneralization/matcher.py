@@ -19,7 +19,7 @@ class QAConv(nn.Module):
     """Score pairs of feature maps: for each place of both maps, the best match in the other map, weighted and summed.
 
     Args:
-        places (int): number of places of a feature map, h * w.
+        places: number of places of a feature map, h * w.
     """
 
     def __init__(self, places: int) -> None:
@@ -68,7 +68,7 @@ class PairwiseMatchingLoss(nn.Module):
     The pair of an image with itself counts, as in the authors' program. Each rank compares its own images.
 
     Args:
-        scale (float): weight in the total loss. Default 1.
+        scale: weight in the total loss. Default 1.
     """
 
     loss_name = "loss_matching"

@@ -59,7 +59,7 @@ class GraphTrainer(AMPTrainer):
     precision is that of ``SOLVER.AMP``.
 
     Attributes:
-        graph_epoch (int): epoch of the graph; -1 before the first one.
+        graph_epoch: epoch of the graph; -1 before the first one.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -44,7 +44,7 @@ class PA100K(ImageDataset):
     have no identities: each one is an identity of its own, and all test images are queries.
 
     Args:
-        root (str or Path): data root, with ``PA-100K/annotation.mat`` and ``PA-100K/data/*.jpg``. Default "datasets".
+        root: data root, with ``PA-100K/annotation.mat`` and ``PA-100K/data/*.jpg``. Default "datasets".
 
     Raises:
         DataError: if the file or the folder is missing (raised at construction), or the file is invalid (raised at
@@ -94,10 +94,10 @@ class _IdentityAttributes(ImageDataset):
     """Dataset whose identities have attributes in a MATLAB file (Lin et al. 2019, arXiv:1703.07220).
 
     Attributes:
-        mat (str): name of the file without suffix, and of its variable.
-        texts (Mapping): attribute -> texts of its values 1, 2, ..., for attributes of more than two values.
-        number_attributes (Mapping): attribute -> largest label, for attributes of more than two values whose label is
-            the value minus 1.
+        mat: name of the file without suffix, and of its variable.
+        texts: attribute -> texts of its values 1, 2, ..., for attributes of more than two values.
+        number_attributes: attribute -> largest label, for attributes of more than two values whose label is the value
+            minus 1.
     """
 
     mat: ClassVar[str] = ""
@@ -150,8 +150,8 @@ class Market1501Attr(_IdentityAttributes, Market1501):
     The age is a text: young, teenager, adult or old, and so four attributes; see also ``Market1501AttrFastReID``.
 
     Args:
-        root (str or Path): data root, with the images of ``Market1501`` and ``market_attribute.mat`` next to them.
-            Default "datasets".
+        root: data root, with the images of ``Market1501`` and ``market_attribute.mat`` next to them. Default
+            "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or the file is missing or invalid (raised at first
@@ -171,7 +171,7 @@ class Market1501AttrFastReID(Market1501Attr):
     during the whole training. The metrics count the labels 1 to 3 as positive.
 
     Args:
-        root (str or Path): see ``Market1501Attr``.
+        root: see ``Market1501Attr``.
 
     Raises:
         DataError: see ``Market1501Attr``.
@@ -186,8 +186,7 @@ class DukeMTMCAttr(_IdentityAttributes, DukeMTMC):
     """DukeMTMC-reID with 23 attributes of each identity.
 
     Args:
-        root (str or Path): data root, with the images of ``DukeMTMC`` and ``duke_attribute.mat`` next to them. Default
-            "datasets".
+        root: data root, with the images of ``DukeMTMC`` and ``duke_attribute.mat`` next to them. Default "datasets".
 
     Raises:
         DataError: see ``Market1501Attr``.

@@ -11,7 +11,7 @@ class DemoAttributes(CsvDataset):
     """The dataset ``Demo`` with the columns of its table of attributes, e.g. ``upper_color`` and ``bag``.
 
     Args:
-        root (str or Path): data root. Default "datasets".
+        root: data root. Default "datasets".
 
     Raises:
         DataError: if the folder of ``Demo`` cannot be written.

@@ -45,8 +45,8 @@ class AttributeTotals:
     """Counts of a test set over all ranks, with a table of the attributes and the images with the most errors.
 
     Args:
-        cfg (CfgNode): config; ``MODEL.ATTRIBUTES.NAMES``, ``DATASETS.CATEGORIES`` and ``TEST.THRES`` are used.
-        output_dir (str | None): folder of ``attributes.csv``; None writes no file.
+        cfg: config; ``MODEL.ATTRIBUTES.NAMES``, ``DATASETS.CATEGORIES`` and ``TEST.THRES`` are used.
+        output_dir: folder of ``attributes.csv``; None writes no file.
     """
 
     def __init__(self, cfg: Any, output_dir: str | None) -> None:
@@ -172,9 +172,9 @@ class AttrEvaluator(DatasetEvaluator):
     """Compute mA, and instance-based accuracy, precision, recall and F1, of models whose outputs are probabilities.
 
     Args:
-        cfg (CfgNode): config; see ``AttributeTotals``.
-        num_query (int): not used: all images of the test set count.
-        output_dir (str | None): folder of ``attributes.csv``. Default None: no file.
+        cfg: config; see ``AttributeTotals``.
+        num_query: not used: all images of the test set count.
+        output_dir: folder of ``attributes.csv``. Default None: no file.
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:

@@ -13,7 +13,7 @@ class AttrHead(EmbeddingHead):
     """Embedding head whose logits, one per attribute, are normalized by a batch norm, as in FastReID.
 
     Args:
-        num_classes (int): number of attributes A.
+        num_classes: number of attributes A.
         options: see ``EmbeddingHead``; the classification layer is not used.
     """
 
@@ -26,8 +26,8 @@ class AttrHead(EmbeddingHead):
         """Classify the attributes.
 
         Args:
-            features (torch.Tensor): (B, feat_dim, h, w) float of any precision.
-            targets (torch.Tensor | None): not used.
+            features: (B, feat_dim, h, w) float of any precision.
+            targets: not used.
 
         Returns:
             In evaluation mode the probabilities (B, A) in 0..1, float32; in training mode ``{"cls_outputs": (B, A)}``,

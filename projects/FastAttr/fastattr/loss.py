@@ -51,9 +51,9 @@ class BinaryCrossEntropyLoss(nn.Module):
     """Loss ``BinaryCrossEntropyLoss`` of the attribute models; see ``binary_cross_entropy``.
 
     Args:
-        num_attributes (int): number of attributes A.
-        weighted (bool): weight labels by the fractions of positives, see ``set_positive_rates``. Default True.
-        scale (float): weight in the total loss. Default 1.
+        num_attributes: number of attributes A.
+        weighted: weight labels by the fractions of positives, see ``set_positive_rates``. Default True.
+        scale: weight in the total loss. Default 1.
     """
 
     def __init__(self, *, num_attributes: int, weighted: bool = True, scale: float = 1.0) -> None:

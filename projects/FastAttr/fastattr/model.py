@@ -25,8 +25,8 @@ class _AttributeModel(Baseline):
     """Baseline with attributes.
 
     Args:
-        attributes (list[Attribute]): A attributes.
-        attribute_loss (BinaryCrossEntropyLoss): loss of the attributes.
+        attributes: A attributes.
+        attribute_loss: loss of the attributes.
         parts: keyword arguments of ``Baseline``.
     """
 
@@ -125,7 +125,7 @@ class JointAttrBaseline(_AttributeModel):
     In evaluation mode the model outputs the features (B, D); ``features_and_attributes`` also returns probabilities.
 
     Args:
-        attribute_head (AttrHead): head of the attributes.
+        attribute_head: head of the attributes.
         parts: keyword arguments of ``Baseline`` and its attributes and their loss.
     """
 

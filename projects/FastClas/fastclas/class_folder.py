@@ -32,8 +32,8 @@ class ClassDataset(ImageDataset):
     Training sets with common class names are merged by name.
 
     Args:
-        classes (Sequence[str]): names of the classes in the order of the labels. Default (): the classes of the
-            training images, sorted.
+        classes: names of the classes in the order of the labels. Default (): the classes of the training images,
+            sorted.
     """
 
     identities_of = "class"
@@ -128,12 +128,12 @@ class ClassFolder(ClassDataset):
     """Dataset of a folder ``train/<class>/*`` and ``val/<class>/*``.
 
     Args:
-        root (str or Path): data root, to which a relative ``path`` belongs. Default "datasets".
-        path (str): folder of the dataset. Default: the attribute ``folder``.
+        root: data root, to which a relative ``path`` belongs. Default "datasets".
+        path: folder of the dataset. Default: the attribute ``folder``.
         classes: see ``ClassDataset``.
 
     Attributes:
-        folder (str): folder of the dataset in the data root.
+        folder: folder of the dataset in the data root.
 
     Raises:
         ConfigError: if there is no path.

@@ -17,7 +17,7 @@ class DemoScene(ClassDataset):
     The people of the test images are others than those of the training images; the scenes are the same.
 
     Args:
-        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+        root: data root, in which ``Demo`` is generated if it is missing. Default "datasets".
         classes: see ``ClassDataset``.
     """
 

@@ -22,8 +22,8 @@ class ClasEvaluator(DatasetEvaluator):
 
     Args:
         cfg: config.
-        num_query (int): unused.
-        output_dir (str | None): unused.
+        num_query: unused.
+        output_dir: unused.
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:

@@ -40,8 +40,8 @@ class DistillerOverhaul(Distiller):
     (``KD.EMA.ENABLED``) change during training, whereas FastReID keeps its initial ones.
 
     Args:
-        scale (float): weight of ``loss_overhaul``. Default 1e-4.
-        variant (str): "paper" (default) or "fastreid", see ``KD.OVERHAUL.VARIANT``.
+        scale: weight of ``loss_overhaul``. Default 1e-4.
+        variant: "paper" (default) or "fastreid", see ``KD.OVERHAUL.VARIANT``.
         teachers, parts: see ``Distiller``.
 
     Raises:

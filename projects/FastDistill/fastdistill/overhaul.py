@@ -20,10 +20,10 @@ def channel_margins(norm: nn.Module) -> torch.Tensor:
     If less than 0.1 % of them are negative, the margin is -3 s.
 
     Args:
-        norm (nn.Module): normalization with ``weight`` and ``bias``, (C,).
+        norm: normalization with ``weight`` and ``bias``, (C,).
 
     Returns:
-        torch.Tensor: (C,) float32, at most 0.
+        (C,) float32, at most 0.
     """
     s = norm.weight.double().abs().clamp_min(torch.finfo(torch.float64).tiny)
     m = norm.bias.double()
@@ -51,12 +51,12 @@ def overhaul_loss(
     size and the width of the maps.
 
     Args:
-        student (Sequence[torch.Tensor]): (B, C, h, w) of each stage, after its connector.
-        teacher (Sequence[torch.Tensor]): (B, C, h, w) of each stage, before the last ReLU.
-        margins (Sequence[torch.Tensor]): (C,) of each stage, see ``channel_margins``.
+        student: (B, C, h, w) of each stage, after its connector.
+        teacher: (B, C, h, w) of each stage, before the last ReLU.
+        margins: (C,) of each stage, see ``channel_margins``.
 
     Returns:
-        torch.Tensor: scalar float32.
+        Scalar float32.
     """
     total = student[0].new_zeros(())
     for depth, (found, wanted, margin) in enumerate(

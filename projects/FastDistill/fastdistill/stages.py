@@ -48,8 +48,8 @@ def tap_stages(*backbones: nn.Module) -> Iterator[list[list[torch.Tensor]]]:
     """Read the feature maps of each stage before its last ReLU, in a ``with`` block.
 
     Args:
-        backbones (nn.Module): residual networks, see ``last_blocks``. After a forward pass within the block, the
-            yielded list has one list of maps, (B, C, h, w) from the first stage to the last, for each of them.
+        backbones: residual networks, see ``last_blocks``. After a forward pass within the block, the yielded list has
+            one list of maps, (B, C, h, w) from the first stage to the last, for each of them.
     """
     blocks = [last_blocks(backbone) for backbone in backbones]
     maps = [[torch.empty(0)] * len(each) for each in blocks]

@@ -33,8 +33,8 @@ class FaceFolder(ImageDataset):
     """Training images of faces in ``<folder>/<identity>/*``; all images are used.
 
     Args:
-        root (str or Path): data root. Default "datasets".
-        folder (str): folder in the data root. Default "MS_Celeb_1M".
+        root: data root. Default "datasets".
+        folder: folder in the data root. Default "MS_Celeb_1M".
 
     Raises:
         DataError: if the folder is missing (raised at construction), or contains no images (raised at first use).
@@ -80,7 +80,7 @@ class FaceRecords(ImageDataset):
     """Training images of faces in a RecordIO file, which are read from it; all images are used.
 
     Args:
-        path (str or Path): file ``.rec``, with an ``.idx`` file next to it.
+        path: file ``.rec``, with an ``.idx`` file next to it.
 
     Raises:
         DataError: if a file cannot be read, or a record is damaged (raised at first use); or if ``path`` is empty.
@@ -126,8 +126,8 @@ class LFW(ImageDataset):
     The column ``same`` is 1 for both images of a pair of one identity. Images ``2 i`` and ``2 i + 1`` are pair i.
 
     Args:
-        root (str or Path): data root, with ``lfw/pairs.txt`` and ``lfw/<name>/<name>_0001.jpg``, or ``.png`` for all
-            images. Default "datasets".
+        root: data root, with ``lfw/pairs.txt`` and ``lfw/<name>/<name>_0001.jpg``, or ``.png`` for all images. Default
+            "datasets".
 
     Raises:
         DataError: if the file is missing (raised at construction), or invalid (raised at first use).
@@ -183,7 +183,7 @@ class DemoFaces(ImageDataset):
     Half of the pairs of each fold are of one identity, in different cameras. The pairs are random, with a fixed seed.
 
     Args:
-        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+        root: data root, in which ``Demo`` is generated if it is missing. Default "datasets".
     """
 
     dataset_name = "demofaces"

@@ -25,9 +25,9 @@ class FaceEvaluator(DatasetEvaluator):
     ``TEST.BASELINES`` adds the accuracy of raw pixels and color histograms.
 
     Args:
-        cfg (CfgNode): config.
-        num_query (int): not used.
-        output_dir (str | None): not used.
+        cfg: config.
+        num_query: not used.
+        output_dir: not used.
     """
 
     def __init__(self, cfg: Any, num_query: int = 0, output_dir: str | None = None) -> None:

@@ -36,8 +36,8 @@ class SqueezeExcitation(nn.Module):
     """Scale channels by a function of their means (Hu et al. 2018, arXiv:1709.01507).
 
     Args:
-        channels (int): number of channels.
-        reduction (int): ratio of the channels to the hidden width. Default 16.
+        channels: number of channels.
+        reduction: ratio of the channels to the hidden width. Default 16.
     """
 
     def __init__(self, channels: int, reduction: int = 16) -> None:
@@ -58,10 +58,10 @@ class Block(nn.Module):
     """Residual block: batch norm, 3x3 convolution, batch norm, PReLU, 3x3 convolution with the stride, batch norm.
 
     Args:
-        inputs, channels (int): numbers of input and output channels.
-        stride (int): stride of the second convolution.
-        norm (str): name in ``NORM_REGISTRY``.
-        with_se (bool): apply ``SqueezeExcitation`` before the sum.
+        inputs, channels: numbers of input and output channels.
+        stride: stride of the second convolution.
+        norm: name in ``NORM_REGISTRY``.
+        with_se: apply ``SqueezeExcitation`` before the sum.
     """
 
     def __init__(self, inputs: int, channels: int, *, stride: int, norm: str, with_se: bool) -> None:
@@ -86,11 +86,11 @@ class IResNet(nn.Module):
     """Residual network without pooling in the stem, for aligned face images, e.g. of 112 x 112 pixels.
 
     Args:
-        blocks (tuple[int, ...]): number of blocks in each of the four stages, which halve the resolution.
-        in_channels (int): number of image channels. Default 3.
-        norm (str): name in ``NORM_REGISTRY``. Default ``"BN"``.
-        with_se (bool): use ``SqueezeExcitation``. Default False.
-        dropout (float): probability of setting a value of the feature map to 0 in training. Default 0.
+        blocks: number of blocks in each of the four stages, which halve the resolution.
+        in_channels: number of image channels. Default 3.
+        norm: name in ``NORM_REGISTRY``. Default ``"BN"``.
+        with_se: use ``SqueezeExcitation``. Default False.
+        dropout: probability of setting a value of the feature map to 0 in training. Default 0.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class DemoRetri(ProductDataset):
     """Images of the dataset ``Demo`` without cameras and distractors: each test image is a query against all others.
 
     Args:
-        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+        root: data root, in which ``Demo`` is generated if it is missing. Default "datasets".
     """
 
     dataset_name = "demoretri"

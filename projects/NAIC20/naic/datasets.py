@@ -35,8 +35,8 @@ def remove_long_tail(items: Iterable[ImageItem], name: str) -> list[ImageItem]:
     """Return the images without those whose identity has a single image.
 
     Args:
-        items (Iterable[ImageItem]): training images.
-        name (str): name of the dataset, for the message.
+        items: training images.
+        name: name of the dataset, for the message.
 
     Raises:
         DataError: if no image is left.
@@ -56,9 +56,9 @@ def read_list(title: str, file: Path, separator: str = ":") -> list[tuple[str, s
     """Read the name and the identity of each image in a list file.
 
     Args:
-        title (str): name of the dataset, for the message.
-        file (Path): list file.
-        separator (str): string between name and identity on a line. Default ":".
+        title: name of the dataset, for the message.
+        file: list file.
+        separator: string between name and identity on a line. Default ":".
 
     Raises:
         DataError: if the file cannot be read or is empty, or a line is invalid.
@@ -79,14 +79,14 @@ class NaicDataset(ImageDataset):
     """Base class of the datasets of the challenge.
 
     Args:
-        root (str or Path): data root. Default "datasets".
-        remove_tail (bool): if True, exclude training identities with a single image. Default True.
+        root: data root. Default "datasets".
+        remove_tail: if True, exclude training identities with a single image. Default True.
 
     Attributes:
-        folder (str): folder of the lists in the data root.
-        images (str): folder of the images in ``folder``; "" if the lists contain the path.
-        lists (dict[str, str]): split -> list file in ``folder``. Without test lists, the dataset is for training only.
-        separator (str): string between name and identity on a line, or a space.
+        folder: folder of the lists in the data root.
+        images: folder of the images in ``folder``; "" if the lists contain the path.
+        lists: split -> list file in ``folder``. Without test lists, the dataset is for training only.
+        separator: string between name and identity on a line, or a space.
 
     Raises:
         DataError: if a list or the folder of the images is missing (raised at construction); if a line is invalid, or
@@ -195,7 +195,7 @@ class NAIC20_R2A(ImageDataset):
     lack of matches.
 
     Args:
-        root (str or Path): data root. Default "datasets".
+        root: data root. Default "datasets".
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image (raised at first use).
@@ -220,8 +220,8 @@ class DemoNAIC(ImageDataset):
     """Images of ``Demo`` with a long tail: every third training identity has one image, the next one two images.
 
     Args:
-        root (str or Path): data root, in which ``Demo`` is generated if it is missing. Default "datasets".
-        remove_tail (bool): if True, exclude training identities with a single image. Default True.
+        root: data root, in which ``Demo`` is generated if it is missing. Default "datasets".
+        remove_tail: if True, exclude training identities with a single image. Default True.
     """
 
     dataset_name = "demonaic"

@@ -29,9 +29,9 @@ def occlude(image: Image.Image, other: Image.Image, rng: np.random.Generator) ->
     one of 0.1. 30 to 50 % of the height or width is covered, by a region of this size at a random position.
 
     Args:
-        image (PIL.Image.Image): image of a person.
-        other (PIL.Image.Image): image that contains the occluding object; resized to the size of ``image``.
-        rng (np.random.Generator): generator of side, fraction and position.
+        image: image of a person.
+        other: image that contains the occluding object; resized to the size of ``image``.
+        rng: generator of side, fraction and position.
     """
     width, height = image.size
     side, fraction = rng.choice(SIDES, p=_PROBABILITIES), rng.uniform(0.3, 0.5)
@@ -52,8 +52,8 @@ class OccludedDemo:
     an image depends on the seed and on the number of the image in the sorted list of its split.
 
     Args:
-        demo (Path): folder of the dataset ``Demo``.
-        seed (int): random seed, at least 0.
+        demo: folder of the dataset ``Demo``.
+        seed: random seed, at least 0.
 
     Raises:
         DataError: if the folder ``fastamp-demo-occluded-v<version>-seed<seed>`` next to ``demo`` is not writable, or

@@ -33,11 +33,11 @@ def pool_places(maps: torch.Tensor) -> tuple[torch.Tensor, int]:
     into the map are not used.
 
     Args:
-        maps (torch.Tensor): (B, C, H, W) float.
+        maps: (B, C, H, W) float.
 
     Returns:
-        tuple: ``(places, count)``: (B, C, P), the places of all pools, ordered by the size of the pool; and the number
-        of places of the smallest pool.
+        ``(places, count)``: (B, C, P), the places of all pools, ordered by the size of the pool; and the number of
+        places of the smallest pool.
 
     Raises:
         ConfigError: if the map is smaller than the smallest pool.
@@ -51,11 +51,11 @@ def reconstruction_matrix(dictionary: torch.Tensor, ridge: float = RIDGE) -> tor
     """Compute (g^T g + ridge I)^-1 g^T of a dictionary g in float64.
 
     Args:
-        dictionary (torch.Tensor): (C, P) float, places of unit length.
-        ridge (float): weight of the squared L2 norm of the coefficients. Default 0.001.
+        dictionary: (C, P) float, places of unit length.
+        ridge: weight of the squared L2 norm of the coefficients. Default 0.001.
 
     Returns:
-        torch.Tensor: (P, C) in the dtype of ``dictionary``.
+        (P, C) in the dtype of ``dictionary``.
     """
     # With fewer channels than places, or similar places, the Gram matrix is singular up to the ridge.
     exact = dictionary.double()
@@ -75,13 +75,13 @@ def reconstruction_distances(
     FastReID, instead of averaged.
 
     Args:
-        queries (torch.Tensor): (B, C, P) float32 or float64, places of unit length.
-        scores (torch.Tensor): (B, P) weights of the places, with sum 1.
-        dictionary (torch.Tensor): (C, P') places of unit length of the gallery image.
-        ridge (float): see ``reconstruction_matrix``. Default 0.001.
+        queries: (B, C, P) float32 or float64, places of unit length.
+        scores: (B, P) weights of the places, with sum 1.
+        dictionary: (C, P') places of unit length of the gallery image.
+        ridge: see ``reconstruction_matrix``. Default 0.001.
 
     Returns:
-        torch.Tensor: (B,) distances in 0..1.
+        (B,) distances in 0..1.
     """
     count, channels, places = queries.shape
     flat = queries.transpose(0, 1).reshape(channels, count * places)

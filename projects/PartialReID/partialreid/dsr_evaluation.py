@@ -98,10 +98,10 @@ class MixedDistances(DistanceBlocks):
     """Distances (1 - weight) * cosine distance + weight * reconstruction distance.
 
     Args:
-        features (FeatureDistances): cosine distances of Q queries to G gallery images.
-        candidates (torch.Tensor): (Q, K) int64, gallery images whose reconstruction distances are known.
-        reconstruction (torch.Tensor): (Q, K) float32, their reconstruction distances; that of others is ``FAR``.
-        weight (float): weight of the reconstruction distance, in 0..1.
+        features: cosine distances of Q queries to G gallery images.
+        candidates: (Q, K) int64, gallery images whose reconstruction distances are known.
+        reconstruction: (Q, K) float32, their reconstruction distances; that of others is ``FAR``.
+        weight: weight of the reconstruction distance, in 0..1.
     """
 
     def __init__(
@@ -142,12 +142,12 @@ def mixed_distances(
     the queries.
 
     Args:
-        features (FeatureDistances): cosine distances of Q queries to G gallery images.
-        scores (torch.Tensor): (Q, P) float32 weights of the places of the queries.
-        places (PlaceFile): places of the Q queries and then of the G gallery images.
-        weight (float): weight of the reconstruction distance.
-        candidates (int): gallery images for each query; all images of a smaller gallery. Default 100.
-        ridge (float): see ``reconstruction_distances``. Default 0.001.
+        features: cosine distances of Q queries to G gallery images.
+        scores: (Q, P) float32 weights of the places of the queries.
+        places: places of the Q queries and then of the G gallery images.
+        weight: weight of the reconstruction distance.
+        candidates: gallery images for each query; all images of a smaller gallery. Default 100.
+        ridge: see ``reconstruction_distances``. Default 0.001.
     """
     num_query, num_gallery = features.shape
     device, count = features.device, min(candidates, num_gallery)

@@ -17,7 +17,7 @@ class OcclusionUnit(nn.Module):
     """Score the places of a feature map by a linear layer and a sigmoid: low for occluded places and background.
 
     Args:
-        in_planes (int): channels of the feature map.
+        in_planes: channels of the feature map.
     """
 
     def __init__(self, in_planes: int = 2048) -> None:
@@ -29,11 +29,11 @@ class OcclusionUnit(nn.Module):
         """Pool the maps and score the places.
 
         Args:
-            maps (torch.Tensor): (B, C, H, W) float.
+            maps: (B, C, H, W) float.
 
         Returns:
-            tuple: ``(foreground, places, mask, scores)``: (B, C) mean of the places of the smallest pool, weighted by
-            their mask; (B, C, P) places, see ``pool_places``; (B, P) mask in 0..1; and the mask with sum 1.
+            ``(foreground, places, mask, scores)``: (B, C) mean of the places of the smallest pool, weighted by their
+            mask; (B, C, P) places, see ``pool_places``; (B, P) mask in 0..1; and the mask with sum 1.
         """
         places, count = pool_places(maps)
         mask = torch.sigmoid(self.mask_layer(places.transpose(1, 2)).squeeze(2))
@@ -51,9 +51,9 @@ class DSRHead(EmbeddingHead):
     the foreground feature. ``places`` also returns what the reconstruction distance needs.
 
     Args:
-        feat_dim (int): channels of the feature map.
-        embedding_dim (int): must be 0: the places have the channels of the feature map. Default 0.
-        with_bnneck (bool), norm (str): neck of both branches; see ``EmbeddingHead``. Default True and ``"BN"``.
+        feat_dim: channels of the feature map.
+        embedding_dim: must be 0: the places have the channels of the feature map. Default 0.
+        with_bnneck, norm: neck of both branches; see ``EmbeddingHead``. Default True and ``"BN"``.
         options: other arguments of ``EmbeddingHead``.
 
     Raises:
@@ -91,9 +91,9 @@ class DSRHead(EmbeddingHead):
         """Compute the foreground features, and in training mode the outputs of both branches.
 
         Args:
-            features (torch.Tensor): (B, feat_dim, H, W) float of any precision.
-            targets (torch.Tensor | None): (B,) int64 class labels, required in training mode.
-            tracklets (None): not supported.
+            features: (B, feat_dim, H, W) float of any precision.
+            targets: (B,) int64 class labels, required in training mode.
+            tracklets: not supported.
 
         Returns:
             In evaluation mode the foreground features (B, feat_dim), float32. In training mode ``[(1, global outputs),
@@ -117,10 +117,10 @@ class DSRHead(EmbeddingHead):
         """Compute the outputs of FastReID's ``DSRHead`` in evaluation mode.
 
         Args:
-            features (torch.Tensor): (B, feat_dim, H, W) float of any precision.
+            features: (B, feat_dim, H, W) float of any precision.
 
         Returns:
-            tuple: ``(features, places, scores)``: (B, feat_dim) foreground features, before or after the neck as set by
+            ``(features, places, scores)``: (B, feat_dim) foreground features, before or after the neck as set by
             ``eval_feat``; (B, feat_dim, P) places, not normalized; and (B, P) their scores with sum 1. All float32.
         """
         foreground, places, _, scores = self.occ_unit(features)

@@ -44,8 +44,8 @@ class _PartialDataset(FilenameDataset):
     """Base class of the datasets of partial queries: the file name is the identity and the number of the image.
 
     Args:
-        root (str or Path): data root. Default "datasets".
-        camera (str): ``"split"`` or ``"number"``, see ``DATASETS.PARTIAL.CAMERA``. Default ``"split"``.
+        root: data root. Default "datasets".
+        camera: ``"split"`` or ``"number"``, see ``DATASETS.PARTIAL.CAMERA``. Default ``"split"``.
 
     Raises:
         DataError: if a folder is missing (raised at construction), or contains no image with a matching name (raised at
@@ -135,8 +135,8 @@ class _ChangedQueries(Demo):
     """Base class of variants of ``Demo`` with other queries.
 
     Args:
-        root (str or Path): data root. Default "datasets".
-        seed (int): seed of the queries. Default 0.
+        root: data root. Default "datasets".
+        seed: seed of the queries. Default 0.
     """
 
     def __init__(self, root: str | Path = "datasets", *, seed: int = 0) -> None:
@@ -185,9 +185,9 @@ class _HeldOut(ImageDataset):
     see ``hold_out``; the queries are parts of images, see ``cut_parts``, of ``DemoHeldOut`` also occluded images.
 
     Args:
-        whole (ImageDataset): dataset with training images.
-        fraction (float): fraction of the training identities that is held out, in (0, 1).
-        seed (int): seed of the identities and the parts.
+        whole: dataset with training images.
+        fraction: fraction of the training identities that is held out, in (0, 1).
+        seed: seed of the identities and the parts.
 
     Raises:
         ConfigError: if fewer than two identities remain for training.

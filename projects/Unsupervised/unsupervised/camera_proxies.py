@@ -42,18 +42,22 @@ class CameraProxyLoss(MemoryLoss):
     than ``negatives``, the proxies of the cluster are not counted again as negatives.
 
     Args:
-        weight (float): weight of the inter-camera loss. Default 0.5.
-        start_epoch (int): first epoch with the inter-camera loss. Default 5.
-        negatives (int): number of negatives. Default 50.
+        weight: weight of the inter-camera loss. Default 0.5.
+        start_epoch: first epoch with the inter-camera loss. Default 5.
+        negatives: number of negatives. Default 50.
         options: arguments of ``MemoryLoss``.
 
     Attributes:
-        clusters, cameras (torch.Tensor): (M,) int64, cluster and camera of each proxy.
-        inter_weight (torch.Tensor): () float32, weight of the inter-camera loss in this epoch.
+        clusters, cameras: (M,) int64, cluster and camera of each proxy.
+        inter_weight: () float32, weight of the inter-camera loss in this epoch.
     """
 
     loss_name = "loss_proxy"
     start_epoch_key = "UNSUPERVISED.INTER_CAMERA.START_EPOCH"
+
+    clusters: torch.Tensor
+    cameras: torch.Tensor
+    inter_weight: torch.Tensor
 
     def __init__(self, *, weight: float = 0.5, start_epoch: int = 5, negatives: int = 50, **options: Any) -> None:
         super().__init__(**options)

@@ -41,7 +41,7 @@ class ClusterContrastLoss(MemoryLoss):
     """Cross entropy of the similarities of a feature to the centroids of all clusters (Dai et al. 2022, eq. 2 to 5).
 
     Args:
-        update (str): ``"mean"`` (default) or ``"hard"``, see ``UNSUPERVISED.UPDATE``.
+        update: ``"mean"`` (default) or ``"hard"``, see ``UNSUPERVISED.UPDATE``.
         options: arguments of ``MemoryLoss``.
     """
 

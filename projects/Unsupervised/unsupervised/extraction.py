@@ -17,11 +17,11 @@ class _FeatureCollector(DatasetEvaluator):
     """Collect the features of all images, on every rank.
 
     Args:
-        baselines (bool): also compute raw pixels and color histograms.
+        baselines: also compute raw pixels and color histograms.
 
     Attributes:
-        features (list[torch.Tensor]): features of the model and, with ``baselines``, raw pixels and color histograms,
-            each (N, D) float32 on the CPU.
+        features: features of the model and, with ``baselines``, raw pixels and color histograms, each (N, D) float32 on
+            the CPU.
     """
 
     def __init__(self, *, baselines: bool) -> None:

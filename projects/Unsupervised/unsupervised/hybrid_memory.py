@@ -20,12 +20,15 @@ class HybridMemoryLoss(MemoryLoss):
     Differs: the largest similarity is subtracted before the exponential, so that small temperatures do not overflow.
 
     Attributes:
-        labels (torch.Tensor): (M,) int64, class of each row of the memory, 0..L-1.
-        counts (torch.Tensor): (L,) int64, rows of each class.
+        labels: (M,) int64, class of each row of the memory, 0..L-1.
+        counts: (L,) int64, rows of each class.
     """
 
     loss_name = "loss_hybrid"
     keeps_memory = True
+
+    labels: torch.Tensor
+    counts: torch.Tensor
 
     def __init__(self, *, temperature: float = 0.05, momentum: float = 0.2) -> None:
         super().__init__(temperature=temperature, momentum=momentum)

@@ -82,19 +82,22 @@ class MemoryLoss(nn.Module):
     values and gradients is that of the whole batch.
 
     Args:
-        temperature (float): temperature of the similarities. Default 0.05.
-        momentum (float): weight of the old vector in an update. Default 0.1.
+        temperature: temperature of the similarities. Default 0.05.
+        momentum: weight of the old vector in an update. Default 0.1.
 
     Attributes:
-        memory (torch.Tensor): (M, D) float32, L2-normalized; empty until ``start_epoch``. The first ``labeled`` rows
-            belong to the identities of labeled images, if there are any.
-        labeled (torch.Tensor): () int64, number of rows of labeled images.
-        keeps_memory (bool): whether the memory has one vector for each unlabeled image, which is kept when an epoch
-            starts; clusters are then those of the memory instead of new features.
+        memory: (M, D) float32, L2-normalized; empty until ``start_epoch``. The first ``labeled`` rows belong to the
+            identities of labeled images, if there are any.
+        labeled: () int64, number of rows of labeled images.
+        keeps_memory: whether the memory has one vector for each unlabeled image, which is kept when an epoch starts;
+            clusters are then those of the memory instead of new features.
     """
 
     written_in_forward = True
     keeps_memory = False
+
+    memory: torch.Tensor
+    labeled: torch.Tensor
 
     def __init__(self, *, temperature: float = 0.05, momentum: float = 0.1) -> None:
         super().__init__()
@@ -166,11 +169,11 @@ class MemoryLoss(nn.Module):
         """Compute the loss, and update the memory.
 
         Args:
-            outputs (dict[str, torch.Tensor]): with ``features`` (B, D) float.
-            targets (torch.Tensor): (B,) int64, rows of the memory.
+            outputs: with ``features`` (B, D) float.
+            targets: (B,) int64, rows of the memory.
 
         Returns:
-            torch.Tensor: scalar float32.
+            Scalar float32.
 
         Raises:
             ConfigError: if the memory is empty.

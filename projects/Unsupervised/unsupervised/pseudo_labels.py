@@ -62,15 +62,15 @@ class PseudoLabels:
     """Clustering of the unlabeled images of a training set.
 
     Args:
-        clustering (Clustering): settings of the clustering.
-        gap (float): distance in eps of the two further clusterings of the reliability criterion; 0 disables it.
-        center (bool): subtract the mean feature of each camera.
-        cameras, identities (np.ndarray): (N,) int64 of the training images.
-        labeled (np.ndarray): (N,) bool, whether the identity of an image is used.
+        clustering: settings of the clustering.
+        gap: distance in eps of the two further clusterings of the reliability criterion; 0 disables it.
+        center: subtract the mean feature of each camera.
+        cameras, identities: (N,) int64 of the training images.
+        labeled: (N,) bool, whether the identity of an image is used.
 
     Attributes:
-        identities (np.ndarray, optional): (U,) int64, identities of the unlabeled images; None if all are the same.
-        threshold (float, optional): threshold of the reliability criterion; None before the first epoch.
+        identities: (U,) int64, identities of the unlabeled images; None if all are the same.
+        threshold: threshold of the reliability criterion; None before the first epoch.
     """
 
     def __init__(

@@ -64,17 +64,17 @@ class ClusterSampler(EpochSampler):
     are drawn independently.
 
     Args:
-        camids (Sequence[int]): (N,) camera of each image.
-        batch_size (int): images per batch over all ranks.
-        num_instances (int): images per cluster, K.
-        iters_per_epoch (int): batches per epoch.
-        seed (int): seed of the random order; any integer.
-        cross_camera (bool): prefer images of other cameras. Default True.
-        labeled (Sequence[bool], optional): (N,) whether the identity of each image is used. Default: none.
+        camids: (N,) camera of each image.
+        batch_size: images per batch over all ranks.
+        num_instances: images per cluster, K.
+        iters_per_epoch: batches per epoch.
+        seed: seed of the random order; any integer.
+        cross_camera: prefer images of other cameras. Default True.
+        labeled: (N,) whether the identity of each image is used. Default: none.
 
     Attributes:
-        labels (np.ndarray): (N,) int64, cluster of each image; images with a negative label are not drawn.
-        labeled (np.ndarray): (N,) bool.
+        labels: (N,) int64, cluster of each image; images with a negative label are not drawn.
+        labeled: (N,) bool.
     """
 
     needs_identities = False

@@ -66,11 +66,10 @@ class ClusterTrainer(AMPTrainer):
     precision is that of ``SOLVER.AMP``.
 
     Attributes:
-        labels (np.ndarray): (N,) int64 label of each training image: identities of labeled images, then clusters; -1
-            for outliers.
-        targets (np.ndarray): (N,) int64 row of the memory of each training image, -1 for images that are not used.
-        history (list[dict]): ``{"epoch", "clusters", "outliers", "purity", "nmi"}`` of each epoch so far; the last two
-            are None without identities.
+        labels: (N,) int64 label of each training image: identities of labeled images, then clusters; -1 for outliers.
+        targets: (N,) int64 row of the memory of each training image, -1 for images that are not used.
+        history: ``{"epoch", "clusters", "outliers", "purity", "nmi"}`` of each epoch so far; the last two are None
+            without identities.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
