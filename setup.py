@@ -73,8 +73,8 @@ FOLDERS = [
     *(folder.as_posix() for folder in PLUGINS),
     *(
         path.parent.relative_to(HERE).as_posix()
-        for each in PLUGINS
-        for path in sorted((HERE / each).rglob("__init__.py"))
+        for plugin in PLUGINS
+        for path in sorted((HERE / plugin).rglob("__init__.py"))
     ),
 ]
 INSTALLED = {f"fastamp.{folder.replace('/', '.')}": folder for folder in FOLDERS}

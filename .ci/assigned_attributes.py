@@ -45,8 +45,8 @@ def of_its_own(value: ast.expr) -> bool:
 def own_attributes(tree: ast.Module) -> set[str]:
     """Collect the attributes of the classes of a module, assigned in class bodies or to self."""
     bodies = [statement for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for statement in node.body]
-    targets = [target for each in bodies if isinstance(each, ast.Assign) for target in each.targets]
-    targets += [each.target for each in bodies if isinstance(each, ast.AnnAssign)]
+    targets = [target for statement in bodies if isinstance(statement, ast.Assign) for target in statement.targets]
+    targets += [statement.target for statement in bodies if isinstance(statement, ast.AnnAssign)]
     names = {target.id for target in targets if isinstance(target, ast.Name)}
     return names | {node.attr for node in assigned(tree) if of_its_own(node.value)}
 

@@ -84,8 +84,8 @@ class Attack:
             *(self._good(number) for number in range(_GOOD_CLIENTS)),
             *(self._repeat(self._hostile) for _ in range(_HOSTILE_CLIENTS)),
             *(
-                self._repeat(each)
-                for each in (self._slow_header, self._slow_body, self._unread)
+                self._repeat(route)
+                for route in (self._slow_header, self._slow_body, self._unread)
                 for _ in range(_SLOW_CLIENTS)
             ),
             self._repeat(self._overload),
@@ -193,9 +193,9 @@ class Attack:
 def memory_of(process: "subprocess.Popen[str]") -> tuple[float, float]:
     """Return the memory (RSS) of a process, and of it with its descendants, in MB (Linux)."""
     parents = {}
-    for each in Path("/proc").glob("[0-9]*/stat"):
+    for file in Path("/proc").glob("[0-9]*/stat"):
         try:
-            parents[int(each.parent.name)] = int(each.read_text().rpartition(")")[2].split()[1])
+            parents[int(file.parent.name)] = int(file.read_text().rpartition(")")[2].split()[1])
         except OSError:  # has ended
             continue
     family = {process.pid}

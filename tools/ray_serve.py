@@ -59,7 +59,7 @@ class Gallery:
     def add(self, ids: list[str], features: np.ndarray) -> tuple[dict[str, Any], int]:
         """Add items; return their number when they are on the disk, or an error, and the HTTP status."""
         try:
-            self._gallery.add([Item(each) for each in ids], features)
+            self._gallery.add([Item(item_id) for item_id in ids], features)
         except UserError as error:
             return _error_answer(error)
         return {"added": len(ids)}, 200
@@ -104,17 +104,17 @@ class Routes:
             return error(str(failure.detail), failure.status_code)
         except MultiPartException as failure:  # outside an application of Starlette
             return error(failure.message, 400)
-        images = [await each.read() for each in form.getlist("images") if not isinstance(each, str)]
+        images = [await image.read() for image in form.getlist("images") if not isinstance(image, str)]
         if not images:
             return error("no images in the field images")
-        ids, k = [str(each) for each in form.getlist("ids")], str(form.get("k", 10))
+        ids, k = [str(item_id) for item_id in form.getlist("ids")], str(form.get("k", 10))
         if route == "add" and len(ids) != len(images):
             return error(f"expected {len(images)} ids, one per image, got {len(ids)}")
         if not (k.isascii() and k.isdecimal() and 1 <= len(k) <= 4 and int(k)):
             return error(f"k: expected an integer from 1 to 9999, got {k[:50]!r}")
         answers = [self._model.features.remote(image) for image in images]
-        found = [await each for each in answers]
-        wrong = next((each for each in found if isinstance(each, str)), None)
+        found = [await answer for answer in answers]
+        wrong = next((answer for answer in found if isinstance(answer, str)), None)
         if wrong is not None:
             return error(wrong)
         features = np.stack(found)

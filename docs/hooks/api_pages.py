@@ -65,11 +65,11 @@ After this page you can find the public classes and functions of each package. `
         parts = [f"# fastamp.{name}\n\nAfter this page you can use the {summary}, from Python.\n"]
         listed: set[str] = set()
         for module in modules:
-            names = [each for each in public_names(module) if each not in listed]
+            names = [name for name in public_names(module) if name not in listed]
             listed |= set(names)
             if module != name and names:
                 parts.append(f"## fastamp.{module}\n")
-            parts += [f"::: fastamp.{module}.{each}\n" for each in names]
+            parts += [f"::: fastamp.{module}.{name}\n" for name in names]
         pages[f"reference/api/{name}.md"] = "\n".join(parts)
     return pages
 

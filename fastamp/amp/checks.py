@@ -253,7 +253,7 @@ def _nodes(losses: Iterable[torch.Tensor]) -> Iterator[Any]:
     while nodes:
         node = nodes.pop()
         yield node
-        following = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        following = [function for function, _ in node.next_functions if function is not None and function not in seen]
         seen.update(following)
         nodes += following
 
@@ -298,7 +298,7 @@ def _parameters_in_containers(model: nn.Module) -> Iterator[tuple[str, torch.Ten
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 name = f"{prefix}.{attribute}[{key!r}]".lstrip(".")
                 if isinstance(item, nn.Module):
-                    yield from ((f"{name}.{each}", p) for each, p in item.named_parameters())
+                    yield from ((f"{name}.{local_name}", p) for local_name, p in item.named_parameters())
                 elif isinstance(item, torch.Tensor):
                     yield name, item
 
@@ -342,15 +342,15 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     """
     if not comm.is_distributed():
         return
-    sharded = {id(p) for each in model.modules() if getattr(each, "sharded", False) for p in each.parameters()}
+    sharded = {id(p) for module in model.modules() if getattr(module, "sharded", False) for p in module.parameters()}
     shards = row_shards(model)
     named = {name: p for name, p in model.named_parameters() if id(p) not in sharded and name not in shards}
     sums = torch.stack([p.double().sum() for p in named.values()]).tolist() if named else []
     # As text, because NaN is not equal to itself. Adding 0 turns -0 into 0.
     own = {name: (value + 0.0).hex() for name, value in zip(named, sums, strict=True)}
-    gathered = [json.loads(each) for each in comm.gather_bytes(json.dumps(own).encode())]
+    gathered = [json.loads(message) for message in comm.gather_bytes(json.dumps(own).encode())]
     names = dict.fromkeys(itertools.chain.from_iterable(gathered))
-    differing = [name for name in names if len({each.get(name) for each in gathered}) > 1]
+    differing = [name for name in names if len({on_rank.get(name) for on_rank in gathered}) > 1]
     if differing:
         raise TrainingError(
             f"{plural(len(differing), 'parameter differs', 'parameters differ')} between ranks, e.g. "
@@ -361,9 +361,9 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
             "  fix:   change parameters in the same way on all ranks; set sharded = True on a module whose parameters "
             "differ by design"
         )
-    of_ranks = [each.decode() for each in comm.gather_bytes(", ".join(losses).encode())]
+    of_ranks = [message.decode() for message in comm.gather_bytes(", ".join(losses).encode())]
     if len(set(of_ranks)) > 1:
-        found = "; ".join(f"rank {rank}: {each or 'none'}" for rank, each in enumerate(of_ranks))
+        found = "; ".join(f"rank {rank}: {names_of_rank or 'none'}" for rank, names_of_rank in enumerate(of_ranks))
         raise TrainingError(
             f"the ranks compute different losses, so each rank minimizes a different total loss.\n  found: {found}\n"
             "  fix: return the same losses on all ranks; if a loss does not apply to a batch, return an output of the "

@@ -51,7 +51,10 @@ def _is_norm(module: nn.Module) -> bool:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in a nested structure to ``dtype``."""
     return tree_map(
-        lambda each: each.to(dtype) if isinstance(each, torch.Tensor) and each.is_floating_point() else each, value
+        lambda argument: (
+            argument.to(dtype) if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
+        ),
+        value,
     )
 
 

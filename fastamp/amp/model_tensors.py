@@ -42,9 +42,9 @@ class ModelTensors:
             self.version += 1
             self.modules = list(self.model.modules())
             self.parameters = list(self.model.parameters())
-            self._members = [each for m in self.modules for each in (m._modules, m._parameters, m._buffers)]
+            self._members = [members for m in self.modules for members in (m._modules, m._parameters, m._buffers)]
             # Keeps the members alive, so that a new object cannot have the id of one of them.
-            self._held = [value for each in self._members for value in each.values()]
+            self._held = [value for member in self._members for value in member.values()]
             self._known = self._ids()
         return self.version
 

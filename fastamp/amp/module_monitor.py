@@ -106,7 +106,7 @@ class ModuleMonitor:
             size = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(before)))
             ratios.append(change / size.clamp_min(torch.finfo(size.dtype).tiny))
         self._names = list(self._before)
-        self.pending = [torch.stack([each.float() for each in (*self._zeros, *ratios, *self._same)])]
+        self.pending = [torch.stack([tensor.float() for tensor in (*self._zeros, *ratios, *self._same)])]
         self._before, self._zeros, self._same = {}, [], []
 
     def check(self, values: Sequence[float], *, quiet: bool = False) -> None:
@@ -177,7 +177,7 @@ class ModuleMonitor:
         """Warn about top-level modules without a trainable parameter."""
         for name, module in _parts(self.model):
             parameters = list(module.parameters())
-            on_purpose = any(name == each or each.startswith(f"{name}.") for each in frozen)
+            on_purpose = any(name == frozen_name or frozen_name.startswith(f"{name}.") for frozen_name in frozen)
             if parameters and not on_purpose and not any(p.requires_grad for p in parameters):
                 logger.warning(
                     "requires_grad is False for all %d parameters of %r, which MODEL.FREEZE_LAYERS does not list: "
@@ -203,7 +203,7 @@ def _zero_fraction(module: nn.Module, parameters: Sequence[nn.Parameter]) -> tor
     Kernel positions of a convolution whose gradients are all zero are excluded if others are not: on a feature map as
     narrow as the kernel, they only ever see the padding.
     """
-    kernels = {id(each.weight) for each in module.modules() if isinstance(each, nn.modules.conv._ConvNd)}
+    kernels = {id(layer.weight) for layer in module.modules() if isinstance(layer, nn.modules.conv._ConvNd)}
     nonzero, total = torch.zeros(2, dtype=torch.float32, device=parameters[0].device)
     for parameter in parameters:
         if parameter.grad is None:
@@ -226,5 +226,10 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def _dense_parameters(module: nn.Module) -> list[nn.Parameter]:
-    sparse = {id(p) for each in module.modules() if getattr(each, "sparse_gradients", False) for p in each.parameters()}
+    sparse = {
+        id(p)
+        for submodule in module.modules()
+        if getattr(submodule, "sparse_gradients", False)
+        for p in submodule.parameters()
+    }
     return [p for p in module.parameters() if id(p) not in sparse and (p.grad is None or not p.grad.is_sparse)]

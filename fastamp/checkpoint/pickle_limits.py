@@ -51,9 +51,9 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _NUMBERS = {"INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
 _NAMED = {*_PUT, *_GET, *_EMPTY, *_TUPLES, *_NUMBERS, "MARK", "GLOBAL", "DUP", "MEMOIZE"}
 _PLAIN = {
-    each.name
-    for each in pickletools.opcodes
-    if each.name not in _NAMED and (each.stack_before, len(each.stack_after)) == ([], 1)
+    opcode.name
+    for opcode in pickletools.opcodes
+    if opcode.name not in _NAMED and (opcode.stack_before, len(opcode.stack_after)) == ([], 1)
 }
 
 

@@ -126,8 +126,8 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "values": value.tolist()}
     if isinstance(value, Mapping):
-        return {name: _to_json(each) for name, each in value.items()}
-    return [_to_json(each) for each in value] if isinstance(value, list | tuple) else value
+        return {name: _to_json(member) for name, member in value.items()}
+    return [_to_json(member) for member in value] if isinstance(value, list | tuple) else value
 
 
 def _from_json(value: Any) -> Any:
@@ -135,5 +135,5 @@ def _from_json(value: Any) -> Any:
     if isinstance(value, dict):
         if value.keys() == {"dtype", "values"}:
             return torch.tensor(value["values"], dtype=_DTYPES[value["dtype"]])
-        return {name: _from_json(each) for name, each in value.items()}
-    return [_from_json(each) for each in value] if isinstance(value, list) else value
+        return {name: _from_json(member) for name, member in value.items()}
+    return [_from_json(member) for member in value] if isinstance(value, list) else value

@@ -64,7 +64,7 @@ def backbone_names(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
     """
     renamed = {}
     for name, value in state.items():
-        prefix = next((each for each in ("base.", _MOCO) if name.startswith(each)), "")
+        prefix = next((candidate for candidate in ("base.", _MOCO) if name.startswith(candidate)), "")
         if prefix and not name.startswith(_MOCO_HEADS):
             name = f"backbone.{name.removeprefix(prefix)}"
         renamed[name] = value

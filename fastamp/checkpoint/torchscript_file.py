@@ -112,8 +112,8 @@ def _collect(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
         tensors[name] = value
     elif isinstance(value, dict):
-        for key, each in value.items():
-            _collect(each, f"{name}.{key}" if name else str(key), tensors)
+        for key, child in value.items():
+            _collect(child, f"{name}.{key}" if name else str(key), tensors)
 
 
 def _error(path: Path, found: str) -> WeightsError:

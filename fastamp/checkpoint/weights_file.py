@@ -368,6 +368,8 @@ def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             found[name] = value
         elif isinstance(value, dict):
-            children = [(f"{name}.{key}" if name else key, each) for key, each in value.items() if isinstance(key, str)]
+            children = [
+                (f"{name}.{key}" if name else key, child) for key, child in value.items() if isinstance(key, str)
+            ]
             stack += reversed(children)
     return found

@@ -39,10 +39,10 @@ def run(args: argparse.Namespace) -> int:
 
     found = compare_runs(args.first, args.second, ranks=args.ranks)
     if args.json:
-        print(json.dumps([asdict(each) for each in found]))
+        print(json.dumps([asdict(comparison) for comparison in found]))
         return 0
     print(f"A: {args.first}\nB: {args.second}")
-    for each in found:
+    for comparison in found:
         rows = [
             [
                 row.metric,
@@ -52,11 +52,11 @@ def run(args: argparse.Namespace) -> int:
                 f"{row.low:+.2f} to {row.high:+.2f}",
                 f"{row.p_value:.2g}",
             ]
-            for row in each.differences
+            for row in comparison.differences
         ]
-        counts = f"{plural(each.num_queries, 'query', 'queries')} of {each.num_identities} identities with a match"
-        print(f"\n{each.name} (percent; {counts})")
+        queries = plural(comparison.num_queries, "query", "queries")
+        print(f"\n{comparison.name} (percent; {queries} of {comparison.num_identities} identities with a match)")
         print(format_table(rows, ["metric", "A", "B", "B - A", "95 % interval", "p"]))
-        if all(each.protocols) and each.protocols[0] != each.protocols[1]:
-            print("the evaluations differ:\n  A: {}\n  B: {}".format(*each.protocols))
+        if all(comparison.protocols) and comparison.protocols[0] != comparison.protocols[1]:
+            print("the evaluations differ:\n  A: {}\n  B: {}".format(*comparison.protocols))
     return 0

@@ -57,5 +57,8 @@ def run(args: argparse.Namespace) -> int:
         "recipes": list_recipes(),
         "keys": [key.path for key, _ in get_cfg().keys_below()],
     }
-    print(_SCRIPT % {"flags": "\n".join(flags), **{name: " ".join(each) for name, each in words.items()}}, end="")
+    print(
+        _SCRIPT % {"flags": "\n".join(flags), **{name: " ".join(candidates) for name, candidates in words.items()}},
+        end="",
+    )
     return 0

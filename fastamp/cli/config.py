@@ -40,11 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="list | explain | show | diff | convert")
     listing = actions.add_parser("list", help="print config keys with default and description")
     explaining = actions.add_parser("explain", help="print all details of one key")
-    for each in (listing, explaining):
-        each.add_argument(
+    for subparser in (listing, explaining):
+        subparser.add_argument(
             "source", nargs="?", default="", metavar="SOURCE", help=f"{_SOURCE}, whose values are also printed"
         )
-        each.add_argument("--config-file", default="", metavar="FILE", help="recipe or YAML file, instead of SOURCE")
+        subparser.add_argument(
+            "--config-file", default="", metavar="FILE", help="recipe or YAML file, instead of SOURCE"
+        )
     listing.add_argument("prefix", nargs="?", default="", metavar="PREFIX", help="section or key (default: all keys)")
     explaining.add_argument(
         "key", metavar="KEY", help="config key or its last part, in any case; FastReID's names are accepted"
@@ -64,8 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         help="FastReID release of the file (default: detected from its keys)",
     )
-    for each in (listing, explaining, showing, comparing, converting):
-        add_plugin_argument(each)
+    for subparser in (listing, explaining, showing, comparing, converting):
+        add_plugin_argument(subparser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -64,11 +64,11 @@ def examine_model(args: argparse.Namespace) -> bool:
     if not found.problem:
         weights = cfg.MODEL.WEIGHTS or "initial weights, whose ranking is not meaningful"
         print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}, on {found.images[0]} of {found.images[1]} test images")
-        for each in found.low:
-            if each.layers:
-                print(f"\n{each.dtype}: layers with the largest errors\n{found.layer_table(each)}")
-            if each.failure:
-                print(f"\n{each.dtype} fails with this config: {each.failure}")
+        for report in found.low:
+            if report.layers:
+                print(f"\n{report.dtype}: layers with the largest errors\n{found.layer_table(report)}")
+            if report.failure:
+                print(f"\n{report.dtype} fails with this config: {report.failure}")
         memory = "peak" if found.policy.device_type == "cuda" else "kept for the backward pass"
         print(f"\n{found.table()}\ntime: training pass, relative to float32; MiB: {memory}")
     print(f"\n{found.conclusion()}")

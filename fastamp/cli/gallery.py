@@ -34,8 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     adding = actions.add_parser("add", help="add images, folders of images, or extracted features (.npz)")
     removing = actions.add_parser("remove", help="remove items by id")
     listing = actions.add_parser("list", help="print the items")
-    for each in (adding, removing, listing):
-        each.add_argument("gallery", metavar="GALLERY", help="folder of the gallery; `add` creates it")
+    for subparser in (adding, removing, listing):
+        subparser.add_argument("gallery", metavar="GALLERY", help="folder of the gallery; `add` creates it")
     adding.add_argument("sources", nargs="+", metavar="SOURCE", help="image, folder of images, or .npz file")
     adding.add_argument("--model", dest="checkpoint", metavar="MODEL", help=f"{EXPORTED_HELP}; required for images")
     adding.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:N or mps (default: auto)")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with MutableGallery(args.gallery) as gallery:
         if args.action == "remove":
             known = {item.id for item in gallery.items}
-            ids = {each: id_of_path(args.gallery, each) for each in args.ids}
+            ids = {name: id_of_path(args.gallery, name) for name in args.ids}
             gallery.remove([given if given in known or found not in known else found for given, found in ids.items()])
             print(f"removed {plural(len(args.ids), 'item')}; {len(gallery):,} remain")
         else:
@@ -75,9 +75,9 @@ def _add(args: argparse.Namespace) -> int:
     from fastamp.inference.gallery_store import parse_time
 
     metadata = Metadata(args.camera, args.identity, parse_time(args.time) if args.time else None)
-    extractions = [each for each in args.sources if Path(each).suffix == ".npz"]
+    extractions = [source for source in args.sources if Path(source).suffix == ".npz"]
     paths: list[str] = []
-    for source in (each for each in args.sources if each not in extractions):
+    for source in (source for source in args.sources if source not in extractions):
         if not Path(source).exists():
             raise DataError(f"{source} not found.\n  fix: correct the path of the image or folder")
         found = image_files(Path(source)) if Path(source).is_dir() else [source]

@@ -109,11 +109,13 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     The values of a flag with several values end at a flag, a KEY, or a word that is not a valid value. Without
     SOURCE, the first KEY is parsed as SOURCE; it is moved to KEY VALUE.
     """
-    subcommands = next((each for each in parser._actions if each.nargs == argparse.PARSER), None)
+    subcommands = next((action for action in parser._actions if action.nargs == argparse.PARSER), None)
     if subcommands and argv and argv[0] in subcommands.choices:
         args = parse_arguments(subcommands.choices[argv[0]], argv[1:])
         return argparse.Namespace(**vars(args) | {subcommands.dest: argv[0]})
-    with_lists = {name: each for each in parser._actions if each.nargs in ("+", "*") for name in each.option_strings}
+    with_lists = {
+        name: action for action in parser._actions if action.nargs in ("+", "*") for name in action.option_strings
+    }
     words: list[str] = []
     lists: list[list[str]] = []  # flags with several values
     in_list = False
@@ -129,7 +131,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
         else:
             words.append(word)
             in_list = False
-    words += [word for each in lists for word in each]
+    words += [word for texts in lists for word in texts]
     try:
         args = parser.parse_intermixed_args(words)
     except TypeError:  # not supported with subcommands and argparse.REMAINDER

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if path is not None:
         print(HEADER + _standalone(path), end="")
         return 0
-    listed = [each for each in recipes if each.lower().startswith(name.rstrip("/").lower())]
+    listed = [recipe for recipe in recipes if recipe.lower().startswith(name.rstrip("/").lower())]
     if not listed:
         raise ConfigError(
             f"unknown recipe {args.name!r}.{did_you_mean(name, recipes)}\n"
@@ -55,7 +55,7 @@ def _standalone(path: Path) -> str:
     for number, line in enumerate(lines):
         key, colon, base = line.partition(":")
         if key == "_BASE_" and colon:
-            files = [each.strip().strip(_QUOTES) for each in base.strip().strip("[]").split(",")]
+            files = [part.strip().strip(_QUOTES) for part in base.strip().strip("[]").split(",")]
             names = ", ".join(_name_of(path.parent / file) for file in files)
             lines[number] = f"_BASE_: {f'[{names}]' if base.strip().startswith('[') else names}\n"
     project = project_of(path)

@@ -210,7 +210,7 @@ def _group_key(name: str, columns: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: if the gallery has no such column; the message lists the available columns.
     """
-    keys = {"identity": "pid", "camera": "camera"} | {each: _column_key(each) for each in columns}
+    keys = {"identity": "pid", "camera": "camera"} | {column: _column_key(column) for column in columns}
     if name in keys:
         return keys[name]
     raise ConfigError(

@@ -153,7 +153,7 @@ def _write(output: Path, frames: "Frames", tracks: "Boxes", *, video: bool) -> N
     write_boxes(output / "tracks.txt", tracks)
     write_csv(output / "tracks.csv", tracks)
     written = ["tracks.txt", "tracks.csv"]
-    shown = sorted({int(tracks.frames[row]) for each in sheet_rows(tracks) for row in each})
+    shown = sorted({int(tracks.frames[row]) for track_rows in sheet_rows(tracks) for row in track_rows})
     if shown:
         write_sheet(output / "tracks.png", show_progress(frames.read(shown), len(shown), "contact sheet"), tracks)
         written.append("tracks.png")

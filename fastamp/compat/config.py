@@ -58,8 +58,8 @@ def _explicit_arguments(
 ) -> dict[str, Any]:
     """Return the keyword arguments from ``from_config``, and the arguments that it does not accept."""
     accepted = inspect.signature(from_config).parameters.values()
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in accepted):
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in accepted):
         return from_config(*args, **kwargs)
-    names = {each.name for each in accepted}
+    names = {parameter.name for parameter in accepted}
     others = {name: value for name, value in kwargs.items() if name not in names}
     return from_config(*args, **{name: value for name, value in kwargs.items() if name in names}) | others

@@ -55,7 +55,9 @@ class FastReIDDataset:
 
 def _accepts_combineall(init: Callable[..., None]) -> bool:
     parameters = inspect.signature(init).parameters
-    return "combineall" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return "combineall" in parameters or any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _with_combineall(init: Callable[..., None]) -> Callable[..., None]:

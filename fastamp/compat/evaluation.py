@@ -189,7 +189,7 @@ def flatten_results_dict(results: Mapping[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in results.items():
         if isinstance(value, Mapping):
-            flat |= {f"{name}/{inner}": each for inner, each in flatten_results_dict(value).items()}
+            flat |= {f"{name}/{inner}": metric for inner, metric in flatten_results_dict(value).items()}
         else:
             flat[name] = value
     return flat

@@ -71,8 +71,8 @@ class Timer:
 
 def get_bn_modules(model: nn.Module) -> list[nn.Module]:
     """Return the batch norm layers of ``model`` that are in training mode and have running statistics."""
-    layers = [each for each in model.modules() if isinstance(each, nn.modules.batchnorm._BatchNorm)]
-    return [each for each in layers if each.training and each.track_running_stats]
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [layer for layer in layers if layer.training and layer.track_running_stats]
 
 
 def update_bn_stats(model: nn.Module, data_loader: Iterable[Any], num_iters: int = 200) -> None:

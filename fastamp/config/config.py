@@ -504,7 +504,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 "  fix: assign one level at a time, e.g. a dict to a section"
             )
         if isinstance(value, dict):
-            if any("." in str(each) for each in value):  # a mapping such as SOLVER.LR_FACTORS, not a section
+            if any("." in str(name) for name in value):  # a mapping such as SOLVER.LR_FACTORS, not a section
                 self._declare(Key(self._full(name), value, _NO_MEANING))
             else:
                 self._attach(name, CfgNode(value))
@@ -604,7 +604,7 @@ def _flat(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
     """Flatten one level: ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     flat: dict[Any, Any] = {}
     for name, value in mapping.items():
-        inner = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, Mapping) else {name: value}
+        inner = {f"{name}.{key}": leaf for key, leaf in value.items()} if isinstance(value, Mapping) else {name: value}
         flat.update(inner)
     return flat
 

@@ -74,26 +74,26 @@ def explain_key(
     key = next((key for key in keys if key.path.lower() == path), None)
     others: list[str] = []
     if key is None:
-        if any(f"{each.path.lower()}.".startswith(f"{path}.") for each in keys):
+        if any(f"{key.path.lower()}.".startswith(f"{path}.") for key in keys):
             return describe_config(name, cfg)
         found = _find_by_last_part(path, keys)
         mentions = [] if found else _find_in_meanings(path, keys)
         if mentions:
-            lines = [f"{each.path}: {show_value(each.default)}" for each in mentions]
+            lines = [f"{mention.path}: {show_value(mention.default)}" for mention in mentions]
             return "\n".join([f"no key is named {name}; descriptions that contain these words:", *lines])
         if not found:
             return describe_config(name, cfg)  # raises
         if len(found) > 1 and _match_rank(path, found[0]) == _match_rank(path, found[1]):
-            lines = [f"{each.path}: {show_value(each.default)}" for each in found]
+            lines = [f"{key.path}: {show_value(key.default)}" for key in found]
             return "\n".join([f"{len(found)} keys match {name}; explain one of them:", *lines])
         key, *rest = found
-        others = [each.path for each in rest]
+        others = [other.path for other in rest]
     facts = key_facts(key, components)
     if others:
         facts.append(f"other keys with this name: {', '.join(others)}")
     if config_file:
         facts += _where_set(key, cfg, config_file)
-    value = next(value for each, value in values if each is key)
+    value = next(value for candidate, value in values if candidate is key)
     lines = [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(key.meaning, "    ", "    ")]
     for fact in facts:
         lines += _wrap(fact, "    ", "      ")
@@ -162,7 +162,7 @@ def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:
     lines = []
     cfg = cfg.clone()
     cfg.defrost()  # ``changes`` does not accept a frozen config
-    for source, mapping in read_recipe(config_file, known={each.path for each, _ in cfg.keys_below()}).layers:
+    for source, mapping in read_recipe(config_file, known={key.path for key, _ in cfg.keys_below()}).layers:
         for path, value in cfg.changes(mapping, source):
             if path == key.path:
                 lines.append(f"{source}: {show_value(value)}")

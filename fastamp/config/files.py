@@ -53,7 +53,7 @@ def _values(node: yaml.Node, counted: dict[int, int]) -> int:
         counted[id(node)] = LARGEST + 1  # while it is being counted
         children = node.value if isinstance(node, yaml.CollectionNode) else []
         if isinstance(node, yaml.MappingNode):
-            children = [each for pair in children for each in pair]
+            children = [node for pair in children for node in pair]
         counted[id(node)] = 1 + sum(_values(child, counted) for child in children)
     return counted[id(node)]
 

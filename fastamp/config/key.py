@@ -152,7 +152,7 @@ def _converted(key: Key, value: Any) -> Any:
     if isinstance(value, str) and value == key.default and not key.choices:
         return value  # e.g. "none", which is null elsewhere
     if isinstance(key.default, tuple | list):
-        if value == key.default and all(isinstance(each, str) and _is_clean(each) for each in value):
+        if value == key.default and all(isinstance(element, str) and _is_clean(element) for element in value):
             return type(key.default)(value)
         if isinstance(value, str):
             value = _split(key, value)

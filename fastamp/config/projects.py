@@ -32,7 +32,9 @@ def project_of(path: str | os.PathLike[str]) -> str:
     file, projects = real_path(path), list_projects()
     if installed := next((name for name, folder in projects.items() if file.is_relative_to(real_path(folder))), ""):
         return installed
-    return next((each.name for each in file.parents if each.name in projects and each.parent.name == "projects"), "")
+    return next(
+        (parent.name for parent in file.parents if parent.name in projects and parent.parent.name == "projects"), ""
+    )
 
 
 def projects_of(layers: list[tuple[str, dict[str, Any]]]) -> list[str]:

@@ -62,8 +62,8 @@ def load_plugin(path: str, cfg: CfgNode) -> None:
     Raises:
         ConfigError: if the file does not exist.
     """
-    for each in split_plugins(path):
-        _load_plugin_file(each, cfg)
+    for plugin in split_plugins(path):
+        _load_plugin_file(plugin, cfg)
 
 
 def split_plugins(path: str) -> list[str]:

@@ -24,7 +24,7 @@ def list_project_recipes() -> dict[str, Path]:
     Base files are listed, since FastReID's projects name them in several ways.
     """
     folders = [plugin.parent for plugin in resource_folder("projects").glob("*/plugin.py")]
-    files = {f"{each.name}/{path.stem}": path for each in folders for path in each.glob("configs/*.y*ml")}
+    files = {f"{folder.name}/{path.stem}": path for folder in folders for path in folder.glob("configs/*.y*ml")}
     return dict(sorted(files.items(), key=lambda item: item[0].lower()))
 
 

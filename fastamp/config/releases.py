@@ -22,7 +22,7 @@ _ALL_OLD = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
 _OLD_ONLY = {key for key in (*_ALL_OLD, *RENAMED, *REPLACED) if key not in KEYS}
 _FIRST_ONLY = set(RELEASE_DEFAULTS["v0.1.1"]) - set(RELEASE_DEFAULTS["v1.0.0"])
 _LAST_ONLY = set(RELEASE_DEFAULTS["v1.0.0"]) - set(RELEASE_DEFAULTS["v0.1.1"])
-_TYPES = {RENAMED.get(key, key): value for each in RELEASE_DEFAULTS.values() for key, value in each.items()}
+_TYPES = {RENAMED.get(key, key): value for defaults in RELEASE_DEFAULTS.values() for key, value in defaults.items()}
 # Loss -> section of its keys, and the number of these losses in MGN.
 _MGN_LOSSES = {
     "CrossEntropyLoss": ("CE", 8),
@@ -134,7 +134,7 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
     release, reasons = ("v0.1.1", first) if len(first) > len(last) else ("v1.0.0", last)
     lines = [f"detected a config of FastReID {release}, because it sets {_first_few(reasons)}"]
     if not reasons:
-        marks = [mark for each in old.values() for mark in each]
+        marks = [mark for texts in old.values() for mark in texts]
         lines = [
             f"detected a config of FastReID v0.1.1 or v1.0.0, because it sets {_first_few(marks)}; read as "
             "v1.0.0 (for v0.1.1, run `fastamp config convert --release v0.1.1`)"
@@ -258,8 +258,8 @@ class _Translation:
         self.new |= values
         self._translated |= set(keys)
         settings = [self._settings[key] for key in keys if key in self._settings]
-        before, after = _listed((each.name, each.value) for each in settings), _listed(values.items())
-        sources = list(dict.fromkeys(_file(each.source) for each in settings if each.source))
+        before, after = _listed((setting.name, setting.value) for setting in settings), _listed(values.items())
+        sources = list(dict.fromkeys(_file(setting.source) for setting in settings if setting.source))
         differs = any(
             show_value(value) != show_value(KEYS[key].default) for key, value in values.items() if key in KEYS
         )

@@ -105,9 +105,9 @@ def build_reid_train_loader(
     sets = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     batch_sampler = _build_batch_sampler(cfg, dataset, sets, start_iter, rank, world_size)
     if rank == 0:
-        for each in datasets:
+        for training_set in datasets:
             names = ("train", "query", "gallery") if cfg.DATASETS.COMBINEALL else ("train",)
-            log_splits(each, {name: getattr(each, name) for name in names})
+            log_splits(training_set, {name: getattr(training_set, name) for name in names})
         logger.info(
             "training set: %d images, %d identities; one epoch is %s of %s",
             len(dataset),

@@ -125,7 +125,7 @@ def check_dataset(
             "reading images",
         )
         summaries = dict(zip(images, inspected, strict=True))
-    report.sizes.update(each.size for each in summaries.values() if not each.fault)
+    report.sizes.update(summary.size for summary in summaries.values() if not summary.fault)
     checked = _CheckedDataset(dataset, splits, summaries, protocol)
     report.findings += [
         *_find_invalid_lines(dataset),
@@ -170,7 +170,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         DataError: if no images remain.
         WriteError: if the file cannot be written.
     """
-    excluded = {each for finding in report.findings for each in finding.excluded}
+    excluded = {path for finding in report.findings for path in finding.excluded}
     kept = {
         split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
         for split in SPLITS
@@ -179,7 +179,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
     total = sum(len(getattr(dataset, split)) for split in SPLITS) - len(database)
     matchless = _find_matchless(*([item for _, item in kept[split]] for split in ("query", "gallery")), protocol)  # type: ignore[call-arg]
     if not getattr(protocol, "is_open_set", False):
-        kept["query"] = [each for each, fault in zip(kept["query"], matchless, strict=True) if not fault]
+        kept["query"] = [row for row, fault in zip(kept["query"], matchless, strict=True) if not fault]
     if not any(kept.values()):
         raise DataError(f"{dataset.title}: no images remain without the images of the findings.\n  fix: add images")
     is_csv = isinstance(dataset, CsvDataset)
@@ -226,7 +226,7 @@ def _writes_cameras(dataset: ImageDataset, items: dict[str, list[ImageItem]], pr
     """
     if getattr(dataset, "has_cameras", True):
         return True
-    if not all(dataset.camera(item.camid) for each in items.values() for item in each):
+    if not all(dataset.camera(item.camid) for split_items in items.values() for item in split_items):
         return False  # the dataset has no cameras
     named = {split: {(item.pid, dataset.camera(item.camid)) for item in items[split]} for split in ("query", "gallery")}
     if not _excludes_same_camera(protocol) or named["query"].isdisjoint(named["gallery"]):
@@ -314,7 +314,7 @@ def _find_missing_columns(report: Report, protocol: Any) -> list[str]:
 def _find_other_cameras(splits: Mapping[str, Sequence[ImageItem]], protocol: Any) -> list[str]:
     """Describe cameras of the test set that the protocol cannot evaluate."""
     cameras = [{item.camid for item in splits.get(split, ())} for split in ("query", "gallery")]
-    if protocol is None or not all(cameras) or any(isinstance(camid, str) for each in cameras for camid in each):
+    if protocol is None or not all(cameras) or any(isinstance(camid, str) for camera in cameras for camid in camera):
         return []
     try:
         protocol.check_cameras(*cameras)
@@ -371,7 +371,7 @@ class _CheckedDataset:
 
     def find_unreadable(self) -> Iterable[Finding]:
         """Find images that cannot be read."""
-        bad = [(row, each.fault) for row, _, each in self.rows() if each.fault]
+        bad = [(row, summary.fault) for row, _, summary in self.rows() if summary.fault]
         yield from _findings(
             "unreadable images",
             list(dict.fromkeys(f"{self.label(row)}: {fault}" for row, fault in bad)),
@@ -383,8 +383,8 @@ class _CheckedDataset:
         """Find JPEG files a part of which is damaged, but which are decoded."""
         files = {
             item.path: row
-            for row, item, each in self.rows()
-            if not each.fault and item.path.lower().endswith((".jpg", ".jpeg"))
+            for row, item, summary in self.rows()
+            if not summary.fault and item.path.lower().endswith((".jpg", ".jpeg"))
         }
         damaged = damaged_files(list(files), partial(read_image, max_pixels=max_pixels))
         yield from _findings(
@@ -434,8 +434,8 @@ class _CheckedDataset:
         """Find exact copies and near-duplicates that are in different splits; describe similar images in ``notes``."""
         for number, first in enumerate(SPLITS):
             for second in SPLITS[number + 1 :]:
-                first_rows = [row for row, _, each in self.rows(first) if not each.fault]
-                second_rows = [row for row, _, each in self.rows(second) if not each.fault]
+                first_rows = [row for row, _, summary in self.rows(first) if not summary.fault]
+                second_rows = [row for row, _, summary in self.rows(second) if not summary.fault]
                 if not first_rows or not second_rows:
                     continue
                 if (first, second) == ("train", "gallery") and getattr(self.dataset, "database_lines", ()):
@@ -523,8 +523,8 @@ class _CheckedDataset:
         """Find images that a split lists under several identities, or more than once under the same identity."""
         for split in self.splits:
             by_digest: dict[bytes, list[Row]] = defaultdict(list)
-            for row, item, each in self.rows(split):
-                by_digest[each.digest or f"{item.path}{item.box}".encode()].append(row)
+            for row, item, summary in self.rows(split):
+                by_digest[summary.digest or f"{item.path}{item.box}".encode()].append(row)
             copies = [same for same in by_digest.values() if len(same) > 1]
             two = [same for same in copies if len({self._item(row).pid for row in same}) > 1]
             rest = [same for same in copies if len({self._item(row).pid for row in same}) == 1]

@@ -63,7 +63,7 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, list[tuple[int, int]] | N
     found = _PARTS.fullmatch(path) if "#" in path else None
     if found is None:
         return path, None
-    ranges = (each.split("+") for each in found[2].split(","))
+    ranges = (bounds.split("+") for bounds in found[2].split(","))
     return found[1], [(int(start), int(count)) for start, count in ranges]
 
 

@@ -44,10 +44,10 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
                 "reading images",
             )
         )
-    for item, each in zip(items, found, strict=True):
-        if each.fingerprint is None:
-            raise DataError(f"{item.path}: {each.fault}.\n  fix: restore the file, or remove it from the table")
-    return [each.fingerprint for each in found if each.fingerprint is not None]
+    for item, digests in zip(items, found, strict=True):
+        if digests.fingerprint is None:
+            raise DataError(f"{item.path}: {digests.fault}.\n  fix: restore the file, or remove it from the table")
+    return [digests.fingerprint for digests in found if digests.fingerprint is not None]
 
 
 def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = BIT_DEPTH) -> ImageSummary:

@@ -88,6 +88,6 @@ def _captured() -> Iterator[list[str]]:
             os.lseek(buffer, 0, os.SEEK_SET)
             text = os.read(buffer, size).decode(errors="replace")
             os.lseek(buffer, 0, os.SEEK_SET)
-            found += [each.strip() for each in _WARNING.findall(text)]
+            found += [line.strip() for line in _WARNING.findall(text)]
             if other := _WARNING.sub("", text):
                 os.write(2, other.encode())

@@ -71,13 +71,13 @@ class NearestImages:
         self.threshold, self.note = _threshold(different, bits)
         if self.note:
             index = faiss.IndexFlatL2(_THUMBNAIL[0] * _THUMBNAIL[1])
-            index.add(_centered([each.thumbnail for each in first]))
-            squares, nearest = index.search(_centered([each.thumbnail for each in second]), 1)
+            index.add(_centered([image.thumbnail for image in first]))
+            squares, nearest = index.search(_centered([image.thumbnail for image in second]), 1)
             self.distances = np.sqrt(squares[:, 0].clip(min=0) / index.d).tolist()
         else:
             index = faiss.IndexBinaryFlat(HASH_BITS)
-            index.add(np.stack([each.hash_bits for each in first]))
-            found, nearest = index.search(np.stack([each.hash_bits for each in second]), 1)
+            index.add(np.stack([image.hash_bits for image in first]))
+            found, nearest = index.search(np.stack([image.hash_bits for image in second]), 1)
             self.distances = found[:, 0].tolist()
         self.nearest = nearest[:, 0].tolist()
 
@@ -119,10 +119,10 @@ def group_near_duplicates(
     for rows in rows_of.values():
         if note:
             values = _centered([fingerprints[row].thumbnail for row in rows])
-            distances = np.stack([np.sqrt(np.square(values - each).mean(axis=1)) for each in values])
+            distances = np.stack([np.sqrt(np.square(values - value).mean(axis=1)) for value in values])
         else:
             hashes = np.stack([fingerprints[row].hash_bits for row in rows])
-            distances = np.stack([np.unpackbits(hashes ^ each, axis=1).sum(axis=1) for each in hashes])
+            distances = np.stack([np.unpackbits(hashes ^ digest, axis=1).sum(axis=1) for digest in hashes])
         _, labels = connected_components(csr_array(distances <= threshold), directed=False)
         sizes = np.bincount(labels)
         for row, label in zip(rows, labels.tolist(), strict=True):
@@ -149,8 +149,8 @@ def _threshold(different: Sequence[tuple[Fingerprint, Fingerprint]], bits: int |
 def _sampled_distances(pairs: Sequence[tuple[Fingerprint, Fingerprint]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of different bits, and the root mean square difference of the thumbnails, of each pair."""
     first, second = zip(*pairs, strict=True)
-    hashes = np.stack([each.hash_bits for each in first]) ^ np.stack([each.hash_bits for each in second])
-    levels = _centered([each.thumbnail for each in first]) - _centered([each.thumbnail for each in second])
+    hashes = np.stack([image.hash_bits for image in first]) ^ np.stack([image.hash_bits for image in second])
+    levels = _centered([image.thumbnail for image in first]) - _centered([image.thumbnail for image in second])
     return np.unpackbits(hashes, axis=1).sum(axis=1), np.sqrt(np.square(levels).mean(axis=1))
 
 

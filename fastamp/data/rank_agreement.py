@@ -36,16 +36,16 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
     items = PackedItems.of(listed)
     fields = _hashes(items, _common_folder(items))
     digests = {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in fields.items()}
-    found = [json.loads(each) for each in comm.gather_bytes(json.dumps([len(items), digests]).encode())]
-    other = next((rank for rank, each in enumerate(found) if each != found[0]), None)
+    found = [json.loads(message) for message in comm.gather_bytes(json.dumps([len(items), digests]).encode())]
+    other = next((rank for rank, content in enumerate(found) if content != found[0]), None)
     if other is None:
         return
     (count, first), (other_count, second) = found[0], found[other]
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     # Relative to the common folder, a missing image can change all paths; absolute ones differ between machines.
-    row = max(_first_difference(each, other) for each in (fields, _hashes(items, "")))
+    row = max(_first_difference(digests, other) for digests in (fields, _hashes(items, "")))
     here = _describe(items[row]) if row < len(items) else "missing"
-    texts = [each.decode(errors="replace") for each in comm.gather_bytes(here.encode(errors="replace"))]
+    texts = [message.decode(errors="replace") for message in comm.gather_bytes(here.encode(errors="replace"))]
     raise DataError(
         f"{title} differs between the processes ({', '.join(names)}; {count} images on rank 0, {other_count} on rank "
         f"{other}): image {row + 1} is {texts[0]} on rank 0, and {texts[other]} on rank {other}.\n"

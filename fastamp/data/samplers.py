@@ -232,7 +232,7 @@ class NaiveIdentitySampler(IdentitySampler):
         rng = generator(self.seed, epoch)
         while True:
             chunks = [self._chunk(rng, number) for number in range(len(self.identities))]
-            left = [len(each) for each in chunks]
+            left = [len(chunk) for chunk in chunks]
             remaining = np.arange(len(self.identities))
             while len(remaining) >= self.identities_per_batch:
                 candidates = rng.choice(len(remaining), self.identities_per_batch, replace=False)

@@ -347,7 +347,7 @@ def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = 
             found = [names[row] for row in (int(first[wrong[0]]), int(wrong[0]))]
             raise DataError(
                 f"tracklet {column.names[number] if column.names else number} of {title} has several {kinds}: "
-                f"{' and '.join(str(name_of(each)) for each in found)} (the same problem in "
+                f"{' and '.join(str(name_of(problem)) for problem in found)} (the same problem in "
                 f"{plural(len(np.unique(numbers[wrong])), 'tracklet')}).\n"
                 f"  fix: make the names in the column {COLUMN} unique, e.g. identity_camera_number"
             )

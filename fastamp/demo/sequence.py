@@ -181,7 +181,7 @@ def _draw(walkers: list[_Walker], scene: np.ndarray, seed: int) -> tuple[Image.I
     owner = np.full(FRAME_SIZE, -1)
     boxes: dict[int, np.ndarray] = {}
     areas: dict[int, int] = {}
-    for walker in sorted(walkers, key=lambda each: each.foot):
+    for walker in sorted(walkers, key=lambda walker: walker.foot):
         layer, left, top = _draw_walker(walker)
         canvas.alpha_composite(layer, (max(left, 0), top), (max(-left, 0), 0))
         alpha = layer.getchannel("A").reduce(SUPERSAMPLING)

@@ -192,7 +192,7 @@ def replay_failure(
             location, note = try_locate(
                 model,
                 micro_batch.batch,
-                lambda each: locate_in_training(each, policy, scale=loss_scale),
+                lambda candidate: locate_in_training(candidate, policy, scale=loss_scale),
                 random=micro_batch.random,
                 frozen=frozen,
             )

@@ -101,7 +101,9 @@ def diagnose(cfg: CfgNode, *, dtypes: Sequence[torch.dtype], batch_size: int = 1
 
     def rank(precision: PrecisionPolicy) -> dict[str, float]:
         # A model may write into its batch.
-        copies = [{key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in each.items()} for each in batches]
+        copies = [
+            {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.items()} for batch in batches
+        ]
         metrics = inference_on_dataset(model, copies, ReidEvaluator(cfg, queries), policy=precision)
         return {key: metrics[key] for key in ("mAP", "Rank-1")}
 

@@ -107,7 +107,7 @@ class AmpReport:
     @property
     def configured(self) -> PrecisionReport | None:
         """Results for the precision of the config; None if the config computes in float32."""
-        return next((each for each in self.low if each.dtype == dtype_name(self.policy.dtype)), None)
+        return next((report for report in self.low if report.dtype == dtype_name(self.policy.dtype)), None)
 
     @property
     def healthy(self) -> bool:
@@ -119,8 +119,10 @@ class AmpReport:
     @property
     def recommended(self) -> PrecisionReport | None:
         """Results for the recommended precision, preferably that of the config; None if only float32 is usable."""
-        ranked = sorted(self.low, key=lambda each: (each is not self.configured, bool(each.force_fp32), each.dtype))
-        return next((each for each in ranked if each.usable(self.float32)), None)
+        ranked = sorted(
+            self.low, key=lambda report: (report is not self.configured, bool(report.force_fp32), report.dtype)
+        )
+        return next((report for report in ranked if report.usable(self.float32)), None)
 
     def yaml(self) -> str:
         """Format the recommended config as YAML."""
@@ -156,32 +158,32 @@ class AmpReport:
     def table(self) -> str:
         """Format a table of all precisions."""
         rows = []
-        for each in [self.float32, *self.low]:
-            low = each is not self.float32
-            if each.refused:
-                rows.append([each.dtype, each.verdict(self.float32), each.refused, *[""] * 6])
+        for report in [self.float32, *self.low]:
+            low = report is not self.float32
+            if report.refused:
+                rows.append([report.dtype, report.verdict(self.float32), report.refused, *[""] * 6])
                 continue
-            scale = "" if each.loss_scale is None else f"{each.loss_scale:g}"
+            scale = "" if report.loss_scale is None else f"{report.loss_scale:g}"
             rows.append([
-                each.dtype,
-                each.verdict(self.float32) if low else "reference",
-                "" if each.cosine is None or not low else f"{each.cosine:.5f}",
-                *(self._difference(each, key) if each.metrics else "" for key in ("mAP", "Rank-1")),
+                report.dtype,
+                report.verdict(self.float32) if low else "reference",
+                "" if report.cosine is None or not low else f"{report.cosine:.5f}",
+                *(self._difference(report, key) if report.metrics else "" for key in ("mAP", "Rank-1")),
                 scale,
-                "" if each.zero_share is None else f"{100 * each.zero_share:.2f} %",
-                "" if each.cost is None else f"{each.cost.relative:.2f}",
-                "" if each.cost is None else f"{each.cost.memory:.1f}",
+                "" if report.zero_share is None else f"{100 * report.zero_share:.2f} %",
+                "" if report.cost is None else f"{report.cost.relative:.2f}",
+                "" if report.cost is None else f"{report.cost.memory:.1f}",
             ])  # fmt: skip
         headers = ["precision", "verdict", "cosine", "mAP", "Rank-1", "loss scale", "zero gradients", "time", "MiB"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
-    def layer_table(self, each: PrecisionReport) -> str:
+    def layer_table(self, report: PrecisionReport) -> str:
         """Format a table of the layers with the largest errors or with values close to the dtype's limit."""
-        erring = [layer for layer in each.layers if layer.own_error > 0]
+        erring = [layer for layer in report.layers if layer.own_error > 0]
         notable = sorted(erring, key=lambda layer: -layer.own_error)[:_SHOWN_LAYERS]
         notable += [
             layer
-            for layer in sorted(each.layers, key=lambda layer: -layer.limit_share)[:_SHOWN_LAYERS]
+            for layer in sorted(report.layers, key=lambda layer: -layer.limit_share)[:_SHOWN_LAYERS]
             if layer not in notable and layer.limit_share > 0.01
         ]
         rows = [
@@ -195,15 +197,15 @@ class AmpReport:
         headers = ["layer", "", "layer error", "total error", "largest value", "of limit", "zero gradients"]
         return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
-    def _difference(self, each: PrecisionReport, key: str) -> str:
-        value = each.metrics[key]
-        if each is self.float32:
+    def _difference(self, report: PrecisionReport, key: str) -> str:
+        value = report.metrics[key]
+        if report is self.float32:
             return f"{value:.2f}"
         return f"{value:.2f} ({value - self.float32.metrics[key]:+.2f})"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain values for JSON; non-finite numbers become None."""
-        verdicts = {each.dtype: each.verdict(self.float32) for each in self.low} if not self.problem else {}
+        verdicts = {report.dtype: report.verdict(self.float32) for report in self.low} if not self.problem else {}
         content = {
             "healthy": self.healthy,
             "policy": self.policy.state_dict(),
@@ -212,7 +214,7 @@ class AmpReport:
             "verdicts": verdicts,
             "recommended": yaml.safe_load(self.yaml()) if not self.problem else None,
             "float32": dataclasses.asdict(self.float32),
-            "low": [dataclasses.asdict(each) for each in self.low],
+            "low": [dataclasses.asdict(report) for report in self.low],
             "ranked_images": self.images[0],
             "test_images": self.images[1],
             "untrained": self.untrained,
@@ -227,7 +229,7 @@ def write_amp_report(report: AmpReport, folder: Path) -> list[Path]:
     text = json.dumps(report.as_dict(), indent=1, allow_nan=False)
     paths = [folder / "report.json"]
     write_atomically(paths[0], lambda file: file.write(text.encode()))
-    analyzed = [each for each in report.low if each.layers]
+    analyzed = [low for low in report.low if low.layers]
     if analyzed:
         try:
             draw_layers(analyzed, folder / "layers.png")
@@ -251,11 +253,11 @@ def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
     figure = Figure(figsize=(max(8, min(30, 0.22 * len(layers))), 9), layout="constrained")
     errors, sizes = figure.subplots(2, 1, sharex=True)
     positions = range(len(layers))
-    for color, each in zip(("tab:blue", "tab:orange"), reports, strict=False):
-        layer_errors = [_drawable(layer.own_error) for layer in each.layers]
-        total_errors = [_drawable(layer.error) for layer in each.layers]
-        errors.plot(positions, layer_errors, ".", color=color, label=f"{each.dtype}: layer")
-        errors.plot(positions, total_errors, "-", color=color, label=f"{each.dtype}: total")
+    for color, report in zip(("tab:blue", "tab:orange"), reports, strict=False):
+        layer_errors = [_drawable(layer.own_error) for layer in report.layers]
+        total_errors = [_drawable(layer.error) for layer in report.layers]
+        errors.plot(positions, layer_errors, ".", color=color, label=f"{report.dtype}: layer")
+        errors.plot(positions, total_errors, "-", color=color, label=f"{report.dtype}: total")
     errors.set(yscale="log", ylabel="relative error", title="error compared with float32; gaps: overflow or exact")
     errors.legend()
     sizes.plot(positions, [_drawable(layer.magnitude) for layer in layers], "k.-", label="largest value, float32")

@@ -99,7 +99,7 @@ def search_force_fp32(
                 return None
         chosen += taken
     for name in list(chosen):
-        fewer = [each for each in chosen if each != name]
+        fewer = [module_name for module_name in chosen if module_name != name]
         fewer_state = check_with(fewer)
         if fewer_state is not None and not fewer_state.problem:
             report(f"{name} does not need float32")

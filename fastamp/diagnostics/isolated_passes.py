@@ -266,8 +266,8 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
     def restore() -> None:
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(content)
-        for each in inner:
-            each()
+        for restore in inner:
+            restore()
 
     return restore
 

@@ -131,7 +131,9 @@ def check_float32(
     problem, location = "", None
     if not (trained.finite and all_finite(features)):
         find = locate_in_evaluation if trained.finite else locate_in_training
-        location, note = try_locate(model, slice_batch(batch, count), lambda each: find(each, float32), frozen=frozen)
+        location, note = try_locate(
+            model, slice_batch(batch, count), lambda candidate: find(candidate, float32), frozen=frozen
+        )
         found = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
             "the model fails on the first training batch in float32: an error in the model or the data, not in mixed "
@@ -224,7 +226,7 @@ def _check_training(
         check.loss_scale = found if scaler else None
         return
     check.location, note = try_locate(
-        model, batch, lambda each: locate_in_training(each, policy, scale=scale), frozen=frozen
+        model, batch, lambda candidate: locate_in_training(candidate, policy, scale=scale), frozen=frozen
     )
     all_scales = " at every loss scale down to SOLVER.AMP.MIN_SCALE" if scaler and not low.bad_losses else ""
     check.overflow = (
@@ -253,7 +255,7 @@ def _check_embeddings(
     )
     if not all_finite(low):
         find = locate_in_evaluation
-        check.location, note = try_locate(model, batch, lambda each: find(each, policy), frozen=frozen)
+        check.location, note = try_locate(model, batch, lambda candidate: find(candidate, policy), frozen=frozen)
         check.overflow = (
             f"in evaluation the features are not finite in {name}, but finite in float32.\n"
             f"{_describe_location(check.location, note)}\n"
@@ -304,7 +306,7 @@ def _difference(first: TrainPass, second: TrainPass) -> tuple[float, str]:
     names = [name for name in first.gradients if name in second.gradients]
     if not names:
         return 0.0, ""
-    before, after = ([each.gradients[name] for name in names] for each in (first, second))
+    before, after = ([passes.gradients[name] for name in names] for passes in (first, second))
     changes = torch.stack(torch._foreach_norm(torch._foreach_sub(after, before))).double()
     sizes = torch.stack(torch._foreach_norm(before)).double()
     total = float(torch.linalg.vector_norm(sizes))

@@ -130,7 +130,7 @@ class PrecisionDiagnostics:
     def begin_recording(self) -> None:
         """Discard the micro-batches of the previous step."""
         # Batches are copied as soon as a model is found to write into them.
-        self._copy |= self._versions != [v for each in self._micro_batches for v in _versions(each.batch)]
+        self._copy |= self._versions != [v for batch in self._micro_batches for v in _versions(batch.batch)]
         self._micro_batches, self._versions = [], []
 
     def record(self, batch: dict[str, Any], *, first: bool = False) -> None:

@@ -44,7 +44,7 @@ def relative_error(value: torch.Tensor | None, reference: torch.Tensor) -> float
     """Compute the L2 norm of the difference divided by that of the reference; infinity if a value is not finite."""
     if value is None or value.shape != reference.shape:
         return math.inf
-    norm, difference = (float(torch.linalg.vector_norm(each)) for each in (reference, value - reference))
+    norm, difference = (float(torch.linalg.vector_norm(tensor)) for tensor in (reference, value - reference))
     if not math.isfinite(difference) and value.dtype == torch.float32 and value.device.type != "mps":
         return relative_error(value.double(), reference.double())  # squares overflow float32
     if not math.isfinite(difference):

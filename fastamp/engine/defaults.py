@@ -398,7 +398,7 @@ class DefaultTrainer(FastReIDMethods):
     def checkpoint_parts(self) -> dict[str, Any]:
         """Return the objects in a checkpoint other than the model: name -> object with a ``state_dict`` method."""
         average = {"average": self.average} if self.average else {}
-        optimizers = {name: OptimizerState(each, self.model) for name, each in self.optimizers.items()}
+        optimizers = {name: OptimizerState(optimizer, self.model) for name, optimizer in self.optimizers.items()}
         run = {"random": RandomState(), "policy": TrainerPolicy(self.trainer), "config": ConfigText(self.cfg)}
         if (sampling := SamplingState(self.model)).modules:
             run |= {"sampling": sampling}

@@ -68,7 +68,8 @@ def dry_run(cfg: CfgNode, folder: str, *, resume: bool = False) -> None:
         rows.append(["training", _describe_training(trainer, seconds)])
     columns = Protocol.from_config(cfg).columns
     loaders = {
-        name: (_TimedLoader(_subset_loader(*each, columns)), *each) for name, each in trainer.test_loaders.items()
+        name: (_TimedLoader(_subset_loader(*test_loader, columns)), *test_loader)
+        for name, test_loader in trainer.test_loaders.items()
     }
     rows += _evaluate(trainer, loaders)
     rows.append(["memory", _describe_memory(next(trainer.model.parameters()).device)])
@@ -256,8 +257,8 @@ def _describe_memory(device: torch.device) -> str:
     where = str(device) if device.type == "cuda" else "system memory"
     _, total = environment_queries.memory(device)
     of_total = f", of {total / 2**30:.1f} GiB of {where}" if total else ""
-    each = " per process" if comm.get_world_size() > 1 else ""
-    return f"peak of {peak_memory_mb(device):.0f} MiB{each}{of_total}"
+    scope = " per process" if comm.get_world_size() > 1 else ""
+    return f"peak of {peak_memory_mb(device):.0f} MiB{scope}{of_total}"
 
 
 def _describe_duration(trainer: DefaultTrainer, training: float, evaluation: float) -> str:

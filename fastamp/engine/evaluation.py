@@ -93,20 +93,20 @@ def evaluate_sets(
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
             found.results[name] = metrics
-            each = evaluated_set(name, metrics, evaluator, loader, num_query)
-            found.sets.append(each)
-            if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and each.images:
+            test_set = evaluated_set(name, metrics, evaluator, loader, num_query)
+            found.sets.append(test_set)
+            if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and test_set.images:
                 path = folder / "queries.csv"
-                queries = each.images if evaluator.protocol.all_images else each.query
-                write_queries(path, evaluator.ranking, queries, each.source)
+                queries = test_set.images if evaluator.protocol.all_images else test_set.query
+                write_queries(path, evaluator.ranking, queries, test_set.source)
                 logger.info("wrote %s", path)
         if getattr(evaluator, "pairs", None) is not None:
             found.pairs[name] = evaluator.pairs.state_dict()
     if found.results:
         print_results(found.results, protocol=describe_protocol(cfg, policy), trained_on=cfg.DATASETS.NAMES)
-    for each in found.sets:
-        if each.calibration_check is not None:
-            logger.info("open-set decisions on %s: %s", each.name, each.calibration_check.describe())
+    for test_set in found.sets:
+        if test_set.calibration_check is not None:
+            logger.info("open-set decisions on %s: %s", test_set.name, test_set.calibration_check.describe())
     return found
 
 
@@ -132,7 +132,7 @@ def _evaluator_name(cfg: CfgNode) -> str:
     name: str = cfg.TEST.EVALUATOR
     if name != "auto":
         return name
-    of_tests = {_evaluator_of(each) for each in cfg.DATASETS.TESTS if ":" not in each}
+    of_tests = {_evaluator_of(name) for name in cfg.DATASETS.TESTS if ":" not in name}
     if len(of_tests) == 1 and "" not in of_tests:
         return of_tests.pop()
     return getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "evaluator", "ReidEvaluator")
@@ -201,7 +201,7 @@ def _check_labels(cfg: CfgNode, name: str, dataset: ReidDataset, evaluator: Reid
     columns = {column: torch.from_numpy(dataset.columns[column].values) for column in evaluator.protocol.columns}
     values = {"pids": torch.from_numpy(dataset.labels), "camids": torch.from_numpy(dataset.camids), **columns}
     count = evaluator.num_query
-    split = {column: (each[:count], each[count:]) for column, each in values.items()}
+    split = {column: (rows[:count], rows[count:]) for column, rows in values.items()}
     (query_pids, gallery_pids), (query_camids, gallery_camids) = split.pop("pids"), split.pop("camids")
     try:
         check_matches(Identities(query_pids, gallery_pids, query_camids, gallery_camids, split), evaluator.protocol)
@@ -209,7 +209,7 @@ def _check_labels(cfg: CfgNode, name: str, dataset: ReidDataset, evaluator: Reid
         raise NoMatchError(f"{name}: {error}") from error
     if cfg.DATASETS.COMBINEALL or evaluator.protocol.is_closed_set:
         return
-    families = {family_of(each) for each in cfg.DATASETS.NAMES}
+    families = {family_of(name) for name in cfg.DATASETS.NAMES}
     for source in dataset.sources:
         if {family_of(name), source.family} & families:
             try:

@@ -57,7 +57,7 @@ def select_causes(outcomes: Iterable[Outcome]) -> list[Outcome]:
     for outcome in outcomes:
         if outcome.code:
             failed.setdefault(outcome.message, outcome)
-    causes = [each for each in failed.values() if each.kind in ("cause", "lost")] or list(failed.values())
+    causes = [outcome for outcome in failed.values() if outcome.kind in ("cause", "lost")] or list(failed.values())
     return sorted(causes, key=lambda outcome: not outcome.message)
 
 
@@ -85,7 +85,7 @@ def is_timeout(error: BaseException | None) -> bool:
 def _timeout_line(text: str) -> str:
     """Return the last line of ``text`` that reports the timeout of a collective operation (gloo, NCCL or the store)."""
     signs = ("timed out waiting", "collective operation timeout", "wait timeout")
-    return next((each for each in reversed(text.splitlines()) if any(sign in each.lower() for sign in signs)), "")
+    return next((line for line in reversed(text.splitlines()) if any(sign in line.lower() for sign in signs)), "")
 
 
 class FailureMonitor:
@@ -122,7 +122,7 @@ class FailureMonitor:
         self._closed: set[int] = set()
         self._places: dict[int, str] = {}
         own_process = json.dumps([socket.gethostname(), os.getpid()]).encode()
-        self._processes = [json.loads(each) for each in comm.gather_bytes(own_process)]
+        self._processes = [json.loads(message) for message in comm.gather_bytes(own_process)]
         self._changed = threading.Condition()
         self._ending = threading.Lock()
         self._listeners = [threading.Thread(target=self._listen, args=(peer,), daemon=True) for peer in connections]
@@ -163,7 +163,7 @@ class FailureMonitor:
                 elif "place" in message:
                     self._places[peer] = message["place"]
                 elif "causes" in message:
-                    self._exit_with([Outcome(**each) for each in message["causes"]])
+                    self._exit_with([Outcome(**cause) for cause in message["causes"]])
                 else:
                     self._record(Outcome(**message))
         self._connections[peer].socket.close()
@@ -191,7 +191,9 @@ class FailureMonitor:
         """Wait for reports from the other ranks, then end all ranks."""
 
         def complete() -> bool:
-            return len(self._outcomes) == self.size or any(each.kind == "lost" for each in self._outcomes.values())
+            return len(self._outcomes) == self.size or any(
+                outcome.kind == "lost" for outcome in self._outcomes.values()
+            )
 
         self._places[0] = _current_place()
         for connection in self._connections.values():
@@ -201,7 +203,7 @@ class FailureMonitor:
             self._changed.wait_for(complete, GRACE_SECONDS)
             causes = select_causes(self._outcomes.values())
             missing = set(range(self.size)) - set(self._outcomes)
-        if missing and any(each.kind == "timeout" for each in causes):
+        if missing and any(cause.kind == "timeout" for cause in causes):
             # Of the ranks that reported nothing, some may wait as well, with a later timeout.
             silent = missing - set(self._places)
             busy = {rank for rank in missing & set(self._places) if "distributed_c10d.py" not in self._places[rank]}
@@ -217,7 +219,7 @@ class FailureMonitor:
             if host == socket.gethostname() and _is_stopped(pid):
                 state = "is stopped (SIGSTOP, SIGTSTP or a debugger)"
             found.append(f"rank {rank}, process {pid} on {host}, {state}")
-        found += dict.fromkeys(_timeout_line(each.message).strip() for each in reports if each.kind == "timeout")
+        found += dict.fromkeys(_timeout_line(report.message).strip() for report in reports if report.kind == "timeout")
         names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
         message = (
             f"error: {names} did not take part in a collective operation before its timeout.\n"
@@ -237,7 +239,7 @@ class FailureMonitor:
             if self.rank == 0:
                 for connection in self._connections.values():
                     with suppress(OSError):
-                        connection.send({"causes": [asdict(each) for each in causes]})
+                        connection.send({"causes": [asdict(cause) for cause in causes]})
                 for listener in self._listeners:  # the ranks must read the causes before the connections close
                     if listener is not threading.current_thread():
                         listener.join(GRACE_SECONDS / self.size)
@@ -256,7 +258,7 @@ def _current_place() -> str:
     """Return the innermost three calls of the main thread, e.g. ``sleep (a.py:5), called by main (b.py:3)``."""
     frame = sys._current_frames()[threading.main_thread().ident or 0]  # noqa: SLF001 (documented)
     calls = reversed(traceback.extract_stack(frame, limit=3))
-    return ", called by ".join(f"{each.name} ({os.path.basename(each.filename)}:{each.lineno})" for each in calls)
+    return ", called by ".join(f"{call.name} ({os.path.basename(call.filename)}:{call.lineno})" for call in calls)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -213,7 +213,7 @@ def _read_settings(args: tuple[Any, ...]) -> tuple[timedelta | None, str]:
     If the config is invalid, the defaults are returned: ``main_func`` may define further keys; else it reports the
     error.
     """
-    named = next((each for each in args if hasattr(each, "config_file") and hasattr(each, "opts")), None)
+    named = next((arg for arg in args if hasattr(arg, "config_file") and hasattr(arg, "opts")), None)
     if named is None:
         return None, "auto"
     plugin = getattr(named, "plugin", "")
@@ -296,9 +296,13 @@ def _spawn(
             rank.process.join()
     if failed:
         # For lost processes of this machine, the exit code is more precise than the report of rank 0.
-        local = {each.rank: each for rank in ranks for each in rank.outcomes or () if each.rank == rank.number}
-        outcomes = [each for rank in ranks for each in rank.outcomes or ()]
-        causes = select_causes(local.get(each.rank, each) if each.kind == "lost" else each for each in outcomes)
+        local = {
+            outcome.rank: outcome for rank in ranks for outcome in rank.outcomes or () if outcome.rank == rank.number
+        }
+        outcomes = [outcome for rank in ranks for outcome in rank.outcomes or ()]
+        causes = select_causes(
+            local.get(outcome.rank, outcome) if outcome.kind == "lost" else outcome for outcome in outcomes
+        )
         for cause in causes:
             print_exit_message(cause)
         raise SystemExit(causes[0].code)

@@ -91,9 +91,9 @@ def write_metrics(cfg: CfgNode, results: dict[str, dict[str, Any]], *, protocol:
 def to_json(value: Any) -> Any:
     """Convert metrics of any evaluator to plain values. Non-finite numbers become None."""
     if isinstance(value, dict):
-        return {str(name): to_json(each) for name, each in value.items()}
+        return {str(name): to_json(member) for name, member in value.items()}
     if isinstance(value, tuple | list):
-        return [to_json(each) for each in value]
+        return [to_json(member) for member in value]
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float):

@@ -58,8 +58,8 @@ def train_seeds(
     }
     found: dict[int, dict[str, Any]] = {}
     summary: dict[str, dict[str, Any]] = {}
-    for number, (seed, each) in enumerate(configs.items(), start=1):
-        results = train(each)
+    for number, (seed, seed_cfg) in enumerate(configs.items(), start=1):
+        results = train(seed_cfg)
         _free_memory()
         if comm.is_main_process():
             found[seed] = results if len(names) > 1 else {names[0]: results}
@@ -67,7 +67,7 @@ def train_seeds(
             content = {"seeds": list(found), "requested": list(seeds), "metrics": summary}
             text = json.dumps(content, indent=1).encode() + b"\n"
             write_atomically(folder / FILE, lambda file, text=text: file.write(text))
-            logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), each.OUTPUT_DIR)
+            logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), seed_cfg.OUTPUT_DIR)
     if comm.is_main_process():
         setup_logger(folder)  # the runs have logged to their own folders
         logger.info(
@@ -90,7 +90,7 @@ def summarize_seeds(results: Mapping[int, Mapping[str, Mapping[str, Any]]]) -> d
     first, summary = next(iter(results.values())), {}
     for dataset, metrics in first.items():
         for metric in metrics:
-            values = [each.get(dataset, {}).get(metric) for each in results.values()]
+            values = [result.get(dataset, {}).get(metric) for result in results.values()]
             if all(_is_float(value) and math.isfinite(value) for value in values):
                 values = [float(value) for value in values]
                 summary[f"{dataset}/{metric}"] = {
@@ -111,12 +111,12 @@ def _table(summary: Mapping[str, Mapping[str, Any]], seeds: Sequence[int]) -> st
     rows = [
         [
             name,
-            *(f"{value:.2f}" for value in each["values"].values()),
-            f"{each['mean']:.2f}",
-            "" if each["std"] is None else f"{each['std']:.2f}",
-            f"{each['min']:.2f} to {each['max']:.2f}",
+            *(f"{value:.2f}" for value in statistics["values"].values()),
+            f"{statistics['mean']:.2f}",
+            "" if statistics["std"] is None else f"{statistics['std']:.2f}",
+            f"{statistics['min']:.2f} to {statistics['max']:.2f}",
         ]
-        for name, each in summary.items()
+        for name, statistics in summary.items()
     ]
     headers = ["metric", *(f"seed {seed}" for seed in seeds), "mean", "std", "range"]
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)

@@ -48,10 +48,10 @@ def summarize_run(cfg: CfgNode, results: Mapping[str, Mapping[str, Any]], *, sec
 def warn_below_baselines(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Log a warning for each test set on which the mAP is below that of a baseline; requires ``TEST.BASELINES``."""
     for name, metrics in results.items():
-        baselines = {title: each["mAP"] for title, each in metrics.get("baselines", {}).items() if "mAP" in each}
+        baselines = {title: scores["mAP"] for title, scores in metrics.get("baselines", {}).items() if "mAP" in scores}
         if not baselines or "mAP" not in metrics:
             continue
-        best = max(baselines, key=lambda each: baselines[each])
+        best = max(baselines, key=lambda baseline: baselines[baseline])
         if metrics["mAP"] < baselines[best]:
             logger.warning(
                 "%s: mAP %.2f is below the baseline %s (%.2f), which is not trained.\n"

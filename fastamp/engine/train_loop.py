@@ -463,8 +463,8 @@ class SimpleTrainer(TrainerBase):
         self._record_losses()
         if verdict.ok:
             # Skipped steps are excluded from averages: one infinite norm would make the average infinite.
-            for each in losses:
-                self.metrics.average(**each)
+            for batch_losses in losses:
+                self.metrics.average(**batch_losses)
             self.metrics.average(grad_norm=verdict.grad_norm)
             if verdict.clip_coefficient is not None:
                 self.metrics.average(clip_coefficient=verdict.clip_coefficient)

@@ -91,7 +91,7 @@ class Calibration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a dict of plain values and tensors from which ``from_state`` restores the calibration."""
-        state = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "curve"}
+        state = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "curve"}
         state |= {name: state[name].state_dict() for name in ("chosen", "measured")}
         curve = {"scores": self.curve.scores, "probabilities": self.curve.probabilities}
         return state | {name: torch.from_numpy(values.copy()) for name, values in curve.items()}
@@ -176,7 +176,7 @@ def _check_state(found: Calibration) -> None:
     elif not ((np.diff(x) >= 0).all() and (np.diff(y) >= 0).all() and (y > 0).all() and (y < 1).all()):
         wrong.append("probabilities")
     for name, part in (("chosen", found.chosen), ("measured", found.measured)):
-        values = [getattr(part, each.name) for each in fields(part) if each.name != "gallery_size"]
+        values = [getattr(part, field.name) for field in fields(part) if field.name != "gallery_size"]
         if type(part.gallery_size) is not int or not all(map(_is_valid, values)):
             wrong.append(name)
     if wrong:
@@ -190,6 +190,6 @@ def _is_finite(value: Any) -> bool:
 def _is_valid(rate: ErrorRate) -> bool:
     """Return True if the values of a rate have the expected types and ranges."""
     bounds, counts = (rate.low, rate.high), (rate.num_errors, rate.num_trials, rate.num_identities)
-    return all(_is_finite(each) and 0 <= each <= 1 for each in (rate.rate, *bounds)) and all(
-        type(each) is int and each >= 0 for each in counts
+    return all(_is_finite(bound) and 0 <= bound <= 1 for bound in (rate.rate, *bounds)) and all(
+        type(bound) is int and bound >= 0 for bound in counts
     )

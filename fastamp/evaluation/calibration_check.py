@@ -141,9 +141,9 @@ def check_calibration(
             ", ".join(dict.fromkeys(names)): part.rates(same, different, search, gallery)
             for names, part in scores.by_values(values, _MAX_GROUPS).items()
         }
-    pairs = [np.sort(sign * each) for each in (scores.genuine, scores.impostor)]
-    edges = np.linspace(min(each[0] for each in pairs), max(each[-1] for each in pairs), _BINS + 1)
-    genuine, impostor = (np.histogram(each, edges)[0] / len(each) for each in pairs)
+    pairs = [np.sort(sign * part) for part in (scores.genuine, scores.impostor)]
+    edges = np.linspace(min(pair[0] for pair in pairs), max(pair[-1] for pair in pairs), _BINS + 1)
+    genuine, impostor = (np.histogram(pair, edges)[0] / len(pair) for pair in pairs)
     return CalibrationCheck(
         found,
         scores.rates(same, different, search, gallery),

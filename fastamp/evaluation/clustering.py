@@ -270,8 +270,8 @@ def cluster_quality(labels: np.ndarray, identities: np.ndarray | None = None) ->
     pairs, counts = np.unique(np.stack((clustered, names)), axis=1, return_counts=True)
     largest = np.zeros(clustered.max() + 1, dtype=np.int64)
     np.maximum.at(largest, pairs[0], counts)
-    sizes = [np.unique(each, return_counts=True)[1] for each in (clustered, names)]
-    entropies = [_entropy(each) for each in sizes]
+    sizes = [np.unique(labels, return_counts=True)[1] for labels in (clustered, names)]
+    entropies = [_entropy(counts) for counts in sizes]
     total = sum(entropies)
     # The mutual information is the sum of both entropies minus the joint entropy.
     nmi = 2 * (total - _entropy(counts)) / total if total > 0 else 1.0

@@ -106,8 +106,8 @@ def inference_on_dataset(
             for batch in track(data_loader, len(cast(Sized, data_loader)), "evaluating"):
                 computing.batch = batch
                 features = evaluator.extract(model, batch, policy, flip_test)
-                outputs = [each for each in tree_leaves(features) if isinstance(each, torch.Tensor)]
-                finite.append(torch.stack([torch.isfinite(each).all() for each in outputs]).all())
+                outputs = [output for output in tree_leaves(features) if isinstance(output, torch.Tensor)]
+                finite.append(torch.stack([torch.isfinite(output).all() for output in outputs]).all())
                 evaluator.process(batch, features)
                 images += len(outputs[0])
         # Read once after the loop to avoid one device synchronization per batch.

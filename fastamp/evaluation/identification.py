@@ -238,7 +238,7 @@ def _plain(label: Any) -> Any:
 
 
 def _plain_labels(labels: Collection[Any]) -> list[Any]:
-    return [_plain(each) for each in labels]
+    return [_plain(label) for label in labels]
 
 
 def _check_kinds(*labels: list[Any], new: Label | None = None) -> None:
@@ -247,7 +247,7 @@ def _check_kinds(*labels: list[Any], new: Label | None = None) -> None:
     Raises:
         DataError: if they are not.
     """
-    kinds = {type(each) for part in labels for each in part if new is None or each != new}
+    kinds = {type(label) for part in labels for label in part if new is None or label != new}
     if len(kinds) > 1 or not kinds <= {str, int}:
         raise DataError(
             f"labels must be all text or all integers, got {' and '.join(sorted(kind.__name__ for kind in kinds))}.\n"
@@ -268,7 +268,7 @@ def _hits(true: Any, ranked: Sequence[Any]) -> np.ndarray:
     """Return True for each of the ranked labels that equals ``true``, which must be of the same type."""
     label, labels = _plain(true), _plain_labels(ranked)
     _check_kinds([label], labels)
-    return np.array([each == label for each in labels], dtype=bool)
+    return np.array([candidate == label for candidate in labels], dtype=bool)
 
 
 def _mean(values: np.ndarray) -> float:

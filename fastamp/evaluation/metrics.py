@@ -83,10 +83,10 @@ class EvaluationResult:
             metrics["intervals"] = self.intervals()
         if self.groups is not None:
             metrics["groups"] = self.group_metrics()
-            rates = [self._rates(each) for each in self._group_rankings().values()]
-            names = dict.fromkeys(name for each in rates for name, value in each.items() if isinstance(value, float))
+            rates = [self._rates(ranking) for ranking in self._group_rankings().values()]
+            names = dict.fromkeys(name for rate in rates for name, value in rate.items() if isinstance(value, float))
             metrics["mean_over_groups"] = {
-                name: float(np.mean([each[name] for each in rates if name in each])) for name in names
+                name: float(np.mean([rate[name] for rate in rates if name in rate])) for name in names
             }
         return metrics
 
@@ -98,8 +98,8 @@ class EvaluationResult:
             ``num_query`` and ``num_query_without_match``.
         """
         return {
-            value: {**(metrics := self._rates(each)), **_query_counts(each, metrics)}
-            for value, each in self._group_rankings().items()
+            value: {**(metrics := self._rates(rows)), **_query_counts(rows, metrics)}
+            for value, rows in self._group_rankings().items()
         }
 
     def _group_rankings(self) -> dict[str, RankingResult]:
@@ -129,7 +129,7 @@ class EvaluationResult:
         ranking = self.ranking
         weights = ranking.trials[ranking.valid].numpy()
         values = {"mAP": ranking.ap, "Rank-1": ranking.hits(1)}
-        weighted = {name: each[ranking.valid].numpy() * weights for name, each in values.items()}
+        weighted = {name: per_query[ranking.valid].numpy() * weights for name, per_query in values.items()}
         generator = np.random.default_rng(self.protocol.seed)
         means: dict[str, list[np.ndarray]] = {name: [] for name in values}
         count, remaining = len(weights), self.protocol.resamples
@@ -138,8 +138,8 @@ class EvaluationResult:
             size = min(remaining, max(1, _RESAMPLED // count))
             chosen = generator.integers(0, count, (size, count), dtype=np.int32)
             total = count * weights[0] if equal_weights else weights[chosen].sum(1)
-            for name, each in weighted.items():
-                means[name].append(each[chosen].sum(1) / total)
+            for name, per_query in weighted.items():
+                means[name].append(per_query[chosen].sum(1) / total)
             remaining -= size
         return {
             name: [100 * float(bound) for bound in np.quantile(np.concatenate(parts), _INTERVAL)]

@@ -144,7 +144,7 @@ def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop:
         opposite = np.concatenate((block * -2, np.ones((len(block), 1), dtype=np.float32)), axis=1)
         _, farthest = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
         columns = (np.arange(first, last), found.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
-        indices, found, values, farthest = (torch.from_numpy(each).to(distances.device) for each in columns)
+        indices, found, values, farthest = (torch.from_numpy(column).to(distances.device) for column in columns)
         yield _Candidates(indices, found, values, farthest, rows=None)
 
 

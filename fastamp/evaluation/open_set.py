@@ -46,16 +46,16 @@ class OpenSetRates:
     def state_dict(self) -> dict[str, Any]:
         """Return a dict of plain values, see ``Calibration.state_dict``."""
         return {
-            each.name: value if isinstance(value, int) else value.state_dict()
-            for each in fields(self)
-            for value in [getattr(self, each.name)]
+            field.name: value if isinstance(value, int) else value.state_dict()
+            for field in fields(self)
+            for value in [getattr(self, field.name)]
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "OpenSetRates":
         """Restore the rates from ``state_dict``."""
         values: dict[str, Any] = {
-            name: ErrorRate(**each) if name != "gallery_size" else each for name, each in state.items()
+            name: ErrorRate(**rate) if name != "gallery_size" else rate for name, rate in state.items()
         }
         return cls(**values)
 
@@ -252,7 +252,10 @@ class SetScores:
         """Compare predicted probabilities with the observed fractions of genuine pairs."""
         pairs = [self.genuine, self.impostor]
         predicted = [curve.at(scores) for scores in pairs]
-        bins = [np.minimum((each * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1) for each in predicted]
+        bins = [
+            np.minimum((probabilities * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1)
+            for probabilities in predicted
+        ]
         counts, sums = (
             [
                 np.bincount(where, weights, minlength=_RELIABILITY_BINS) / len(where)

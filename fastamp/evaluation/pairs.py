@@ -38,7 +38,7 @@ class PairScores:
     def percentile_of(self, score: float) -> tuple[float, float]:
         """Compute ``(genuine, impostor)``: fractions in 0..1 of pairs that are less similar than ``score``."""
         shares = np.linspace(0, 1, _QUANTILES)
-        below = [float(np.interp(score, each.numpy(), shares)) for each in (self.genuine, self.impostor)]
+        below = [float(np.interp(score, scores.numpy(), shares)) for scores in (self.genuine, self.impostor)]
         genuine, impostor = below if self.metric == "cosine" else [1 - share for share in below]
         return genuine, impostor
 
@@ -116,7 +116,7 @@ def sample_pairs(
     )
     if not len(impostor):
         return None
-    match_features = _take_rows(gallery_features, np.concatenate(columns)).split([len(each) for each in columns])
+    match_features = _take_rows(gallery_features, np.concatenate(columns)).split([len(column) for column in columns])
     distances = [
         pairwise_distance(sampled_queries[row : row + 1], features, metric)[0]
         for row, features in enumerate(match_features)

@@ -93,8 +93,8 @@ def update_bn_statistics(
     statistics = [_PooledStatistics(layer) for layer in layers]
     saved = [[buffer.clone() for buffer in _buffers(layer)] for layer in layers]
     handles = [
-        layer.register_forward_pre_hook(lambda _, inputs, each=each: each.add(inputs[0]))
-        for layer, each in zip(layers, statistics, strict=True)
+        layer.register_forward_pre_hook(lambda _, inputs, statistic=statistic: statistic.add(inputs[0]))
+        for layer, statistic in zip(layers, statistics, strict=True)
     ]
     done = 0
     try:
@@ -114,8 +114,8 @@ def update_bn_statistics(
         for layer, values in zip(layers, saved, strict=True):
             for buffer, value in zip(_buffers(layer), values, strict=True):
                 buffer.copy_(value)
-    for each in statistics:
-        each.write()
+    for statistic in statistics:
+        statistic.write()
     counts = plural(len(layers), "layer"), plural(done, "batch", "batches")
     logger.info("recomputed batch norm statistics of %s from %s", *counts)
     return len(layers)

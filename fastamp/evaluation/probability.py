@@ -61,7 +61,7 @@ def fit_probability(genuine: np.ndarray, impostor: np.ndarray, *, method: str, n
     counts[1][-1] += 2 / (num_identities * (num_identities - 1) + 2)
     used = counts[0] + counts[1] > 0
     x = ((edges[1:] + edges[:-1]) / 2)[used]
-    same, different = (each[used] / each.sum() for each in counts)
+    same, different = (histogram[used] / histogram.sum() for histogram in counts)
     if method == "logistic":
         points = np.linspace(low, high, _POINTS)
         probabilities = special.expit(_logistic(x, same, different)(points))

@@ -214,7 +214,7 @@ def reciprocal_weights(
     members.sort_indices()
 
     rows = np.repeat(np.arange(members.shape[0]), np.diff(members.indptr))
-    pairs = (torch.from_numpy(each.astype(np.int64)).to(features.device) for each in (rows, members.indices))
+    pairs = (torch.from_numpy(indices.astype(np.int64)).to(features.device) for indices in (rows, members.indices))
     distances = pair_distances(features, features, *pairs).cpu().numpy()
     if options.variant != "fastreid":
         distances /= np.maximum(farthest, np.finfo(np.float32).tiny)[rows]
@@ -270,6 +270,6 @@ def add_overlaps(query_weights: "csr_matrix", gallery_weights: "csc_matrix", ove
         entries = np.arange(number.sum()) + np.repeat(begins[part] - (np.cumsum(number) - number), number)
         minimum = np.minimum(np.repeat(query_weights.data[part], number), gallery_weights.data[entries])
         targets = np.repeat(rows[part] * num_gallery, number) + gallery_weights.indices[entries]
-        targets, minimum = (torch.from_numpy(each).to(overlap.device) for each in (targets, minimum))
+        targets, minimum = (torch.from_numpy(array).to(overlap.device) for array in (targets, minimum))
         overlap.view(-1).index_add_(0, targets, minimum)
         first = last

@@ -35,8 +35,8 @@ def print_results(results: dict[str, dict[str, Any]], *, protocol: str, trained_
     if others:
         protocol += f"; trained on {', '.join(trained_on)}"
     if len(others) > 1:
-        values = {name: [results[each].get(name) for each in others] for name in columns}
-        means = (f"{sum(each) / len(each):.2f}" if None not in each else "" for each in values.values())
+        values = {name: [results[other].get(name) for other in others] for name in columns}
+        means = (f"{sum(value) / len(value):.2f}" if None not in value else "" for value in values.values())
         rows.append([f"mean of {len(others)} other datasets", *means])
     table = format_table(rows, ["dataset", *columns])
     notes = "\n".join(f"{name}: {text}" for name, metrics in results.items() if (text := _notes(metrics)))
@@ -59,7 +59,9 @@ def _columns(results: dict[str, dict[str, Any]]) -> list[str]:
     To add a column, compute it in ``fastamp.evaluation.metrics.EvaluationResult.metrics`` and add its name to
     ``Protocol.metric_names``; ``fastamp.report.sections._tiles`` selects the metrics of a report.
     """
-    return list({name: None for each in results.values() for name, value in each.items() if isinstance(value, float)})
+    return list(
+        {name: None for result in results.values() for name, value in result.items() if isinstance(value, float)}
+    )
 
 
 def _notes(metrics: dict[str, Any]) -> str:

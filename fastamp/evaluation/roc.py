@@ -96,8 +96,8 @@ class RocCounter:
     def _count(self, distances: torch.Tensor, pairs: Pairs) -> None:
         entries = ((pairs.rows, pairs.columns), (pairs.junk_rows, pairs.junk_columns))
         genuine_counts, junk_counts = (
-            self._histogram(distances[tuple(torch.from_numpy(side).to(distances.device) for side in each)])
-            for each in entries
+            self._histogram(distances[tuple(torch.from_numpy(side).to(distances.device) for side in entry)])
+            for entry in entries
         )
         genuine, impostor = self.counts
         genuine += genuine_counts

@@ -132,8 +132,8 @@ def compare_rankings(
             f"expected queries of at least 2 identities with a match, got {len(names)}.\n  fix: use a larger test set"
         )
     weights = first.trials[valid].numpy()
-    metrics = [_metrics_of(each.select(valid), ranks) for each in (first, second)]
-    means = [np.array([100 * (weights @ values) / weights.sum() for values in each.values()]) for each in metrics]
+    metrics = [_metrics_of(ranking.select(valid), ranks) for ranking in (first, second)]
+    means = [np.array([100 * (weights @ values) / weights.sum() for values in metric.values()]) for metric in metrics]
     changes = np.stack([metrics[1][name] - metrics[0][name] for name in metrics[0]], axis=1)
     sums = np.stack([np.bincount(groups, weights=weights * column) for column in changes.T], axis=1)
     totals = np.bincount(groups, weights=weights)
@@ -198,7 +198,7 @@ def compare_runs(
         ConfigError: if a folder does not exist.
         DataError: if there are no such results, they are damaged, or the queries differ.
     """
-    runs = [expand(each) for each in (first, second)]
+    runs = [expand(folder) for folder in (first, second)]
     folders = [_result_folders(run) for run in runs]
     names = [(name, name) for name in folders[0] if name in folders[1]]
     if not names and len(folders[0]) == len(folders[1]) == 1:
@@ -245,16 +245,19 @@ def _common_order(first: QueryResults, second: QueryResults, folders: tuple[Path
     Raises:
         DataError: if the queries differ, or several have the same path but another order.
     """
-    keys = [list(zip(_below_common_folder(each.paths), each.pids.tolist(), strict=True)) for each in (first, second)]
+    keys = [
+        list(zip(_below_common_folder(ranking.paths), ranking.pids.tolist(), strict=True))
+        for ranking in (first, second)
+    ]
     if keys[0] == keys[1]:
         return np.arange(len(keys[0]))
-    counts = [Counter(each) for each in keys]
+    counts = [Counter(key) for key in keys]
     if counts[0] != counts[1]:
         only = [list((counts[row] - counts[1 - row]).elements()) for row in (0, 1)]
         examples = "; ".join(
-            f"only in {folder}: {len(each)}, e.g. {each[0][0]} of identity {each[0][1]}"
-            for folder, each in zip(folders, only, strict=True)
-            if each
+            f"only in {folder}: {len(queries)}, e.g. {queries[0][0]} of identity {queries[0][1]}"
+            for folder, queries in zip(folders, only, strict=True)
+            if queries
         )
         raise DataError(
             f"the queries differ ({len(keys[0])} and {len(keys[1])}): {examples}.\n"
@@ -288,7 +291,7 @@ def read_query_results(folder: Path) -> QueryResults:
             ranking = RankingResult(*(torch.from_numpy(arrays[name]) for name in ("ap", "inp", "first_match")))
             protocol = str(arrays["protocol"]) if "protocol" in arrays else ""
         with (folder / "queries.csv").open(encoding="utf-8", errors="surrogateescape", newline="") as file:
-            lines = [(each["path"], each["pid"], each["ap"]) for each in csv.DictReader(file)]
+            lines = [(row["path"], row["pid"], row["ap"]) for row in csv.DictReader(file)]
         order = ranking.worst_first()
         expected = [f"{100 * ap:.2f}" for ap in ranking.ap[ranking.valid].sort().values.tolist()]
         if len(order) != len(lines) or [ap for _, _, ap in lines if ap] != expected:

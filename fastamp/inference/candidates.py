@@ -54,7 +54,7 @@ class Candidates:
     @property
     def fractions(self) -> list[int]:
         """Numbers of lists to try for ``probed``, in ascending order."""
-        return sorted({max(1, round(each * self._index.nlist)) for each in _FRACTIONS})
+        return sorted({max(1, round(fraction * self._index.nlist)) for fraction in _FRACTIONS})
 
     def choose(self, probed: int, recall: float) -> None:
         """Set the number of lists of a search, and its measured recall."""

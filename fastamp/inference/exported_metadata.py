@@ -62,7 +62,7 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
 
 def _is_size(value: Any, low: int = 1) -> bool:
     """Return True for a list of height and width."""
-    return isinstance(value, list) and len(value) == 2 and all(_is_whole(each, low, _LARGEST_SIDE) for each in value)
+    return isinstance(value, list) and len(value) == 2 and all(_is_whole(edge, low, _LARGEST_SIDE) for edge in value)
 
 
 def _is_resize(value: Any) -> bool:
@@ -72,8 +72,8 @@ def _is_resize(value: Any) -> bool:
 
 def _are_numbers(value: Any, low: float) -> bool:
     return isinstance(value, list) and all(
-        isinstance(each, int | float) and not isinstance(each, bool) and low < each and abs(each) < 1e30
-        for each in value
+        isinstance(number, int | float) and not isinstance(number, bool) and low < number and abs(number) < 1e30
+        for number in value
     )
 
 

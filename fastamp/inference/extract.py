@@ -299,11 +299,11 @@ def _compute(
     try:
         with torch.inference_mode():
             for batch in loader:
-                features, attributes = (each.cpu() for each in predictor.features_and_attributes_of_batch(batch))
+                features, attributes = (output.cpu() for output in predictor.features_and_attributes_of_batch(batch))
                 buffer.append((features, attributes, batch["indices"], batch["unreadable"]))
                 done += len(features)
                 bar.update(done)
-                size = sum(each.nbytes for each, *_ in buffer)
+                size = sum(features.nbytes for features, *_ in buffer)
                 if done < total and time.monotonic() - last_write <= _PART_SECONDS and size <= _PART_BYTES:
                     continue
                 with writing(out):
@@ -449,7 +449,7 @@ class _Parts:
     def write(self, stop: int, batches: Sequence[_Batch]) -> None:
         """Write the features of the images ``done:stop`` as one part."""
         messages = {row: text for *_, unreadable in batches for row, text in unreadable.items()}
-        rows = torch.cat([each for _, _, each, _ in batches]).numpy()
+        rows = torch.cat([rows for _, _, rows, _ in batches]).numpy()
         kept = ~np.isin(rows, list(messages))
         arrays = {
             "span": np.array([self.done, stop]),
@@ -457,7 +457,7 @@ class _Parts:
             "features": torch.cat([features for features, *_ in batches]).numpy()[kept],
             "unreadable": np.array([messages[row] for row in sorted(messages)], dtype=str),
         }
-        attributes = torch.cat([each for _, each, *_ in batches])
+        attributes = torch.cat([attributes for _, attributes, *_ in batches])
         if attributes.shape[1]:
             arrays["attributes"] = attributes.numpy()[kept]
         path = self.folder / f"{self.done:012d}.npz"

@@ -90,7 +90,7 @@ def _write_parquet(file: IO[bytes], extraction: Extraction) -> None:
         for columns, features in _blocks(extraction):
             arrays = {
                 name: pyarrow.array(
-                    [each.encode("utf-8", "replace").decode() if isinstance(each, str) else each for each in values]
+                    [value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values]
                 )
                 for name, values in columns.items()
             }

@@ -173,10 +173,10 @@ class MutableGallery(GalleryIndex):
         """
         with self._lock:
             with self._transaction():
-                self._check_unique([Item(each) for each in ids])
+                self._check_unique([Item(item_id) for item_id in ids])
                 self._check_present(ids)
                 self._store.delete(ids)
-            self._delete([self._row_of_id[each] for each in ids])
+            self._delete([self._row_of_id[item_id] for item_id in ids])
 
     def search(self, features: Tensor | np.ndarray, k: int = 10, **options: Any) -> SearchResult:
         """Search for the nearest items; see ``GalleryIndex.search``, whose ``effort`` is a number of lists."""
@@ -252,8 +252,8 @@ class MutableGallery(GalleryIndex):
         built = Candidates.train(sample, len(numbers))
         for start in range(0, len(numbers), _BLOCK):
             with self._lock:
-                block = [each for each in numbers[start : start + _BLOCK] if each in self._row_of_number]
-                features = self._matrix[[self._row_of_number[each] for each in block]]
+                block = [number for number in numbers[start : start + _BLOCK] if number in self._row_of_number]
+                features = self._matrix[[self._row_of_number[number] for number in block]]
             built.add(block, features)
         with self._lock:
             self._synchronize(built)
@@ -296,11 +296,11 @@ class MutableGallery(GalleryIndex):
         """Compare the queries exactly with their candidates; with all items where there are fewer than k candidates."""
         values, rows = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)
         for query, proposed in enumerate(candidates.search(features, k, effort).tolist()):
-            found = (self._row_of_number.get(each, -1) for each in proposed)  # -1: removed
+            found = (self._row_of_number.get(number, -1) for number in proposed)  # -1: removed
             near = np.array([row for row in found if row >= 0], dtype=np.int64)
             feature = features[query]
             if len(near) < k:
-                values[query], rows[query] = (each[0] for each in self._search_all(feature[None], k))
+                values[query], rows[query] = (rows[0] for rows in self._search_all(feature[None], k))
                 continue
             if self.metric == "cosine":
                 scores = self._matrix[near] @ feature
@@ -314,23 +314,23 @@ class MutableGallery(GalleryIndex):
         return values, rows
 
     def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
-        found = [[self.items[row] for row in each] for each in rows.tolist()]
+        found = [[self.items[row] for row in found_rows] for found_rows in rows.tolist()]
 
         def column(values: Iterable[Iterable[Any]], kind: type = str) -> np.ndarray:
-            return np.array([list(each) for each in values], dtype=kind).reshape(rows.shape)
+            return np.array([list(value) for value in values], dtype=kind).reshape(rows.shape)
 
         return SearchResult(
             scores=scores,
             rows=rows,
-            paths=column([item.name or item.id for item in each] for each in found),
-            pids=column([item.identity or "-1" for item in each] for each in found),
+            paths=column([item.name or item.id for item in items] for items in found),
+            pids=column([item.identity or "-1" for item in items] for items in found),
             camids=np.full(rows.shape, -1),
             boxes=None,
             metric=metric,
-            cameras=column([item.camera for item in each] for each in found),
+            cameras=column([item.camera for item in items] for items in found),
             columns={
-                "id": column([item.id for item in each] for each in found),
-                "time": column([format_time(item.time) for item in each] for each in found),
+                "id": column([item.id for item in items] for items in found),
+                "time": column([format_time(item.time) for item in items] for items in found),
             },
         )
 
@@ -417,7 +417,7 @@ class MutableGallery(GalleryIndex):
     def _synchronize(self, candidates: Candidates) -> None:
         """Add the features that are not in a candidate index."""
         added = sorted(self._row_of_number.keys() - candidates.numbers)
-        candidates.add(added, self._matrix[[self._row_of_number[each] for each in added]])
+        candidates.add(added, self._matrix[[self._row_of_number[number] for number in added]])
 
     def _normalized(self, features: np.ndarray) -> np.ndarray:
         if self.metric != "cosine":
@@ -438,11 +438,11 @@ class MutableGallery(GalleryIndex):
     def _check_unique(self, items: Sequence[Item]) -> None:
         ids = [item.id for item in items]
         if len(set(ids)) < len(ids):
-            twice = next(each for each in ids if ids.count(each) > 1)
+            twice = next(item_id for item_id in ids if ids.count(item_id) > 1)
             raise DataError(f"the id {twice!r} is given twice.\n  fix: give each item once")
 
     def _check_present(self, ids: Sequence[str]) -> None:
-        missing = [each for each in ids if each not in self._row_of_id]
+        missing = [item_id for item_id in ids if item_id not in self._row_of_id]
         if missing:
             raise MissingItemError(
                 f"{len(missing)} of {len(ids)} items are not in the gallery: {', '.join(missing[:5])}\n"

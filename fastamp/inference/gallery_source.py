@@ -156,7 +156,7 @@ def _add(
 ) -> tuple[int, int, list[str]]:
     """Add items in batches of ``size``; an id that is repeated counts once. Build the candidate index if needed."""
     added, faults = 0, list[str]()
-    first_rows = list({each: row for row, each in reversed(list(enumerate(ids)))}.values())[::-1]
+    first_rows = list({item_id: row for row, item_id in reversed(list(enumerate(ids)))}.values())[::-1]
     starts = range(0, len(first_rows), size)
     for start in track(starts, len(starts), f"adding {len(first_rows)} items"):
         block = first_rows[start : start + size]
@@ -172,7 +172,7 @@ def _add(
         new = gallery.add(items, values, skip_existing=True)  # other processes may have added some in the meantime
         old = sorted(set(range(len(items))) - set(new)) if replace else []
         if old:
-            gallery.update([items[each] for each in old], values[old])
+            gallery.update([items[row] for row in old], values[old])
         added += len(new) + len(old)
         _check_readable(faults, skip_corrupt)
     if gallery.wants_candidates:
@@ -191,7 +191,7 @@ def _readable(
             return [], torch.empty(0), [str(error)]
     found = [_readable([row], item, features) for row in block]
     items, values, faults = zip(*found, strict=True)
-    good = [each for each in values if len(each)]
+    good = [value for value in values if len(value)]
     return [*chain(*items)], torch.cat(good) if good else torch.empty(0), [*chain(*faults)]
 
 

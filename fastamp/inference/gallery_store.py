@@ -153,7 +153,7 @@ class GalleryStore:
             found = self._connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL").fetchmany(
                 9
             )
-            others = {(kind, name, sql) for kind, name, sql in found} ^ {("table", *each) for each in _TABLES.items()}
+            others = {(kind, name, sql) for kind, name, sql in found} ^ {("table", *table) for table in _TABLES.items()}
             if others:
                 raise DataError(
                     f"{self.path} is not a gallery of this version of fastamp: other definitions of "
@@ -255,7 +255,7 @@ class GalleryStore:
 
     def delete(self, ids: Sequence[str]) -> None:
         """Delete items; call it in a transaction."""
-        self._connection.executemany("DELETE FROM items WHERE id=?", [(each,) for each in ids])
+        self._connection.executemany("DELETE FROM items WHERE id=?", [(item_id,) for item_id in ids])
 
     def _write_pictures(self, items: Sequence[Item]) -> None:
         rows = [(item.id, item.picture) for item in items if item.picture is not None]
@@ -295,7 +295,7 @@ class GalleryStore:
     @contextmanager
     def _bounded(self) -> Iterator[None]:
         """Convert errors as ``_errors``; repeating pages of a damaged file do not lead to an endless read."""
-        size = sum(os.stat(path).st_size for each in ("", "-wal") if os.path.exists(path := f"{self.path}{each}"))
+        size = sum(os.stat(path).st_size for suffix in ("", "-wal") if os.path.exists(path := f"{self.path}{suffix}"))
         self._steps = _STEPS + _STEPS_PER_BYTE * size
 
         def has_ended() -> bool:

@@ -114,7 +114,7 @@ def download(
         try:
             with _explained(repository, revision):
                 info = api.model_info(repository, revision=revision, timeout=_TIMEOUT)
-            _check_files(repository, [each.rfilename for each in info.siblings or ()])
+            _check_files(repository, [sibling.rfilename for sibling in info.siblings or ()])
         except _UnreachableError as error:
             unreachable = error
     try:
@@ -212,7 +212,7 @@ def find_token(repository: str) -> str:
 
 def _check_existing(info: Any, repository: str, *, private: bool, update: bool) -> None:
     """Check that a repository is empty, or that it may be updated."""
-    files = [each.rfilename for each in info.siblings or () if each.rfilename != ".gitattributes"]
+    files = [sibling.rfilename for sibling in info.siblings or () if sibling.rfilename != ".gitattributes"]
     if files and not update:
         raise HubError(
             f"{repository} already exists and has {len(files)} files{examples(files)}.\n"

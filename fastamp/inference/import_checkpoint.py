@@ -124,7 +124,7 @@ def write_model(
             "LAST_STRIDE, SIE_VIEWS (SIE_CAMERAS is set to the total number of embeddings); MODEL.HEADS.CLS_LAYER, "
             "SCALE, MARGIN, JPM.SHIFT, POOL_LAYER if it has no weights; MODEL.PIXEL_MEAN, PIXEL_STD"
         )
-        opts = [*(each for pair in keys.items() for each in pair), *opts]
+        opts = [*(element for pair in keys.items() for element in pair), *opts]
     # Download nothing: the weights come from IN.
     opts = ["MODEL.DEVICE", "cpu", *opts, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.BACKBONE.PRETRAIN_PATH", ""]
     cfg = read_config(config_file, opts, plugin=plugin)

@@ -554,7 +554,7 @@ def _read_extraction_of(folder: Path, path: Path, config_hash: str) -> Extractio
     cause, prefix = "", os.path.join(os.path.abspath(folder), "")
     try:
         found = read_extraction(path)
-        other = next((each for each in found.paths.tolist() if not os.path.abspath(each).startswith(prefix)), None)
+        other = next((path for path in found.paths.tolist() if not os.path.abspath(path).startswith(prefix)), None)
         if found.config_hash != config_hash:
             cause = f"it was extracted with a different model: {found.checkpoint} ({found.config_hash})"
         elif found.split is not None:

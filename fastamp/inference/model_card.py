@@ -85,7 +85,7 @@ def model_card(
         license=license,
         cfg=cfg,
         parameters=sum(tensor.numel() for tensor in content["model"].values() if tensor.is_floating_point()),
-        dtypes=sorted({str(each.dtype).removeprefix("torch.") for each in content["model"].values()}),
+        dtypes=sorted({str(tensor.dtype).removeprefix("torch.") for tensor in content["model"].values()}),
         feature_dim=feature_dim,
         weights=content[STRIPPED],
         best=content.get("best"),
@@ -105,9 +105,9 @@ def model_card(
         plugin=plugin,
         evaluate=_evaluation_command(name, results, plugin),
         withdrawn=[
-            each
-            for each in (*(cfg.DATASETS.NAMES if is_recorded else ()), *(results or cfg.DATASETS.TESTS))
-            if "duke" in each.lower()
+            name
+            for name in (*(cfg.DATASETS.NAMES if is_recorded else ()), *(results or cfg.DATASETS.TESTS))
+            if "duke" in name.lower()
         ],
     )
 

@@ -157,7 +157,7 @@ def package(
             cfg=public,
             initial_weights=_initial_weights(cfg),
             feature_dim=predictor.feature_dim,
-            plugin=", ".join(Path(each).name for each in split_plugins(plugin)),
+            plugin=", ".join(Path(name).name for name in split_plugins(plugin)),
         )
         write_atomically(build / CARD_NAME, lambda file: file.write(text.encode()))
         with writing(target):
@@ -287,7 +287,7 @@ def _public(value: Any) -> Any:
     {'csv:cameras.csv': ['Market1501']}
     """
     if isinstance(value, Mapping):
-        return {_public(name): _public(each) for name, each in value.items()}
+        return {_public(name): _public(member) for name, member in value.items()}
     if isinstance(value, list | tuple):
-        return [_public(each) for each in value]
+        return [_public(member) for member in value]
     return _LOCAL_PATH.sub(r"\1\2", value) if isinstance(value, str) and _LOCAL_PATH.fullmatch(value) else value

@@ -331,7 +331,7 @@ class Predictor(FeatureModel):
                 "  fix: set DATASETS.CLASSES to the names of all classes in the order of the labels"
             )
         return [
-            dict(sorted(zip(names, row, strict=True), key=lambda each: -each[1])) for row in logits.softmax(1).tolist()
+            dict(sorted(zip(names, row, strict=True), key=lambda pair: -pair[1])) for row in logits.softmax(1).tolist()
         ]
 
     def _compute(
@@ -536,7 +536,7 @@ class Predictor(FeatureModel):
         model: Any = self.model
 
         def compute_both(batch: dict[str, Any]) -> Tensor:
-            return torch.cat([to_float32(each) for each in model.features_and_attributes(batch)], dim=1)
+            return torch.cat([to_float32(output) for output in model.features_and_attributes(batch)], dim=1)
 
         both: Any = compute_both  # extract_features calls a model or a function
         values = self._check_finite(extract_features(both, batch, self.policy, self.cfg.TEST.FLIP.ENABLED))
@@ -552,7 +552,7 @@ class Predictor(FeatureModel):
         batch = {}
         for name, limit in self.camera_view_counts.items():
             ids = given[name]
-            if ids is None or len(ids) != count or not all(0 <= each < limit and each == int(each) for each in ids):
+            if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
                 found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
                     f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
@@ -603,7 +603,9 @@ class Predictor(FeatureModel):
                 f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
                 "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
             )
-        return batch | {self.modality_column: torch.tensor([names.index(each) for each in given], dtype=torch.int64)}
+        return batch | {
+            self.modality_column: torch.tensor([names.index(modality) for modality in given], dtype=torch.int64)
+        }
 
 
 def feature_values(cfg: CfgNode) -> dict[str, Any]:
@@ -625,9 +627,9 @@ def _check_pairs(pairs: Any, checkpoint: Path) -> None:
     """Raise WeightsError if the pairs of a checkpoint do not have the expected structure."""
     form = PairScores.form()
     wrong = "" if isinstance(pairs, dict) else f"pairs: expected a dict, got {type(pairs).__name__}"
-    for name, each in pairs.items() if not wrong else ():
-        wrong = wrong or structure_mismatch(form, each, f"pairs.{name}")
-        if not wrong and each and each.keys() != form.keys():
+    for name, tensor in pairs.items() if not wrong else ():
+        wrong = wrong or structure_mismatch(form, tensor, f"pairs.{name}")
+        if not wrong and tensor and tensor.keys() != form.keys():
             wrong = f"pairs.{name}: expected {', '.join(form)}"
     if wrong:
         raise damaged_entry_error(checkpoint, wrong)

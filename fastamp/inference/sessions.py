@@ -61,7 +61,7 @@ def open_onnx(model: Path | bytes, threads: int | None = None) -> Session:
         features: NDArray[np.float32] = session.run(["features"], inputs)[0]
         return features
 
-    return Session(run, [each.name for each in session.get_inputs()], session.get_modelmeta().custom_metadata_map)
+    return Session(run, [tensor.name for tensor in session.get_inputs()], session.get_modelmeta().custom_metadata_map)
 
 
 def open_openvino(
@@ -90,7 +90,7 @@ def open_openvino(
         return features
 
     return Session(
-        run, [each.any_name for each in read.inputs], {name: each.astype(str) for name, each in entries.items()}
+        run, [tensor.any_name for tensor in read.inputs], {name: text.astype(str) for name, text in entries.items()}
     )
 
 
@@ -116,7 +116,7 @@ def open_tflite(model: Path | bytes, threads: int | None = None) -> Session:
         rows = []
         for start in range(0, count, step):
             with lock:  # another call changes the inputs, and overwrites the output
-                (output,) = signature(**{name: each[start : start + step] for name, each in arrays.items()}).values()
+                (output,) = signature(**{name: array[start : start + step] for name, array in arrays.items()}).values()
                 rows.append(output.copy())
         return np.concatenate(rows)
 

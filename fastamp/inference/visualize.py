@@ -53,17 +53,17 @@ def draw_set(
         cfg.TEST.FLIP.ENABLED,
         policy=predictor.policy,
     )
-    each = evaluated_set(name, metrics, evaluator, loader, num_query)
-    result = each.result
+    test_set = evaluated_set(name, metrics, evaluator, loader, num_query)
+    result = test_set.result
     assert result is not None and result.examples is not None  # because of report_options
     examples, protocol = result.examples, result.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
     if "rank-lists" in kinds:
-        queries, gallery = _sides(each, protocol)
+        queries, gallery = _sides(test_set, protocol)
         for kind, lists in examples.lists.items():
             if lists:
                 title = f"{kind} queries on {name}"
-                figure = rank_list_figure(lists, queries, gallery, protocol, title=title, names=each, dpi=dpi)
+                figure = rank_list_figure(lists, queries, gallery, protocol, title=title, names=test_set, dpi=dpi)
                 save(figure, f"rank_list_{kind}")
     panels: dict[str, Callable[[], Panel | None]] = {
         "cmc": lambda: cmc_panel(result),
@@ -80,14 +80,14 @@ def draw_set(
     if "grad-cam" in kinds:
         shown = [one for one in examples.lists["random"] if len(one.gallery)]
         first_frames = evaluator.first_frames
-        frames = range(len(each.images)) if first_frames is None else first_frames.tolist()
-        pairs = _similar_pairs(predictor, each, loader.dataset, shown, protocol, frames)
-        save(similarity_figure(pairs, each), "grad_cam")
+        frames = range(len(test_set.images)) if first_frames is None else first_frames.tolist()
+        pairs = _similar_pairs(predictor, test_set, loader.dataset, shown, protocol, frames)
+        save(similarity_figure(pairs, test_set), "grad_cam")
 
 
 def _similar_pairs(
     predictor: Predictor,
-    each: EvaluatedSet,
+    test_set: EvaluatedSet,
     dataset: Any,
     shown: list[RankList],
     protocol: Protocol,
@@ -97,27 +97,27 @@ def _similar_pairs(
 
     Args:
         predictor: trained model.
-        each: evaluated test set.
+        test_set: evaluated test set.
         dataset: dataset of the test loader.
         shown: rank lists.
         protocol: evaluation protocol.
-        frames: index in ``dataset`` of each image of ``each``: for tracklets, of the first frame.
+        frames: index in ``dataset`` of each image of ``test_set``: for tracklets, of the first frame.
     """
     pairs = []
-    offset = 0 if protocol.all_images else len(each.query)
+    offset = 0 if protocol.all_images else len(test_set.query)
     for one in shown:
         numbers = one.query, offset + int(one.gallery[0])
         batch = dataset.__getitems__([(0, place, int(frames[number])) for place, number in enumerate(numbers)])
         batch = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        first, second = (each.images[number] for number in numbers)
+        first, second = (test_set.images[number] for number in numbers)
         pairs.append((first, second, similarity_map(predictor.model, batch)))
     return pairs
 
 
-def _sides(each: EvaluatedSet, protocol: Protocol) -> tuple[list[Any], list[Any]]:
+def _sides(test_set: EvaluatedSet, protocol: Protocol) -> tuple[list[Any], list[Any]]:
     """Return the images to which the indices in rank lists refer, as ``(query images, gallery images)``."""
-    queries = each.images if protocol.all_images else each.query
-    return list(queries), list(each.images if protocol.all_images else each.gallery)
+    queries = test_set.images if protocol.all_images else test_set.query
+    return list(queries), list(test_set.images if protocol.all_images else test_set.gallery)
 
 
 def write(figure: Any, path: Path, *, dpi: int = 120) -> None:

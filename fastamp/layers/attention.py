@@ -82,7 +82,7 @@ def dot_product_attention(
     Returns:
         (B, heads, N, D), same dtype as ``queries``, unless autocast changes it.
     """
-    needs_gradients = any(each.requires_grad for each in (queries, keys, values))
+    needs_gradients = any(tensor.requires_grad for tensor in (queries, keys, values))
     if needs_gradients and queries.device.type == "cpu" and queries.dtype in (torch.bfloat16, torch.float16):
         return _attention_in_float32(queries, keys, values, **options).to(queries.dtype)
     return F.scaled_dot_product_attention(queries, keys, values, **options)

@@ -119,8 +119,8 @@ def _split_identities(
     groups = []
     for name in sorted(clusters_of, key=lambda name: -len(clusters_of[name]))[:most]:
         found = clusters_of[name]
-        each = max(1, images // len(found))
-        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:each] for cluster in found]
+        count = max(1, images // len(found))
+        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:count] for cluster in found]
         note = f"in {len(found)} clusters: " + ", ".join(f"{cluster} ({count})" for cluster, count in found.items())
         groups.append(SheetGroup(f"Split identity {name}", note, _images(items, np.concatenate(rows)[:images])))
     return groups

@@ -55,7 +55,7 @@ def page(run: Run) -> str:
             run=run,
             written=time.strftime("%Y-%m-%d %H:%M"),
             **embedded_style(),
-            results=[results(each, len(run.sets), run.cfg) for each in run.sets],
+            results=[results(test_set, len(run.sets), run.cfg) for test_set in run.sets],
             training=None if run.history is None else draw_panels(training_panels(run.history)),
             precision={"facts": precision_facts(run), "charts": draw_panels(health_panels(run.history or History()))},
             data=data_rows(run),

@@ -154,8 +154,8 @@ def source_of(loader: Any) -> ImageDataset | None:
 def data_counts(run: Run) -> list[tuple[str, str, int, int, int]]:
     """List ``(dataset, split, number of images, number of identities, number of cameras)`` for all sets."""
     parts = [(", ".join(run.cfg.DATASETS.NAMES), "train", run.train, run.train_source)]
-    for each in run.sets:
-        parts += [(each.name, split, getattr(each, split), each.source) for split in ("query", "gallery")]
+    for test_set in run.sets:
+        parts += [(test_set.name, split, getattr(test_set, split), test_set.source) for split in ("query", "gallery")]
     return [(name, split, *count_items(items, source)) for name, split, items, source in parts if items]
 
 

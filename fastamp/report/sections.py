@@ -26,27 +26,27 @@ _SCALE = [f"{100 * shade // _SHADES}" for shade in range(_SHADES)]
 _MAX_TILES = 6
 
 
-def results(each: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
+def results(test_set: EvaluatedSet, count: int, cfg: CfgNode) -> dict[str, Any]:
     """Prepare the values for the section of one test set; ``count`` is the number of test sets in the report."""
-    metrics, result = each.metrics, each.result
+    metrics, result = test_set.metrics, test_set.result
     section = {
-        "name": each.name,
-        "verdict": verdict(metrics, previous_run(cfg, each.name)),
+        "name": test_set.name,
+        "verdict": verdict(metrics, previous_run(cfg, test_set.name)),
         "tiles": _tiles(metrics),
         "counts": _counts(metrics),
         "tables": _tables(metrics),
         "charts": None,
         "cameras": None,
         "lists": {},
-        "open_set": open_set_section(each.calibration_check),
-        "further": [_further_section(section, each) for section in each.sections],
+        "open_set": open_set_section(test_set.calibration_check),
+        "further": [_further_section(section, test_set) for section in test_set.sections],
     }
     if result is not None and result.examples is not None:
         examples, protocol = result.examples, result.protocol
         panels = [cmc_panel(result), roc_panel(examples), score_panel(examples, protocol)]
         section["charts"] = draw_panels([panel for panel in panels if panel is not None])
-        section["cameras"] = _camera_matrix(examples, each)
-        section["lists"] = _rank_lists(each, examples, protocol, most=max(1, _MAX_LISTS // (2 * count)))
+        section["cameras"] = _camera_matrix(examples, test_set)
+        section["lists"] = _rank_lists(test_set, examples, protocol, most=max(1, _MAX_LISTS // (2 * count)))
         section["score_name"] = score_name(protocol)
     return section
 
@@ -84,8 +84,8 @@ def _tables(metrics: dict[str, Any]) -> list[Table]:
     tables += _baseline_tables(metrics)
     if metrics.get("groups"):
         rows = [
-            (name, f"{each['num_query']:,}", *(_scores_of(each) if "mAP" in each else ("", "")))
-            for name, each in metrics["groups"].items()
+            (name, f"{group['num_query']:,}", *(_scores_of(group) if "mAP" in group else ("", "")))
+            for name, group in metrics["groups"].items()
         ]
         rows.append(("mean over groups", "", *_scores_of(metrics["mean_over_groups"])))
         tables.append(Table("Groups of queries", ("group", "queries", "mAP %", "Rank-1 %"), rows))
@@ -103,7 +103,7 @@ def _baseline_tables(metrics: dict[str, Any]) -> list[Table]:
         Table(
             "Comparison with the baselines",
             ("ranked by" if "mAP" in names else "predicted by", *(f"{name} %" for name in names)),
-            [(title, *(f"{each[name]:.1f}" for name in names)) for title, each in rows.items()],
+            [(title, *(f"{scores[name]:.1f}" for name in names)) for title, scores in rows.items()],
         )
         for names, rows in kinds.items()
     ]
@@ -113,12 +113,12 @@ def _scores_of(metrics: dict[str, Any]) -> tuple[str, str]:
     return f"{metrics['mAP']:.1f}", f"{metrics['Rank-1']:.1f}"
 
 
-def _camera_matrix(examples: RetrievalExamples, each: EvaluatedSet) -> dict[str, Any] | None:
+def _camera_matrix(examples: RetrievalExamples, test_set: EvaluatedSet) -> dict[str, Any] | None:
     """Prepare the table of mAP for each pair of cameras; None if fewer than two cameras are known."""
     matrix: CameraMatrix | None = examples.cameras
     if matrix is None:
         return None
-    queries, gallery = (list(map(each.camera, side)) for side in (matrix.query_cameras, matrix.gallery_cameras))
+    queries, gallery = (list(map(test_set.camera, side)) for side in (matrix.query_cameras, matrix.gallery_cameras))
     if len({*queries, *gallery} - {""}) < 2:
         return None
     rows = []
@@ -151,10 +151,10 @@ def _cell(value: float | None, tip: str) -> dict[str, Any]:
     return {"percent": f"{100 * value:.0f}", "shade": min(_SHADES - 1, int(value * _SHADES)), "tip": tip}
 
 
-def _further_section(section: ReportSection, each: EvaluatedSet) -> dict[str, Any]:
+def _further_section(section: ReportSection, test_set: EvaluatedSet) -> dict[str, Any]:
     """Prepare a section of the evaluator; images are shown if the images of the test set are known."""
-    images = each.images if section.examples else []
-    pictures = [_image(images[example.index], example, each) for example in section.examples[:_MAX_LISTS] if images]
+    images = test_set.images if section.examples else []
+    pictures = [_image(images[example.index], example, test_set) for example in section.examples[:_MAX_LISTS] if images]
     return {
         "title": section.title,
         "note": section.note,
@@ -165,9 +165,9 @@ def _further_section(section: ReportSection, each: EvaluatedSet) -> dict[str, An
     }
 
 
-def _image(item: ImageItem, example: ImageExample, each: EvaluatedSet) -> dict[str, Any]:
+def _image(item: ImageItem, example: ImageExample, test_set: EvaluatedSet) -> dict[str, Any]:
     kind = "correct" if example.correct else "wrong"
-    return _picture(item, f"{kind}: {', '.join(example.lines)}", kind, each) | {"lines": example.lines}
+    return _picture(item, f"{kind}: {', '.join(example.lines)}", kind, test_set) | {"lines": example.lines}
 
 
 def _count_matrix(matrix: CountMatrix) -> dict[str, Any]:
@@ -188,25 +188,25 @@ def _count_matrix(matrix: CountMatrix) -> dict[str, Any]:
 
 
 def _rank_lists(
-    each: EvaluatedSet, examples: RetrievalExamples, protocol: Protocol, *, most: int
+    test_set: EvaluatedSet, examples: RetrievalExamples, protocol: Protocol, *, most: int
 ) -> dict[str, list[Any]]:
     """Prepare the rank lists of each kind."""
-    queries, gallery = images_of(each)
+    queries, gallery = images_of(test_set)
     if not gallery:
         return {}
     return {
-        kind: [_rank_list(rank_list, queries, gallery, protocol, each) for rank_list in lists[:most]]
+        kind: [_rank_list(rank_list, queries, gallery, protocol, test_set) for rank_list in lists[:most]]
         for kind, lists in examples.lists.items()
         if lists
     }
 
 
-def images_of(each: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
+def images_of(test_set: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
     """Return the images that the queries and the gallery indices of the rank lists of a test set refer to."""
-    protocol = each.result.protocol if each.result is not None else None
+    protocol = test_set.result.protocol if test_set.result is not None else None
     return (
-        each.images if protocol is not None and protocol.all_images else each.query,
-        each.images if protocol is not None and protocol.all_images else each.gallery,
+        test_set.images if protocol is not None and protocol.all_images else test_set.query,
+        test_set.images if protocol is not None and protocol.all_images else test_set.gallery,
     )
 
 
@@ -215,13 +215,13 @@ def _rank_list(
     queries: Sequence[ImageItem],
     gallery: Sequence[ImageItem],
     protocol: Protocol,
-    each: EvaluatedSet,
+    test_set: EvaluatedSet,
 ) -> dict[str, Any]:
     query = queries[rank_list.query]
-    name = each.identity(query.pid)
+    name = test_set.identity(query.pid)
     found = f"first match at rank {rank_list.first_match}" if rank_list.first_match else "no match"
     title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, {found}"
-    pictures = [_picture(query, f"query, identity {name}", "query", each)]
+    pictures = [_picture(query, f"query, identity {name}", "query", test_set)]
     for rank, (number, score, match) in enumerate(
         zip(
             rank_list.gallery.tolist(),
@@ -233,20 +233,22 @@ def _rank_list(
     ):
         item = gallery[number]
         kind = "correct" if match else "wrong"
-        alt = f"rank {rank}, {kind}: identity {each.identity(item.pid)}"
-        pictures.append(_picture(item, alt, kind, each, score))
+        alt = f"rank {rank}, {kind}: identity {test_set.identity(item.pid)}"
+        pictures.append(_picture(item, alt, kind, test_set, score))
     return {"title": title, "path": query.path, "pictures": pictures}
 
 
-def _picture(item: ImageItem, alt: str, kind: str, each: EvaluatedSet, score: float | None = None) -> dict[str, Any]:
+def _picture(
+    item: ImageItem, alt: str, kind: str, test_set: EvaluatedSet, score: float | None = None
+) -> dict[str, Any]:
     """Prepare an image in a rank list, with an empty ``address`` if the image cannot be read."""
-    small, camera = thumbnail(item), each.camera(item.camid)
+    small, camera = thumbnail(item), test_set.camera(item.camid)
     return {
         "kind": kind,
         "alt": f"{alt}, camera {camera}" if camera else alt,
         "path": item.path,
         "name": PurePath(item.path).name,
-        "identity": each.identity(item.pid),
+        "identity": test_set.identity(item.pid),
         "camera": f"cam {camera}" if camera.isdecimal() else camera,
         "score": "" if score is None else f"{score:.2f}",
         "address": "" if small is None else data_address(small),

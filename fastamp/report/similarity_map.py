@@ -70,7 +70,7 @@ def similarity_map(model: nn.Module, batch: dict[str, Any]) -> SimilarityMap:
             "  fix: remove grad-cam from --kind"
         )
     maps, gradient = (
-        _to_feature_maps(each, backbone, batch["images"].shape[2:]) for each in (recorded[-1].detach(), gradient)
+        _to_feature_maps(tensor, backbone, batch["images"].shape[2:]) for tensor in (recorded[-1].detach(), gradient)
     )
     weights = gradient.float().mean((2, 3), keepdim=True)
     heat = (weights * maps.float()).sum(1).clamp_min(0)

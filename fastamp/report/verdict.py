@@ -58,7 +58,7 @@ def verdict(metrics: dict[str, Any], previous: PreviousRun | None) -> Verdict | 
     if "Rank-1" in metrics:
         text += f", Rank-1 {metrics['Rank-1']:.1f} %"
     sentences, kind, headline = [f"{text}."], "open", "Not compared with baselines"
-    baselines = {name: each["mAP"] for name, each in metrics.get("baselines", {}).items() if "mAP" in each}
+    baselines = {name: scores["mAP"] for name, scores in metrics.get("baselines", {}).items() if "mAP" in scores}
     if baselines:
         name = max(baselines, key=baselines.get)
         best = baselines[name]

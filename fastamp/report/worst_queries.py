@@ -11,23 +11,23 @@ _BORDER, _GAP = 3, 4
 _GRAY, _GREEN, _RED = "#57606a", "#1a7f37", "#cf222e"
 
 
-def rank_list_image(each: EvaluatedSet, kind: str = "worst") -> Image.Image | None:
+def rank_list_image(test_set: EvaluatedSet, kind: str = "worst") -> Image.Image | None:
     """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
 
     Args:
-        each: test set with its result.
+        test_set: test set with its result.
         kind: kind of rank lists in the result. Default ``"worst"``: queries with the lowest average precision.
 
     Returns:
         RGB image; None if the result contains no such rank lists.
     """
-    examples = each.result.examples if each.result is not None else None
+    examples = test_set.result.examples if test_set.result is not None else None
     lists = examples.lists.get(kind, []) if examples is not None else []
-    queries, gallery = images_of(each)
+    queries, gallery = images_of(test_set)
     if not lists or not gallery:
         return None
     width, height = (side + 2 * _BORDER + _GAP for side in SIZE)
-    columns = 1 + max(len(each.gallery) for each in lists)
+    columns = 1 + max(len(rank_list.gallery) for rank_list in lists)
     sheet = Image.new("RGB", (columns * width, len(lists) * height), "white")
     for row, found in enumerate(lists):
         cells = [(queries[found.query], _GRAY)]

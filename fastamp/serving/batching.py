@@ -107,15 +107,15 @@ class Batcher:
         """
         loop = asyncio.get_running_loop()
         futures: list[asyncio.Future[Tensor]] = [loop.create_future() for _ in images]
-        self._waiting.extend(_Waiting(*each, loop.time()) for each in zip(images, futures, strict=True))
+        self._waiting.extend(_Waiting(*waiting, loop.time()) for waiting in zip(images, futures, strict=True))
         self._wake.set()
         # The first error must not leave the others unread.
         found = await asyncio.gather(*futures, return_exceptions=True)
         features = []
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-            features.append(each)
+        for result in found:
+            if isinstance(result, BaseException):
+                raise result
+            features.append(result)
         return torch.stack(features)
 
     async def _run(self) -> None:
@@ -150,7 +150,7 @@ class Batcher:
 
     def _drop_abandoned(self) -> None:
         """Drop the images of requests that are no longer awaited."""
-        self._waiting = deque(each for each in self._waiting if not each.future.cancelled())
+        self._waiting = deque(waiting for waiting in self._waiting if not waiting.future.cancelled())
         if not self._waiting:
             self._wake.clear()
 
@@ -160,7 +160,7 @@ class Batcher:
         self.starts.append(start)
         try:
             results: Sequence[Any] = await loop.run_in_executor(
-                self._threads, self._results, [each.image for each in batch]
+                self._threads, self._results, [waiting.image for waiting in batch]
             )
         except Exception as error:  # a bug, or out of memory: the requests fail, the service continues
             results = [error] * len(batch)

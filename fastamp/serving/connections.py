@@ -74,7 +74,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self._most:
             others: Any = self.connections
-            oldest = min(others, key=lambda each: each.idle_since)
+            oldest = min(others, key=lambda connection: connection.idle_since)
             oldest.abort()
 
     def abort(self) -> None:
@@ -130,8 +130,8 @@ class Server(uvicorn.Server):
         """Check the connections once per second."""
         if counter % _CHECKS == 0:
             connections: Any = list(self.server_state.connections)
-            for each in connections:
-                each.close_if_late()
+            for connection in connections:
+                connection.close_if_late()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

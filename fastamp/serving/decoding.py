@@ -82,8 +82,8 @@ class Decoder:
         self._callers = ThreadPoolExecutor(count, "decode-process")
         self._processes: queue.SimpleQueue[_Process] = queue.SimpleQueue()
         self._all = [_Process(decoding, seconds) for _ in range(count)]
-        for each in self._all:
-            self._processes.put(each)
+        for process in self._all:
+            self._processes.put(process)
 
     def start(self) -> None:
         """Start the server of processes, so that the first image does not wait for its imports."""
@@ -91,8 +91,8 @@ class Decoder:
 
     def close(self) -> None:
         """End the threads and the processes."""
-        for each in self._all:
-            each.close()
+        for process in self._all:
+            process.close()
         for pool in (self._threads, self._callers):
             pool.shutdown(cancel_futures=True)
 

@@ -52,13 +52,13 @@ class Limits:
     wait_ms: float = 10.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            lowest = 0 if each.name == "wait_ms" else 1
+        for field in fields(self):
+            value = getattr(self, field.name)
+            lowest = 0 if field.name == "wait_ms" else 1
             if not lowest <= value < float("inf"):
                 raise ConfigError(
-                    f"the limit {each.name} is {value:g}; it must be at least {lowest}.\n"
-                    f"  fix: increase --{each.name.replace('_', '-')}"
+                    f"the limit {field.name} is {value:g}; it must be at least {lowest}.\n"
+                    f"  fix: increase --{field.name.replace('_', '-')}"
                 )
         if self.total_megabytes < self.megabytes:
             raise ConfigError(
@@ -90,7 +90,7 @@ def read_api_key(file: str | None, host: str, *, no_key: bool = False) -> str:
                 f"cannot read the API key from {file}: {cause}.\n  fix: correct --api-key-file"
             ) from error
     if key or file is not None:
-        if len(key) < _SHORTEST_KEY or not all("!" <= each <= "~" for each in key):
+        if len(key) < _SHORTEST_KEY or not all("!" <= character <= "~" for character in key):
             raise ConfigError(
                 f"the API key in {source} must have at least {_SHORTEST_KEY} visible ASCII characters, without spaces; "
                 f"it has {len(key)} characters.\n"

@@ -137,7 +137,7 @@ async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Uploa
         RequestError: if there are fewer than ``least`` or more than ``most``, or a value is not a file.
     """
     parts = form.getlist("images")
-    files = [each for each in parts if isinstance(each, UploadFile)]
+    files = [part for part in parts if isinstance(part, UploadFile)]
     if len(files) < len(parts):
         raise RequestError(
             422, "not_a_file", "a value of the field images is text, not a file", "upload the content of the image"
@@ -145,8 +145,8 @@ async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Uploa
     if not least <= len(files) <= most:
         wanted = f"{least}" if least == most else f"{least} to {most}"
         raise RequestError(422, "wrong_count", f"expected {wanted} files in the field images, got {len(files)}")
-    names = ["".join(filter(str.isprintable, (each.filename or "").replace("\\", "/"))) for each in files]
-    return [Upload(await each.read(), name.rsplit("/", 1)[-1][:200]) for each, name in zip(files, names, strict=True)]
+    names = ["".join(filter(str.isprintable, (file.filename or "").replace("\\", "/"))) for file in files]
+    return [Upload(await file.read(), name.rsplit("/", 1)[-1][:200]) for file, name in zip(files, names, strict=True)]
 
 
 def number_of(form: FormData, name: str, default: int, largest: int) -> int:
@@ -164,7 +164,7 @@ def number_of(form: FormData, name: str, default: int, largest: int) -> int:
 
 def texts_of(form: FormData, name: str) -> list[str]:
     """Return the values of a text field that are not empty."""
-    return [each for each in form.getlist(name) if isinstance(each, str) and each]
+    return [text for text in form.getlist(name) if isinstance(text, str) and text]
 
 
 def models_of(form: FormData, name: str, kind: type[BaseModel], count: int) -> list[Any]:
@@ -180,7 +180,7 @@ def models_of(form: FormData, name: str, kind: type[BaseModel], count: int) -> l
         values = json.loads(text) if isinstance(text, str) else None
         if not isinstance(values, list) or len(values) != count:
             raise ValueError(f"expected a list of {count} objects, one per image")
-        return [kind.model_validate(each) for each in values]
+        return [kind.model_validate(value) for value in values]
     except (ValidationError, RecursionError, ValueError) as error:
         detail = str(error)
         if isinstance(error, ValidationError):

@@ -61,8 +61,8 @@ async def _unless_abandoned(request: Request, answer: Coroutine[Any, Any, Any], 
             raise RequestError(400, "disconnected", "the client disconnected before the answer")
         return answering.result()
     finally:
-        for each in (answering, leaving):
-            each.cancel()
+        for task in (answering, leaving):
+            task.cancel()
         await asyncio.wait((answering, leaving))
 
 

@@ -142,7 +142,7 @@ class Service:
             RequestError: if the queue is full, or an image is invalid.
         """
         with self.batcher.places(len(uploads)):
-            decoded = await asyncio.gather(*(self._decode(each, number) for number, each in enumerate(uploads)))
+            decoded = await asyncio.gather(*(self._decode(upload, number) for number, upload in enumerate(uploads)))
             try:
                 found = await self.batcher.features([image for image, _ in decoded])
             except DataError as error:

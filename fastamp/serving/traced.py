@@ -50,7 +50,8 @@ def traced_features(model: FeatureModel, example: Tensor) -> Compute:
             logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
             return model.features_of_preprocessed
     if not all(
-        _is_close(each, model.features_of_preprocessed(batch)) for each, batch in zip(found, batches, strict=True)
+        _is_close(features, model.features_of_preprocessed(batch))
+        for features, batch in zip(found, batches, strict=True)
     ):
         logger.info("computing without a trace, because its features are different")
         return model.features_of_preprocessed

@@ -120,8 +120,8 @@ def _layers_after(cfg: Any, model: nn.Module) -> dict[int, int]:
             continue
         counts |= dict.fromkeys(map(id, module.parameters()), len(groups))
         for number, group in enumerate(groups, start=1):
-            for each in group:
-                parameters = [each] if isinstance(each, nn.Parameter) else each.parameters()
+            for member in group:
+                parameters = [member] if isinstance(member, nn.Parameter) else member.parameters()
                 counts |= dict.fromkeys(map(id, parameters), len(groups) - number)
         logger.info(
             "layer-wise learning-rate decay %g over %d blocks: factors from %.3g for the embedding to 1 for the heads",

@@ -116,7 +116,7 @@ class Frames:
 def _upright(frame: Any) -> Frame:
     """Return the pixels of a decoded frame, turned and mirrored by multiples of 90 degrees as its header states."""
     pixels: Frame = frame.to_ndarray(format="rgb24")
-    matrix = next((each for each in frame.side_data if each.type.name == "DISPLAYMATRIX"), None)
+    matrix = next((side_data for side_data in frame.side_data if side_data.type.name == "DISPLAYMATRIX"), None)
     if matrix is None:
         return pixels
     (a, b, _), (c, d, _), _ = np.frombuffer(matrix, dtype=np.int32).reshape(3, 3).tolist()

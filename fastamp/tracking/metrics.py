@@ -93,8 +93,8 @@ def check_ids(boxes: Boxes) -> None:
     wrong = np.flatnonzero((counted.ids < 0) | is_again)
     if len(wrong):
         row = int(wrong[0])
-        place, frame, each = f"{boxes.path}, line {counted.lines[row]}", counted.frames[row], counted.ids[row]
-        fault = f"{each} is not an identity" if each < 0 else f"id {each} is twice in frame {frame}"
+        place, frame, track_id = f"{boxes.path}, line {counted.lines[row]}", counted.frames[row], counted.ids[row]
+        fault = f"{track_id} is not an identity" if track_id < 0 else f"id {track_id} is twice in frame {frame}"
         raise DataError(
             f"{place}: {fault} ({plural(len(wrong), 'such line')}).\n"
             "  fix: give each identity one number from 0 in all frames; confidence 0 excludes a line of a ground truth"
@@ -113,8 +113,8 @@ def _matches(
     ]
     # Two identities may have been matched with one track: the first keeps it.
     kept = list({column: (row, column) for row, column in reversed(kept)}.values())
-    rows = [row for row in range(len(identities)) if row not in {each[0] for each in kept}]
-    columns = [column for column in range(len(tracks)) if column not in {each[1] for each in kept}]
+    rows = [row for row in range(len(identities)) if row not in {pair[0] for pair in kept}]
+    columns = [column for column in range(len(tracks)) if column not in {pair[1] for pair in kept}]
     free = overlaps[np.ix_(rows, columns)]
     # A match counts more than any sum of IoUs.
     gain = np.where(free >= MIN_IOU, free + len(identities) + 1, 0)

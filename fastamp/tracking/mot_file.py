@@ -119,7 +119,7 @@ def write_boxes(path: Path, boxes: Boxes) -> None:
 def _split(line: str) -> list[str]:
     """Return the fields of a line; [] if it contains only a comment or white space."""
     line = line.partition("#")[0].strip()
-    separator = next((each for each in ";,\t" if each in line), None)
+    separator = next((character for character in ";,\t" if character in line), None)
     fields = [word.strip() for word in line.split(separator)]
     while fields and not fields[-1]:
         fields.pop()

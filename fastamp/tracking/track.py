@@ -206,7 +206,11 @@ def write_sheet(
     shown = sheet_rows(tracks, rows=rows, columns=columns)
     sheet = Image.new("RGB", (columns * (width + gap) + gap, len(shown) * (height + gap + line) + gap), "white")
     draw = ImageDraw.Draw(sheet)
-    cells = {row: (line_number, column) for line_number, each in enumerate(shown) for column, row in enumerate(each)}
+    cells = {
+        row: (line_number, column)
+        for line_number, track_rows in enumerate(shown)
+        for column, row in enumerate(track_rows)
+    }
     for number, frame in frames:
         for row in sorted(set(np.flatnonzero(tracks.frames == number).tolist()) & cells.keys()):
             line_number, column = cells[row]
@@ -216,12 +220,12 @@ def write_sheet(
                 crop = ImageOps.contain(Image.fromarray(frame[top:bottom, left:right]), (width, height))
                 corner = (gap + column * (width + gap), gap + line + line_number * (height + gap + line))
                 sheet.paste(crop, corner)
-    for line_number, each in enumerate(shown):
-        number = int(tracks.ids[each[0]])
+    for line_number, track_rows in enumerate(shown):
+        number = int(tracks.ids[track_rows[0]])
         top = gap + line_number * (height + gap + line)
         draw.rectangle((gap, top + 1, gap + line - 4, top + line - 3), fill=track_color(number))
         total = int((tracks.ids == number).sum())
-        first, final = (int(tracks.frames[each[index]]) for index in (0, -1))
+        first, final = (int(tracks.frames[track_rows[index]]) for index in (0, -1))
         text = f"track {number}: {plural(total, 'detection')}, frames {first} to {final}"
         draw.text((gap + line, top), text, fill="black", font=load_font(None, 11))
     write_atomically(path, lambda file: sheet.save(file, format="PNG"))
@@ -232,4 +236,6 @@ def sheet_rows(tracks: Boxes, *, rows: int = 40, columns: int = 12) -> list[list
     numbers, counts = np.unique(tracks.ids, return_counts=True)
     shown = sorted(numbers[np.argsort(-counts, kind="stable")[:rows]].tolist())
     members = [np.flatnonzero(tracks.ids == number) for number in shown]
-    return [each[np.linspace(0, len(each) - 1, min(columns, len(each))).astype(int)].tolist() for each in members]
+    return [
+        member[np.linspace(0, len(member) - 1, min(columns, len(member))).astype(int)].tolist() for member in members
+    ]

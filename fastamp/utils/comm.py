@@ -273,8 +273,8 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
         ``(rank, text)``; ``(-1, "")`` if the texts of all ranks are empty.
     """
     orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
-    texts = [each.decode() for each in gather_bytes(text.encode())]
-    found = [(orders[rank], rank, each) for rank, each in enumerate(texts) if each]
+    texts = [message.decode() for message in gather_bytes(text.encode())]
+    found = [(orders[rank], rank, text) for rank, text in enumerate(texts) if text]
     return min(found)[1:] if found else (-1, "")
 
 

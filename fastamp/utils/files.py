@@ -101,7 +101,7 @@ def folder_name(name: str) -> str:
     >>> folder_name("Market1501"), folder_name("csv:../mine.csv")
     ('Market1501', 'csv:..%2Fmine.csv')
     """
-    quoted = "".join(f"%{ord(each):02X}" if each in "%/\\\0" else each for each in name)
+    quoted = "".join(f"%{ord(character):02X}" if character in "%/\\\0" else character for character in name)
     if quoted.strip(".") == "":
         quoted = quoted.replace(".", "%2E") or "%"
     raw = os.fsencode(quoted)

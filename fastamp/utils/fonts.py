@@ -56,7 +56,7 @@ def drawable_text(text: str) -> tuple[str, Path | None]:
     if font is not None:
         return text, font
     font = next(iter(_font_files()), None)
-    return "".join(each if _contains(font, each) else _escape(each) for each in text), font
+    return "".join(character if _contains(font, character) else _escape(character) for character in text), font
 
 
 @cache
@@ -120,4 +120,4 @@ def _font_folders() -> list[Path]:
     if sys.platform == "win32":
         return [Path(os.environ.get("WINDIR", "C:/Windows")) / "Fonts"]
     data = os.environ.get("XDG_DATA_DIRS", "/usr/local/share:/usr/share").split(":")
-    return [*(Path(each) / "fonts" for each in data if each), home / ".local/share/fonts", home / ".fonts"]
+    return [*(Path(folder) / "fonts" for folder in data if folder), home / ".local/share/fonts", home / ".fonts"]

@@ -100,7 +100,7 @@ def _is_configured() -> bool:
     """Return True if a handler other than ``_AutomaticHandler`` receives the log lines."""
     logger = logging.getLogger("fastamp")
     handlers = [*logger.handlers, *(logging.getLogger().handlers if logger.propagate else ())]
-    return any(not isinstance(each, (_AutomaticHandler, _LogFile, logging.NullHandler)) for each in handlers)
+    return any(not isinstance(handler, (_AutomaticHandler, _LogFile, logging.NullHandler)) for handler in handlers)
 
 
 def log_to_console() -> None:
@@ -112,7 +112,7 @@ def log_to_console() -> None:
     logger = logging.getLogger("fastamp")
     if _is_configured() or not comm.is_main_process():
         return
-    if not any(isinstance(each, _AutomaticHandler) for each in logger.handlers):
+    if not any(isinstance(handler, _AutomaticHandler) for handler in logger.handlers):
         handler = _AutomaticHandler()
         handler.setFormatter(_Formatter(_FORMAT, datefmt="%H:%M:%S"))
         logger.addHandler(handler)
@@ -165,7 +165,7 @@ def move_earlier_log(output_dir: Path, folder: Path, *, rank: int, world_size: i
         names |= {path.name for path in output_dir.glob("log.txt.rank*")} - {_log_name(n) for n in range(world_size)}
     for name in names:
         path = output_dir / name
-        opened = next((each for each in _log_files() if Path(each.baseFilename) == path), None)
+        opened = next((file for file in _log_files() if Path(file.baseFilename) == path), None)
         if opened is not None:
             opened.move_earlier_lines(folder)
         elif path.is_file():
@@ -177,7 +177,7 @@ def _log_name(rank: int) -> str:
 
 
 def _log_files() -> list[_LogFile]:
-    return [each for each in logging.getLogger("fastamp").handlers if isinstance(each, _LogFile)]
+    return [handler for handler in logging.getLogger("fastamp").handlers if isinstance(handler, _LogFile)]
 
 
 def setup_logger(
@@ -219,7 +219,9 @@ def setup_logger(
         if isinstance(handler, (ConsoleHandler, _LogFile)):
             logger.removeHandler(handler)
             handler.close()
-    if rank == 0 and not any(getattr(each, "stream", None) in (sys.stdout, sys.stderr) for each in logger.handlers):
+    if rank == 0 and not any(
+        getattr(handler, "stream", None) in (sys.stdout, sys.stderr) for handler in logger.handlers
+    ):
         console = ConsoleHandler(sys.stdout)
         console.setFormatter(_Formatter(_FORMAT, datefmt="%H:%M:%S"))
         logger.addHandler(console)

@@ -139,9 +139,9 @@ def _has_own_constructor(component: Any) -> bool:
     """Return True for a class that inherits ``from_config`` and defines ``__init__(self, cfg)``, as in FastReID."""
     if not isinstance(component, type):
         return False
-    for each in component.__mro__:
-        if "from_config" in vars(each):
+    for base in component.__mro__:
+        if "from_config" in vars(base):
             return False
-        if "__init__" in vars(each):
-            return list(inspect.signature(each.__init__).parameters)[1:2] == ["cfg"]
+        if "__init__" in vars(base):
+            return list(inspect.signature(base.__init__).parameters)[1:2] == ["cfg"]
     return False

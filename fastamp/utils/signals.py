@@ -34,5 +34,5 @@ def handling(handler: Handler, numbers: Sequence[int] = STOP_SIGNALS) -> Iterato
     try:
         yield
     finally:
-        for number, each in former.items():
-            signal.signal(number, signal.SIG_DFL if each is None else each)
+        for number, previous in former.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)

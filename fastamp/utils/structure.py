@@ -24,7 +24,7 @@ def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
         if not isinstance(saved, Mapping):
             return _expected(name, "a dict", saved)
         inner = ((expected[key], saved[key], f"{name}.{key}" if name else str(key)) for key in expected if key in saved)
-        return next(filter(None, (structure_mismatch(*each) for each in inner)), "")
+        return next(filter(None, (structure_mismatch(*arguments) for arguments in inner)), "")
     if isinstance(expected, torch.Tensor):
         return _tensor_mismatch(expected, saved, name)
     if isinstance(expected, tuple):
@@ -37,7 +37,7 @@ def structure_mismatch(expected: Any, saved: Any, name: str = "") -> str:
             return _expected(name, "a list", saved)
         first = expected[:1] or [None]
         return next(
-            filter(None, (structure_mismatch(first[0], each, f"{name}[{n}]") for n, each in enumerate(saved))), ""
+            filter(None, (structure_mismatch(first[0], value, f"{name}[{n}]") for n, value in enumerate(saved))), ""
         )
     if expected is None:
         plain = saved is None or isinstance(saved, bool | int | float | str | Mapping)

@@ -75,7 +75,7 @@ def choose_space(args: argparse.Namespace, cfg: CfgNode) -> Space:
     file = default_space(args.config_source or args.config_file)
     space = read_space(file, cfg)
     if args.scheduler == "pbt":
-        space = Space([each for each in space.parameters.values() if is_mutable(each.key)])
+        space = Space([parameter for parameter in space.parameters.values() if is_mutable(parameter.key)])
     logger.info("search space: %s (--space %s)", ", ".join(space.parameters), file)
     return space
 
@@ -84,7 +84,7 @@ def largest_value(cfg: CfgNode, space: Space, key: str) -> int:
     """Return the largest value of ``key`` in the search space; its config value if the space does not contain it."""
     if key in space.parameters:
         return max(space.parameters[key].extremes())
-    return next(value for each, value in cfg.keys_below() if each.path == key)
+    return next(value for config_key, value in cfg.keys_below() if config_key.path == key)
 
 
 def largest_batch(cfg: CfgNode, space: Space) -> int:
@@ -218,7 +218,7 @@ def narrowed(search: Search, outcomes: list[Outcome], *, trials: int, images: in
         trials: number of trials of the new search.
         images: number of training images.
     """
-    good = [each.values for each in outcomes[: max(1, len(outcomes) // 3)]]
+    good = [outcome.values for outcome in outcomes[: max(1, len(outcomes) // 3)]]
     space = search.space.narrowed(outcomes[0].values, good)
     return replace(
         search,
@@ -285,13 +285,13 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
     elif args.resume:
         outcomes = best_first([*outcomes, *read_outcomes(output / "refine")])
     logger.info("\n%s", table(outcomes, space))
-    explained = importances([each for each in outcomes if each.score is not None], space)
+    explained = importances([outcome for outcome in outcomes if outcome.score is not None], space)
     if explained:
         logger.info("importance of the keys: %s", ", ".join(f"{key} {value:.2f}" for key, value in explained.items()))
     picture = draw_trials(outcomes, space, output / "trials.png")
     for path in [*write_results(outcomes, cfg, space, output), *([picture] if picture else [])]:
         logger.info("wrote %s", path)
-    failed = sum(bool(each.failure) for each in outcomes)
+    failed = sum(bool(outcome.failure) for outcome in outcomes)
     if failed:
         logger.warning("%d of %d trials failed; see the column 'failure' in trials.csv", failed, len(outcomes))
     winner = winner_of(outcomes)
@@ -305,7 +305,7 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         results = train_recipes(recipes, args.seeds, search, resume=args.resume)
         logger.info("\n%s", final_table(results))
         logger.info("wrote %s", write_final(results, output / "final.csv"))
-        return int(not any(each.metrics for each in results["best"]))
+        return int(not any(result.metrics for result in results["best"]))
     values = {"MODEL.WEIGHTS": str(winner.folder / "model_best.pth"), "OUTPUT_DIR": str(output / "winner")}
     if args.address:
         values["MODEL.DEVICE"] = "auto"  # this machine may have another device than the cluster

@@ -47,7 +47,7 @@ def shuffle_channels(folder: Path, seed: int = 0) -> int:
     if (folder / IMAGES).exists():
         raise ConfigError(f"{folder / IMAGES} exists.\n  fix: remove it")
     lists = [folder / dataset.lists["train"] for dataset in (NAIC20_R2, NAIC20_R1)]
-    file = next((each for each in lists if each.exists()), lists[-1])
+    file = next((candidate for candidate in lists if candidate.exists()), lists[-1])
     pairs = read_list("shuffle_channels", file)
     if elsewhere := next((name for name, _ in pairs if Path(name).name != name), None):
         raise DataError(

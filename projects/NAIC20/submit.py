@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
     if not args.output.parent.is_dir():
         raise ConfigError(f"-o {args.output}: the folder does not exist.\n  fix: create it, or choose another file")
     for key in args.opts[::2]:
-        if not any(f"{key}.".startswith(f"{each}.") for each in _KEYS):
+        if not any(f"{key}.".startswith(f"{prefix}.") for prefix in _KEYS):
             raise ConfigError(f"{key} has no effect on a submission.\n  fix: omit it; choices: {', '.join(_KEYS)}")
     extraction = read_extraction(args.features)
     cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.metric, *args.opts])

@@ -37,7 +37,7 @@ def check_held_out(cfg: CfgNode, name: str) -> None:
         DataError: if an image was used for training, or is used for testing.
     """
     images = paths(*build_dataset(name, cfg).test_items())
-    used = {"were used for training": paths(*(build_dataset(each, cfg).train for each in cfg.DATASETS.NAMES))}
+    used = {"were used for training": paths(*(build_dataset(name, cfg).train for name in cfg.DATASETS.NAMES))}
     for test in cfg.DATASETS.TESTS:
         with contextlib.suppress(DataError):  # a test set that is not on this machine
             used[f"are test images of {test}"] = paths(*build_dataset(test, cfg).test_items())

@@ -122,7 +122,7 @@ def main() -> None:
     print(inspect_environment(torch.device(args.device), asked=args.device).table(), file=sys.stderr)
     images = torch.randn(args.batch, 3, *SIZE, device=args.device).to(memory_format=torch.channels_last)
     table = []
-    for row in (each for each in ROWS if args.only in each.name):
+    for row in (candidate for candidate in ROWS if args.only in candidate.name):
         made = [row.build(), *([row.make(row.reference)] if row.reference else [])]
         made = [model.eval().to(args.device, memory_format=torch.channels_last) for model in made]
         work = multiply_adds(made[0], images[:1]) / 1e9

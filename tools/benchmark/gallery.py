@@ -103,7 +103,7 @@ def compare(indices: dict, queries: np.ndarray) -> None:
     for name, index in indices.items():
         found, exact = index.search(queries, 10).rows, index.search(queries, 10, exact=True).rows
         recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(found.tolist(), exact.tolist(), strict=True)])
-        times = [1000 * statistics.median(each[name]) for each in (single, many)]
+        times = [1000 * statistics.median(timings[name]) for timings in (single, many)]
         rows.append([name, recall, times[0], times[1] / len(queries)])
     print(
         tabulate(

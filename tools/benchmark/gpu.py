@@ -185,7 +185,7 @@ def run_tests(setup: Setup, files: list[Path], *options: str) -> Figures:
     failures, skips = [], []
     suites = xml.etree.ElementTree.parse(report)
     for case in suites.iter("testcase"):
-        skips += [each.get("message") for each in case.findall("skipped")]
+        skips += [skip.get("message") for skip in case.findall("skipped")]
         for failed in (*case.findall("failure"), *case.findall("error")):
             failures.append(f"{case.get('classname')}::{case.get('name')}: {failed.get('message', '')[:300]}")
     total = sum(int(suite.get("tests", 0)) for suite in suites.iter("testsuite"))  # an interrupted test does not count
@@ -301,7 +301,7 @@ def time_blocks(setup: Setup, steps: list[Callable[[], None]]) -> list[float]:
                 steps[which]()
             setup.synchronize()
             times[which].append((time.perf_counter() - start) / block)
-    return [statistics.median(each) for each in times]
+    return [statistics.median(timings) for timings in times]
 
 
 def count_reads(step: Callable[[], None], steps: int = 4) -> float:
@@ -314,7 +314,7 @@ def count_reads(step: Callable[[], None], steps: int = 4) -> float:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in caught) / steps
+    return sum("synchroniz" in str(warning.message) for warning in caught) / steps
 
 
 def training(
@@ -344,8 +344,8 @@ def training(
                 figures[f"{loop} MiB"] = (torch.cuda.max_memory_allocated(setup.device) - before) / 2**20
                 figures[f"{loop} reads/step"] = count_reads(step)
         seconds = dict(zip(steps, time_blocks(setup, list(steps.values())), strict=True))
-        for loop, each in seconds.items():
-            figures[f"{loop} images/s"] = images / each
+        for loop, duration in seconds.items():
+            figures[f"{loop} images/s"] = images / duration
         for precision in precisions:
             figures[f"{precision} of bare"] = seconds[f"{precision} bare"] / seconds[precision]
         for other in precisions[1:]:
@@ -437,7 +437,7 @@ def train_from_files(setup: Setup) -> Figures:
     loader = build_reid_train_loader(cfg)
     cfg.merge_from_list(["MODEL.HEADS.NUM_CLASSES", str(loader.dataset.num_classes)])
     seconds, compute = time_blocks(
-        setup, [trained_step(cfg, each) for each in (loader, RepeatedBatch(cfg, setup.device))]
+        setup, [trained_step(cfg, batches) for batches in (loader, RepeatedBatch(cfg, setup.device))]
     )
     return {"images/s": cfg.SOLVER.IMS_PER_BATCH / seconds, "of compute": compute / seconds}
 
@@ -496,7 +496,7 @@ MEASUREMENTS = (
 )
 """All measurements in order of value."""
 
-PARTS = tuple(dict.fromkeys(each.part for each in MEASUREMENTS))
+PARTS = tuple(dict.fromkeys(measurement.part for measurement in MEASUREMENTS))
 
 
 class Target(NamedTuple):
@@ -559,15 +559,15 @@ def format_plan(measurements: list[Measurement], results: dict[str, Any], budget
     """Format a table of the measurements with their limits, and whether they have run or may not fit in the budget."""
     rows, total = [], 0.0
     for part in PARTS:
-        members = [each for each in measurements if each.part == part]
+        members = [measurement for measurement in measurements if measurement.part == part]
         if members:
-            rows.append([part, "", f"{sum(each.limit for each in members):.0f}", "", ""])
-        for each in members:
-            record = results.get(each.name)
+            rows.append([part, "", f"{sum(member.limit for member in members):.0f}", "", ""])
+        for member in members:
+            record = results.get(member.name)
             done = record is not None and "error" not in record
-            total += 0 if done else each.limit
+            total += 0 if done else member.limit
             state = "done" if done else "if time is left" if total > budget else "failed" if record else ""
-            rows.append(["", each.name, f"{each.limit:.0f}", f"{total:.0f}", state])
+            rows.append(["", member.name, f"{member.limit:.0f}", f"{total:.0f}", state])
     headers = ["part", "measurement", "at most s", "total s", ""]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
@@ -664,7 +664,9 @@ def main(argv: list[str] | None = None) -> int:
         "--toy", action="store_true", help="tiny sizes, one step, limits twice as long, to try the command itself"
     )
     args = parser.parse_args(argv)
-    chosen = [each for each in MEASUREMENTS if each.part in args.part and args.match in each.name]
+    chosen = [
+        measurement for measurement in MEASUREMENTS if measurement.part in args.part and args.match in measurement.name
+    ]
     if not chosen:
         raise ConfigError(f"--match {args.match!r}: no such measurement.\n  fix: choose one of those of --plan")
     stored: dict[str, Any] = {"toy": args.toy, "results": {}}
@@ -691,18 +693,22 @@ def main(argv: list[str] | None = None) -> int:
         stored |= this
         print(stored["environment"], file=sys.stderr)
         failed = {name for name, record in results.items() if "error" in record}
-        todo = [each for each in chosen if args.again or each.name not in results or each.name in failed]
-        for each in sorted(todo, key=lambda each: each.name in failed):
-            left, limit = deadline - time.monotonic(), each.limit * (2 if args.toy else 1)  # a CPU may be slow
+        todo = [
+            measurement
+            for measurement in chosen
+            if args.again or measurement.name not in results or measurement.name in failed
+        ]
+        for measurement in sorted(todo, key=lambda measurement: measurement.name in failed):
+            left, limit = deadline - time.monotonic(), measurement.limit * (2 if args.toy else 1)  # a CPU may be slow
             if limit > left:
-                print(f"{each.name}: not started: at most {limit:.0f} s, {left:.0f} s are left", file=sys.stderr)
+                print(f"{measurement.name}: not started: at most {limit:.0f} s, {left:.0f} s are left", file=sys.stderr)
                 continue
-            results[each.name] = record = run_limited(each.run, args.device, limit, log, **common)
+            results[measurement.name] = record = run_limited(measurement.run, args.device, limit, log, **common)
             write_atomically(args.output, lambda file: file.write(json.dumps(stored, indent=1).encode()))
             outcome = record.get("error") or ", ".join(f"{k} {v:.4g}" for k, v in record["figures"].items())
-            print(f"{each.name}: {record['seconds']:.0f} s: {outcome}", file=sys.stderr, flush=True)
+            print(f"{measurement.name}: {record['seconds']:.0f} s: {outcome}", file=sys.stderr, flush=True)
     print(format_results(stored))
-    return int(any("error" in results.get(each.name, {}) for each in chosen))
+    return int(any("error" in results.get(measurement.name, {}) for measurement in chosen))
 
 
 if __name__ == "__main__":

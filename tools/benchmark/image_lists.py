@@ -190,7 +190,7 @@ def main() -> None:
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 results[variant].append(json.loads(output.splitlines()[-1]))
     rows = [
-        [variant, *(f"{statistics.median(each[key] for each in found):.1f}" for key in ("cpu", "peak", "growth"))]
+        [variant, *(f"{statistics.median(figures[key] for figures in found):.1f}" for key in ("cpu", "peak", "growth"))]
         for variant, found in results.items()
     ]
     headers = ["variant", "build: CPU [s]", "build: peak memory above the imports [MB]"]

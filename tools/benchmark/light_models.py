@@ -176,7 +176,7 @@ def latency_table(times: dict[tuple[tuple[str, str, str], int], list[float]], na
         found = [times.get(((name, *variant), size)) for variant in VARIANTS]
         cells = [f"{statistics.median(t):.1f} ({min(t):.1f}-{max(t):.1f})" if t else "" for t in found]
         rows.append([name, *cells])
-    return tabulate(rows, ["ms per image", *(" ".join(each) for each in VARIANTS)], tablefmt="github")
+    return tabulate(rows, ["ms per image", *(" ".join(words) for words in VARIANTS)], tablefmt="github")
 
 
 def main() -> None:
@@ -201,7 +201,12 @@ def main() -> None:
             found, row = prepare(folder, name, args.runs)
             runs |= found
             rows.append(row)
-        headers = ["", "parameters (M)", "multiply-adds (G)", *(f"ONNX {each} (MB)" for each in FILE_PRECISIONS)]
+        headers = [
+            "",
+            "parameters (M)",
+            "multiply-adds (G)",
+            *(f"ONNX {precision} (MB)" for precision in FILE_PRECISIONS),
+        ]
         headers.append("layers in float32 (int8)")
         print(tabulate(rows, headers, tablefmt="github", disable_numparse=True), flush=True)
         times = measure(runs, batches, args.rounds, args.repeats)

@@ -48,7 +48,7 @@ def main() -> None:
     ]
     rows = []
     for name in RATES:
-        pairs = [(getattr(each.measured, name), getattr(each.chosen, name)) for each in found]
+        pairs = [(getattr(calibration.measured, name), getattr(calibration.chosen, name)) for calibration in found]
         naive = [tuple(map(independent, pair)) for pair in pairs]
         measured = 100 * np.mean([rate.rate for rate, _ in pairs])
         rows.append((name, f"{100 * getattr(args, name):g} %", f"{measured:.3g} %", agreeing(pairs), agreeing(naive)))

@@ -103,7 +103,7 @@ def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
     distances = (1 - unit[0] @ unit[1].t()).numpy()
     order = np.argsort(distances, axis=1)
     query_pids, gallery_pids, query_camids, gallery_camids = (
-        each.numpy() for each in (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
+        tensor.numpy() for tensor in (ids.query_pids, ids.gallery_pids, ids.query_camids, ids.gallery_camids)
     )
     matches = gallery_pids[order] == query_pids[:, None]
     precisions, firsts = [], []
@@ -190,7 +190,7 @@ def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs:
                 print(f"{name}, round {number + 1} of {rounds}: {variant}", file=sys.stderr)
                 results[variant].append(measured(variant, folder, runs))
     medians = {
-        variant: {key: statistics.median(each[key] for each in runs) for key in runs[0]}
+        variant: {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         for variant, runs in results.items()
     }
     first = medians[variants[0]]["seconds"]
@@ -245,7 +245,7 @@ def main() -> None:
         return
     print(inspect_environment(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
     for name in args.sizes:
-        variants = tuple(each for each in RANKING if not (args.no_argsort and each == "argsort"))
+        variants = tuple(variant for variant in RANKING if not (args.no_argsort and variant == "argsort"))
         print(compare(name, SIZES[name], variants, args.rounds, args.runs), flush=True)
         if args.re_ranking:
             print(compare(name, SIZES[name], RE_RANKING, args.rounds, args.runs), flush=True)

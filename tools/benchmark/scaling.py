@@ -218,7 +218,7 @@ def compare(args: argparse.Namespace, counts: tuple[int, ...]) -> dict[int, dict
                 )
                 results[count].append(json.loads(output.read_text()))
     return {
-        count: {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        count: {key: statistics.median(figures[key] for figures in rounds) for key in rounds[0]}
         for count, rounds in results.items()
     }
 
@@ -261,13 +261,13 @@ def main() -> None:
     rows = [
         (
             f"{count} x {max(1, args.threads // count)}",
-            f"{each['step']:.3f}",
-            f"{batch / each['step']:.1f}",
-            f"{single / each['step']:.2f}",
-            f"{1e3 * each['all_reduce']:.1f}",
-            f"{100 * each['all_reduce'] / each['step']:.1f} %",
+            f"{figures['step']:.3f}",
+            f"{batch / figures['step']:.1f}",
+            f"{single / figures['step']:.2f}",
+            f"{1e3 * figures['all_reduce']:.1f}",
+            f"{100 * figures['all_reduce'] / figures['step']:.1f} %",
         )
-        for count, each in found.items()
+        for count, figures in found.items()
     ]
     headers = ["processes x threads", "s/step", "images/s", "x one process", "all-reduce, ms", "of the step"]
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))

@@ -81,10 +81,10 @@ async def load(address: str, files: list[bytes], clients: int, per_request: int,
         async with connected[number] as client:
             position = number * per_request
             while time.perf_counter() < end:
-                chosen = [files[(position + each) % len(files)] for each in range(per_request)]
+                chosen = [files[(position + offset) % len(files)] for offset in range(per_request)]
                 position += per_request
                 begin = time.perf_counter()
-                answer = await client.post("/v1/features", files=[("images", ("a.jpg", each)) for each in chosen])
+                answer = await client.post("/v1/features", files=[("images", ("a.jpg", image)) for image in chosen])
                 answer.raise_for_status()
                 latencies.append(time.perf_counter() - begin)
 
@@ -99,8 +99,8 @@ async def overload(address: str, files: list[bytes], count: int) -> tuple[Counte
     limits = httpx.Limits(max_connections=count)
     async with httpx.AsyncClient(base_url=address, timeout=300, limits=limits) as client:
         requests = [
-            client.post("/v1/gallery/items", files=[("images", ("a.jpg", files[each % len(files)]))])
-            for each in range(count)
+            client.post("/v1/gallery/items", files=[("images", ("a.jpg", files[number % len(files)]))])
+            for number in range(count)
         ]
         answers = await asyncio.gather(*requests)
     ids = [item_id for answer in answers if answer.status_code == 201 for item_id in answer.json()["ids"]]
@@ -143,7 +143,7 @@ def main() -> None:
         print(f"{OVERLOAD * QUEUE} requests at once, queue {QUEUE}: statuses {dict(statuses)}")
         print(process.communicate()[0].strip().splitlines()[-1])
         with MutableGallery(gallery) as opened:
-            missing = [each for each in ids if each not in opened]
+            missing = [item_id for item_id in ids if item_id not in opened]
             print(f"{len(ids)} images acknowledged, {len(opened)} in the gallery, {len(missing)} lost")
 
 
@@ -177,9 +177,9 @@ def compare(
     print(f"{args.backbone}, {torch.get_num_threads()} threads; medians of {args.rounds} rounds")
     print(f"Predictor: {base:.0f} images/s ({min(plain):.0f} to {max(plain):.0f}), CPU {base_cpu:.1f} ms per image")
     for count, found in served.items():
-        rates = [each["images/s"] for each in found]
+        rates = [run["images/s"] for run in found]
         rate, p50, p99, cpu, client = (
-            statistics.median(each[name] for each in found) for name in ("images/s", "p50", "p99", "cpu", "client cpu")
+            statistics.median(run[name] for run in found) for name in ("images/s", "p50", "p99", "cpu", "client cpu")
         )
         print(
             f"service, {args.clients} clients x {count} images: {rate:.0f} images/s ({min(rates):.0f} to "

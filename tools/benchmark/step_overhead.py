@@ -128,13 +128,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if pair >= args.warmup:
             times.append(seconds)
     clocks = ["wall", "cpu"] if device.type == "cpu" else ["wall"]
-    found = {clock: summarize([(each[fastamp][i], each[bare][i]) for each in times]) for i, clock in enumerate(clocks)}
+    found = {
+        clock: summarize([(of_pair[fastamp][i], of_pair[bare][i]) for of_pair in times])
+        for i, clock in enumerate(clocks)
+    }
     print(f"{args.network}, {args.size[0]}x{args.size[1]}, batch {args.batch}, {len(times)} pairs of steps")
-    for clock, each in found.items():
+    for clock, summary in found.items():
         print(
-            f"{clock:4} time: fastamp {each['fastamp']:.4f} s, bare PyTorch AMP {each['bare']:.4f} s per step; "
-            f"overhead {100 * (each['ratio'] - 1):+.2f} % "
-            f"(95 % interval {100 * (each['low'] - 1):+.2f} to {100 * (each['high'] - 1):+.2f} %)"
+            f"{clock:4} time: fastamp {summary['fastamp']:.4f} s, bare PyTorch AMP {summary['bare']:.4f} s per step; "
+            f"overhead {100 * (summary['ratio'] - 1):+.2f} % "
+            f"(95 % interval {100 * (summary['low'] - 1):+.2f} to {100 * (summary['high'] - 1):+.2f} %)"
         )
     result = {
         "network": args.network, "size": list(args.size), "batch": args.batch, "pairs": len(times), **found,

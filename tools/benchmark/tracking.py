@@ -82,7 +82,7 @@ def measure_tracker(sequence: Scene, update: Callable[[np.ndarray, np.ndarray], 
         corners = np.concatenate([here.boxes[:, :2], here.boxes[:, :2] + here.boxes[:, 2:]], axis=1)
         table = np.concatenate([corners, here.confidences[:, None], np.zeros((len(here), 1))], axis=1)
         found = np.asarray(update(table.astype(np.float32), np.ascontiguousarray(frame[..., ::-1])))
-        rows += [(number, int(each[4]), *each[:4]) for each in found]
+        rows += [(number, int(box[4]), *box[:4]) for box in found]
     table = np.array(rows, dtype=np.float64).reshape(-1, 6)
     boxes = np.concatenate([table[:, 2:4], table[:, 4:6] - table[:, 2:4]], axis=1)
     integers = (np.arange(len(table)) + 1, table[:, 0].astype(np.int64), table[:, 1].astype(np.int64))
@@ -127,7 +127,7 @@ def variants(chosen: float) -> dict[str, Measure]:
             __import__(package)
         except ImportError:
             print(f"{package} is not installed, so it is not measured: pip install {package}", file=sys.stderr)
-            found = {title: each for title, each in found.items() if not title.lower().startswith(package)}
+            found = {title: result for title, result in found.items() if not title.lower().startswith(package)}
     return found
 
 
@@ -135,10 +135,10 @@ def table(titles: dict[str, Measure], sequences: list[Scene]) -> tuple[str, dict
     """Return a table of switches, MOTA and IDF1, and the total switches and negative mean IDF1 of each title."""
     rows, totals = [], {}
     for title, measure in show_progress(titles.items(), len(titles), "tracking"):
-        found = [measure(each) for each in sequences]
-        rows.append([title, *(f"{each.switches}, {each.mota:.1f}, {each.idf1:.1f}" for each in found)])
-        totals[title] = (sum(each.switches for each in found), -float(np.mean([each.idf1 for each in found])))
-    return tabulate(rows, ["switches, MOTA, IDF1", *(f"seed {each.seed}" for each in sequences)]), totals
+        found = [measure(sequence) for sequence in sequences]
+        rows.append([title, *(f"{result.switches}, {result.mota:.1f}, {result.idf1:.1f}" for result in found)])
+        totals[title] = (sum(result.switches for result in found), -float(np.mean([result.idf1 for result in found])))
+    return tabulate(rows, ["switches, MOTA, IDF1", *(f"seed {sequence.seed}" for sequence in sequences)]), totals
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -155,7 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         seeds = (*args.choose, *args.seeds)
         sequences = {seed: Scene(Path(folder) / str(seed), seed, args.frames, model) for seed in seeds}
-        distances = {f"--max-distance {each:g}": partial(fastamp_track, distance=each) for each in DISTANCES}
+        distances = {f"--max-distance {limit:g}": partial(fastamp_track, distance=limit) for limit in DISTANCES}
         text, totals = table(distances, [sequences[seed] for seed in args.choose])
         print(text, end="\n\n")
         chosen = DISTANCES[min(range(len(DISTANCES)), key=lambda index: list(totals.values())[index])]

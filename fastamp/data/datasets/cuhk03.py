@@ -93,7 +93,7 @@ class CUHK03(ImageDataset):
         logger.info("CUHK03: %s images, split %d of the %s protocol", self._kind, split_id, self._protocol)
         try:
             train, query, gallery = (
-                self._build_items(splits[split_id][each]) for each in ("train", "query", "gallery")
+                self._build_items(splits[split_id][split]) for split in ("train", "query", "gallery")
             )
         except (KeyError, TypeError, ValueError) as error:
             raise self._damaged_splits_error() from error
@@ -139,7 +139,7 @@ class CUHK03(ImageDataset):
                 writable.
         """
         mat, config = (
-            self.dataset_dir / each for each in ("cuhk03_release/cuhk-03.mat", self._config_name(self._kind))
+            self.dataset_dir / name for name in ("cuhk03_release/cuhk-03.mat", self._config_name(self._kind))
         )
         tree = f"{self.folder}/cuhk03_release/cuhk-03.mat\n{self.folder}/{self._config_name('{detected,labeled}')}"
         has_images = self._images.is_dir()

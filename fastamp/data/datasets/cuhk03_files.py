@@ -76,15 +76,17 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
         DataError: if the file is corrupt.
     """
     with _open_mat(mat_file) as mat, _data_errors(mat_file):
-        test_sets = [{tuple(map(int, row)) for row in mat[each][()].T} for each in mat["testsets"][()].ravel()]
+        test_sets = [
+            {tuple(map(int, row)) for row in mat[reference][()].T} for reference in mat["testsets"][()].ravel()
+        ]
     images: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name in names:
         pair, person, *_ = _parse_name(name)
         images[pair, person].append(name)
     splits = []
     for test_people in test_sets:
-        train = _number_people([images[each] for each in sorted(images) if each not in test_people])
-        test = _number_people([images[each] for each in sorted(images) if each in test_people])
+        train = _number_people([images[image] for image in sorted(images) if image not in test_people])
+        test = _number_people([images[image] for image in sorted(images) if image in test_people])
         splits.append({"train": train, "query": test, "gallery": test})
     return splits
 
@@ -108,10 +110,12 @@ def new_split(config_file: Path, names: Sequence[str]) -> Split:
     with _data_errors(config_file):
         config = loadmat(config_file, squeeze_me=True)
         files, labels = (np.atleast_1d(config[key]) for key in ("filelist", "labels"))
-        chosen = {each: np.atleast_1d(config[f"{each}_idx"]).astype(int) - 1 for each in ("train", "query", "gallery")}
+        chosen = {
+            split: np.atleast_1d(config[f"{split}_idx"]).astype(int) - 1 for split in ("train", "query", "gallery")
+        }
         split = {
-            each: [(str(files[i]), int(labels[i]), _parse_name(str(files[i]))[2] - 1) for i in indices]
-            for each, indices in chosen.items()
+            split: [(str(files[i]), int(labels[i]), _parse_name(str(files[i]))[2] - 1) for i in indices]
+            for split, indices in chosen.items()
         }
     missing = {name for items in split.values() for name, _, _ in items} - set(names)
     if missing:

@@ -85,7 +85,7 @@ class FilenameDataset(ImageDataset):
         self._first_files: dict[int | str, tuple[str, Path]] = {}
         needed = self.needed or [folder for folders in self._folders.values() for folder in folders]
         tree = f"{self.folder}/{self.tree}"
-        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
+        check_tree(type(self).__name__, root, [self.dataset_dir / path for path in needed], tree, self.folder)
         super().__init__(*(partial(self._load, split) for split in self._folders))
 
     def camera(self, camid: int | str) -> str:
@@ -152,7 +152,9 @@ class FilenameDataset(ImageDataset):
     ) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
         found, unmatched, num_excluded, num_other_cameras, unknown = [], [], 0, 0, Counter[str]()
-        for file, match in (each for folder in folders for each in _walk(name, folder, layout, self.suffix)):
+        for file, match in (
+            file_match for folder in folders for file_match in _walk(name, folder, layout, self.suffix)
+        ):
             if match is None:
                 unmatched.append(file)
                 continue

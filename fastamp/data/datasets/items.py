@@ -195,9 +195,9 @@ class Column:
 def _number_dtype(values: Sequence[Any]) -> type | None:
     """Return the dtype of values that are all integers, or integers and floats; None for any other values."""
     types = set(map(type, values))
-    if all(issubclass(each, Integral) for each in types):
+    if all(issubclass(kind, Integral) for kind in types):
         return np.int64 if not types or (min(values) >= -(2**63) and max(values) < 2**63) else None
-    return np.float64 if all(issubclass(each, Real) for each in types) else None
+    return np.float64 if all(issubclass(kind, Real) for kind in types) else None
 
 
 class PackedItems(Sequence[ImageItem]):
@@ -249,7 +249,7 @@ class PackedItems(Sequence[ImageItem]):
             paths.append(*split_path(os.fsdecode(item.path)))
         boxes = None
         if any(item.box is not None for item in items):
-            given = [(_NO_BOX,) * 4 if item.box is None else [round(each) for each in item.box] for item in items]
+            given = [(_NO_BOX,) * 4 if item.box is None else [round(edge) for edge in item.box] for item in items]
             boxes = np.array(given, dtype=np.int64)
         names = dict.fromkeys(name for item in items for name in item.columns or ())
         columns = {name: Column.pack((item.columns or {}).get(name) for item in items) for name in names}

@@ -57,19 +57,19 @@ class MSMT17(ImageDataset):
     def __init__(self, root: str | Path = "datasets", *, version: str = "auto", validation: bool = False) -> None:
         check_choice("DATASETS.MSMT17.VERSION", version, ("auto", *VERSIONS))
         if version == "auto":
-            version = next((each for each in VERSIONS if (Path(root) / VERSIONS[each][0]).is_dir()), "V1")
+            version = next((version for version in VERSIONS if (Path(root) / VERSIONS[version][0]).is_dir()), "V1")
         folder, train, test = VERSIONS[version]
         self.dataset_dir = Path(root) / folder
         training = ("train", "val") if validation else ("train",)
         tree = "\n".join(
-            f"{each[0]}/{{{each[1]},{each[2]},list_train.txt,list_val.txt,list_query.txt,list_gallery.txt}}"
-            for each in VERSIONS.values()
+            f"{folders[0]}/{{{folders[1]},{folders[2]},list_train.txt,list_val.txt,list_query.txt,list_gallery.txt}}"
+            for folders in VERSIONS.values()
         )
-        needed = [train, test, *(f"list_{each}.txt" for each in (*training, "query", "gallery"))]
-        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, folder)
+        needed = [train, test, *(f"list_{split}.txt" for split in (*training, "query", "gallery"))]
+        check_tree(type(self).__name__, root, [self.dataset_dir / path for path in needed], tree, folder)
         logger.info("MSMT17: version %s, training on %s", version, " and ".join(f"list_{x}.txt" for x in training))
         super().__init__(
-            lambda: self._add_name_prefix(item for each in training for item in self._read(each, train)),
+            lambda: self._add_name_prefix(item for split in training for item in self._read(split, train)),
             lambda: self._read("query", test, offset=self._training_identities()),
             lambda: self._read("gallery", test, offset=self._training_identities()),
         )

@@ -22,33 +22,37 @@ def path_hint(
     """
 
     def is_complete(path: Path) -> bool:
-        return all((path / each).exists() for each in needed)
+        return all((path / relative).exists() for relative in needed)
 
     expected = (root / folder).absolute()
     deeper = next((inner for inner in _subfolders(expected) if is_complete(inner)), None)
     if deeper:
         return f"found {deeper}, one level too deep; move its content to {expected}"
-    if any(each.parts for each in needed) and is_complete(root):
+    if any(path.parts for path in needed) and is_complete(root):
         fix = (
             f"make {expected.parent.parent} the data root"
             if root.absolute().name == folder
             else f"move it to {expected}"
         )
         return f"found in the data root, {root.absolute()}; {fix}"
-    outside = next((each for each in _subfolders(root) if is_complete(each / folder)), None)
+    outside = next((subfolder for subfolder in _subfolders(root) if is_complete(subfolder / folder)), None)
     if outside:
         return f"found {outside.absolute() / folder}; move it to {expected}, or make {outside.absolute()} the data root"
     similarity = {
-        each: _best_similarity(each.name, (folder, *names))
-        for each in _subfolders(root)
-        if each.name not in other_folders
+        subfolder: _best_similarity(subfolder.name, (folder, *names))
+        for subfolder in _subfolders(root)
+        if subfolder.name not in other_folders
     }
     similar = sorted(
-        (each for each in similarity if similarity[each] >= _MIN_SIMILARITY and each.name != folder),
-        key=lambda each: -similarity[each],
+        (
+            candidate
+            for candidate in similarity
+            if similarity[candidate] >= _MIN_SIMILARITY and candidate.name != folder
+        ),
+        key=lambda candidate: -similarity[candidate],
     )
-    for each in similar:
-        found = next((path for path in (each, *_subfolders(each)) if is_complete(path)), None)
+    for candidate in similar:
+        found = next((path for path in (candidate, *_subfolders(candidate)) if is_complete(path)), None)
         if found:
             return f"found {found.absolute()}; if it is this dataset, rename it to {expected}"
     if similar:

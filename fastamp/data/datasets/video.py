@@ -68,7 +68,7 @@ class TrackletDataset(ImageDataset):
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / self.folder
-        needed = [self.dataset_dir / each for each in self.needed]
+        needed = [self.dataset_dir / path for path in self.needed]
         check_tree(type(self).__name__, root, needed, f"{self.folder}/{self.tree}", self.folder)
         super().__init__(*(partial(self._load, split) for split in ("train", "query", "gallery")))
 
@@ -321,7 +321,7 @@ class PRID2011(TwoCameraDataset):
         file = self.dataset_dir / self.needed[-1]
         try:
             splits = json.loads(file.read_text(encoding="utf-8"))
-            return [{part: [str(person) for person in each[part]] for part in ("train", "test")} for each in splits]
+            return [{part: [str(person) for person in split[part]] for part in ("train", "test")} for split in splits]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._damaged_error(file, error) from error
 

@@ -70,7 +70,7 @@ class VIPeR(FilenameDataset):
         return cls(root=root, split=cfg.DATASETS.VIPER.SPLIT)
 
     def _load(self, split: str) -> list[ImageItem]:
-        query, gallery = ([*super(VIPeR, self)._load(each)] for each in ("query", "gallery"))
+        query, gallery = ([*super(VIPeR, self)._load(split)] for split in ("query", "gallery"))
         gallery = [item._replace(camid=1) for item in gallery]
         pids = sorted({item.pid for item in [*query, *gallery]})
         # RandomState gives the same numbers in every NumPy version.

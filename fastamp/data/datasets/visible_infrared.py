@@ -126,14 +126,14 @@ class RegDB(ImageDataset):
     def __init__(self, root: str | Path = "datasets", *, trial: int = 1) -> None:
         self.dataset_dir = Path(root) / self.folder
         self.split_note = f"random split {trial} of 10 (DATASETS.REGDB.TRIAL); report the mean over all splits"
-        train = [f"train_{each}_{trial}.txt" for each in (VISIBLE, "thermal")]
-        query, gallery = (f"test_{each}_{trial}.txt" for each in (self.query_list, self.gallery_list))
+        train = [f"train_{modality}_{trial}.txt" for modality in (VISIBLE, "thermal")]
+        query, gallery = (f"test_{list_name}_{trial}.txt" for list_name in (self.query_list, self.gallery_list))
         needed = ["Visible", "Thermal", *(f"idx/{name}" for name in (*train, query, gallery))]
         tree = (
             f"{self.folder}/{{Visible,Thermal}}/{{pid}}/*.bmp\n"
             f"{self.folder}/idx/{{train,test}}_{{visible,thermal}}_{{1,...,10}}.txt"
         )
-        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
+        check_tree(type(self).__name__, root, [self.dataset_dir / path for path in needed], tree, self.folder)
         super().__init__(
             lambda: self._add_name_prefix(item for name in train for item in self._read(name)),
             lambda: self._read(query),
@@ -201,7 +201,7 @@ class LLCM(ImageDataset):
             f"{self.folder}/{{vis,nir}}/{{pid}}/*.jpg\n{self.folder}/{{test_vis,test_nir}}/cam{{1,...,9}}/{{pid}}/*.jpg\n"
             f"{self.folder}/idx/{{train_vis,train_nir,test_id}}.txt"
         )
-        check_tree(type(self).__name__, root, [self.dataset_dir / each for each in needed], tree, self.folder)
+        check_tree(type(self).__name__, root, [self.dataset_dir / path for path in needed], tree, self.folder)
         super().__init__(
             lambda: self._add_name_prefix([*self._read_training(VISIBLE), *self._read_training(INFRARED)]),
             lambda: self._read_test(self.query_modality),
@@ -227,8 +227,8 @@ class LLCM(ImageDataset):
 
     def _read_test(self, modality: str) -> list[ImageItem]:
         folders = {
-            each: {camera: self.dataset_dir / folder / f"cam{camera}" for camera in range(1, 10)}
-            for each, folder in ((VISIBLE, "test_vis"), (INFRARED, "test_nir"))
+            modality: {camera: self.dataset_dir / folder / f"cam{camera}" for camera in range(1, 10)}
+            for modality, folder in ((VISIBLE, "test_vis"), (INFRARED, "test_nir"))
         }
         name, every = type(self).__name__, [*folders[VISIBLE].values(), *folders[INFRARED].values()]
         pids = _read_identities(name, self.dataset_dir / "idx" / "test_id.txt", every)

@@ -54,7 +54,7 @@ def upload(parameters: Sequence[Parameters], device: torch.device) -> list[Param
         The same parameters on the CPU, for which ``on_device`` returns the copies on ``device``.
     """
     cuda = device.type == "cuda"
-    tensors = [value.contiguous() for each in parameters for value in each.values()]
+    tensors = [value.contiguous() for parameter in parameters for value in parameter.values()]
     # Each tensor starts at a multiple of 8 bytes, as views with another dtype require.
     starts = np.cumsum([0, *(-(-tensor.nbytes // 8) * 8 for tensor in tensors)]).tolist()
     # A new pinned buffer per batch: PyTorch reuses its memory only after the transfer is complete.
@@ -67,9 +67,9 @@ def upload(parameters: Sequence[Parameters], device: torch.device) -> list[Param
         for tensor, start in zip(tensors, starts, strict=False)
     )
     uploaded = []
-    for each in parameters:
-        uploaded.append(_Uploaded(each))
-        uploaded[-1].copies = {name: next(copies) for name in each}
+    for parameter in parameters:
+        uploaded.append(_Uploaded(parameter))
+        uploaded[-1].copies = {name: next(copies) for name in parameter}
     return uploaded
 
 
@@ -209,7 +209,7 @@ class Augmentation:
             return []
         uniforms = keyed_uniforms(
             seed=self.seed,
-            counts={stream: each.draws for stream, each in zip(self._streams, self.transforms, strict=True)},
+            counts={stream: transform.draws for stream, transform in zip(self._streams, self.transforms, strict=True)},
             epochs=np.asarray(epochs, dtype=np.uint64),
             positions=np.asarray(positions, dtype=np.uint64),
         )

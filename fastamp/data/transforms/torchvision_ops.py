@@ -208,7 +208,7 @@ class _TorchvisionOperations(TorchvisionTransform):
             return images
         changed = images.clone()
         copies = on_device(parameters, images.device)
-        names = [[_OPERATIONS[number] for number in each] for each in parameters["operation"].tolist()]
+        names = [[_OPERATIONS[number] for number in code] for code in parameters["operation"].tolist()]
         magnitudes = parameters["magnitude"].tolist()
         for number in chosen:
             operations = list(zip(names[number], magnitudes[number], copies["matrix"][number], strict=True))

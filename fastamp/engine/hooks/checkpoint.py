@@ -90,7 +90,7 @@ class PeriodicCheckpointer(HookBase):
 
     def _save(self, name: str) -> None:
         # Updated before saving, so that the checkpoint contains its own name.
-        self._names = [*(each for each in self._names if each != name), name]
+        self._names = [*(kept for kept in self._names if kept != name), name]
         logger.info("saved %s", self.checkpointer.save(name))
         self._saved_at = self.clock()
         if self.keep:

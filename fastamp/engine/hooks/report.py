@@ -33,8 +33,8 @@ class ReportHook(HookBase):
         clusters = sheet_image(run.clusters) if run.clusters is not None else None
         for writer in writers if clusters is not None else ():
             writer.write_image(self.trainer.iter, "clusters", clusters)
-        for each in run.sets if writers else ():
-            image = rank_list_image(each)
+        for test_set in run.sets if writers else ():
+            image = rank_list_image(test_set)
             if image is not None:
                 for writer in writers:
-                    writer.write_image(self.trainer.iter, f"worst_queries/{each.name}", image)
+                    writer.write_image(self.trainer.iter, f"worst_queries/{test_set.name}", image)

@@ -63,7 +63,7 @@ class ExportReport:
     def table(self) -> str:
         """Format the comparisons as a table."""
         headers = ("images", "number", "min cosine", "mean cosine", "max difference")
-        rows = [tuple(asdict(each).values()) for each in self.comparisons]
+        rows = [tuple(asdict(comparison).values()) for comparison in self.comparisons]
         text: str = tabulate(rows, headers, floatfmt=("", "", ".6f", ".6f", ".1e"))
         if self.found_map is not None:
             text += (
@@ -136,7 +136,9 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
         labels = {column: batch[column] for column in label_inputs(predictor).values()}
         return for_each_size(
             batch["images"],
-            lambda images, rows: features({"images": images} | {name: each[rows] for name, each in labels.items()}),
+            lambda images, rows: features(
+                {"images": images} | {name: numbers[rows] for name, numbers in labels.items()}
+            ),
         )
 
     return features_of_sizes if metadata["preprocess"] == "inside" else features
@@ -164,7 +166,7 @@ def compare_exported(
         return
     rows = images.features(unscaled), images.features(found, raw=raw)
     report.data = images.title
-    joined = [torch.cat(each) for each in rows]
+    joined = [torch.cat(row) for row in rows]
     report.comparisons.append(compare(images.title, normalized(joined[0]) if l2 else joined[0], joined[1]))
     if not _differs_too_much(report):
         report.expected_map, report.found_map = map(images.mean_average_precision, rows)
@@ -172,9 +174,12 @@ def compare_exported(
 
 def _cosine(report: ExportReport) -> float:
     """Return the cosine similarity of features that is compared with ``MIN_COSINE``; NaN if a feature is not finite."""
-    cosines = [each.min_cosine for each in report.comparisons]
+    cosines = [comparison.min_cosine for comparison in report.comparisons]
     if report.metadata["precision"] == "int8" and not any(map(math.isnan, cosines)):
-        cosines = [math.inf, *(each.mean_cosine for each in report.comparisons if each.images == report.data)]
+        cosines = [
+            math.inf,
+            *(comparison.mean_cosine for comparison in report.comparisons if comparison.images == report.data),
+        ]
     return min(cosines, key=lambda cosine: (cosine == cosine, cosine))
 
 

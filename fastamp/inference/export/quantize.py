@@ -95,7 +95,7 @@ def trunks_of(source: Source) -> set[str]:
 def _trunk_nodes(model: Any, source: Source) -> list[Any]:
     """Return the nodes of the trunks that can be quantized; products of two activations, as in attention, cannot."""
     trunks = trunks_of(source)
-    constants = {each.name for each in model.graph.initializer}
+    constants = {tensor.name for tensor in model.graph.initializer}
     return [
         node
         for node in model.graph.node
@@ -156,7 +156,7 @@ def _saturated(model: Any, ranges: Any) -> Any:
     for node in model.graph.node:
         if node.op_type in _SATURATION and readers[node.input[0]] == 1 and node.input[0] in ranges.data:
             limits = _SATURATION[node.op_type]
-            low, high = (np.clip(each, *limits).astype(np.float32) for each in ranges[node.input[0]].range_value)
+            low, high = (np.clip(bound, *limits).astype(np.float32) for bound in ranges[node.input[0]].range_value)
             ranges.data[node.input[0]] = TensorData(lowest=low, highest=high)
     return ranges
 
@@ -195,10 +195,10 @@ def _with_one_layer(model: Any, name: str, ranges: Any) -> Any:
 
     changed = copy.deepcopy(model)
     graph = changed.graph
-    node = next(each for each in graph.node if each.name == name)
+    node = next(candidate for candidate in graph.node if candidate.name == name)
     if node.op_type in _WEIGHTED:
-        values = numpy_helper.to_array(next(each for each in graph.initializer if each.name == node.input[1]))
-        transposed = any(each.name == "transB" and each.i for each in node.attribute)
+        values = numpy_helper.to_array(next(tensor for tensor in graph.initializer if tensor.name == node.input[1]))
+        transposed = any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
         axis = 0 if node.op_type == "Conv" or transposed else values.ndim - 1
         graph.initializer.append(numpy_helper.from_array(_rounded(values, axis), f"{name}.rounded_weights"))
         node.input[1] = f"{name}.rounded_weights"  # other nodes may have the same weights
@@ -206,7 +206,7 @@ def _with_one_layer(model: Any, name: str, ranges: Any) -> Any:
         output, node.output[0] = node.output[0], f"{name}.exact"
         _insert_rounding(graph, node, 1, node.output[0], output, _range(ranges, output))
     for index, tensor in enumerate(node.input):
-        if tensor in ranges.data and tensor not in {each.name for each in graph.initializer}:
+        if tensor in ranges.data and tensor not in {tensor.name for tensor in graph.initializer}:
             node.input[index] = f"{name}.rounded{index}"
             _insert_rounding(graph, node, 0, tensor, node.input[index], _range(ranges, tensor))
     return changed
@@ -214,7 +214,7 @@ def _with_one_layer(model: Any, name: str, ranges: Any) -> Any:
 
 def _rounded(weights: np.ndarray, axis: int) -> np.ndarray:
     """Round weights to 8 bits, with one scale for each index of ``axis``."""
-    others = tuple(each for each in range(weights.ndim) if each != axis)
+    others = tuple(dimension for dimension in range(weights.ndim) if dimension != axis)
     scale = np.maximum(np.abs(weights).max(others, keepdims=True), np.finfo(np.float32).tiny) / 127
     result: np.ndarray = (np.round(weights / scale) * scale).astype(np.float32)
     return result
@@ -222,7 +222,7 @@ def _rounded(weights: np.ndarray, axis: int) -> np.ndarray:
 
 def _range(ranges: Any, tensor: str) -> tuple[float, float]:
     """Return the minimum and the maximum of a tensor, including 0."""
-    low, high = (float(np.min(each)) for each in ranges[tensor].range_value)
+    low, high = (float(np.min(bound)) for bound in ranges[tensor].range_value)
     return min(low, 0.0), max(high, 0.0)
 
 
@@ -233,11 +233,11 @@ def _insert_rounding(graph: Any, node: Any, offset: int, tensor: str, output: st
     low, high = bounds
     step = np.float32(max(high - low, 1e-30) / 255)
     zero = np.uint8(np.clip(round(-low / step), 0, 255))
-    names = [f"{output}.{each}" for each in ("step", "zero", "codes")]
+    names = [f"{output}.{suffix}" for suffix in ("step", "zero", "codes")]
     graph.initializer.extend(
         [numpy_helper.from_array(np.asarray(step), names[0]), numpy_helper.from_array(np.asarray(zero), names[1])]
     )
-    position = next(index for index, each in enumerate(graph.node) if each.name == node.name) + offset
+    position = next(index for index, candidate in enumerate(graph.node) if candidate.name == node.name) + offset
     graph.node.insert(position, helper.make_node("DequantizeLinear", [names[2], *names[:2]], [output]))
     graph.node.insert(position, helper.make_node("QuantizeLinear", [tensor, *names[:2]], [names[2]]))
 
@@ -286,7 +286,7 @@ def largest_errors(errors: dict[str, float], fraction: float, most: float) -> li
     """
     selected: list[str] = []
     remaining = total = sum(errors.values())
-    for name in sorted(errors, key=lambda each: errors[each], reverse=True):
+    for name in sorted(errors, key=lambda node_name: errors[node_name], reverse=True):
         if remaining <= fraction * total or len(selected) + 1 > most * len(errors):
             break
         selected.append(name)

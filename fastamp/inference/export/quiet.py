@@ -48,5 +48,5 @@ def quiet(what: str) -> Iterator[None]:
         raise ExportError(f"{what}: {type(cause).__name__}: {detail}") from error
     finally:
         logger.debug("%s", printed.getvalue())
-    for each in caught:
-        logger.debug("%s", each.message)
+    for warning in caught:
+        logger.debug("%s", warning.message)

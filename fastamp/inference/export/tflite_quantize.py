@@ -34,7 +34,7 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
         run_worker("operators", folder)
         found: list[Operator] = json.loads((folder / "operators.json").read_text())
         trunks = trunks_of(source)
-        operators = [each for each in found if _is_quantizable(each, trunks)]
+        operators = [operator for operator in found if _is_quantizable(operator, trunks)]
         if not operators:
             raise ExportError(NO_LAYERS)
         images = {key: torch.cat([batch[key] for batch in inputs]) for key in inputs[0]}
@@ -46,14 +46,16 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
         error = error_of(expected, features(model, probe))
         if error <= MAX_ERROR:
             return model, []
-        layers = [each for each in operators if each["kind"] in (*_WEIGHTED, "ADD")]
+        layers = [operator for operator in operators if operator["kind"] in (*_WEIGHTED, "ADD")]
         write_inputs(folder, probe)
         _write_names(folder, layers)
         run_worker("errors", folder, "names.json", steps=len(layers), title="errors of layers")
         errors = json.loads((folder / "errors.json").read_text())
         weighted = {key for key, module in source.module.named_modules() if hasattr(module, "weight")}
-        kept = sensitive_layers(errors, error, {each["name"]: _title(each, weighted) for each in layers})
-        return _quantized(folder, [each for each in operators if each["name"] not in kept]), list(kept.values())
+        kept = sensitive_layers(errors, error, {layer["name"]: _title(layer, weighted) for layer in layers})
+        return _quantized(folder, [operator for operator in operators if operator["name"] not in kept]), list(
+            kept.values()
+        )
 
 
 def _is_quantizable(operator: Operator, trunks: set[str]) -> bool:

@@ -128,7 +128,7 @@ def _slice_all_images(model: Any, operator: Any) -> None:
         return
     limits = model.subgraphs[0].tensors[operator.inputs[0]].shape
     end = np.where(size == -1, limits, begin + size)
-    added = [_add_constant(model, operator, each) for each in (end, np.ones_like(begin))]
+    added = [_add_constant(model, operator, value) for value in (end, np.ones_like(begin))]
     operator.inputs = np.array([*operator.inputs[:2], *added], dtype=np.int32)
     code = copy.copy(model.operatorCodes[operator.opcodeIndex])
     code.builtinCode = code.deprecatedBuiltinCode = schema.BuiltinOperator.STRIDED_SLICE
@@ -170,7 +170,7 @@ def operators(folder: Path) -> None:
             {
                 "name": name,
                 "kind": _kind(model, operator),
-                "constants": [model.buffers[graph.tensors[each].buffer].data is not None for each in operator.inputs],
+                "constants": [model.buffers[graph.tensors[index].buffer].data is not None for index in operator.inputs],
                 "modules": [re.findall("<(.*?)>", part) for part in name.split(";;")],
             }
         )
@@ -200,7 +200,7 @@ def calibrate(folder: Path) -> Iterator[None]:
 
 def quantize(folder: Path, names: str) -> None:
     """Quantize operators; the others stay in float32."""
-    rules = [_rule(each) for each in json.loads((folder / names).read_text())]
+    rules = [_rule(content) for content in json.loads((folder / names).read_text())]
     (folder / "quantized.tflite").write_bytes(_quantized(folder, rules, _ranges(folder)))
 
 
@@ -300,7 +300,7 @@ def _mean_cosine(expected: np.ndarray, found: np.ndarray) -> float:
 
 
 COMMANDS: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (convert, finish, operators, calibrate, quantize, errors, run)
+    command.__name__: command for command in (convert, finish, operators, calibrate, quantize, errors, run)
 }
 
 

@@ -78,7 +78,7 @@ def layers_in_order(module: nn.Module, container: str) -> LayerGroups:
     for block in module.get_submodule(container).children():
         for name, part in block.named_children() if hasattr(block, "blocks") else [("", block)]:
             if name == "blocks":
-                groups.extend([each] for each in part.children())
+                groups.extend([child] for child in part.children())
             elif not name:
                 groups.append([part])
             elif groups:

@@ -282,7 +282,7 @@ class ClipVisionTransformer(TokenBackbone):
         if self.ln_post is None:
             return after
         _, *features = self._features(before, after)
-        return torch.cat([each.float() for each in features], dim=1)[..., None, None]
+        return torch.cat([feature.float() for feature in features], dim=1)[..., None, None]
 
     def features(
         self,
@@ -334,7 +334,7 @@ class ClipVisionTransformer(TokenBackbone):
 
     def layer_groups(self) -> LayerGroups:
         """List the modules of each block, in order, and the final norm and projection."""
-        last = [each for each in (self.ln_post, self.proj) if each is not None]
+        last = [parameter for parameter in (self.ln_post, self.proj) if parameter is not None]
         return [*([block] for block in self.transformer.resblocks), last]
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -378,7 +378,10 @@ def image_tower(state: State) -> State:
         state: file of CLIP or open_clip (``visual.``), of CLIP-ReID (``image_encoder.``), or an image tower without a
             prefix.
     """
-    prefix = next((each for each in ("visual.", "image_encoder.") if any(key.startswith(each) for key in state)), "")
+    prefix = next(
+        (candidate for candidate in ("visual.", "image_encoder.") if any(key.startswith(candidate) for key in state)),
+        "",
+    )
     if not prefix:
         return dict(state)
     return {

@@ -104,8 +104,8 @@ class AttentionPool(nn.Module):
         tokens = x.flatten(2).transpose(1, 2)
         tokens = torch.cat((tokens.mean(dim=1, keepdim=True), tokens), dim=1) + positions
         queries, keys, values = (
-            projection(each).unflatten(2, (self.heads, -1)).transpose(1, 2)
-            for projection, each in ((self.q_proj, tokens[:, :1]), (self.k_proj, tokens), (self.v_proj, tokens))
+            projection(inputs).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for projection, inputs in ((self.q_proj, tokens[:, :1]), (self.k_proj, tokens), (self.v_proj, tokens))
         )
         mixed = dot_product_attention(queries, keys, values)
         return self.c_proj(mixed.transpose(1, 2).flatten(1))
@@ -171,7 +171,7 @@ class ClipResNet(PositionGrid, nn.Module):
         if self.attnpool is None:
             return self._maps(x)[1]
         _, *features = self.features(x)
-        return torch.cat([each.float() for each in features], dim=1)[..., None, None]
+        return torch.cat([feature.float() for feature in features], dim=1)[..., None, None]
 
     def features(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Compute CLIP-ReID's features: the means of the third and the last stage, and the attention pooling.

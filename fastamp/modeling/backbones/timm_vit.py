@@ -137,7 +137,7 @@ class TimmVisionTransformer(TokenBackbone):
 
     def common_strides(self) -> tuple[tuple[tuple[int, int], int], ...]:
         """List the strides without overlap and of TransReID, then the others down to half a patch."""
-        return ((self.patch, 1), *(each for each in COMMON_STRIDES if each[0] < self.patch))
+        return ((self.patch, 1), *(layout for layout in COMMON_STRIDES if layout[0] < self.patch))
 
     def forward(
         self, x: torch.Tensor, camids: torch.Tensor | None = None, viewids: torch.Tensor | None = None

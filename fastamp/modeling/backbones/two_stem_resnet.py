@@ -111,7 +111,7 @@ class TwoStemResNet(ResNet):
         if not (self.training and torch.is_grad_enabled()):
             return 0.0
         conv, norm = (self.infrared_conv1, self.infrared_bn1) if modality else (self.conv1, self.bn1)
-        return 0.0 * sum(each.float().sum() for module in (conv, norm) for each in module.parameters())
+        return 0.0 * sum(parameter.float().sum() for module in (conv, norm) for parameter in module.parameters())
 
 
 @BACKBONE_REGISTRY.register()

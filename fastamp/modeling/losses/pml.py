@@ -106,7 +106,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     """
     losses, miners = _import_package(name)
     args, miner = cfg.MODEL.LOSSES.PML.ARGS, cfg.MODEL.LOSSES.PML.MINER
-    selected = {each.removeprefix(PML) for each in cfg.MODEL.LOSSES.NAME if each.startswith(PML)} | {miner}
+    selected = {name.removeprefix(PML) for name in cfg.MODEL.LOSSES.NAME if name.startswith(PML)} | {miner}
     unused = [key for key in args if key.partition(".")[0] not in selected]
     if unused:
         raise ConfigError(
@@ -156,8 +156,8 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
     if name not in choices:
         raise ConfigError(
             f"{key}: {prefix + name!r} is not one of the supported {base} of pytorch-metric-learning."
-            f"{did_you_mean(prefix + name, [prefix + each for each in choices])}\n"
-            f"  choices: {', '.join(prefix + each for each in sorted(choices))}"
+            f"{did_you_mean(prefix + name, [prefix + choice for choice in choices])}\n"
+            f"  choices: {', '.join(prefix + choice for choice in sorted(choices))}"
         )
     return choices[name]
 
@@ -165,9 +165,9 @@ def _get_class(key: str, prefix: str, module: ModuleType, base: str, name: str) 
 def _supported(module: ModuleType, base: str) -> dict[str, type[nn.Module]]:
     parent = module.BaseMetricLossFunction if base == "losses" else module.BaseMiner
     return {
-        each: value
-        for each, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, parent) and each not in _EXCLUDED
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and issubclass(value, parent) and name not in _EXCLUDED
     }
 
 
@@ -188,10 +188,10 @@ def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     """Collect the constructor arguments of a class, including those that it passes to its base classes."""
     found: dict[str, inspect.Parameter] = {}
-    for each in kind.__mro__:
-        if "__init__" not in vars(each):
+    for base in kind.__mro__:
+        if "__init__" not in vars(base):
             continue
-        parameters = inspect.signature(each.__init__).parameters.values()
+        parameters = inspect.signature(base.__init__).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
         found |= {p.name: p for p in named if p.name not in found}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):

@@ -75,16 +75,16 @@ class MomentumCopy(nn.Module):
     def _lists_of(self, model: nn.Module) -> list[ModelTensors]:
         """Return up-to-date lists of the modules of each copy, then of each submodule of the model."""
         sources = [*self._modules.values(), *(model.get_submodule(part) for part in self._modules)]
-        if [each.model for each in self._lists] != sources:
+        if [tensors.model for tensors in self._lists] != sources:
             self._lists = [ModelTensors(source) for source in sources]
             self._pairs_key = None
-        for each in self._lists:
-            each.refresh()
+        for tensors in self._lists:
+            tensors.refresh()
         return self._lists
 
     def _pairs(self, model: nn.Module, *, statistics: bool) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
         """Return (averages, tensors of the model) of the floating-point tensors, and of the other tensors."""
-        key = (statistics, *(each.version for each in self._lists_of(model)))
+        key = (statistics, *(tensors.version for tensors in self._lists_of(model)))
         if key != self._pairs_key:
             averaged = dict(self.named_buffers())
             current = {name: t for name, t in self._tensors_of(model, statistics=statistics) if name in averaged}

@@ -57,7 +57,9 @@ class MultiBranchModel(ImageModel):
         inputs = self.head_inputs(batch)
         if not self.training:
             features = [self._head(name)(inputs[name]) for name in self.head_names]
-            return torch.cat([F.normalize(each, dim=1) for each in features] if self.normalize_heads else features, 1)
+            return torch.cat(
+                [F.normalize(feature, dim=1) for feature in features] if self.normalize_heads else features, 1
+            )
         targets = self.targets(batch)
         outputs = {name: self._head(name)(inputs[name], targets) for name in self.head_names}
         pair_losses = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
@@ -84,6 +86,6 @@ class MultiBranchModel(ImageModel):
         count = len(outputs) if self.mean_over_heads else 1
         return {
             f"{name}_{output}": value / count
-            for output, each in outputs.items()
-            for name, value in compute_losses(losses, each, targets, gather=self.gather).items()
+            for output, branch_outputs in outputs.items()
+            for name, value in compute_losses(losses, branch_outputs, targets, gather=self.gather).items()
         }

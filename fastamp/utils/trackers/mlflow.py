@@ -36,7 +36,7 @@ class MLflow(Tracker):
             self._run_id = run.run_id
             self._client.update_run(self._run_id, status="RUNNING")
             for name in self._client.get_run(self._run_id).data.metrics:
-                self._logged[name] = max(each.step for each in self._client.get_metric_history(self._run_id, name))
+                self._logged[name] = max(record.step for record in self._client.get_metric_history(self._run_id, name))
         else:
             experiment = mlflow.set_experiment(run.project).experiment_id
             tags = {"group": run.group} if run.group else {}

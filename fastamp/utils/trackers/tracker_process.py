@@ -103,7 +103,7 @@ class TrackerProcess:
         self._unsent = self._unread = b""
         self._started = self._warned = False
         self._began = time.monotonic()
-        path = [each for each in sys.path if isinstance(each, str)]
+        path = [folder for folder in sys.path if isinstance(folder, str)]
         code = f"import sys; sys.path[:] = {path!r}; from fastamp.utils.trackers.child import main; main()"
         with self._log.open("ab") as log:
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(

@@ -107,13 +107,13 @@ class CLIPReIDHead(nn.Module):
         if not self.training and self.eval_feat == "before":
             return torch.cat(parts, dim=1)
         necks = (self.bottleneck(parts[0][:, :, None, None]), self.bottleneck_proj(parts[1][:, :, None, None]))
-        necks = tuple(each.flatten(1) for each in necks)
+        necks = tuple(neck.flatten(1) for neck in necks)
         if not self.training:
             return torch.cat(necks, dim=1)
         logits = (necks[0] @ self.weight.t(), necks[1] @ self.weight_proj.t())
         return [
-            (1.0, {"cls_outputs": each, "pred_class_logits": each, "features": part})
-            for each, part in zip(logits, parts, strict=True)
+            (1.0, {"cls_outputs": part_logits, "pred_class_logits": part_logits, "features": part})
+            for part_logits, part in zip(logits, parts, strict=True)
         ]
 
     @force_fp32

@@ -46,7 +46,7 @@ class Tokenizer:
         tokens = [self.start]
         for word in words:
             tokens += [
-                self._ids[symbol] for symbol in self._merge("".join(self._bytes[each] for each in word.encode()))
+                self._ids[symbol] for symbol in self._merge("".join(self._bytes[byte] for byte in word.encode()))
             ]
         if len(tokens) >= CONTEXT:
             raise ConfigError(

@@ -18,10 +18,10 @@ class ImageTurns:
     """
 
     def __init__(self, images: Sequence[Sequence[int]], shuffle: Callable[[list[int]], None]) -> None:
-        self._images, self._shuffle = [list(each) for each in images], shuffle
+        self._images, self._shuffle = [list(image) for image in images], shuffle
         self._next = [0] * len(self._images)
-        for each in self._images:
-            shuffle(each)
+        for image in self._images:
+            shuffle(image)
 
     def take(self, identity: int, count: int) -> list[int]:
         """Return the next ``count`` images of an identity; images are repeated if it has fewer."""

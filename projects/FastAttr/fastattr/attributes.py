@@ -60,7 +60,7 @@ def parse_names(names: Iterable[str], categories: Mapping[str, Sequence[Any]]) -
         if not equals:
             attributes.append(Attribute(column))
             continue
-        texts = [str(each) for each in categories.get(column, ())]
+        texts = [str(text) for text in categories.get(column, ())]
         if text not in texts:
             raise ConfigError(
                 f"MODEL.ATTRIBUTES.NAMES: {name!r} is not in DATASETS.CATEGORIES.{column}; found: "

@@ -126,7 +126,7 @@ class _IdentityAttributes(ImageDataset):
                 f"{path.absolute()}: expected {split!r} with image_index and attributes.\n"
                 "  fix: restore this file of the dataset"
             )
-        identities = [str(int(each)) for each in np.atleast_1d(table["image_index"])]
+        identities = [str(int(number)) for number in np.atleast_1d(table["image_index"])]
         names = sorted(name for name in table if name != "image_index")
         values = [self._values(name, np.atleast_1d(table[name]).tolist(), path) for name in names]
         return {pid: dict(zip(names, row, strict=True)) for pid, *row in zip(identities, *values, strict=True)}

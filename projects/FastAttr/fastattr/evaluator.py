@@ -230,8 +230,8 @@ class JointAttrEvaluator(ReidEvaluator):
         """Compute the features (B, D) and the probabilities (B, A) of a batch."""
         batches = [batch, batch | {"images": batch["images"].flip(3)}] if flip_test else [batch]
         with policy.autocast():
-            outputs = [to_float32(model.features_and_attributes(each)) for each in batches]
-        features, probabilities = (torch.stack(each).mean(0) for each in zip(*outputs, strict=True))
+            outputs = [to_float32(model.features_and_attributes(batch)) for batch in batches]
+        features, probabilities = (torch.stack(tensors).mean(0) for tensors in zip(*outputs, strict=True))
         return features, probabilities
 
     def process(self, inputs: dict[str, Any], outputs: tuple[torch.Tensor, torch.Tensor]) -> None:

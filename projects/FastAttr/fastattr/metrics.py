@@ -34,11 +34,11 @@ class AttributeCounts:
         positive, predicted = (labels > 0.5) & known, (probabilities >= self.threshold) & known
         hits = predicted & positive
         rows = (hits, positive, known & ~positive & ~predicted, known & ~positive)
-        self.sums += torch.stack([each.sum(0) for each in rows]).cpu()
-        both, guessed, truth = (each.sum(1).double() for each in (hits, predicted, positive))
+        self.sums += torch.stack([row.sum(0) for row in rows]).cpu()
+        both, guessed, truth = (mask.sum(1).double() for mask in (hits, predicted, positive))
         union = guessed + truth - both
         ratios = (both / (union + _EPS), both / (guessed + _EPS), both / (truth + _EPS), torch.ones_like(both))
-        self.instances += torch.stack([each.sum() for each in ratios]).cpu()
+        self.instances += torch.stack([ratio.sum() for ratio in ratios]).cpu()
 
     def merged(self, gathered: torch.Tensor) -> "AttributeCounts":
         """Return the counts of all ranks, from their ``state()``, (ranks, 4 A + 4) float64."""
@@ -78,7 +78,9 @@ class AttributeCounts:
             "recall": hits / positives,
             "f1": 2 * hits / (predicted + positives),
         }
-        return {"images": images, "positives": positives} | {name: 100 * each for name, each in fractions.items()}
+        return {"images": images, "positives": positives} | {
+            name: 100 * fraction for name, fraction in fractions.items()
+        }
 
     def one_sided(self) -> list[int]:
         """Return the attributes without positives or without negatives, which lower the mean accuracy."""
@@ -90,7 +92,7 @@ class AttributeCounts:
         F1 is that of the mean precision and the mean recall. ``metric`` is mA.
         """
         accuracy, precision, recall, images = self.instances.tolist()
-        accuracy, precision, recall = (each / max(images, 1) for each in (accuracy, precision, recall))
+        accuracy, precision, recall = (total / max(images, 1) for total in (accuracy, precision, recall))
         f1 = 2 * precision * recall / (precision + recall + _EPS)
         mean = self.mean_accuracies().mean().item()
         values = {"Accu": accuracy, "Prec": precision, "Recall": recall, "F1": f1, "mA": mean, "metric": mean}

@@ -117,10 +117,10 @@ def _class_table(names: tuple[str, ...], counts: torch.Tensor) -> Table:
     rows = []
     for index, name in enumerate(names):
         hits, images, predicted = (
-            int(each) for each in (counts[index, index], counts[index].sum(), counts[:, index].sum())
+            int(count) for count in (counts[index, index], counts[index].sum(), counts[:, index].sum())
         )
         rows.append(
-            (name, f"{images:,}", *(f"{100 * hits / each:.1f}" if each else "–" for each in (images, predicted)))
+            (name, f"{images:,}", *(f"{100 * hits / count:.1f}" if count else "–" for count in (images, predicted)))
         )
     return Table("", ("class", "images", "recall %", "precision %"), rows)
 

@@ -52,7 +52,7 @@ def tap_stages(*backbones: nn.Module) -> Iterator[list[list[torch.Tensor]]]:
             one list of maps, (B, C, h, w) from the first stage to the last, for each of them.
     """
     blocks = [last_blocks(backbone) for backbone in backbones]
-    maps = [[torch.empty(0)] * len(each) for each in blocks]
+    maps = [[torch.empty(0)] * len(stage) for stage in blocks]
     with ExitStack() as stack:
         for ends, found in zip(blocks, maps, strict=True):
             for stage, block in enumerate(ends):

@@ -64,7 +64,7 @@ class FaceFolder(ImageDataset):
     def _read(self) -> list[ImageItem]:
         items = [
             ImageItem(str(path), f"{self.name}_{folder.name}", 0)
-            for folder in sorted(each for each in self.dataset_dir.iterdir() if each.is_dir())
+            for folder in sorted(path for path in self.dataset_dir.iterdir() if path.is_dir())
             for path in image_files(folder)
         ]
         if not items:

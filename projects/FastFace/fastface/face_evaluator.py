@@ -72,7 +72,7 @@ class FaceEvaluator(DatasetEvaluator):
             DataError: if there are fewer than two pairs, or the images of a pair differ in the column ``same``.
         """
         rows = comm.gather_rows(torch.cat(self._rows)) if self._rows else torch.empty(0, 2)
-        descriptors = {name: comm.gather_rows(torch.cat(each)) for name, each in self._descriptors.items() if each}
+        descriptors = {name: comm.gather_rows(torch.cat(rows)) for name, rows in self._descriptors.items() if rows}
         if not comm.is_main_process():
             return None
         order = rows[:, 0].argsort()
@@ -87,8 +87,8 @@ class FaceEvaluator(DatasetEvaluator):
             logger.warning("%d pairs are verified in %d folds instead of %d", len(same), len(same), _FOLDS)
         metrics = _metrics(rows[:, 2:], same)
         if descriptors:
-            baselines = {name: _metrics(each[order], same) for name, each in descriptors.items()}
-            metrics["baselines"] = {name: {"Accuracy": each["Accuracy"]} for name, each in baselines.items()}
+            baselines = {name: _metrics(rows[order], same) for name, rows in descriptors.items()}
+            metrics["baselines"] = {name: {"Accuracy": scores["Accuracy"]} for name, scores in baselines.items()}
         return metrics
 
 

@@ -160,9 +160,9 @@ def read_pairs(path: Path) -> tuple[list[bytes], list[bool]]:
         try:
             images, same = _PlainUnpickler(file, encoding="bytes").load()
             images, same = list(images), list(same)
-            if not all(isinstance(image, bytes) for image in images) or not all(each in (0, 1) for each in same):
+            if not all(isinstance(image, bytes) for image in images) or not all(flag in (0, 1) for flag in same):
                 raise ValueError("expected a list of encoded images and a list of bools")
-            same = [bool(each) for each in same]
+            same = [bool(flag) for flag in same]
         except Exception as error:  # damaged pickles raise many types
             raise DataError(
                 f"{path.absolute()} is not a file of pairs: {error}.\n  fix: restore this file of the dataset"

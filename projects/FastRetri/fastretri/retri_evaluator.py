@@ -67,4 +67,4 @@ def retrieval_config(cfg: Any) -> Any:
 def _protocol_of(name: str) -> str:
     """Return the first recall protocol of a test set."""
     published = getattr(DATASET_REGISTRY.get(name), "protocols", ()) if name in DATASET_REGISTRY else ()
-    return next((each for each in published if each.startswith("recall_at_k")), "recall_at_k_gallery")
+    return next((name for name in published if name.startswith("recall_at_k")), "recall_at_k_gallery")

@@ -51,9 +51,9 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
         self._ended: set[Any] = set()
 
     def on_trial_result(self, tune_controller: Any, trial: Any, result: dict) -> str:
-        for each in self._ended:
-            self._trial_state[each].last_score = None
-            self._trial_state[each].last_train_time = self._next_perturbation_sync
+        for ended in self._ended:
+            self._trial_state[ended].last_score = None
+            self._trial_state[ended].last_train_time = self._next_perturbation_sync
         return super().on_trial_result(tune_controller, trial, result)
 
     def on_trial_complete(self, tune_controller: Any, trial: Any, result: dict) -> None:
@@ -71,8 +71,10 @@ class PopulationBasedTraining(schedulers.PopulationBasedTraining):
     def _remove(self, tune_controller: Any, trial: Any) -> None:
         """Remove a trial from the population; if all other trials wait for this trial, perturb the population."""
         self._ended.add(trial)
-        others = [each for each in tune_controller.get_trials() if each not in self._ended and not each.is_finished()]
-        states = [self._trial_state[each] for each in others]
+        others = [
+            trial for trial in tune_controller.get_trials() if trial not in self._ended and not trial.is_finished()
+        ]
+        states = [self._trial_state[trial] for trial in others]
         if states and all(state.last_train_time >= self._next_perturbation_sync for state in states):
             self.on_trial_result(tune_controller, others[-1], states[-1].last_result)
 
@@ -83,14 +85,14 @@ def ray_space(space: Space, algorithm: str) -> dict[str, Any]:
     Choices and steps are represented by indices, because not every algorithm supports values of any type.
     """
     domains = {}
-    for key, each in space.parameters.items():
-        if each.kind == "choice":
-            indices = list(range(len(each.values)))
+    for key, parameter in space.parameters.items():
+        if parameter.kind == "choice":
+            indices = list(range(len(parameter.values)))
             domains[key] = ray.tune.grid_search(indices) if algorithm == "grid" else ray.tune.choice(indices)
-        elif each.kind == "quniform":
-            domains[key] = ray.tune.randint(0, each.steps + 1)
+        elif parameter.kind == "quniform":
+            domains[key] = ray.tune.randint(0, parameter.steps + 1)
         else:
-            domains[key] = getattr(ray.tune, each.kind)(*each.values)
+            domains[key] = getattr(ray.tune, parameter.kind)(*parameter.values)
     return domains
 
 
@@ -167,18 +169,22 @@ def scheduler(name: str, *, rounds: int, space: Space, algorithm: str) -> Any:
 def _mutations(space: Space) -> dict[str, Any]:
     """Return Ray Tune domains for PBT: choices, steps and integers as ordered lists, to mutate to adjacent values."""
     domains = ray_space(space, "random")
-    for key, each in space.parameters.items():
-        if each.kind == "choice":
-            domains[key] = list(range(len(each.values)))
-        elif each.kind in ("quniform", "randint"):
-            first, last = (0, each.steps) if each.kind == "quniform" else each.extremes()
+    for key, parameter in space.parameters.items():
+        if parameter.kind == "choice":
+            domains[key] = list(range(len(parameter.values)))
+        elif parameter.kind in ("quniform", "randint"):
+            first, last = (0, parameter.steps) if parameter.kind == "quniform" else parameter.extremes()
             domains[key] = list(range(first, last + 1))
     return domains
 
 
 def _clamp_fn(space: Space) -> Any:
     """Return a function that clamps a perturbed sample to the ranges of the space."""
-    bounds = {key: each.values for key, each in space.parameters.items() if each.kind in ("uniform", "loguniform")}
+    bounds = {
+        key: parameter.values
+        for key, parameter in space.parameters.items()
+        if parameter.kind in ("uniform", "loguniform")
+    }
 
     def clamp(sample: dict[str, Any]) -> dict[str, Any]:
         return {

@@ -38,7 +38,7 @@ def _state_per_weight(optimizer: torch.optim.Optimizer) -> float:
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     state = optimizer.state[parameter].values()
-    return sum(each.numel() for each in state if isinstance(each, torch.Tensor)) / parameter.numel()
+    return sum(entry.numel() for entry in state if isinstance(entry, torch.Tensor)) / parameter.numel()
 
 
 def check_disk(search: Search, identities: int, *, concurrent: int) -> None:

@@ -62,9 +62,9 @@ def write_final(results: Mapping[str, Sequence[Outcome]], path: Path) -> Path:
         lines = csv.writer(file)
         lines.writerow(["recipe", "seed", *METRICS, "failure"])
         for name, outcomes in results.items():
-            for each in outcomes:
+            for outcome in outcomes:
                 lines.writerow(
-                    [name, each.values["SEED"], *(each.metrics.get(key, "") for key in METRICS), each.failure]
+                    [name, outcome.values["SEED"], *(outcome.metrics.get(key, "") for key in METRICS), outcome.failure]
                 )
     return path
 
@@ -73,7 +73,7 @@ def final_table(results: Mapping[str, Sequence[Outcome]]) -> str:
     """Format a table of each recipe's metrics: mean, sample standard deviation and range over the seeds."""
     rows = []
     for name, outcomes in results.items():
-        trained = [each.metrics for each in outcomes if each.metrics]
+        trained = [outcome.metrics for outcome in outcomes if outcome.metrics]
         rows.append([name, f"{len(trained)} of {len(outcomes)}"])
         for key in METRICS:
             values = [metrics[key] for metrics in trained]

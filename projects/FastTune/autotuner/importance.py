@@ -25,14 +25,14 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
         outcomes: trials with a score.
         space: search space of the trials.
     """
-    if any(each.parents for each in outcomes):
+    if any(outcome.parents for outcome in outcomes):
         by_epoch: dict[int, list[tuple[dict, float]]] = {}
-        for each in outcomes:
-            for (epoch, score), values in zip(each.history, each.history_values, strict=True):
+        for outcome in outcomes:
+            for (epoch, score), values in zip(outcome.history, outcome.history_values, strict=True):
                 by_epoch.setdefault(epoch, []).append((values, score))
         rounds = list(by_epoch.values())
     else:
-        rounds = [[(each.values, each.score) for each in outcomes if each.score is not None]]
+        rounds = [[(outcome.values, outcome.score) for outcome in outcomes if outcome.score is not None]]
     # Ranks in 0..1, so that rounds of different sizes are comparable.
     points = [
         (values, rank / len(pairs))
@@ -69,7 +69,7 @@ def _explained(scores: np.ndarray, groups: Sequence[object]) -> float:
     members: dict[object, list[float]] = {}
     for score, group in zip(scores.tolist(), groups, strict=True):
         members.setdefault(group, []).append(score)
-    within = sum(float(np.var(each)) * len(each) for each in members.values())
+    within = sum(float(np.var(member)) * len(member) for member in members.values())
     total = float(np.var(scores)) * len(scores)
     free = len(scores) - len(members)
     if not total or free <= 0:

@@ -34,7 +34,7 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
     except ImportError:
         logger.warning('trials.png not drawn: matplotlib is not installed.\n  fix: pip install "fastamp[vis]"')
         return None
-    scored = [each for each in outcomes if each.score is not None]
+    scored = [outcome for outcome in outcomes if outcome.score is not None]
     count = len(space.parameters) + 2
     columns = min(count, 3)
     figure = Figure(figsize=(5 * columns, 3.4 * -(-count // columns)), layout="constrained")
@@ -46,7 +46,7 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
         _draw_key(plot, scored, parameter)
     for plot in others[len(space.parameters) :]:
         plot.remove()
-    if len({each.stage for each in scored}) > 1:
+    if len({outcome.stage for outcome in scored}) > 1:
         others[0].legend()
     with writing(path):
         figure.savefig(path, dpi=120)
@@ -55,20 +55,20 @@ def draw_trials(outcomes: Sequence[Outcome], space: Space, path: Path) -> Path |
 
 def _draw_lineage(plot: Any, scored: Sequence[Outcome]) -> None:
     """Draw scores over epochs, with an arrow from each checkpoint to the trial that continued from it."""
-    scores = {each.name: dict(each.history) for each in scored}
+    scores = {outcome.name: dict(outcome.history) for outcome in scored}
     copies = 0
-    for number, each in list(enumerate(scored))[::-1]:  # the best on top
+    for number, outcome in list(enumerate(scored))[::-1]:  # the best on top
         best = number == 0
         color = "black" if best else f"C{number % 10}"
         # A line ends where the trial was replaced by a copy of another trial.
-        breaks = sorted(epoch for epoch, _ in each.parents)
-        for segment in _split(each.history, breaks):
+        breaks = sorted(epoch for epoch, _ in outcome.parents)
+        for segment in _split(outcome.history, breaks):
             plot.plot(
                 *zip(*segment, strict=True), ".-", color=color, linewidth=2 if best else 0.8, zorder=3 if best else 2
             )
-        for epoch, parent in each.parents:
+        for epoch, parent in outcome.parents:
             begin = scores.get(parent, {}).get(epoch)
-            end = next(((e, s) for e, s in each.history if e > epoch), None)
+            end = next(((e, s) for e, s in outcome.history if e > epoch), None)
             if begin is None or end is None:
                 continue
             copies += 1
@@ -115,22 +115,25 @@ def _log_axis(plot: Any, values: Sequence[float]) -> None:
 def _draw_key(plot: Any, scored: Sequence[Outcome], parameter: Parameter) -> None:
     """Draw the scores of the trials against the values of a key."""
     key = parameter.key
-    stages = list(dict.fromkeys(each.stage for each in scored))
-    full = max((each.epochs for each in scored), default=0)
+    stages = list(dict.fromkeys(outcome.stage for outcome in scored))
+    full = max((outcome.epochs for outcome in scored), default=0)
     # Categorical: each value of a choice is drawn at its index.
     positions = {value: index for index, value in enumerate(map(str, parameter.values))}
     for stage in stages:
-        trials = [each for each in scored if each.stage == stage]
-        at = [positions[str(each.values[key])] if parameter.kind == "choice" else each.values[key] for each in trials]
+        trials = [outcome for outcome in scored if outcome.stage == stage]
+        at = [
+            positions[str(outcome.values[key])] if parameter.kind == "choice" else outcome.values[key]
+            for outcome in trials
+        ]
         color = f"C{stages.index(stage)}"
-        filled = [color if each.epochs == full else "none" for each in trials]
-        plot.scatter(at, [each.score for each in trials], c=filled, edgecolors=color, label=stage)
+        filled = [color if outcome.epochs == full else "none" for outcome in trials]
+        plot.scatter(at, [outcome.score for outcome in trials], c=filled, edgecolors=color, label=stage)
         if scored[0] in trials:
             plot.plot(at[trials.index(scored[0])], scored[0].score, "*", color="black", markersize=12, zorder=3)
     if parameter.kind == "choice":
         plot.set_xticks(list(positions.values()), list(positions))
     elif parameter.kind == "loguniform":
-        _log_axis(plot, [each.values[key] for each in scored])
+        _log_axis(plot, [outcome.values[key] for outcome in scored])
     else:
         plot.locator_params(axis="x", nbins=6)
     plot.set(xlabel=key, ylabel="score")

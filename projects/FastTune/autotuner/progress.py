@@ -83,7 +83,7 @@ class Progress(ray.tune.Callback):
         if outcome.failure:
             text += f", failed: {outcome.failure}"
         # Ray updates the trial's status after this callback.
-        ended = sum(each.status in _ENDED or each is trial for each in trials)
+        ended = sum(other.status in _ENDED or other is trial for other in trials)
         logger.info(
             "trial %d of %d (%s): %s; %s", ended, self.search.trials, trial.trial_id, text, self._summary(trials)
         )
@@ -94,7 +94,9 @@ class Progress(ray.tune.Callback):
         """Write intermediate results and delete the files that no trial needs; see ``Progress``."""
         folder = search_dir.parent
         # Outcomes from before a resume have the search folder's earlier path.
-        outcomes = best_first(replace(each, folder=run_dir(search_dir / each.name)) for each in self.ended.values())
+        outcomes = best_first(
+            replace(outcome, folder=run_dir(search_dir / outcome.name)) for outcome in self.ended.values()
+        )
         if self.search.scheduler != "pbt":  # other trials may continue from these checkpoints
             prune_losers(outcomes, self.search)
         earlier = EARLIER.get(self.search.title)
@@ -113,15 +115,19 @@ class Progress(ray.tune.Callback):
 
     def _outcomes(self, trials: Sequence[Any]) -> dict[str, Outcome]:
         """Return the current outcome of each trial that has reported or failed: trial ID -> outcome."""
-        begun = {each.trial_id: self.ended.get(each.trial_id) or self._outcome(each) for each in trials if each.path}
-        return {name: each for name, each in begun.items() if each.history or each.failure}
+        begun = {
+            candidate.trial_id: self.ended.get(candidate.trial_id) or self._outcome(candidate)
+            for candidate in trials
+            if candidate.path
+        }
+        return {name: outcome for name, outcome in begun.items() if outcome.history or outcome.failure}
 
     def _summary(self, trials: Sequence[Any]) -> str:
         parts = ["no score yet"]
         scores = {
-            name: each.score
-            for name, each in self._outcomes(trials).items()
-            if each.score is not None and not each.failure
+            name: outcome.score
+            for name, outcome in self._outcomes(trials).items()
+            if outcome.score is not None and not outcome.failure
         }
         if scores:
             name = max(scores, key=scores.__getitem__)
@@ -136,14 +142,14 @@ class Progress(ray.tune.Callback):
     def _table(self, trials: Sequence[Any]) -> str:
         space, outcomes = self.search.space, self._outcomes(trials)
         rows = []
-        for each in trials:
-            outcome, values = outcomes.get(each.trial_id), space.decoded(each.config)
+        for trial in trials:
+            outcome, values = outcomes.get(trial.trial_id), space.decoded(trial.config)
             score = "" if outcome is None or outcome.score is None else f"{outcome.score:.2f}"
-            epoch = round(self.done.get(each.trial_id, 0.0) * self.search.rounds.epochs)
-            if each.status in _ENDED:
+            epoch = round(self.done.get(trial.trial_id, 0.0) * self.search.rounds.epochs)
+            if trial.status in _ENDED:
                 epoch = outcome.epochs if outcome else 0
             rows.append(
-                [each.trial_id, each.status.lower(), epoch, score]
+                [trial.trial_id, trial.status.lower(), epoch, score]
                 + [short(values.get(key, "")) for key in space.parameters]
             )
         headers = ["trial", "status", "epoch", "best score", *short_keys(space)]

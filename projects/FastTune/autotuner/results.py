@@ -38,11 +38,11 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
     text = io.StringIO(newline="")
     lines = csv.writer(text)
     lines.writerow(["stage", "trial", "score", *_METRICS, "epochs", *space.parameters, "failure"])
-    for each in outcomes:
-        score = "" if each.score is None else each.score
-        metrics = [each.metrics.get(name, "") for name in _METRICS]
-        values = [each.values.get(key, "") for key in space.parameters]
-        lines.writerow([each.stage, each.name, score, *metrics, each.epochs, *values, each.failure])
+    for outcome in outcomes:
+        score = "" if outcome.score is None else outcome.score
+        metrics = [outcome.metrics.get(name, "") for name in _METRICS]
+        values = [outcome.values.get(key, "") for key in space.parameters]
+        lines.writerow([outcome.stage, outcome.name, score, *metrics, outcome.epochs, *values, outcome.failure])
     content = {"trials.csv": text.getvalue()}
     winner = winner_of(list(outcomes))
     if winner:
@@ -57,10 +57,10 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
 def table(outcomes: Sequence[Outcome], space: Space, *, most: int = 10) -> str:
     """Format at most ``most`` trials as a table, in the order of ``outcomes``."""
     rows = [
-        [each.stage, each.name, "" if each.score is None else f"{each.score:.2f}", each.epochs]
-        + [short(each.values.get(key, "")) for key in space.parameters]
-        + [each.failure[:60]]
-        for each in outcomes[:most]
+        [outcome.stage, outcome.name, "" if outcome.score is None else f"{outcome.score:.2f}", outcome.epochs]
+        + [short(outcome.values.get(key, "")) for key in space.parameters]
+        + [outcome.failure[:60]]
+        for outcome in outcomes[:most]
     ]
     headers = ["stage", "trial", "score", "epochs", *short_keys(space), "failure"]
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)

@@ -125,7 +125,9 @@ class Search:
 
     def description(self) -> dict[str, Any]:
         """Return the settings that must not change on resume, keyed by flag or config key."""
-        space = {each.key: {each.kind: list(each.values)} for each in self.space.parameters.values()}
+        space = {
+            parameter.key: {parameter.kind: list(parameter.values)} for parameter in self.space.parameters.values()
+        }
         config = {key.path: value for key, value in self.cfg.keys_below() if key.path != "OUTPUT_DIR"}
         facts = {
             "--srch-algo": self.algorithm,
@@ -295,7 +297,7 @@ def run_search(search: Search, *, resume: bool = False) -> list[Outcome]:
     np.random.seed(search.seed)
     tuner = tune.Tuner.restore(str(search.folder), trainable) if began else _new_tuner(search, trainable)
     results = tuner.fit()
-    outcomes = best_first(outcome_of(Path(each.path), each.config, each.error, search) for each in results)
+    outcomes = best_first(outcome_of(Path(result.path), result.config, result.error, search) for result in results)
     _write_outcomes(search.folder, outcomes)
     prune_losers(outcomes, search)
     return outcomes
@@ -309,8 +311,8 @@ def prune_losers(outcomes: list[Outcome], search: Search) -> None:
         search: settings of the search. If ``fraction`` is 0, all trials keep their best weights.
     """
     winner = winner_of(outcomes)
-    for each in outcomes:
-        prune(each.folder, keep_best=each is winner or not search.fraction)
+    for outcome in outcomes:
+        prune(outcome.folder, keep_best=outcome is winner or not search.fraction)
 
 
 def _new_tuner(search: Search, trainable: Any) -> Any:
@@ -400,7 +402,7 @@ def _check_folder(search: Search, *, resume: bool) -> bool:
         if before.get(name) != facts.get(name)
     ]
     if before.get(search.trials_flag) != search.trials:
-        changed = changed[[search.trials_flag in each for each in changed].index(True) :][:1]
+        changed = changed[[search.trials_flag in flags for flags in changed].index(True) :][:1]
     if changed:
         raise ConfigError(
             f"cannot resume the search in {search.folder} with other settings: {'; '.join(changed)}.\n"
@@ -468,7 +470,7 @@ def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_outcomes(folder: Path, outcomes: list[Outcome]) -> None:
-    rows = [asdict(each) | {"folder": str(each.folder)} for each in outcomes]
+    rows = [asdict(outcome) | {"folder": str(outcome.folder)} for outcome in outcomes]
     with writing(folder):
         (folder / _OUTCOMES).write_text(json.dumps(rows, indent=1), encoding="utf-8")
 
@@ -484,7 +486,7 @@ def read_outcomes(folder: Path) -> list[Outcome]:
             | {
                 "folder": run_dir(folder / row["name"]),  # not the recorded path: the folder may have been moved
                 "history": [tuple(point) for point in row["history"]],
-                "parents": [tuple(each) for each in row.get("parents", [])],
+                "parents": [tuple(parent) for parent in row.get("parents", [])],
                 "values": _with_tuples(row["values"]),
             }
         )

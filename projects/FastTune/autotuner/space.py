@@ -183,13 +183,13 @@ class Space:
             good: values of further trials with high scores.
         """
         parameters = []
-        for key, each in self.parameters.items():
-            if each.kind == "choice":
-                kept = [best[key], *(each[key] for each in good)]
-                values: tuple[Any, ...] = tuple(value for value in each.values if value in kept)
+        for key, parameter in self.parameters.items():
+            if parameter.kind == "choice":
+                kept = [best[key], *(values[key] for values in good)]
+                values: tuple[Any, ...] = tuple(value for value in parameter.values if value in kept)
             else:
-                values = each.around(best[key])
-            parameters.append(Parameter(key, each.kind, values))
+                values = parameter.around(best[key])
+            parameters.append(Parameter(key, parameter.kind, values))
         return Space(parameters)
 
     def check(self, cfg: CfgNode) -> None:
@@ -270,7 +270,7 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
         raise ConfigError(
             f"--space: {path}: expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}, got an empty file"
         )
-    space = Space([_as_numbers(each, cfg) for each in _parameters(content, str(path))])
+    space = Space([_as_numbers(parameter, cfg) for parameter in _parameters(content, str(path))])
     space.check(cfg)
     return space
 

@@ -87,8 +87,8 @@ class TuneReportHook(HookBase):
         self._seconds, self._steps = 0.0, 0
         name = CHECKPOINT if self.keep == 1 else f"{CHECKPOINT}_{metrics[EPOCH]:04d}"
         file = self.owner.checkpointer.save(name, tag=False)
-        older = [each for each in checkpoints(file.parent) if each.stem < name]
-        self.owner.checkpointer.delete(each.stem for each in older[: len(older) + 1 - self.keep])
+        older = [checkpoint for checkpoint in checkpoints(file.parent) if checkpoint.stem < name]
+        self.owner.checkpointer.delete(checkpoint.stem for checkpoint in older[: len(older) + 1 - self.keep])
         self.report(metrics, file)
 
 

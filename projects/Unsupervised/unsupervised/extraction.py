@@ -35,7 +35,7 @@ class _FeatureCollector(DatasetEvaluator):
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         images = inputs["images"]
         found = [outputs.float(), *((raw_pixels(images), color_histogram(images)) if self.baselines else ())]
-        self._batches.append([each.cpu() for each in found])
+        self._batches.append([output.cpu() for output in found])
 
     def evaluate(self) -> dict[str, Any]:
         self.features = [comm.gather_rows(torch.cat(kind)) for kind in zip(*self._batches, strict=True)]

@@ -146,10 +146,10 @@ class PseudoLabels:
         Raises:
             TrainingError: if there are fewer than two clusters.
         """
-        kinds = [each[torch.from_numpy(~self.labeled)] for each in features]
+        kinds = [rows[torch.from_numpy(~self.labeled)] for rows in features]
         if self.center:
-            kinds = [center_cameras(each, self._cameras) for each in kinds]
-        unit = torch.cat([F.normalize(each, dim=1) for each in kinds], dim=1).to(device)
+            kinds = [center_cameras(features_of_kind, self._cameras) for features_of_kind in kinds]
+        unit = torch.cat([F.normalize(features_of_kind, dim=1) for features_of_kind in kinds], dim=1).to(device)
         clusters, *others = self._cluster(unit)
         quality = self._checked(clusters, epoch)
         if others:

@@ -70,7 +70,9 @@ def reliable_labels(
             kept for the next epochs. There must be a cluster.
     """
     labels = with_own_labels(labels)
-    compactness, independence = (_distances_of_clusters(labels, with_own_labels(each)) for each in (tight, loose))
+    compactness, independence = (
+        _distances_of_clusters(labels, with_own_labels(clustering)) for clustering in (tight, loose)
+    )
     counts = np.bincount(labels)
     smallest_compactness, smallest_independence = (np.full(len(counts), np.inf, np.float32) for _ in range(2))
     np.minimum.at(smallest_compactness, labels, compactness)

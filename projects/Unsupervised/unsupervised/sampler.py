@@ -128,7 +128,7 @@ class ClusterSampler(EpochSampler):
         """Set the cluster of each image, (N,) int64; iterators that were created before keep the former labels."""
         self.labels = labels
         kinds = [labels] if not self.labeled.any() else [np.where(self.labeled == kind, labels, -1) for kind in (1, 0)]
-        self._clusters = [_rows_of_clusters(each) for each in kinds]
+        self._clusters = [_rows_of_clusters(clusters) for clusters in kinds]
 
     def epoch(self, epoch: int) -> Iterator[int]:
         """Return an infinite stream of image indices, shuffled with a seed derived from ``epoch``."""
