@@ -26,20 +26,7 @@ from fastamp.utils.resources import resource_folder
 
 # Folders and files whose tests are not divided into default and integration tests.
 UNDIVIDED = (
-    "tests/test_",
-    "tests/amp/",
-    "tests/config/",
-    "tests/solver/",
-    "tests/layers/",
     "tests/modeling/",
-    "tests/checkpoint/",
-    "tests/evaluation/",
-    "tests/diagnostics/",
-    "tests/report/",
-    "tests/security/",
-    "tests/utils/",
-    "tests/transcripts/",
-    "tests/docs/",
     # ---
     "tests/data/",
     "tests/engine/",

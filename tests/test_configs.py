@@ -60,6 +60,7 @@ def test_recipes_for_different_datasets_differ_only_in_dataset_and_output_keys(s
             assert differ <= {"DATASETS.NAMES", "DATASETS.TESTS", "OUTPUT_DIR"}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "path", sorted({*CONFIGS} - {*COPIES}), ids=lambda path: str(path.relative_to(ROOT / "configs"))
 )
@@ -131,6 +132,7 @@ def in_fastreids_spelling(settings):
     return "\n".join(lines)
 
 
+@pytest.mark.integration
 def test_recipe_in_the_yaml_style_of_fastreid_gives_the_same_config(tmp_path, subtests):
     for recipe in RECIPES:
         with subtests.test(recipe):
@@ -138,6 +140,7 @@ def test_recipe_in_the_yaml_style_of_fastreid_gives_the_same_config(tmp_path, su
             assert values(load(tmp_path / "recipe.yml")) == values(get_cfg()) | RECIPES[recipe]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "recipe", [f"Market1501/{name}.yml" for name in ("bagtricks_R50", "sbs_R101-ibn", "transreid_vit_base")]
 )
@@ -160,6 +163,7 @@ def test_recipes_train_and_evaluate_end_to_end_on_small_images(demo, tmp_path, r
     assert all(torch.isfinite(tensor).all() for tensor in state.values())
 
 
+@pytest.mark.integration
 def test_recipe_of_an_old_fastreid_release_trains_and_logs_translated_keys(demo, tmp_path, monkeypatch):
     """The schedule of the release changes the learning rate at every iteration, also during warm-up."""
     monkeypatch.setattr(DefaultTrainer, "build_train_loader", with_fewer_batches(DefaultTrainer.build_train_loader))

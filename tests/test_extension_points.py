@@ -97,6 +97,7 @@ def train(component, recipe, *opts):
     return [row for row in rows if "total_loss" in row]
 
 
+@pytest.mark.integration
 def test_custom_loss_with_custom_config_keys_trains(project, capsys):
     loss = documented_file("extending/loss", "length_loss.py")
     component, recipe = project(loss, documented_config("extending/loss"))
@@ -109,6 +110,7 @@ def test_custom_loss_with_custom_config_keys_trains(project, capsys):
     assert "Length loss: weight in the total loss." in capsys.readouterr().out
 
 
+@pytest.mark.integration
 def test_custom_transform_is_applied_to_training_images(project):
     component, recipe = project(TRANSFORM, "INPUT: {DARKEN: {ENABLED: True, PROB: 1.0}, REA: False}")
     assert len(train(component, recipe)) == 2
@@ -125,6 +127,7 @@ def test_custom_transform_is_applied_to_training_images(project):
     assert names == ["PadAndRandomCrop", "RandomHorizontalFlip", "Darken", "RandomErasing"]
 
 
+@pytest.mark.integration
 def test_custom_backbone_trains_and_import_checkpoint_recognizes_the_weights(project, tmp_path, capsys):
     backbone = documented_file("extending/backbone", "patchnet.py")
     component, recipe = project(backbone, documented_config("extending/backbone"))
@@ -146,6 +149,7 @@ def test_custom_backbone_trains_and_import_checkpoint_recognizes_the_weights(pro
     assert "--prefix teacher.   (patchnet)" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_training_and_evaluation_run_on_a_custom_dataset(project, demo, tmp_path, monkeypatch):
     generator = np.random.default_rng(0)
     places = [
@@ -222,6 +226,7 @@ class BrightEvaluator(ReidEvaluator):
 '''
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("text", ["MODEL: {META_ARCHITECTURE: BrightBaseline}", "TEST: {EVALUATOR: BrightEvaluator}"])
 def test_registered_evaluator_is_built_for_the_model_or_by_name(text, project, capsys):
     component, recipe = project(EVALUATOR, text)
@@ -234,12 +239,14 @@ def test_registered_evaluator_is_built_for_the_model_or_by_name(text, project, c
     assert "BrightEvaluator" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("page", "title"), [("head", "dropout_head.py"), ("trainer", "noise_trainer.py")])
 def test_documented_component_trains(page, title, project):
     component, recipe = project(documented_file(f"extending/{page}", title), documented_config(f"extending/{page}"))
     assert len(train(component, recipe)) == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("page", "title", "expected"),
     [

@@ -33,6 +33,8 @@ from fastamp.modeling.losses import build_losses
 from fastamp.modeling.losses.build import feature_dim
 from fastamp.solver import WeightAverage, build_gradient_clipping, build_optimizers
 
+pytestmark = pytest.mark.integration
+
 IMAGES, CLASSES, STEPS = 8, 4, 3
 LOW = [torch.float16, torch.bfloat16]
 

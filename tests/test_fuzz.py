@@ -157,6 +157,7 @@ def place(tmp_path_factory):
         yield place
 
 
+@pytest.mark.integration
 @fuzzed
 @seeds
 def test_training_with_a_damaged_config_file_never_crashes(place, seed):
@@ -173,6 +174,7 @@ def test_training_with_a_damaged_config_file_never_crashes(place, seed):
     assert code == 0 or stderr.startswith("error: ")
 
 
+@pytest.mark.integration
 @fuzzed
 @seeds
 def test_training_with_random_config_values_never_crashes(place, seed):
@@ -192,6 +194,7 @@ def test_training_with_random_config_values_never_crashes(place, seed):
     assert code == 0 or "error: " in stderr
 
 
+@pytest.mark.integration
 @fuzzed
 @seeds
 def test_training_with_a_damaged_image_list_never_crashes(place, seed):
@@ -205,6 +208,7 @@ def test_training_with_a_damaged_image_list_never_crashes(place, seed):
     assert code == 0 or re.match(r"error: .*(/|[A-Z]\.[A-Z])", stderr, re.DOTALL), stderr
 
 
+@pytest.mark.integration
 @fuzzed
 @seeds
 def test_training_with_a_damaged_image_never_crashes(place, seed):
@@ -222,6 +226,7 @@ def test_training_with_a_damaged_image_never_crashes(place, seed):
     assert code == 0 or str(file) in stderr, stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("resume", [True, False])
 @fuzzed
 @seeds

@@ -19,6 +19,7 @@ SEMANTIC = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)(-[0-9A-Za-z.-]+
 GROUPS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
 
 
+@pytest.mark.integration
 def test_version_is_semantic_and_defined_in_one_place():
     assert SEMANTIC.fullmatch(fastamp.__version__)
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True)

@@ -106,6 +106,7 @@ def test_nondeterministic_operation_raises_if_deterministic_is_true(
     train(1, 1, 2)
 
 
+@pytest.mark.integration
 def test_deterministic_runs_with_the_same_seed_are_bit_identical(demo_root, tmp_path):
     options = ["DETERMINISTIC", "True", "SOLVER.AMP", "bf16", "DATALOADER.NUM_WORKERS", "2", "SOLVER.MAX_EPOCH", "1"]
     root, names = {"FASTAMP_DATASETS": str(demo_root)}, ("first", "second", "other")

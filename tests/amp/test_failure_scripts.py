@@ -83,6 +83,7 @@ print(json.dumps(codes))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.failure("autocast without a device type, or with a wrong one")
 @pytest.mark.failure("evaluation in another precision than training")
 @pytest.mark.failure("check of AMP with an RGB image")
@@ -98,6 +99,7 @@ def test_failure_script_prints_plain_pytorch_failure_and_fastamp_fix(name):
         assert [words for words in expected if words not in text] == []
 
 
+@pytest.mark.integration
 def test_failure_script_fails_if_the_fastamp_check_is_disabled(tmp_path):
     script = tmp_path / "controls.py"
     script.write_text(CONTROLS)

@@ -118,6 +118,7 @@ def test_step_raises_if_optimizer_holds_foreign_tensors(dtype):
     assert "4 trainable parameters in the model, 0 of them in the optimizer, 4 with a gradient" in str(error.value)
 
 
+@pytest.mark.integration
 @pytest.mark.failure("optimizer with tensors that are not the model's")
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_default_trainer_rejects_optimizer_with_foreign_tensors(demo, tmp_path, precision):
@@ -130,6 +131,7 @@ def test_default_trainer_rejects_optimizer_with_foreign_tensors(demo, tmp_path, 
         Copied(tiny.tiny_config(tmp_path, "SOLVER.AMP", precision)).train()
 
 
+@pytest.mark.integration
 @pytest.mark.failure("optimizer with tensors that are not the model's")
 def test_loading_weights_does_not_replace_parameters_held_by_the_optimizer(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"))

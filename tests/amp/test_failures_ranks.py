@@ -16,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from fastamp.amp.checks import check_communication
 from fastamp.utils.errors import TrainingError
 
+pytestmark = pytest.mark.integration
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 STEPS, BAD_STEP = 6, 2  # as in failing_ranks.py
 

@@ -74,6 +74,7 @@ def test_trainer_rejects_model_with_low_precision_parameters(change, found, dtyp
         make_trainer(model, [sgd(model)], [GOOD], dtype).train(0, 1, 1)
 
 
+@pytest.mark.integration
 @pytest.mark.failure("parameters in 16 bits")
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_default_trainer_rejects_model_with_low_precision_parameters(demo, tmp_path, precision):

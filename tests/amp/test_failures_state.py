@@ -119,6 +119,7 @@ class Poison(HookBase):
                 self.trainer.model.heads.weight[0, 0] = float("inf")
 
 
+@pytest.mark.integration
 @pytest.mark.failure("NaN in the model at evaluation")
 @pytest.mark.parametrize("period, evaluations", [("1", 1), ("4", 0)])
 def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch, period, evaluations):
@@ -134,6 +135,7 @@ def test_non_finite_model_is_not_evaluated_or_saved(demo, tmp_path, monkeypatch,
     assert len(evaluated) == evaluations
 
 
+@pytest.mark.integration
 @pytest.mark.failure("overflow in one batch: statistics")
 def test_restore_buffers_on_skip_prevents_non_finite_running_statistics(demo, tmp_path, monkeypatch, capfd):
     """Train with one infinite batch: the run succeeds with the key on, and fails with the key off."""
@@ -256,6 +258,7 @@ def test_trainer_state_dict_restores_the_loss_scale(tmp_path):
     assert fresh.step.skipped_total == skipped
 
 
+@pytest.mark.integration
 @pytest.mark.failure("checkpoint without the loss scale")
 def test_resume_restores_the_loss_scale_from_the_checkpoint(demo, tmp_path):
     options = ("SOLVER.AMP", "fp16", "SOLVER.MAX_EPOCH", "1", "SOLVER.AMP.GROWTH_INTERVAL", "2")

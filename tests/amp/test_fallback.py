@@ -45,6 +45,7 @@ def checkpoint(output):
     return torch.load(output / "model_final.pth", weights_only=True)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision, factor", [("fp16", "1e6"), ("bf16", "inf")])
 def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, capfd, precision, factor):
     assert train_net.cli(options(tmp_path, precision, "error", factor)) == 2
@@ -52,7 +53,13 @@ def test_train_exits_with_2_if_on_failure_is_error(demo, tmp_path, capfd, precis
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS (3)" in stderr
 
 
-@pytest.mark.parametrize("on_failure", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "on_failure",
+    [
+        pytest.param("bfloat16", marks=pytest.mark.end_to_end),
+        pytest.param("float32", marks=pytest.mark.integration),
+    ],
+)
 def test_on_failure_continues_training_in_another_dtype_after_repeated_skips(demo, tmp_path, on_failure):
     assert train_net.cli(options(tmp_path, "fp16", on_failure)) == 0
     log = (tmp_path / "log.txt").read_text()
@@ -67,11 +74,13 @@ def test_on_failure_continues_training_in_another_dtype_after_repeated_skips(dem
     assert saved["model"]["backbone.2.num_batches_tracked"] == 8
 
 
+@pytest.mark.integration
 def test_train_exits_with_2_if_fallback_dtype_is_the_current_dtype(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "bf16", "bfloat16", "inf")) == 2
     assert "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS" in capfd.readouterr().err
 
 
+@pytest.mark.integration
 def test_train_exits_with_2_if_steps_fail_again_after_fallback(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "fp16", "float32", "inf")) == 2
     assert "SOLVER.AMP.ON_FAILURE" in (tmp_path / "log.txt").read_text()
@@ -84,6 +93,7 @@ class Interrupt(HookBase):
             next(h for h in self.trainer._hooks if type(h).__name__ == "StopOnSignal").received = 15
 
 
+@pytest.mark.integration
 def test_resume_after_fallback_is_bit_identical(demo, tmp_path):
     def run(output, *hooks, resume=False):
         torch.manual_seed(0)

@@ -82,6 +82,7 @@ def run(environment):
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("override", ["0", "1"])
 def test_solver_tf32_overrides_earlier_tf32_settings(override, monkeypatch):
     monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", override)
@@ -93,6 +94,7 @@ def test_solver_tf32_overrides_earlier_tf32_settings(override, monkeypatch):
         assert found["inside"] == ("ieee" if NEW_API else False), (name, allowed)
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not NEW_API, reason="needs PyTorch 2.9")
 def test_plain_pytorch_allow_tf32_false_leaves_tf32_on_in_convolutions():
     """Negative control: ``allow_tf32 = False`` leaves convolutions in TF32, and reading the flag raises an error."""

@@ -400,6 +400,7 @@ def test_reading_circular_or_broken_symbolic_links_raises(tmp_path):
             read_checkpoint(tmp_path / name)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("parts", [1, 3])
 def test_torchscript_archives_are_rejected_with_a_working_fix(tmp_path, recwarn, parts):
     """With three modules, the compressed code in the archive is larger than the weights."""

@@ -66,6 +66,7 @@ def test_query_encoder_of_moco_files_is_loaded(suffix, heads, load, tmp_path, ca
     assert "tensors that the model lacks" not in caplog.text
 
 
+@pytest.mark.integration
 @LOADERS
 def test_teacher_of_dino_checkpoints_of_solider_is_loaded(load, tmp_path):
     opts = ("MODEL.BACKBONE.NAME", "build_solider_backbone", "MODEL.BACKBONE.DEPTH", "tiny",
@@ -79,6 +80,7 @@ def test_teacher_of_dino_checkpoints_of_solider_is_loaded(load, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in backbone.state_dict().items())
 
 
+@pytest.mark.integration
 def test_bare_file_of_dinov2_is_loaded_by_model_weights(tmp_path):
     timm = pytest.importorskip("timm")
     reference = timm.create_model("vit_small_patch14_dinov2", num_classes=0, img_size=(56, 28)).state_dict()
@@ -95,6 +97,7 @@ def test_nearest_layout_of_each_layout_is_itself(layout):
     assert nearest_layout(state).startswith(layout.title)
 
 
+@pytest.mark.integration
 def test_refusal_of_a_file_names_the_nearest_layout(tmp_path):
     state = {"stages.0.blocks.0.attn.w_msa.qkv.weight": torch.ones(3, 1)}
     state["patch_embed.projection.weight"] = torch.ones(96, 3, 4, 4)

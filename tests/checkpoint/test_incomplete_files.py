@@ -56,6 +56,7 @@ def test_evaluation_prediction_and_import_refuse_missing_learned_tensors(state, 
     assert not load_model(allowed).model.training
 
 
+@pytest.mark.integration
 def test_import_refuses_missing_learned_tensors(state, tmp_path, capsys):
     missing = CASES["reduction"]
     path = write(tmp_path / "x.pth", state, missing)

@@ -19,6 +19,7 @@ from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.utils.errors import WeightsError
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("legacy", [False, True])
 def test_hostile_checkpoints_are_rejected(tmp_path, legacy):
     """Load in a subprocess, because without the check, loading would ignore signals or overflow the stack."""
@@ -47,6 +48,7 @@ def ordered_dict_of_python_2(pairs):
     return hostile_pickles.PROTO + hostile_pickles.ORDERED_DICT + body + b"R."
 
 
+@pytest.mark.integration
 def test_pickle_limits_accept_ordinary_checkpoints(tmp_path):
     model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(300)))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -86,6 +88,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.integration
 @given(plain, st.sampled_from([0, 1, 2, 3, 4, 5]))
 @settings(max_examples=100, deadline=None, derandomize=True)
 def test_check_pickle_accepts_plain_values_in_every_protocol(value, protocol):

@@ -13,6 +13,8 @@ from fastamp.cli import main
 from fastamp.engine import DefaultTrainer
 from fastamp.utils.errors import ConfigError, WeightsError
 
+pytestmark = pytest.mark.integration
+
 IMAGE = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
 
 

@@ -30,12 +30,14 @@ def test_config_keys_read_without_import_equal_imported_keys():
         assert all(isinstance(key, Key) and KEYS[key.path] == key for key in module.KEYS), path
 
 
+@pytest.mark.integration
 def test_building_the_config_does_not_import_torch():
     code = "import sys; from fastamp.config import get_cfg; get_cfg(); print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     assert out.split() == ["False"]
 
 
+@pytest.mark.integration
 def test_installation_without_py_files_prints_an_error_with_a_fix(tmp_path):
     shutil.copytree(ROOT / "fastamp", tmp_path / "fastamp", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(tmp_path / "fastamp", quiet=1, legacy=True)

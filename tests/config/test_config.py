@@ -364,6 +364,7 @@ def test_a_config_is_shown_as_yaml_in_notebooks(cfg):
     assert shown == [str(cfg.SOLVER.AMP)] and "ENABLED: False\n" in shown[0]
 
 
+@pytest.mark.integration
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(

@@ -40,6 +40,7 @@ def test_config_defaults_equal_fastreid_defaults():
         assert type(ours[path]) is type(value), path
 
 
+@pytest.mark.integration
 def test_fastreid_recipes_merge_and_survive_a_dump(tmp_path, subtests):
     file = tmp_path / "recipe.yml"
     for recipe, changes in VALUES["resolved"].items():

@@ -117,6 +117,7 @@ def test_failing_plugin_can_be_loaded_again_after_a_correction(folder):
     assert read_config("Colors/demo").MODEL.COLORS == 3
 
 
+@pytest.mark.integration
 def test_projects_of_the_repository_load_in_a_process_of_their_own():
     code = (
         "from fastamp.config.projects import list_projects\n"
@@ -129,6 +130,7 @@ def test_projects_of_the_repository_load_in_a_process_of_their_own():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.integration
 def test_training_without_a_project_imports_none_and_has_none_of_their_keys():
     code = (
         "import sys\n"

@@ -173,6 +173,7 @@ def recipe(tmp_path):
 # ---- the files of the releases
 
 
+@pytest.mark.integration
 def test_fastreid_config_files_translate_to_the_recipe_of_their_release(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):
@@ -196,6 +197,7 @@ def test_translating_with_the_wrong_release_changes_the_recipe(root, name):
     assert {"SOLVER.LR_UPDATE", "MODEL.BACKBONE.STEM_POOL", "SOLVER.NESTEROV", "INPUT.CJ.PROB"} <= differ
 
 
+@pytest.mark.integration
 def test_translation_logs_every_renamed_key_in_a_config_file(root, subtests):
     for name in old_configs.FILES:
         with subtests.test(name):

@@ -73,6 +73,7 @@ def test_shipped_files_are_valid(validator, subtests):
             validator.validate(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
+@pytest.mark.integration
 def test_complete_configs_are_valid(validator):
     for name in ("", *list_recipes()):
         validator.validate(yaml.safe_load(read_config(name, []).dump()))
@@ -104,6 +105,7 @@ def test_errors_are_found(validator, mapping):
     assert not validator.is_valid(mapping)
 
 
+@pytest.mark.integration
 def test_each_value_is_valid_if_and_only_if_the_config_accepts_it(validator, subtests):
     for path in set(KEYS) - {"PROJECTS"}:  # only names of existing folders are accepted
         for value in VALUES:

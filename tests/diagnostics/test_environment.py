@@ -337,6 +337,7 @@ def test_cuda_version_of_driver_is_read_from_driver_library(monkeypatch):
     assert environment_queries.driver_cuda() is None
 
 
+@pytest.mark.integration
 def test_driver_version_is_read_from_nvidia_smi(monkeypatch, tmp_path):
     program = tmp_path / "nvidia-smi"
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -382,6 +383,7 @@ def test_environment_report_lists_failed_queries(no_gpu):
     assert report.problems == [] and report.loops["float32"].error == ""
 
 
+@pytest.mark.integration
 def test_training_log_starts_with_environment_report(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(environment, "smoke_train", raising(AssertionError("trained")))
     assert train_net.cli(tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")) == 0

@@ -71,6 +71,7 @@ def is_low(x):
 # ---- comparison with float32
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("dtype", LOW)
 def test_layer_check_finds_a_convolution_with_five_percent_error(monkeypatch, dtype):
     """The error is found even in an untrained model, where comparing embeddings does not reveal it."""
@@ -320,6 +321,7 @@ def test_preflight_raises_warns_or_falls_back_if_a_layer_is_wrong(broken, choice
     assert "backbone.layer2.0.conv1 (Conv2d) in bfloat16" in caplog.text
 
 
+@pytest.mark.integration
 def test_fp32_search_selects_a_layer_with_wrong_results(broken):
     low, batch = policy(torch.bfloat16), images(4, every_backbone.SIZE)
     reference = check_float32(broken, batch, low)
@@ -346,6 +348,7 @@ def check_backbone(name):
         assert wrong_layers(model, dtype) == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", QUICK)
 def test_common_backbones_pass_the_layer_check(name):
     check_backbone(name)

@@ -135,6 +135,7 @@ def run(output, *opts):
     return torch.load(output / "model_final.pth", weights_only=True)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("channels", ["1", "3", "4"])
 def test_training_is_bit_identical_with_and_without_preflight(demo, tmp_path, caplog, precision, channels):
@@ -174,6 +175,7 @@ def planted(output, *opts):
     return tiny.tiny_options(output, "MODEL.BACKBONE.NAME", "build_planted_backbone", "SOLVER.MAX_EPOCH", "1", *opts)
 
 
+@pytest.mark.integration
 def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16")) == 2
     error = capfd.readouterr().err
@@ -190,6 +192,7 @@ def test_preflight_overflow_writes_a_crash_dump_that_can_be_replayed(demo, tmp_p
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.FORCE_FP32", "['backbone.4']")) == 0
 
 
+@pytest.mark.integration
 def test_preflight_fallback_trains_in_another_dtype_after_a_failure(demo, tmp_path, capfd):
     assert train_net.cli(planted(tmp_path, "SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "fallback")) == 0
     log = (tmp_path / "log.txt").read_text()
@@ -199,6 +202,7 @@ def test_preflight_fallback_trains_in_another_dtype_after_a_failure(demo, tmp_pa
     assert "float16" in saved["policy"]["reason"]
 
 
+@pytest.mark.integration
 def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path, monkeypatch):
     from fastamp.diagnostics import precision_diagnostics
 
@@ -207,6 +211,7 @@ def test_preflight_falls_back_to_float32_without_native_bfloat16(demo, tmp_path,
     assert torch.load(tmp_path / "model_final.pth", weights_only=True)["policy"]["dtype"] == "float32"
 
 
+@pytest.mark.integration
 def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, tmp_path, capfd):
     opts = ("SOLVER.AMP", "fp16", "SOLVER.AMP.PREFLIGHT", "warn", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     assert train_net.cli(planted(tmp_path, *opts)) == 2
@@ -219,6 +224,7 @@ def test_training_continues_after_a_failed_preflight_if_preflight_is_warn(demo, 
     assert amp_replay.cli([str(tmp_path / "amp_crash")]) == 1
 
 
+@pytest.mark.integration
 def test_preflight_lowers_an_initial_loss_scale_that_overflows(demo, tmp_path):
 
     @META_ARCH_REGISTRY.register()
@@ -245,6 +251,7 @@ def build_rgb_backbone(cfg):
     return tiny.build_tiny_backbone(cfg.with_values({"INPUT.CHANNELS": 3}))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16"])
 def test_train_exits_with_2_if_image_channels_do_not_match_the_model(demo, tmp_path, capfd, precision):
     opts = ("MODEL.BACKBONE.NAME", "build_rgb_backbone", "INPUT.CHANNELS", "1", "SOLVER.AMP", precision)

@@ -15,6 +15,8 @@ from fastamp.cli import COMMANDS, command_parser
 from fastamp.config.defaults import KEYS
 from fastamp.config.recipes import list_recipes
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture(scope="module")
 def config():

@@ -22,7 +22,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for
 # Pages with names of other versions and programs.
 OTHER_NAMES = ("CHANGELOG.md", "CONTRIBUTING.md", "docs/migration/")
 # Commands with the key PROJECTS import projects.
-pytestmark = pytest.mark.usefixtures("unregistered")
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("unregistered")]
 
 
 def problems(check, names=tuple(PAGES)):

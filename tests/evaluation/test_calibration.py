@@ -131,6 +131,7 @@ def many_identities(request):
     return look_alikes(400, 4, seed=1) if request.param == "generated" else demo_features()
 
 
+@pytest.mark.integration
 def test_measured_rates_agree_with_stated_rates_over_20_splits(many_identities):
     covered = coverage(*many_identities)
     assert min(covered.values()) >= 18, covered  # 18 is the 2nd percentile of a binomial with 0.95 and 20 trials
@@ -157,6 +158,7 @@ def of_independent_pairs(measured, stated):
     return difference_interval(first, second)
 
 
+@pytest.mark.integration
 def test_intervals_of_independent_pairs_do_not_cover_the_stated_rate(many_identities):
     covered = coverage(*many_identities, interval=of_independent_pairs)
     assert covered["far"] <= 12 and covered["fpir"] <= 16, covered
@@ -183,6 +185,7 @@ def test_false_positive_identification_rate_grows_with_the_gallery():
     assert small.expected_fpir(2 * small.gallery_size) == pytest.approx(1 - (1 - small.fpir) ** 2)
 
 
+@pytest.mark.integration
 def test_expected_rate_bounds_the_rate_with_a_larger_gallery():
     rates, expected = [], []
     for seed in range(10):

@@ -92,6 +92,7 @@ def resampled(errors, trials, random, resamples=400):
     return np.quantile(rates, [0.025, 0.975])
 
 
+@pytest.mark.integration
 def test_intervals_cover_the_true_rate_but_those_of_independent_pairs_do_not():
     threshold = 0.55
     errors, trials = accepted_pairs(1000, threshold, count=2000, images=2)

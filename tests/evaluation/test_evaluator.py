@@ -230,6 +230,7 @@ def evaluated_folder(made_once):
     return folder
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", evaluate_ranks.CONFIGS)
 def test_distributed_evaluation_metrics_equal_those_of_one_process(evaluated_folder, name):
     found = []

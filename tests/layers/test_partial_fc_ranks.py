@@ -6,6 +6,8 @@ import preloaded
 import pytest
 import torch
 
+pytestmark = pytest.mark.integration
+
 HELPER = Path(__file__).parents[1] / "helpers/partial_fc_ranks.py"
 
 
@@ -30,11 +32,11 @@ def assert_equal_runs(first: dict, second: dict) -> None:
 
 
 CASES = [
-    pytest.param(1, "Linear", "none"),
-    pytest.param(2, "ArcSoftmax", "global_norm"),
-    pytest.param(2, "CircleSoftmax", "norm", marks=pytest.mark.slow),
-    pytest.param(3, "CosSoftmax", "value", marks=pytest.mark.slow),
-    pytest.param(4, "DetachedArcSoftmax", "global_norm", marks=pytest.mark.slow),
+    (1, "Linear", "none"),
+    (2, "ArcSoftmax", "global_norm"),
+    (2, "CircleSoftmax", "norm"),
+    (3, "CosSoftmax", "value"),
+    (4, "DetachedArcSoftmax", "global_norm"),
 ]
 
 
@@ -56,9 +58,7 @@ def test_sampling_in_two_processes_leaves_unsampled_rows(tmp_path):
     assert torch.equal(moved, used) and 12 <= moved.sum() < 30  # 6 of 15 on each rank in four of six micro-batches
 
 
-@pytest.mark.parametrize(
-    ("before", "now"), [(2, 1), pytest.param(3, 2, marks=pytest.mark.slow), pytest.param(1, 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("before", "now"), [(2, 1), (3, 2), (1, 4)])
 def test_weights_and_optimizer_state_continue_in_another_number_of_processes(tmp_path, before, now):
     options = ("CosSoftmax", "1", "global_norm")
     steps(tmp_path, before, *options)

@@ -22,6 +22,7 @@ def test_list_of_tested_backbones_contains_every_registered_backbone():
         assert BACKBONE_REGISTRY.get(name).variants.depths, name
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backbone", [each for each in BACKBONES if "DEPLOY" not in each])
 def test_backbone_overfits_one_batch_in_bfloat16(backbone):
     torch.manual_seed(0)
@@ -77,6 +78,7 @@ def test_convolution_recorder_detects_strided_pointwise_convolution():
     assert len(_strided_pointwise(convolutions.seen)) == 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in FIRST_VARIANTS]
 )

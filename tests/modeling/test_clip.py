@@ -101,7 +101,7 @@ def test_resnet_features_are_means_of_stages_and_the_attention_pooling():
     torch.testing.assert_close(last, maps.mean((2, 3)))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_resnet_equals_timm_under_the_same_weights():
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)

@@ -216,6 +216,7 @@ def cal_config(root, *opts):
     return tiny.tiny_config(root, *names, *data, *start, *opts)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("memory", ["none", "mean"])
 def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, clothes, memory):
     def train(folder, epochs, resume=False):
@@ -234,6 +235,7 @@ def test_resumed_run_equals_uninterrupted_run_bit_for_bit(tmp_path, clothes, mem
         assert torch.equal(value, resumed.state_dict()[name]), name
 
 
+@pytest.mark.integration
 def test_new_run_with_weights_of_a_run_starts_the_loss_at_its_own_start_epoch(tmp_path, clothes):
     first = DefaultTrainer(cal_config(tmp_path / "first", "SOLVER.MAX_EPOCH", "2"))
     first.train()
@@ -325,6 +327,7 @@ def test_recipe_of_ccvid_has_one_feature_and_outfit_for_each_tracklet():
     assert outputs["clothes"].tolist() == [0, 1, 2, 2] and loss.steps.tolist() == [1, 1, 1]
 
 
+@pytest.mark.integration
 def test_two_processes_train_the_same_classifier_as_one(tmp_path):
     subprocess.run([sys.executable, RANKS, tmp_path], check=True, timeout=120)
     ranks = [torch.load(tmp_path / f"{rank}.pth") for rank in range(2)]

@@ -13,6 +13,8 @@ from fastamp.modeling import build_model
 from fastamp.utils.compiled import compile_parts, uncompiled
 from fastamp.utils.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 BATCH = {"images": torch.randint(256, (4, 3, 64, 32), dtype=torch.uint8), "targets": torch.tensor([0, 0, 1, 1])}
 
 

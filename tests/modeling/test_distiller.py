@@ -177,6 +177,7 @@ def test_mgn_teacher_logits_are_mean_over_heads(tmp_path):
     assert torch.isfinite(model(batch)["loss_jsdiv"])
 
 
+@pytest.mark.integration
 def test_distilled_model_can_be_evaluated_without_teacher_files(demo, tmp_path):
     files, _ = write_teacher(tmp_path, "MODEL.HEADS.NUM_CLASSES", "16")
     options = ("MODEL.META_ARCHITECTURE", "Distiller", *files, "SOLVER.AMP", "bf16", "SOLVER.MAX_EPOCH", "1")
@@ -251,6 +252,7 @@ def test_distiller_moving_average_is_initialized_from_loaded_student_weights(tmp
     assert not report.missing and all(name.startswith("ema.") for name in report.dropped)
 
 
+@pytest.mark.integration
 def test_resumed_distiller_weights_and_moving_average_equal_uninterrupted_training(demo, tmp_path):
     finals = []
     for name, epochs in (("straight", ("2",)), ("resumed", ("1", "2"))):

@@ -79,6 +79,7 @@ def test_flatten_pooling_raises_without_fixed_image_size():
     assert cropped.heads.weight.shape == (3, 512 * 2 * 2)
 
 
+@pytest.mark.integration
 def test_model_with_flatten_pooling_trains_and_resumes(demo, tmp_path):
     opts = ("MODEL.HEADS.POOL_LAYER", "Flatten")
     losses = ("MODEL.LOSSES.NAME", "('CrossEntropyLoss', 'TripletLoss', 'CenterLoss')")

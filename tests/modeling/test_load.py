@@ -51,6 +51,7 @@ def test_load_model_options_do_not_modify_config(checkpoint):
     assert not cfg.is_frozen()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("options", [("SOLVER.EMA", "True"), ("SOLVER.EMA", "True", "SOLVER.EMA.EVALUATE", "False")])
 def test_load_model_returns_averaged_weights_if_config_evaluates_the_average(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
@@ -87,6 +88,7 @@ def test_load_model_of_trainer_subclass_calls_overridden_build_model(demo, check
     assert next(model.parameters()).dtype == torch.float64
 
 
+@pytest.mark.integration
 def test_importing_inference_does_not_import_engine():
     code = "import sys, fastamp.inference, fastamp.inference.export, fastamp.inference.extract\n"
     code += "print([name for name in sys.modules if name.startswith('fastamp.engine')])"

@@ -168,6 +168,7 @@ def run(demo_root, tmp_path_factory):
     return root
 
 
+@pytest.mark.integration
 def test_run_trains_adapters_and_leaves_base_weights_unchanged(run):
     base, final = tiny.weights(run / "base.pth"), tiny.weights(run / "run" / "model_final.pth")
     trunk = {name for name in base if name.startswith("backbone.")}
@@ -175,6 +176,7 @@ def test_run_trains_adapters_and_leaves_base_weights_unchanged(run):
     assert all(final[name].any() for name in final if name.endswith("lora_B"))
 
 
+@pytest.mark.integration
 def test_resumed_run_is_equal_bit_for_bit(run, demo_root, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
     (tmp_path / "model_0000.pth").write_bytes((run / "run" / "model_0000.pth").read_bytes())
@@ -188,6 +190,7 @@ def test_resumed_run_is_equal_bit_for_bit(run, demo_root, tmp_path, monkeypatch)
         assert all(torch.equal(tensor, part(other)[name]) for name, tensor in part(one).items())
 
 
+@pytest.mark.integration
 def test_two_processes_train_adapters_and_resume_bit_for_bit(demo_root, tmp_path):
     root, script = {"FASTAMP_DATASETS": str(demo_root)}, Path(__file__).parents[1] / "helpers" / "ranks.py"
     assert preloaded.run(script, tmp_path / "straight", 2, *TINY, **root).returncode == 0
@@ -204,6 +207,7 @@ def test_two_processes_train_adapters_and_resume_bit_for_bit(demo_root, tmp_path
     assert (tmp_path / "straight" / "model_final_adapters.pth").exists()
 
 
+@pytest.mark.integration
 def test_predictor_merges_adapters_and_the_file_of_adapters_gives_the_same_features(run):
     image = np.random.default_rng(0).integers(0, 256, (64, 32, 3), dtype=np.uint8)
     small = run / "run" / "model_final_adapters.pth"
@@ -228,6 +232,7 @@ def test_predictor_merges_adapters_and_the_file_of_adapters_gives_the_same_featu
     torch.testing.assert_close(torch.nn.functional.normalize(exact), unmerged, rtol=0, atol=1e-5)
 
 
+@pytest.mark.integration
 def test_stripped_file_of_adapters_stays_a_file_of_adapters(run, tmp_path):
     small = run / "run" / "model_final_adapters.pth"
     assert main(["strip", str(small), str(tmp_path / "again.pth")]) == 0
@@ -236,6 +241,7 @@ def test_stripped_file_of_adapters_stays_a_file_of_adapters(run, tmp_path):
     assert torch.equal(one.features(image), other.features(image))
 
 
+@pytest.mark.integration
 def test_exported_model_has_merged_weights(run, demo_root, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
     source = run / "run" / "model_final.pth"
@@ -256,6 +262,7 @@ def test_frozen_random_weights_are_reported(caplog):
     assert "random" not in caplog.text
 
 
+@pytest.mark.integration
 def test_adapters_are_refused_with_other_base_weights_and_without(run, tmp_path):
     small = str(run / "run" / "model_final_adapters.pth")
     other = tiny.weights(run / "base.pth")
@@ -271,6 +278,7 @@ def test_adapters_are_refused_with_other_base_weights_and_without(run, tmp_path)
         load_model(small, device="cpu", opts=["MODEL.LORA.RANK", "0"])
 
 
+@pytest.mark.integration
 def test_strip_writes_adapters_and_refuses_runs_without(run, checkpoint, tmp_path, capsys):
     out = tmp_path / "small.pth"
     assert main(["strip", str(run / "run" / "model_final.pth"), str(out), "--adapters"]) == 0

@@ -292,6 +292,7 @@ def test_moco_discards_memory_bank_of_another_size_or_other_identities(size, cla
     assert note in "".join(report.notes) and (model.memory.queue_label == -1).all()
 
 
+@pytest.mark.integration
 def test_resumed_moco_weights_equal_uninterrupted_training(demo, tmp_path):
     options = ("MODEL.META_ARCHITECTURE", "MoCo", "MODEL.QUEUE_SIZE", "40", "SOLVER.AMP", "bf16")
     options += ("SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "2")

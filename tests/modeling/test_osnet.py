@@ -233,6 +233,7 @@ def test_osnet_ain_warns_about_ignored_options(caplog):
     assert "MODEL.BACKBONE.WITH_IBN" in caplog.text and "MODEL.BACKBONE.WITH_SE" in caplog.text
 
 
+@pytest.mark.integration
 def test_gate_in_float16_is_traced_with_a_dynamic_batch_size():
     gate = osnet.ChannelGate(32).eval().requires_grad_(False).half()
     streams = tuple(torch.randn(2, 32, 4, 2).half() for _ in range(4))

@@ -76,6 +76,7 @@ def test_only_out_of_memory_errors_are_converted_to_config_errors():
         raise RuntimeError("other")
 
 
+@pytest.mark.integration
 def test_training_exits_with_code_2_if_model_exceeds_memory(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "MODEL.HEADS.EMBEDDING_DIM", "1000000000000")
     assert train_net.cli(options) == 2
@@ -83,6 +84,7 @@ def test_training_exits_with_code_2_if_model_exceeds_memory(demo, tmp_path, capf
     assert "error: the model does not fit into memory" in err and "Traceback" not in err
 
 
+@pytest.mark.integration
 def test_commands_exit_with_code_2_if_checkpoint_config_exceeds_memory(demo, checkpoint, tmp_path, capfd):
     """The commands build the model from the config in the checkpoint."""
     content = torch.load(checkpoint, weights_only=True)

@@ -35,6 +35,7 @@ def config(depth="18x", **backbone):
     return cfg
 
 
+@pytest.mark.integration
 def test_weights_of_the_agw_program_load_and_give_its_features(tmp_path):
     described = json.loads(gzip.decompress((FOLDER / "vi_agw_keys.json.gz").read_bytes()))
     expected = np.load(FOLDER / "vi_agw.npz")
@@ -102,6 +103,7 @@ def test_default_modality_applies_to_images_without_the_column():
     assert torch.equal(found, infrared) and not torch.equal(found, visible)
 
 
+@pytest.mark.integration
 def test_processes_with_and_without_images_of_a_modality_train_together(tmp_path):
     """Two ranks, one without infrared images: all gradients are equal; SyncBN, which would hang, is an error."""
     done = subprocess.run([sys.executable, str(RANKS), str(tmp_path)], capture_output=True, text=True, timeout=120)
@@ -122,6 +124,7 @@ def test_config_of_weights_is_inferred():
     assert loaded.state_dict().keys() == state.keys()
 
 
+@pytest.mark.integration
 def test_config_of_the_agw_program_is_inferred():
     described = json.loads(gzip.decompress((FOLDER / "vi_agw_keys.json.gz").read_bytes()))
     keys = infer_config(reference_weights.state_dict(described["shapes"]), "agw.t")

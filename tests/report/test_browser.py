@@ -6,7 +6,10 @@ from hostile import hostile_run
 
 from fastamp.report import write_report
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="needs Chromium or Chrome (apt-get install chromium)")
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(PROGRAM is None, reason="needs Chromium or Chrome (apt-get install chromium)"),
+]
 
 # Elements wider than the page, except inside scrolling boxes.
 OVERFLOWING = """[...document.querySelectorAll('body *')].filter(e => !e.closest('.scroll > *')

@@ -92,6 +92,7 @@ def test_reading_a_checkpoint_with_code_raises_without_executing_it(here, conten
     assert not (here / "marker").exists()
 
 
+@pytest.mark.integration
 def test_commands_reject_a_checkpoint_that_contains_code(demo, here, capfd):
     output = here / "output"
     output.mkdir()

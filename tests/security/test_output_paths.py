@@ -32,6 +32,7 @@ def test_evaluation_folder_names_of_different_datasets_differ():
     assert folder_name("Market1501") == "Market1501"
 
 
+@pytest.mark.integration
 def test_evaluation_writes_only_into_output_dir_if_the_dataset_path_contains_parent_folders(demo, tmp_path, capfd):
     data = tmp_path / "deep" / "data"
     data.mkdir(parents=True)
@@ -46,6 +47,7 @@ def test_evaluation_writes_only_into_output_dir_if_the_dataset_path_contains_par
     assert [path.parents[2] for path in tmp_path.rglob("per_query.npz")] == [output]
 
 
+@pytest.mark.integration
 def test_training_does_not_write_through_links_out_of_output_dir(demo, tmp_path, capfd):
     output, precious = tmp_path / "output", tmp_path / "precious"
     output.mkdir()
@@ -61,6 +63,7 @@ def test_training_does_not_write_through_links_out_of_output_dir(demo, tmp_path,
     assert precious.read_text() == "mine"
 
 
+@pytest.mark.integration
 def test_training_with_circular_links_in_output_dir_exits_with_2(demo, here, capfd):
     output = here / "output"
     (output / "evaluation").mkdir(parents=True)

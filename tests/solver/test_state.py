@@ -166,6 +166,7 @@ def resumed(folder, content, opts=()):
     return torch.load(folder / "model_final.pth", weights_only=True)
 
 
+@pytest.mark.integration
 def test_resume_uses_learning_rates_and_weight_decays_from_the_config(demo, tmp_path):
     with pytest.raises(TrainingInterrupted):
         train(tmp_path / "interrupted", Interrupt())

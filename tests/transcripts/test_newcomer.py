@@ -8,6 +8,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
+pytestmark = pytest.mark.integration
+
 SMALL = (
     "MODEL.DEVICE", "cpu", "SOLVER.MAX_EPOCH", "2", "SOLVER.IMS_PER_BATCH", "32", "INPUT.SIZE_TRAIN", "(64, 32)",
     "INPUT.SIZE_TEST", "(64, 32)", "DATALOADER.NUM_WORKERS", "0", "SOLVER.AMP", "off", "LOG_PERIOD", "1",

@@ -10,6 +10,8 @@ from pathlib import Path
 import notebook
 import pytest
 
+pytestmark = pytest.mark.integration
+
 NOTEBOOK = Path(__file__).with_name("notebook.ipynb")
 
 

@@ -14,6 +14,8 @@ import tiny
 from fastamp.cli import main
 from fastamp.demo import generate_demo
 
+pytestmark = pytest.mark.integration
+
 CAMERAS = ("door", "車庫", "lobby-2")
 NAMES = ("Anna", "Ben", "Chloé", "Дмитрий", "Εύα", "فاطمة", "李雷", "佐藤", "Mary Ann", "O'Neil")
 IDENTITIES = [f"{name}{suffix}" for suffix in ("", " 2", " 3") for name in NAMES]

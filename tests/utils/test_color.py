@@ -53,6 +53,7 @@ def test_console_colors_the_level_of_warnings_but_not_info_lines():
         assert lines[1].count("\x1b[33m") == count
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("no_color", [False, True])
 def test_help_in_a_pseudo_terminal_respects_no_color(no_color):
     master, slave = pty.openpty()

@@ -84,6 +84,7 @@ def test_momentum_encoder_broadcasts_its_statistics_only(wrap):
     assert any(name.startswith("key_encoder.") for name in broadcast)
 
 
+@pytest.mark.integration
 def test_training_equals_ddp_with_its_defaults_and_equal_buffers_are_equal(tmp_path):
     """Two ranks with batch norm, accumulation and a skipped step: parameters and buffers are bit-identical."""
     done = subprocess.run([sys.executable, str(HELPER), str(tmp_path)], capture_output=True, text=True, check=False)

@@ -43,6 +43,7 @@ def holder(tmp_path):
     os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.integration
 def test_locking_a_locked_folder_raises_and_names_the_locking_process(holder):
     folder, process = holder
     assert f"process {process.pid} on " in describe_lock_holder(folder)
@@ -53,6 +54,7 @@ def test_locking_a_locked_folder_raises_and_names_the_locking_process(holder):
         lock_folder(folder, "OUTPUT_DIR")
 
 
+@pytest.mark.integration
 def test_killing_a_process_releases_its_folder_lock(holder):
     """The lock is released even if a child process, e.g. a data loading worker, still has the lock file open."""
     folder, process = holder
@@ -73,6 +75,7 @@ def try_to_lock(folder, pipe):
         pipe.send("refused")
 
 
+@pytest.mark.integration
 def test_folder_lock_is_reentrant_but_not_inherited_by_child_processes(tmp_path):
     lock_folder(tmp_path, "OUTPUT_DIR")
     lock_folder(tmp_path / ".", "OUTPUT_DIR")
@@ -134,6 +137,7 @@ def contend(folder, pipe, rounds):
     pipe.send(overlaps)
 
 
+@pytest.mark.integration
 def test_only_one_of_four_contending_processes_holds_the_lock(tmp_path):
     pipes = []
     for _ in range(4):

@@ -35,23 +35,27 @@ def run(before):
     return json.loads(done.stdout)
 
 
+@pytest.mark.integration
 def test_log_to_console_prints_lines_if_logging_is_not_configured():
     out, err = run("pass")
     assert out == "" and err.count("a line") == err.count("a problem") == 1
     assert "test] WARNING: a problem" in err
 
 
+@pytest.mark.integration
 def test_log_to_console_writes_to_stdout_in_a_notebook():
     out, err = run("sys.modules['ipykernel.zmqshell'] = sys")
     assert out.count("a line") == 1 and err == ""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("order", ["setup_logger()", "log_to_console(); setup_logger()"])
 def test_lines_appear_once_after_setup_logger(order):
     out, err = run(order)
     assert out.count("a line") == 1 and err == ""
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name, level, lines",
     [("", "INFO", 1), ("", "WARNING", 0), ("fastamp", "INFO", 1), ("fastamp", "WARNING", 0)],
@@ -62,6 +66,7 @@ def test_handlers_and_levels_of_the_user_are_kept(name, level, lines):
     assert (out.count("a line"), out.count("a problem"), err) == (lines, 1, "")
 
 
+@pytest.mark.integration
 def test_automatic_console_stops_when_the_user_configures_logging():
     out, err = run("log_to_console(); logging.basicConfig(level='INFO', stream=sys.stdout)")
     assert out.count("a line") == 1 and err == ""

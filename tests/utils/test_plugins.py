@@ -78,6 +78,7 @@ def run(code, folder, **variables):
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.integration
 def test_components_and_keys_of_a_plugin_are_found_and_imported_once(install):
     code = """
         import pickle, sys
@@ -99,6 +100,7 @@ def test_components_and_keys_of_a_plugin_are_found_and_imported_once(install):
     assert "plugin mine my-losses 1.2" in out
 
 
+@pytest.mark.integration
 def test_predictor_loads_a_checkpoint_of_a_plugin(install, checkpoint, tmp_path):
     content = torch.load(checkpoint, weights_only=True)
     values = yaml.safe_load(content["config"])
@@ -116,6 +118,7 @@ def test_predictor_loads_a_checkpoint_of_a_plugin(install, checkpoint, tmp_path)
     assert status == 1 and "MODEL.LOSSES.ZERO" in err
 
 
+@pytest.mark.integration
 def test_spawned_process_finds_components_by_a_pickled_config(install):
     code = """
         from fastamp.modeling import LOSS_REGISTRY
@@ -125,6 +128,7 @@ def test_spawned_process_finds_components_by_a_pickled_config(install):
     assert status == 0 and out.count("imported") == 1, err
 
 
+@pytest.mark.integration
 def test_plugins_can_be_disabled(install):
     code = """
         import sys

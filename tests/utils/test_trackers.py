@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import file_tracker
+import pytest
 from file_tracker import read_calls
 
 from fastamp.utils.trackers import TrackedRun
@@ -24,6 +25,7 @@ def start_process(folder, *faults, timeout=30.0):
     return TrackerProcess(file_tracker.FileTracker, run, state=state, artifacts=[], timeout=timeout)
 
 
+@pytest.mark.integration
 def test_writing_to_a_process_that_does_not_read_returns(tmp_path):
     """The lines exceed the size of a pipe by far."""
     writer = start_process(tmp_path, "hang in start", timeout=0.5)
@@ -35,6 +37,7 @@ def test_writing_to_a_process_that_does_not_read_returns(tmp_path):
     assert process.returncode == -signal.SIGKILL
 
 
+@pytest.mark.integration
 def test_all_lines_arrive_after_a_slow_start(tmp_path):
     writer = start_process(tmp_path, "sleep in start")
     for iteration in range(3000):
@@ -44,6 +47,7 @@ def test_all_lines_arrive_after_a_slow_start(tmp_path):
     assert json.loads((tmp_path / "tracking/file.json").read_text()) == {"id": "run0"}
 
 
+@pytest.mark.integration
 def test_process_does_not_import_torch(tmp_path):
     writer = start_process(tmp_path)
     writer.write(0, {"loss": 0.5})
