@@ -27,8 +27,8 @@ ASSIGNED = {
     "hook.trainer",  # the contract of HookBase
     "args.scheduler", "args.srch_algo",  # argparse.Namespace
     # Result objects of the doctor.
-    "report.images", "report.float32.cost", "report.float32.metrics", "found.cost", "found.loss_scale",
-    "found.cosine", "found.zero_share", "found.layers", "found.metrics", "found.force_fp32", "found.failure",
+    "report.images", "report.float32.cost", "report.float32.metrics", "report.cost", "report.loss_scale",
+    "report.cosine", "report.zero_share", "report.layers", "report.metrics", "report.force_fp32", "report.failure",
     # Context managers that record events.
     "computing.batch", "reference.failed", "low.failed", "observer.failed",
 }  # fmt: skip

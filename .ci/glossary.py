@@ -119,9 +119,9 @@ def check_text(source: str, path: str) -> list[Finding]:
             findings.append(Finding(path, line, text.splitlines()[0], "title: imperative sentence or noun phrase"))
         plain = re.sub(r"(`+).+?\1", "X", text, flags=re.S)
         for pattern, rule in rules:
-            if found := pattern.search(plain):
-                start = max(0, found.start() - 40)
-                findings.append(Finding(path, line, plain[start : found.end() + 40].replace("\n", " "), rule))
+            if match := pattern.search(plain):
+                start = max(0, match.start() - 40)
+                findings.append(Finding(path, line, plain[start : match.end() + 40].replace("\n", " "), rule))
     return findings
 
 

@@ -46,7 +46,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     missing = [name for name, p in trainable.items() if id(p) not in optimizer_ids]
     if not foreign and not missing:
         return
-    found = (
+    counts = (
         f"  found: {len(trainable)} trainable parameters in the model, {len(optimizer_params)} tensors in the "
         f"optimizers, {len(optimizer_ids & {id(p) for p in trainable.values()})} in both\n"
     )
@@ -64,14 +64,14 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         raise TrainingError(
             f"the optimizers hold {held} (shapes {shapes}): "
             "their updates do not change the model.\n"
-            f"{found}"
+            f"{counts}"
             f"  trainable parameters that are not in any optimizer: {names or 'none'}\n"
             f"  cause: {cause}\n"
             "  fix:   build the optimizer last, from the parameters of the final model"
         )
     raise TrainingError(
         f"{len(missing)} trainable parameters are not in any optimizer: {names}.\n"
-        f"{found}"
+        f"{counts}"
         "  cause: a part of the model, e.g. its head, was replaced after the optimizer was built.\n"
         "  fix:   build the optimizer from the final model, or set requires_grad to False for these parameters"
     )
@@ -363,9 +363,10 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
         )
     of_ranks = [message.decode() for message in comm.gather_bytes(", ".join(losses).encode())]
     if len(set(of_ranks)) > 1:
-        found = "; ".join(f"rank {rank}: {names_of_rank or 'none'}" for rank, names_of_rank in enumerate(of_ranks))
+        losses_by_rank = "; ".join(f"rank {rank}: {names or 'none'}" for rank, names in enumerate(of_ranks))
         raise TrainingError(
-            f"the ranks compute different losses, so each rank minimizes a different total loss.\n  found: {found}\n"
+            f"the ranks compute different losses, so each rank minimizes a different total loss.\n"
+            f"  found: {losses_by_rank}\n"
             "  fix: return the same losses on all ranks; if a loss does not apply to a batch, return an output of the "
             "model multiplied by 0"
         )

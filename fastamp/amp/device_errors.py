@@ -66,7 +66,7 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
     Returns:
         Error that states a fix, or None if ``error`` is of neither kind.
     """
-    found = summarize_error(error)
+    error_summary = summarize_error(error)
     if is_out_of_memory(error):
         rank = f" on rank {comm.get_rank()}" if comm.is_distributed() else ""
         cause = ""
@@ -76,12 +76,12 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
             )
         return TrainingError(
             f"out of memory in {place}{rank}.\n  batch: {shapes_of(batch)}\n{_memory_taken()}"
-            f"  found: {found}\n{cause}  fix:   {smaller}"
+            f"  found: {error_summary}\n{cause}  fix:   {smaller}"
         )
     if isinstance(error, RuntimeError) and "CUBLAS_WORKSPACE_CONFIG" in str(error):
         return TrainingError(
             f"DETERMINISTIC is True, but PyTorch does not use cuBLAS in deterministic mode ({place}).\n"
-            f"  found: {found}\n"
+            f"  found: {error_summary}\n"
             "  cause: a matrix product ran on the GPU before CUBLAS_WORKSPACE_CONFIG was set; PyTorch checks this "
             "environment variable only once.\n"
             "  fix:   set CUBLAS_WORKSPACE_CONFIG=:4096:8 before Python starts, or call default_setup earlier"
@@ -90,7 +90,7 @@ def explain_device_error(error: Exception, place: str, batch: dict[str, Any], sm
     if isinstance(error, RuntimeError) and operation:
         return TrainingError(
             f"DETERMINISTIC is True, but {operation[1]} has no deterministic implementation on this device "
-            f"({place}).\n  found: {found}\n"
+            f"({place}).\n  found: {error_summary}\n"
             "  fix:   set DETERMINISTIC False, or use a model, loss or transform without this operation"
         )
     return None

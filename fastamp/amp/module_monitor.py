@@ -187,9 +187,9 @@ class ModuleMonitor:
                     name,
                 )
 
-    def _report(self, name: str, kind: str, found: bool, message: str, *, quiet: bool = False) -> None:
-        """Log ``message`` if ``found`` is True and was False at the last check of this module and kind."""
-        if not found:
+    def _report(self, name: str, kind: str, occurs: bool, message: str, *, quiet: bool = False) -> None:
+        """Log ``message`` if ``occurs`` is True and was False at the last check of this module and kind."""
+        if not occurs:
             self._reported.discard((name, kind))
         elif (name, kind) not in self._reported:
             self._reported.add((name, kind))

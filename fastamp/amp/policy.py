@@ -96,9 +96,9 @@ def native_bfloat16(device: torch.device) -> tuple[bool, str]:
             native = False
         return native, f"MPS on this macOS has {'native' if native else 'no'} bfloat16"
     flags = cpu_flags()
-    found = [flag for flag in _CPU_BF16_FLAGS if flag in flags]
-    if found:
-        return True, f"this CPU has native bfloat16 ({', '.join(found)})"
+    present = [flag for flag in _CPU_BF16_FLAGS if flag in flags]
+    if present:
+        return True, f"this CPU has native bfloat16 ({', '.join(present)})"
     return False, "this CPU has no native bfloat16 instructions (avx512_bf16, amx_bf16 or Arm bf16)"
 
 
@@ -215,7 +215,7 @@ class PrecisionPolicy:
         eager = nullcontext() if model is None else uncompiled(model)
         with eager, recorder, self.autocast(), recorder.follow(model):
             yield
-        if not recorder.found:
+        if not recorder.occurred:
             raise TrainingError(
                 f"SOLVER.AMP is on ({self.describe()}), but the first forward pass ran no operation in "
                 f"{dtype_name(self.dtype)}: mixed precision has no effect on this model.\n"
@@ -319,7 +319,7 @@ class _DtypeRecorder(TorchDispatchMode):
     """Record the dtypes in which the operations of a forward pass compute.
 
     Attributes:
-        found: True if an operation other than a cast returned a tensor of ``dtype``.
+        occurred: True if an operation other than a cast returned a tensor of ``dtype``.
         products: name of a child module -> result dtype of its matrix products and convolutions -> number of such
             operations. Operations in ``force_fp32`` regions do not count.
     """
@@ -327,17 +327,17 @@ class _DtypeRecorder(TorchDispatchMode):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.dtype = dtype
-        self.found = False
+        self.occurred = False
         self.products: dict[str, Counter[torch.dtype]] = {}
         self._child = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         # A cast does not count: it shows no computation in low precision.
-        if func is not torch.ops.aten._to_copy.default and (self._child or not self.found):
+        if func is not torch.ops.aten._to_copy.default and (self._child or not self.occurred):
             outputs = out if isinstance(out, (tuple, list)) else (out,)
             dtypes = [item.dtype for item in outputs if isinstance(item, torch.Tensor)]
-            self.found |= self.dtype in dtypes
+            self.occurred |= self.dtype in dtypes
             name = func.overloadpacket.__name__
             is_product = name in _PRODUCTS or name.startswith("_scaled_dot_product")
             if self._child and dtypes and is_product and not _in_fp32_region():

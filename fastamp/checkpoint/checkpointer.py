@@ -159,9 +159,9 @@ class Checkpointer:
                 problems.append(f"{path.name} has no training state: it was stripped")
         if not problems:
             return None
-        found = "\n  ".join(problems)
+        listed_problems = "\n  ".join(problems)
         raise WeightsError(
-            f"no readable checkpoint in {folder}:\n  {found}\n"
+            f"no readable checkpoint in {folder}:\n  {listed_problems}\n"
             "  fix: start a new run without --resume; to start from existing weights, set MODEL.WEIGHTS to a readable "
             "file, e.g. model_best.pth"
         )

@@ -80,10 +80,10 @@ def checkpoint_of(source: str | os.PathLike[str]) -> Path:
     for name in ("model_best.pth", "model_final.pth", WEIGHTS_NAME):
         if (source / name).is_file():
             return source / name
-    found = sorted(path.name for path in source.glob("*.pth"))
+    files = sorted(path.name for path in source.glob("*.pth"))
     raise WeightsError(
         f"{source}: neither model_best.pth, model_final.pth nor {WEIGHTS_NAME} found.\n"
-        f"  found: {', '.join(found) or 'no .pth file'}\n"
+        f"  found: {', '.join(files) or 'no .pth file'}\n"
         "  fix: give the path of a checkpoint"
     )
 

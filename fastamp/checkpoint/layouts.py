@@ -158,11 +158,11 @@ def nearest_layout(state: Mapping[str, torch.Tensor]) -> str:
     if not shares[best]:
         return ""
     layout = LAYOUTS[best]
-    found = sum(name in endings for name in layout.names)
+    matching = sum(name in endings for name in layout.names)
     size = transformer_size(state)
     return (
-        f"{layout.title} ({found} of {len(layout.names)} characteristic names found{f'; {size}' if size else ''}); its "
-        f"backbone is {layout.backbone}"
+        f"{layout.title} ({matching} of {len(layout.names)} characteristic names found{f'; {size}' if size else ''}); "
+        f"its backbone is {layout.backbone}"
     )
 
 
@@ -180,22 +180,22 @@ def transformer_size(state: Mapping[str, torch.Tensor]) -> str:
     if not counts or first is None or first.dim() != 1:
         return ""
     blocks = "/".join(str(number) for number in counts)
-    found = [f"width {len(first)}", f"{blocks} block{'' if counts == [1] else 's'}"]
+    parts = [f"width {len(first)}", f"{blocks} block{'' if counts == [1] else 's'}"]
     embeddings = ("patch_embed.proj.weight", "patch_embed.projection.weight", "features.0.0.weight")
     patches = [value for name, value in state.items() if name.endswith(embeddings) and value.dim() == 4]
     if patches:
-        found.append(f"patches of {patches[0].shape[2]} x {patches[0].shape[3]}")
+        parts.append(f"patches of {patches[0].shape[2]} x {patches[0].shape[3]}")
     registers = [value for name, value in state.items() if name.endswith(("reg_token", "register_tokens"))]
     if registers and registers[0].dim() == 3:
-        found.append(f"{registers[0].shape[1]} registers")
-    return ", ".join(found)
+        parts.append(f"{registers[0].shape[1]} registers")
+    return ", ".join(parts)
 
 
 def block_counts(state: Mapping[str, torch.Tensor]) -> list[int]:
     """Count the blocks of a transformer in each of its stages; [] if ``state`` contains none."""
     numbers: dict[int, int] = {}
     for name in state:
-        if found := _BLOCK.search(name):
-            stage, block = (found[1] or 0, found[2]) if found[2] is not None else (found[3], found[4])
+        if match := _BLOCK.search(name):
+            stage, block = (match[1] or 0, match[2]) if match[2] is not None else (match[3], match[4])
             numbers[int(stage)] = max(numbers.get(int(stage), 0), int(block) + 1)
     return [numbers[stage] for stage in sorted(numbers)]

@@ -185,8 +185,8 @@ def _compare(
     weights = [key for key in own if not key.endswith("num_batches_tracked")]
     backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
-    found, classifier_keys = set(matched), classifiers(model)
-    other_shape = [key for key in converted if key in classifier_keys and key in own and key not in found]
+    loaded, classifier_keys = set(matched), classifiers(model)
+    other_shape = [key for key in converted if key in classifier_keys and key in own and key not in loaded]
     return ImportReport(
         source,
         matched=matched,
@@ -194,7 +194,7 @@ def _compare(
         missing=[key for key in missing if own[key].numel() > 0],
         other_shape=other_shape,
         not_needed=[key for key in other_shape if own[key].shape[0] == 0],
-        backbone_fraction=sum(key in found for key in backbone) / max(len(backbone), 1),
+        backbone_fraction=sum(key in loaded for key in backbone) / max(len(backbone), 1),
     )
 
 

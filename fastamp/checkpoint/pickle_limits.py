@@ -93,10 +93,10 @@ class _Machine:
             elif name in _PUT or name == "MEMOIZE":
                 self._memo[len(self._memo) if name == "MEMOIZE" else int(argument)] = self._top()
             elif name in _GET or name == "DUP":
-                found = self._memo[int(argument)] if name in _GET else self._top()
-                found.shared = True
-                self._spend(found.size)
-                stack.append(found)
+                element = self._memo[int(argument)] if name in _GET else self._top()
+                element.shared = True
+                self._spend(element.size)
+                stack.append(element)
             elif name == "MARK":
                 stack.append(_MARK)
             elif name in _TUPLES:

@@ -116,8 +116,8 @@ def _collect(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
             _collect(child, f"{name}.{key}" if name else str(key), tensors)
 
 
-def _error(path: Path, found: str) -> WeightsError:
+def _error(path: Path, reason: str) -> WeightsError:
     return WeightsError(
-        f"cannot read {path} as a TorchScript archive.\n  found: {found.splitlines()[0] if found else 'nothing'}\n"
+        f"cannot read {path} as a TorchScript archive.\n  found: {reason.splitlines()[0] if reason else 'nothing'}\n"
         "  fix: specify a file of torch.jit.save, or download it again; other weights files need no conversion"
     )

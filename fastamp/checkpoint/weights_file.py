@@ -154,8 +154,8 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
         files = path.parent.iterdir() if os.path.isdir(path.parent) else ()
         candidates = sorted(file.name for file in files if file.suffix in (".pth", ".safetensors"))
         more = f" and {len(candidates) - 10} more" if len(candidates) > 10 else ""
-        found = f"\n  files in this folder: {', '.join(candidates[:10])}{more}" if candidates else ""
-        raise WeightsError(f"weights file not found: {path}{found}\n  fix: specify an existing file")
+        listing = f"\n  files in this folder: {', '.join(candidates[:10])}{more}" if candidates else ""
+        raise WeightsError(f"weights file not found: {path}{listing}\n  fix: specify an existing file")
     try:
         check_not_device(path)
         if path.suffix == ".safetensors":
@@ -178,12 +178,12 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             "  fix: do not use this file; torch.save(model.state_dict(), path) does not write such files"
         ) from error
     except pickle.UnpicklingError as error:
-        found = _unsupported_object(error)
-        if found:
+        name = _unsupported_object(error)
+        if name:
             raise WeightsError(
                 f"weights file {path} was rejected: it contains an object that is neither a tensor nor a plain value, "
                 "and loading such an object can execute code.\n"
-                f"  found: {found}\n"
+                f"  found: {name}\n"
                 "  fix: save only the state dict: torch.save(model.state_dict(), path)"
             ) from error
         raise _damaged_file_error(path, _describe_damage(path), error) from error
@@ -257,8 +257,8 @@ def _is_zip(path: Path) -> bool:
 
 def _unsupported_object(error: Exception) -> str:
     """Extract from PyTorch's error the name of the type that it refused to load; empty for other errors."""
-    found = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
-    return (found[1] or found[2]) if found else ""
+    match = re.search(r"GLOBAL (\S+)|but got <class '([^']+)'>", str(error))
+    return (match[1] or match[2]) if match else ""
 
 
 def _describe_damage(path: Path) -> str:
@@ -273,15 +273,17 @@ def _describe_damage(path: Path) -> str:
 
 
 def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
-    found = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]  # without the advice to disable weights_only
+    description = (
+        str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]
+    )  # without the advice to disable weights_only
     with path.open("rb") as file:
         start = file.read(24)
     if start[:2] not in (
         b"PK",
         b"\x80\x02",
     ):  # neither archive nor pickle: the first bytes are more informative than PyTorch's error
-        found = f"first bytes {start!r}" if start else ""
-    detail = f"\n  found: {found or type(error).__name__}" if error else ""
+        description = f"first bytes {start!r}" if start else ""
+    detail = f"\n  found: {description or type(error).__name__}" if error else ""
     fix = "copy or download the file again, or use an earlier checkpoint"
     if path.suffix in _EXPORTED:
         fix = (
@@ -361,15 +363,15 @@ def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
 
     The tensor in ``{"teacher": {"backbone.conv1.weight": x}}`` gets the key ``"teacher.backbone.conv1.weight"``.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     stack: list[tuple[str, Any]] = [("", content)]
     while stack:
         name, value = stack.pop()
         if isinstance(value, torch.Tensor):
-            found[name] = value
+            tensors[name] = value
         elif isinstance(value, dict):
             children = [
                 (f"{name}.{key}" if name else key, child) for key, child in value.items() if isinstance(key, str)
             ]
             stack += reversed(children)
-    return found
+    return tensors

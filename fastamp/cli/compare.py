@@ -47,12 +47,12 @@ def run(args: argparse.Namespace) -> int:
         logger.setLevel(level)
     if args.json:
         fractions = {"genuine_share": comparison.genuine_fraction, "impostor_share": comparison.impostor_fraction}
-        found = {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}
+        fields = {"score": comparison.score, "metric": comparison.metric, **fractions, "source": comparison.source}
         if calibration := comparison.calibration:
-            found |= {"decision": comparison.decision, "probability": comparison.probability}
-            found |= {"same_threshold": calibration.same_threshold, "far": calibration.far}
-            found |= {"different_threshold": calibration.different_threshold, "frr": calibration.frr}
-        print(json.dumps(found))
+            fields |= {"decision": comparison.decision, "probability": comparison.probability}
+            fields |= {"same_threshold": calibration.same_threshold, "far": calibration.far}
+            fields |= {"different_threshold": calibration.different_threshold, "frr": calibration.frr}
+        print(json.dumps(fields))
     else:
         print(comparison.describe())
     return 0

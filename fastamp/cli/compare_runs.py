@@ -37,12 +37,12 @@ def run(args: argparse.Namespace) -> int:
     """Compare two runs and print the differences of their metrics."""
     from fastamp.evaluation.run_comparison import compare_runs
 
-    found = compare_runs(args.first, args.second, ranks=args.ranks)
+    comparisons = compare_runs(args.first, args.second, ranks=args.ranks)
     if args.json:
-        print(json.dumps([asdict(comparison) for comparison in found]))
+        print(json.dumps([asdict(comparison) for comparison in comparisons]))
         return 0
     print(f"A: {args.first}\nB: {args.second}")
-    for comparison in found:
+    for comparison in comparisons:
         rows = [
             [
                 row.metric,

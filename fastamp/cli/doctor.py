@@ -60,21 +60,22 @@ def examine_model(args: argparse.Namespace) -> bool:
     cfg = training_config(args, with_weights=True)
     default_setup(cfg, args)
     dtypes = [getattr(torch, name) for name in args.dtypes]
-    found = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
-    if not found.problem:
+    diagnosis = diagnose(cfg, dtypes=dtypes, batch_size=args.batch, max_images=args.images)
+    if not diagnosis.problem:
         weights = cfg.MODEL.WEIGHTS or "initial weights, whose ranking is not meaningful"
-        print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}, on {found.images[0]} of {found.images[1]} test images")
-        for report in found.low:
+        images = f"{diagnosis.images[0]} of {diagnosis.images[1]} test images"
+        print(f"\n{cfg.MODEL.META_ARCHITECTURE} with {weights}, on {images}")
+        for report in diagnosis.low:
             if report.layers:
-                print(f"\n{report.dtype}: layers with the largest errors\n{found.layer_table(report)}")
+                print(f"\n{report.dtype}: layers with the largest errors\n{diagnosis.layer_table(report)}")
             if report.failure:
                 print(f"\n{report.dtype} fails with this config: {report.failure}")
-        memory = "peak" if found.policy.device_type == "cuda" else "kept for the backward pass"
-        print(f"\n{found.table()}\ntime: training pass, relative to float32; MiB: {memory}")
-    print(f"\n{found.conclusion()}")
-    for path in write_amp_report(found, Path(cfg.OUTPUT_DIR) / FOLDER):
+        memory = "peak" if diagnosis.policy.device_type == "cuda" else "kept for the backward pass"
+        print(f"\n{diagnosis.table()}\ntime: training pass, relative to float32; MiB: {memory}")
+    print(f"\n{diagnosis.conclusion()}")
+    for path in write_amp_report(diagnosis, Path(cfg.OUTPUT_DIR) / FOLDER):
         print(f"wrote {path}")
-    return found.healthy
+    return diagnosis.healthy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

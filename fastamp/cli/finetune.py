@@ -40,15 +40,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train the recipe with the model of the weights file."""
-    found = resolve_source(args.weights)
-    if found.kind == CONFIG:
+    start = resolve_source(args.weights)
+    if start.kind == CONFIG:
         raise ConfigError(
             f"FILE: expected a checkpoint, run folder or weights file, got the config {args.weights}.\n"
             "  fix: give the weights to start from; fastamp train starts from a config"
         )
     data = [item for key in ("DATASETS.NAMES", "DATASETS.TESTS") for item in (key, [args.data])]
-    weights = ["MODEL.WEIGHTS", found.checkpoint]
-    opts = [*model_keys(found.checkpoint, args.plugin), *weights, *data, *args.opts]
+    weights = ["MODEL.WEIGHTS", start.checkpoint]
+    opts = [*model_keys(start.checkpoint, args.plugin), *weights, *data, *args.opts]
     return train.run(argparse.Namespace(**vars(args) | {"opts": opts}))
 
 

@@ -62,7 +62,9 @@ def run(args: argparse.Namespace) -> int:
         if args.action == "remove":
             known = {item.id for item in gallery.items}
             ids = {name: id_of_path(args.gallery, name) for name in args.ids}
-            gallery.remove([given if given in known or found not in known else found for given, found in ids.items()])
+            gallery.remove(
+                [given if given in known or stored_id not in known else stored_id for given, stored_id in ids.items()]
+            )
             print(f"removed {plural(len(args.ids), 'item')}; {len(gallery):,} remain")
         else:
             _list(gallery, args.json)
@@ -80,10 +82,10 @@ def _add(args: argparse.Namespace) -> int:
     for source in (source for source in args.sources if source not in extractions):
         if not Path(source).exists():
             raise DataError(f"{source} not found.\n  fix: correct the path of the image or folder")
-        found = image_files(Path(source)) if Path(source).is_dir() else [source]
-        if not found:
+        files = image_files(Path(source)) if Path(source).is_dir() else [source]
+        if not files:
             raise DataError(f"no images found in the folder {source}.\n  fix: give a folder that contains images")
-        paths += found
+        paths += files
     if paths and not args.checkpoint:
         raise ConfigError("images need a model.\n  fix: add --model CHECKPOINT, or add extracted features (.npz)")
     model = model_of(args) if args.checkpoint else None

@@ -79,9 +79,9 @@ def model_of(args: argparse.Namespace, key_values: Sequence[str] = ()) -> "Featu
         return predictor_of(args, key_values)
     given = [*split_key_values(args.opts), *key_values]
     if given or args.plugin or args.device not in ("auto", "cpu"):
-        found = " ".join(given) or (f"--plugin {args.plugin}" if args.plugin else f"--device {args.device}")
+        option = " ".join(given) or (f"--plugin {args.plugin}" if args.plugin else f"--device {args.device}")
         raise ConfigError(
-            f"{args.checkpoint} is an exported file, which runs on the CPU without a config; got {found}.\n"
-            f"  fix: omit {found}, or use the checkpoint"
+            f"{args.checkpoint} is an exported file, which runs on the CPU without a config; got {option}.\n"
+            f"  fix: omit {option}, or use the checkpoint"
         )
     return ExportedModel(args.checkpoint)

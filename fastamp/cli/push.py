@@ -92,7 +92,7 @@ def _package(args: argparse.Namespace, folder: str, license: "License") -> None:
     """Write the package to a folder, and print a summary."""
     from fastamp.inference.package import package
 
-    found = package(
+    parts = package(
         args.checkpoint,
         folder,
         license=license,
@@ -100,9 +100,9 @@ def _package(args: argparse.Namespace, folder: str, license: "License") -> None:
         metrics=args.metrics,
         plugin=args.plugin,
     )
-    print(f"packaged {args.checkpoint}: {found.bytes / 1e6:.1f} MB, weights: {found.weights}, license: {license.name}")
-    for dataset, metrics in found.metrics.items():
+    print(f"packaged {args.checkpoint}: {parts.bytes / 1e6:.1f} MB, weights: {parts.weights}, license: {license.name}")
+    for dataset, metrics in parts.metrics.items():
         shown = ", ".join(f"{name} {metrics[name]:.2f}" for name in ("mAP", "Rank-1") if name in metrics)
         print(f"metrics in the model card: {dataset}{': ' if shown else ''}{shown}")
-    if not found.metrics:
+    if not parts.metrics:
         print("metrics in the model card: none recorded; add --metrics metrics_eval.json, written by `fastamp eval`")

@@ -100,8 +100,8 @@ def run(args: argparse.Namespace) -> int:
         itertools.takewhile(lambda word: not (is_key(word) and re.split("[.=]", word)[0] in known), args.queries)
     )
     if not names and not args.attributes:
-        found = f", only {' '.join(args.queries)}" if args.queries else ""
-        raise ConfigError(f"no query image{found}.\n  fix: add an image or a folder, or --attributes")
+        restriction = f", only {' '.join(args.queries)}" if args.queries else ""
+        raise ConfigError(f"no query image{restriction}.\n  fix: add an image or a folder, or --attributes")
     queries = []
     for query in names:
         images = image_files(Path(query)) if Path(query).is_dir() else [query]
@@ -142,16 +142,16 @@ def run(args: argparse.Namespace) -> int:
         queries, result = [args.attributes], gallery.search_attributes(args.attributes, args.top)
     shown = _probability_columns(args.attributes, model.attribute_names) | {group_by}
     has_missing = {name for name, column in gallery.columns.items() if has_missing_integers(column)}
-    found = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
+    groups = [_grouped(_rows(result, number, shown, has_missing), group_by) for number in range(len(queries))]
     if args.json:
         decisions = [_decision(result, number) for number in range(len(queries))]
-        parts = zip(queries, decisions, found, strict=True)
+        parts = zip(queries, decisions, groups, strict=True)
         print(json.dumps([{"query": query, **decision, "found": rows} for query, decision, rows in parts]))
         return 0
     labels = {"identities": result.pids, "cameras": result.camids if result.cameras is None else result.cameras}
     unknown = [name for name, values in labels.items() if is_unknown(values)]
     note = f"; {' and '.join(unknown)} unknown" if unknown else ""
-    for number, (query, rows) in enumerate(zip(queries, found, strict=True)):
+    for number, (query, rows) in enumerate(zip(queries, groups, strict=True)):
         print(f"{query} ({result.metric} {_score_name(result.metric)}{note})")
         if result.known is not None:
             print(_describe_decision(result, number))
@@ -193,14 +193,15 @@ def _decision(result: "SearchResult", query: int) -> dict[str, Any]:
 
 
 def _describe_decision(result: "SearchResult", query: int) -> str:
-    found, is_cosine = _decision(result, query), result.metric == "cosine"
-    if found["decision"] == "match":
+    decision, is_cosine = _decision(result, query), result.metric == "cosine"
+    if decision["decision"] == "match":
         side = "at least" if is_cosine else "at most"
     else:
         side = "below" if is_cosine else "above"
     return (
-        f"{found['decision']}: the best {_score_name(result.metric)} is {side} {found['threshold']:.4f} (expected "
-        f"false-positive identification rate {100 * found['fpir']:.3g} % with {result.searched:,} gallery images)"
+        f"{decision['decision']}: the best {_score_name(result.metric)} is {side} {decision['threshold']:.4f} "
+        f"(expected false-positive identification rate {100 * decision['fpir']:.3g} % with {result.searched:,} "
+        "gallery images)"
     )
 
 

@@ -108,25 +108,25 @@ def config_of(
     """
     from fastamp.config import CfgNode, read_config
 
-    found = resolve_source(source)
-    path = found.path
-    if found.kind == RUN:
+    resolved = resolve_source(source)
+    path = resolved.path
+    if resolved.kind == RUN:
         path /= "config.yaml"
         if not path.is_file():
             raise ConfigError(
-                f"{found.text}: not a run folder: config.yaml not found.\n"
+                f"{resolved.text}: not a run folder: config.yaml not found.\n"
                 "  fix: give a run folder, YAML file or checkpoint"
             )
     defaults = read_config("", [], plugin=plugin, define_keys=define_keys)
     cfg = defaults.clone()
     cfg.defrost()
-    if found.kind == CHECKPOINT:
+    if resolved.kind == CHECKPOINT:
         from fastamp.checkpoint.entries import merge_from_checkpoint
 
         merge_from_checkpoint(cfg, path)
         return cfg
     cfg.merge_from_file(path)
-    if found.kind == RUN:
+    if resolved.kind == RUN:
         complete, cfg = cfg, defaults.clone()
         cfg.defrost()
         cfg.merge_from_other_cfg(CfgNode.load_cfg(complete.dump()))
@@ -176,16 +176,16 @@ def training_config(
     if not text:
         return read_config(args.config_file, args.opts, plugin=plugin, define_keys=define_keys)
     check_one_config(text, args.config_file)
-    found = resolve_source(text)
-    if found.kind == CONFIG:
+    resolved = resolve_source(text)
+    if resolved.kind == CONFIG:
         return read_config(text, args.opts, plugin=plugin, define_keys=define_keys)
     cfg = config_of(text, plugin, define_keys=define_keys)
-    if found.kind == RUN:
+    if resolved.kind == RUN:
         cfg.OUTPUT_DIR = text
         if with_weights:
-            cfg.MODEL.WEIGHTS = found.checkpoint
+            cfg.MODEL.WEIGHTS = resolved.checkpoint
     else:
-        cfg.merge_from_other_cfg(_machine_defaults() | {"MODEL.WEIGHTS": found.checkpoint})
+        cfg.merge_from_other_cfg(_machine_defaults() | {"MODEL.WEIGHTS": resolved.checkpoint})
     if not getattr(args, "resume", False):
         cfg.MODEL.HEADS.NUM_CLASSES = 0  # DATASETS.NAMES may differ from that of the stored config
     cfg.merge_from_list(args.opts)
@@ -219,12 +219,12 @@ def evaluation_config(
     from fastamp.checkpoint.entries import merge_if_config
     from fastamp.config import read_config
 
-    found = resolve_source(source) if source else None
-    if found and found.kind == CONFIG:
+    resolved = resolve_source(source) if source else None
+    if resolved and resolved.kind == CONFIG:
         check_one_config(source, config_file)
         config_file = source
-    elif found:
-        opts = ["MODEL.WEIGHTS", found.checkpoint, *opts]
+    elif resolved:
+        opts = ["MODEL.WEIGHTS", resolved.checkpoint, *opts]
     # The config in a checkpoint can name projects, which declare keys in ``opts``.
     own = opts if config_file or len(opts) % 2 else _pairs_of("MODEL.WEIGHTS", opts)
     given = read_config(config_file, own, plugin=plugin)

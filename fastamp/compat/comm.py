@@ -23,9 +23,9 @@ def gather(data: Any, dst: int = 0, group: Any = None) -> list[Any]:
     """Gather picklable objects of all ranks on rank ``dst``; other ranks get an empty list."""
     if not comm.is_distributed():
         return [data]
-    found = [None] * comm.get_world_size() if comm.get_rank() == dst else None
-    dist.gather_object(data, found, dst=dst, group=group)
-    return found or []
+    gathered = [None] * comm.get_world_size() if comm.get_rank() == dst else None
+    dist.gather_object(data, gathered, dst=dst, group=group)
+    return gathered or []
 
 
 def shared_random_seed() -> int:

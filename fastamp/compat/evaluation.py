@@ -146,9 +146,9 @@ def compute_jaccard_distance(
     """
     features = features.detach().float()
     features = features - features.mean(0)  # rounding errors become relative to the spread instead of the offset
-    found = nearest_neighbors(features, features, max(k1, k2))
+    neighbors = nearest_neighbors(features, features, max(k1, k2))
     options = ReRanking(k1=k1, k2=k2, variant="fastreid")
-    weights = reciprocal_weights(features, found.indices, found.farthest, options)
+    weights = reciprocal_weights(features, neighbors.indices, neighbors.farthest, options)
     overlap = torch.zeros(weights.shape)
     add_overlaps(weights, weights.tocsc(), overlap)
     return (1 - overlap / (2 - overlap)).clamp_min(0).numpy()

@@ -76,17 +76,17 @@ def explain_key(
     if key is None:
         if any(f"{key.path.lower()}.".startswith(f"{path}.") for key in keys):
             return describe_config(name, cfg)
-        found = _find_by_last_part(path, keys)
-        mentions = [] if found else _find_in_meanings(path, keys)
+        full_key = _find_by_last_part(path, keys)
+        mentions = [] if full_key else _find_in_meanings(path, keys)
         if mentions:
             lines = [f"{mention.path}: {show_value(mention.default)}" for mention in mentions]
             return "\n".join([f"no key is named {name}; descriptions that contain these words:", *lines])
-        if not found:
+        if not full_key:
             return describe_config(name, cfg)  # raises
-        if len(found) > 1 and _match_rank(path, found[0]) == _match_rank(path, found[1]):
-            lines = [f"{key.path}: {show_value(key.default)}" for key in found]
-            return "\n".join([f"{len(found)} keys match {name}; explain one of them:", *lines])
-        key, *rest = found
+        if len(full_key) > 1 and _match_rank(path, full_key[0]) == _match_rank(path, full_key[1]):
+            lines = [f"{key.path}: {show_value(key.default)}" for key in full_key]
+            return "\n".join([f"{len(full_key)} keys match {name}; explain one of them:", *lines])
+        key, *rest = full_key
         others = [other.path for other in rest]
     facts = key_facts(key, components)
     if others:

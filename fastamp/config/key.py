@@ -263,10 +263,10 @@ def _choice(key: Key, value: Any) -> str:
     word = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
     words = {str(choice): str(choice) for choice in key.choices} | dict(key.aliases)
     by_lower = {name.lower(): choice for name, choice in words.items()}
-    found = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
-    if found is None:
+    named_choice = by_lower.get(word.strip().lower()) if isinstance(word, str) else None
+    if named_choice is None:
         raise _not_among_choices(key, value, did_you_mean(str(word), by_lower))
-    return found
+    return named_choice
 
 
 def _not_among_choices(key: Key, value: Any, hint: str = "") -> ConfigError:

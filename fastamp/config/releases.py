@@ -70,13 +70,13 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
         check_choice("release", release, RELEASES)
     layers, known = read_layers(path), set(known)
     flat = [(source, dict(_flat(mapping))) for source, mapping in layers]
-    found, lines = release, [f"read as a config of FastReID {release}, as requested"]
+    read_as, lines = release, [f"read as a config of FastReID {release}, as requested"]
     if not release:
-        found, lines = detect(flat, known)
-    if not found:
+        read_as, lines = detect(flat, known)
+    if not read_as:
         return Recipe(layers)
-    translation, lines[0] = _Translation(found, flat, known), f"{os.fspath(path)}: {lines[0]}"
-    return Recipe([(os.fspath(path), translation.new)], found, [*lines, *translation.lines], translation.missing)
+    translation, lines[0] = _Translation(read_as, flat, known), f"{os.fspath(path)}: {lines[0]}"
+    return Recipe([(os.fspath(path), translation.new)], read_as, [*lines, *translation.lines], translation.missing)
 
 
 def old_names() -> dict[str, str]:

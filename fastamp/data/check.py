@@ -411,7 +411,7 @@ class _CheckedDataset:
         """Find queries without a match, or with matches only from their own camera."""
         matchless = _find_matchless(self.splits.get("query", ()), self.splits.get("gallery", ()), self.protocol)
         unmatched, same = (
-            [("query", row) for row, found in enumerate(matchless) if found == fault]
+            [("query", row) for row, query_fault in enumerate(matchless) if query_fault == fault]
             for fault in (_NO_IMAGE, _SAME_CAMERA)
         )
         open_set = getattr(self.protocol, "is_open_set", False)
@@ -508,7 +508,7 @@ class _CheckedDataset:
         self, first_rows: Sequence[Row], second_rows: Sequence[Row], search: NearestImages
     ) -> list[tuple[float, Row, Row]]:
         """List ``(distance, row, row)`` of pairs that are near-duplicates but not copies, most similar first."""
-        found = []
+        pairs = []
         for row, distance, number in zip(second_rows, search.distances, search.nearest, strict=True):
             item, near = self._item(row), self._item(first_rows[number])
             is_copy = self._summary(row).digest == self._summary(first_rows[number]).digest
@@ -516,8 +516,8 @@ class _CheckedDataset:
             # fastamp.evaluation.protocol.
             is_junk = _excludes_same_camera(self.protocol) and near.pid == item.pid and near.camid == item.camid
             if distance <= search.threshold and not is_copy and not is_junk:
-                found.append((distance, first_rows[number], row))
-        return sorted(found)
+                pairs.append((distance, first_rows[number], row))
+        return sorted(pairs)
 
     def find_conflicting_labels(self) -> Iterable[Finding]:
         """Find images that a split lists under several identities, or more than once under the same identity."""

@@ -186,15 +186,15 @@ class ReidDataset(Dataset):
             return self._read(index)
         except DataError as error:
             if not self.skip_corrupt:
-                found, fix, given = str(error).partition("\n  fix:")
+                message, fix, given = str(error).partition("\n  fix:")
                 origin = find_origin(self.sources, self.items.path(index))
                 if origin:
-                    found += f"\n  listed in {origin}"
+                    message += f"\n  listed in {origin}"
                 if not fix:
                     fix, given = "\n  fix:", " restore the file, or remove it from the dataset"
                     if self.relabel:  # a test set never skips images
                         given = " restore the file, remove it from the dataset, or set DATALOADER.ON_CORRUPT to skip"
-                raise DataError(f"{found}{fix}{given}") from error
+                raise DataError(f"{message}{fix}{given}") from error
             self._warn_once(str(error))
         same = np.flatnonzero(self.labels == self.labels[index])
         for number in np.roll(same, -np.searchsorted(same, index)).tolist()[1:]:

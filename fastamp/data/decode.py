@@ -223,10 +223,10 @@ def jpeg_header(content: bytes | bytearray, path: str) -> JpegHeader:
     """
     width = height = scans = segments = fill = components = 0
     progressive, offset = False, 2
-    while (found := _MARKER.search(content, offset)) and found.end() + 2 <= len(content):
-        marker, start = content[found.end() - 1], found.end()
+    while (segment := _MARKER.search(content, offset)) and segment.end() + 2 <= len(content):
+        marker, start = content[segment.end() - 1], segment.end()
         if not scans:  # compressed data follow a scan
-            fill += found.start() - offset
+            fill += segment.start() - offset
         segments += 1
         if segments > _MAX_SEGMENTS or fill > _MAX_FILL_BYTES:
             raise DataError(

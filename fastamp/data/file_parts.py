@@ -60,11 +60,11 @@ def check_readable(path: str) -> None:
 def _split(path: str | os.PathLike[str]) -> tuple[str, list[tuple[int, int]] | None]:
     """Split a path into the file and the ranges (start, count); None for the whole file."""
     path = os.fspath(path)
-    found = _PARTS.fullmatch(path) if "#" in path else None
-    if found is None:
+    match = _PARTS.fullmatch(path) if "#" in path else None
+    if match is None:
         return path, None
-    ranges = (bounds.split("+") for bounds in found[2].split(","))
-    return found[1], [(int(start), int(count)) for start, count in ranges]
+    ranges = (bounds.split("+") for bounds in match[2].split(","))
+    return match[1], [(int(start), int(count)) for start, count in ranges]
 
 
 def _check_size(ranges: list[tuple[int, int]], size: int) -> None:

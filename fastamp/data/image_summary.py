@@ -37,17 +37,17 @@ def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXEL
         DataError: if an image cannot be read.
     """
     with ThreadPoolExecutor(available_cores()) as pool:
-        found = list(
+        fingerprints = list(
             track(
                 pool.map(partial(inspect_image, max_pixels=max_pixels, bit_depth=None), items),
                 len(items),
                 "reading images",
             )
         )
-    for item, digests in zip(items, found, strict=True):
+    for item, digests in zip(items, fingerprints, strict=True):
         if digests.fingerprint is None:
             raise DataError(f"{item.path}: {digests.fault}.\n  fix: restore the file, or remove it from the table")
-    return [digests.fingerprint for digests in found if digests.fingerprint is not None]
+    return [digests.fingerprint for digests in fingerprints if digests.fingerprint is not None]
 
 
 def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: int | None = BIT_DEPTH) -> ImageSummary:

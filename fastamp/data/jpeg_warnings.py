@@ -31,10 +31,10 @@ def named_warnings(path: str) -> Iterator[None]:
     if torch.utils.data.get_worker_info() is None and threading.active_count() > 1:
         yield
         return
-    with _captured() as found:
+    with _captured() as warnings:
         yield
-    if found:
-        logger.warning("the image %s is damaged, and a part of it is wrong: %s", path, found[0])
+    if warnings:
+        logger.warning("the image %s is damaged, and a part of it is wrong: %s", path, warnings[0])
 
 
 def damaged_files(paths: Sequence[str], read: Callable[[str], object]) -> dict[str, str]:
@@ -57,10 +57,10 @@ def damaged_files(paths: Sequence[str], read: Callable[[str], object]) -> dict[s
             with _captured() as any_of_block:
                 list(pool.map(try_to_read, block))
             for path in block if any_of_block else ():
-                with _captured() as found:
+                with _captured() as warnings:
                     try_to_read(path)
-                if found:
-                    damaged[path] = found[0]
+                if warnings:
+                    damaged[path] = warnings[0]
     return damaged
 
 
@@ -76,11 +76,11 @@ def _buffer(process: int) -> int:
 @contextmanager
 def _captured() -> Iterator[list[str]]:
     """Yield a list that contains the warnings of libjpeg after the block; other output is printed then."""
-    found: list[str] = []
+    warnings: list[str] = []
     buffer, stderr = _buffer(os.getpid()), os.dup(2)
     os.dup2(buffer, 2)
     try:
-        yield found
+        yield warnings
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
@@ -88,6 +88,6 @@ def _captured() -> Iterator[list[str]]:
             os.lseek(buffer, 0, os.SEEK_SET)
             text = os.read(buffer, size).decode(errors="replace")
             os.lseek(buffer, 0, os.SEEK_SET)
-            found += [line.strip() for line in _WARNING.findall(text)]
+            warnings += [line.strip() for line in _WARNING.findall(text)]
             if other := _WARNING.sub("", text):
                 os.write(2, other.encode())

@@ -262,25 +262,25 @@ def explain_lost_workers(*, fetching: bool = False) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, EOFError, ConnectionError) as error:
-        found = str(error).strip()
+        reason = str(error).strip()
         if isinstance(error, RuntimeError):
-            lost = re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", found)
+            lost = re.match(r"DataLoader worker \(pid.* (is killed by signal|exited unexpectedly)", reason)
             if "killed by signal" in str(error.__cause__):
-                found = str(error.__cause__).strip()
+                reason = str(error.__cause__).strip()
         else:
-            lost = fetching and not found.startswith("Caught ")  # raised in the worker
-            found = (lost and _dead_worker_message()) or f"{type(error).__name__} while fetching a batch"
+            lost = fetching and not reason.startswith("Caught ")  # raised in the worker
+            reason = (lost and _dead_worker_message()) or f"{type(error).__name__} while fetching a batch"
         if not lost:
             raise
         cause, fix = "the worker crashed or ran out of memory", "set DATALOADER.NUM_WORKERS to 0 to see the error"
-        if "Killed" in found:
+        if "Killed" in reason:
             cause = "probably killed by the operating system, which ran out of memory (see dmesg)"
             fix = "reduce DATALOADER.NUM_WORKERS, or set DATALOADER.CACHE to disk instead of ram"
-        elif "Bus error" in found:
+        elif "Bus error" in reason:
             cause = "shared memory (/dev/shm), which transfers batches from workers, is full"
             fix = "increase shared memory (docker run --shm-size 8g, or --ipc host), or reduce DATALOADER.NUM_WORKERS"
         raise DataError(
-            f"a data loading worker exited unexpectedly.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}"
+            f"a data loading worker exited unexpectedly.\n  found: {reason}\n  cause: {cause}\n  fix:   {fix}"
         ) from error
 
 
@@ -294,15 +294,15 @@ def explain_exhausted_resources() -> Iterator[None]:
         yield
     except (OSError, RuntimeError) as error:
         number = getattr(error, "errno", None)
-        found = getattr(error, "strerror", None) or str(error).strip()
-        if found.startswith("Caught "):  # raised in the worker; its traceback follows
-            found = found.splitlines()[-1]
+        reason = getattr(error, "strerror", None) or str(error).strip()
+        if reason.startswith("Caught "):  # raised in the worker; its traceback follows
+            reason = reason.splitlines()[-1]
         workers = "use fewer workers (DATALOADER.NUM_WORKERS, TEST.NUM_WORKERS; 0 loads in the main process)"
-        if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in found or "ancdata" in found:
+        if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in reason or "ancdata" in reason:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             cause = f"too many open files; the limit is {limit} per process (ulimit -n)"
             fix = f"raise the limit (ulimit -n 4096, docker run --ulimit nofile=4096), or {workers}"
-        elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", found):  # PyTorch's message
+        elif number == errno.ENOSPC or re.match("unable to (open|resize|allocate|mmap)", reason):  # PyTorch's message
             usage = f"{_SHARED_MEMORY}{_shared_memory_usage()}"
             cause = f"shared memory, which transfers batches from workers, is full or too small for a batch: {usage}"
             fix = f"increase shared memory (docker run --shm-size 8g, or --ipc host), or {workers}"
@@ -310,7 +310,7 @@ def explain_exhausted_resources() -> Iterator[None]:
             cause, fix = "cannot start another process: too many processes, or out of memory", workers
         else:
             raise
-        raise DataError(f"data loading failed.\n  found: {found}\n  cause: {cause}\n  fix:   {fix}") from error
+        raise DataError(f"data loading failed.\n  found: {reason}\n  cause: {cause}\n  fix:   {fix}") from error
 
 
 def _shared_memory_usage() -> str:

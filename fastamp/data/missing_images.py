@@ -50,15 +50,17 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
             blocks.append(f"{len(faults)} of {len(items)} image files of {titles} {what}; the first:{''.join(lines)}")
     if not blocks:
         return
-    found = "\n".join(blocks)
+    listing = "\n".join(blocks)
     if skip:
-        logger.warning("%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", found)
+        logger.warning(
+            "%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", listing
+        )
         return
     fix = path_fix(map(items.path, missing)) + " (those in a CSV file are relative to its folder)"
     listed = [dataset.title for dataset in datasets if dataset.title.startswith("csv:")]
     if listed:
         fix += f"; or write a CSV file without these lines: {clean_command(listed[0])}"
-    raise DataError(f"{found}\n  fix: {fix}")
+    raise DataError(f"{listing}\n  fix: {fix}")
 
 
 def find_origin(datasets: Iterable[ImageDataset], path: str) -> str:
@@ -76,18 +78,18 @@ def unreadable_files(items: PackedItems, *, excluded: Container[int] = ()) -> di
     Returns:
         Row in ``items`` -> reason, ascending.
     """
-    found = {}
+    faults = {}
     for row in range(len(items)):
         if row not in excluded:
             path = items.path(row)
             try:
                 check_readable(path)
             except OSError as error:
-                found[row] = cause_of(error)
+                faults[row] = cause_of(error)
             else:
                 if path.lower().endswith(IMAGE_SUFFIXES) and (fault := format_fault(path)):
-                    found[row] = fault
-    return found
+                    faults[row] = fault
+    return faults
 
 
 def missing_files(items: PackedItems) -> np.ndarray:

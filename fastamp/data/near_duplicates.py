@@ -77,8 +77,8 @@ class NearestImages:
         else:
             index = faiss.IndexBinaryFlat(HASH_BITS)
             index.add(np.stack([image.hash_bits for image in first]))
-            found, nearest = index.search(np.stack([image.hash_bits for image in second]), 1)
-            self.distances = found[:, 0].tolist()
+            distances, nearest = index.search(np.stack([image.hash_bits for image in second]), 1)
+            self.distances = distances[:, 0].tolist()
         self.nearest = nearest[:, 0].tolist()
 
     def describe(self, distance: float) -> str:

@@ -36,11 +36,11 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
     items = PackedItems.of(listed)
     fields = _hashes(items, _common_folder(items))
     digests = {name: hashlib.sha256(values.tobytes()).hexdigest() for name, values in fields.items()}
-    found = [json.loads(message) for message in comm.gather_bytes(json.dumps([len(items), digests]).encode())]
-    other = next((rank for rank, content in enumerate(found) if content != found[0]), None)
+    of_ranks = [json.loads(message) for message in comm.gather_bytes(json.dumps([len(items), digests]).encode())]
+    other = next((rank for rank, content in enumerate(of_ranks) if content != of_ranks[0]), None)
     if other is None:
         return
-    (count, first), (other_count, second) = found[0], found[other]
+    (count, first), (other_count, second) = of_ranks[0], of_ranks[other]
     names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
     # Relative to the common folder, a missing image can change all paths; absolute ones differ between machines.
     row = max(_first_difference(digests, other) for digests in (fields, _hashes(items, "")))

@@ -328,10 +328,10 @@ class ColumnBalancedSampler(BalancedIdentitySampler):
     def _draw(self, rng: np.random.Generator, images: np.ndarray) -> list[int]:
         shuffled = rng.permutation(images)
         values = self.values[shuffled]
-        found = rng.permutation(np.unique(values))
-        counts = [len(part) for part in np.array_split(np.arange(self.num_instances), len(found))]
+        order = rng.permutation(np.unique(values))
+        counts = [len(part) for part in np.array_split(np.arange(self.num_instances), len(order))]
         chosen: list[int] = []
-        for value, count in zip(found, counts, strict=True):
+        for value, count in zip(order, counts, strict=True):
             chosen += itertools.islice(itertools.cycle(shuffled[values == value].tolist()), count)
         return chosen
 

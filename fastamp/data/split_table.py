@@ -263,8 +263,8 @@ def _groups(
         ]
     if options.near_duplicates:
         items = [ImageItem(str(table.file.parent / expand(path)), "", 0) for path in paths]
-        found, note = group_near_duplicates(read_fingerprints(items), identities, bits=options.near_duplicate_bits)
-        groups["near-duplicates"] = found
+        group_of, note = group_near_duplicates(read_fingerprints(items), identities, bits=options.near_duplicate_bits)
+        groups["near-duplicates"] = group_of
         report.notes += [note] * bool(note)
     return groups
 
@@ -313,7 +313,7 @@ def _validation_identities(identities: Sequence[str], split: Split, options: Spl
 def _summarize(identities: Sequence[str], roles: dict[int, tuple[str, bool]], report: SplitReport) -> None:
     for validation in (False, True):
         for role in ("train", DATABASE, "gallery", "query"):
-            rows = [row for row, found in roles.items() if found == (role, validation)]
+            rows = [row for row, roles_of_row in roles.items() if roles_of_row == (role, validation)]
             if rows:
                 name = f"{role} ({VALIDATION})" if validation else role
                 report.rows.append((name, len(rows), len({identities[row] for row in rows})))

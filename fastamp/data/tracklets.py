@@ -344,10 +344,10 @@ def tracklets_of(dataset: ReidDataset, title: str, sets: Sequence[int] | None = 
         wrong = np.flatnonzero(labels != labels[first])
         if len(wrong):
             number = int(tracklets[wrong[0]])
-            found = [names[row] for row in (int(first[wrong[0]]), int(wrong[0]))]
+            images = [names[row] for row in (int(first[wrong[0]]), int(wrong[0]))]
             raise DataError(
                 f"tracklet {column.names[number] if column.names else number} of {title} has several {kinds}: "
-                f"{' and '.join(str(name_of(problem)) for problem in found)} (the same problem in "
+                f"{' and '.join(str(name_of(problem)) for problem in images)} (the same problem in "
                 f"{plural(len(np.unique(numbers[wrong])), 'tracklet')}).\n"
                 f"  fix: make the names in the column {COLUMN} unique, e.g. identity_camera_number"
             )

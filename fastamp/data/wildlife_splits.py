@@ -264,12 +264,12 @@ def parse_day(text: str | None) -> date | None:
     """
     if not text:
         return None
-    found = _DAY.fullmatch(text.strip())
+    match = _DAY.fullmatch(text.strip())
     try:
-        if found:
-            if found[4]:
+        if match:
+            if match[4]:
                 datetime.fromisoformat(text.strip())
-            return date(int(found[1]), int(found[2]), int(found[3]))
+            return date(int(match[1]), int(match[2]), int(match[3]))
     except ValueError:
         pass
     raise DataError(

@@ -102,8 +102,8 @@ def generate_animals(
 def animals_are_complete(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many images of this version as its manifest states."""
     manifest = read_manifest(Path(folder)) or {}
-    found = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
-    return manifest.get("version") == ANIMALS_VERSION and manifest.get("images") == found
+    images = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
+    return manifest.get("version") == ANIMALS_VERSION and manifest.get("images") == images
 
 
 def _plan(individuals: int, seed: int) -> list[tuple[str, ...]]:

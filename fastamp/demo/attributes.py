@@ -193,7 +193,7 @@ def describe_picture(
         seed: seed of the dataset.
     """
     seen_by = make_camera(camera, seed)
-    found: dict[str, str | int | float | None] = {
+    description: dict[str, str | int | float | None] = {
         "passer_by": picture.passer_by,
         "occluder": picture.occluder,
         "scene": seen_by.scene,
@@ -202,9 +202,9 @@ def describe_picture(
     }
     if picture.pose is not None:
         yaw = round(math.degrees(math.remainder(picture.pose.yaw, 2 * math.pi)), 1)
-        found |= {"view": _VIEWS[round(yaw / 90) % 4], "yaw": yaw}
-        found["posture"] = "walking" if abs(picture.pose.stride) > _WALK else "standing"
-    return found
+        description |= {"view": _VIEWS[round(yaw / 90) % 4], "yaw": yaw}
+        description["posture"] = "walking" if abs(picture.pose.stride) > _WALK else "standing"
+    return description
 
 
 def write_csv(rows: Iterable[ImageAttributes], path: Path) -> None:

@@ -114,11 +114,11 @@ def generate_sequence(
 def is_complete_sequence(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many frames of this version as its manifest states."""
     manifest = read_manifest(Path(folder)) or {}
-    found = sum(1 for _ in (Path(folder) / "img1").glob("*.jpg"))
+    frames = sum(1 for _ in (Path(folder) / "img1").glob("*.jpg"))
     return (
         manifest.get("variant") == "sequence"
         and manifest.get("version") == SEQUENCE_VERSION
-        and manifest.get("frames") == found
+        and manifest.get("frames") == frames
     )
 
 

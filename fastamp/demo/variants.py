@@ -118,8 +118,8 @@ def generate_variant(
 def is_complete_variant(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many images of this version as its manifest states."""
     manifest = read_manifest(Path(folder)) or {}
-    found = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
-    return manifest.get("version") == VARIANTS_VERSION and "variant" in manifest and manifest.get("images") == found
+    images = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
+    return manifest.get("version") == VARIANTS_VERSION and "variant" in manifest and manifest.get("images") == images
 
 
 def _infrared(seed: int, train: int, test: int) -> Iterator[_Image]:

@@ -129,7 +129,7 @@ def _analyze(
     progress: "_Progress",
 ) -> PrecisionReport:
     """Analyze the model in one low precision."""
-    found = PrecisionReport(dtype_name(policy.dtype))
+    report = PrecisionReport(dtype_name(policy.dtype))
     amp = cfg.SOLVER.AMP
     policies = policy, policy.for_evaluation(amp.EVAL_DTYPE)
 
@@ -145,41 +145,41 @@ def _analyze(
         )
 
     try:
-        state = progress(f"{found.dtype}: first batch", check)
+        state = progress(f"{report.dtype}: first batch", check)
     except TrainingError as error:  # no operation computes in this precision, or a module does not support it
         if error.__cause__ is not None and is_out_of_memory(error.__cause__):
             raise
-        found.failure, found.force_fp32 = str(error), None
-        return found
+        report.failure, report.force_fp32 = str(error), None
+        return report
     if state.problem:
-        found.failure = state.problem
-        logger.info("%s: %s", found.dtype, found.failure)
-    found.force_fp32 = progress(
-        f"{found.dtype}: search for modules that need float32",
-        lambda: search_force_fp32(model, batch, policy, check=check, found=state, report=logger.info),
+        report.failure = state.problem
+        logger.info("%s: %s", report.dtype, report.failure)
+    report.force_fp32 = progress(
+        f"{report.dtype}: search for modules that need float32",
+        lambda: search_force_fp32(model, batch, policy, check=check, current=state, report=logger.info),
     )
-    with forced(model, found.force_fp32 or []):
+    with forced(model, report.force_fp32 or []):
         with IsolatedPasses(model, batch) as passes:
-            found.cost = measure_cost(passes, policy)
-            found.loss_scale = progress(
-                f"{found.dtype}: gradients", lambda: safe_loss_scale(passes, policy, up_to=amp.MAX_SCALE)
+            report.cost = measure_cost(passes, policy)
+            report.loss_scale = progress(
+                f"{report.dtype}: gradients", lambda: safe_loss_scale(passes, policy, up_to=amp.MAX_SCALE)
             )
-            scale = min(amp.INIT_SCALE, found.loss_scale) if found.loss_scale else 1.0
+            scale = min(amp.INIT_SCALE, report.loss_scale) if report.loss_scale else 1.0
             lost = lost_gradients(passes, policy, scale=scale)
-        found.zero_share = sum(n for n, _ in lost.values()) / max(1, sum(total for _, total in lost.values()))
+        report.zero_share = sum(n for n, _ in lost.values()) / max(1, sum(total for _, total in lost.values()))
         if state.problem:
             state = check()
-        found.cosine = state.cosine[0] if state.cosine else None
+        report.cosine = state.cosine[0] if state.cosine else None
     with IsolatedPasses(model, batch) as passes:
-        found.layers = progress(f"{found.dtype}: layers", lambda: measure_layers(passes, policy, lost=lost))
-    if found.force_fp32 is not None:
-        with forced(model, found.force_fp32):
+        report.layers = progress(f"{report.dtype}: layers", lambda: measure_layers(passes, policy, lost=lost))
+    if report.force_fp32 is not None:
+        with forced(model, report.force_fp32):
             try:
-                found.metrics = progress(f"{found.dtype}: ranking", lambda: rank(policies[1]))
+                report.metrics = progress(f"{report.dtype}: ranking", lambda: rank(policies[1]))
             except TrainingError as error:  # images beyond the first batch can fail
-                found.failure, found.force_fp32 = str(error), None
-                logger.info("%s: %s", found.dtype, found.failure)
-    return found
+                report.failure, report.force_fp32 = str(error), None
+                logger.info("%s: %s", report.dtype, report.failure)
+    return report
 
 
 class _Progress:

@@ -84,9 +84,9 @@ class EnvironmentReport:
     @property
     def problems(self) -> list[str]:
         """Messages about problems, each with its cause and a fix. A missing GPU is reported only if requested."""
-        found = self._gpu_problem() or self._capability_problem()
+        problem = self._gpu_problem() or self._capability_problem()
         # Without code for the device, the smoke test fails for that reason.
-        return ([found] if found else []) + (self._loop_problems() if self.capability_fits is not False else [])
+        return ([problem] if problem else []) + (self._loop_problems() if self.capability_fits is not False else [])
 
     def table(self) -> str:
         """Format the report as a table."""
@@ -101,8 +101,10 @@ class EnvironmentReport:
         if self._gpu_problem():
             rows.append(["GPU", self.cuda_error, "problem"])
         if self.capability:
-            found = f"{_dotted(self.capability)}; the build supports {' '.join(self.arch_list) or 'unknown GPUs'}"
-            rows.append(["compute capability", found, _VERDICTS[self.capability_fits]])
+            compute_capability = (
+                f"{_dotted(self.capability)}; the build supports {' '.join(self.arch_list) or 'unknown GPUs'}"
+            )
+            rows.append(["compute capability", compute_capability, _VERDICTS[self.capability_fits]])
         rows += [[name, support.reason, support.state] for name, support in self.support.items()]
         if self.auto:
             rows.append(["SOLVER.AMP.DTYPE auto", self.auto[1], self.auto[0]])
@@ -269,9 +271,9 @@ def inspect_environment(device: torch.device, *, asked: str = "auto", train: boo
         )
 
 
-def _wrapped(check: str, found: str, verdict: str) -> list[list[str]]:
+def _wrapped(check: str, value: str, verdict: str) -> list[list[str]]:
     """Split a row with a long text into several rows, to limit the width of the table."""
-    first, *more = textwrap.wrap(found, 90)
+    first, *more = textwrap.wrap(value, 90)
     return [[check, first, verdict], *(["", line, ""] for line in more)]
 
 

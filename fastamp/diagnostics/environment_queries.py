@@ -35,13 +35,13 @@ class Support:
 
 def versions() -> dict[str, str]:
     """Return the versions of fastamp, Python, PyTorch, torchvision, NumPy and the installed plugins."""
-    found = {"fastamp": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
+    packages = {"fastamp": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     for package in ("torchvision", "numpy"):
         try:
-            found[package] = version(package)
+            packages[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "unknown"
-    return found | {f"plugin {entry.name}": distribution_name(entry) for entry in installed_plugins()}
+            packages[package] = "unknown"
+    return packages | {f"plugin {entry.name}": distribution_name(entry) for entry in installed_plugins()}
 
 
 def system() -> str:
@@ -113,10 +113,10 @@ def loaded_driver_version() -> str | None:
     """
     try:
         with open("/proc/driver/nvidia/version", encoding="utf-8") as file:
-            found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read())
+            match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", file.read())
     except OSError:
-        found = None
-    return found[1] if found else driver_version()
+        match = None
+    return match[1] if match else driver_version()
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
@@ -174,13 +174,13 @@ def memory(device: torch.device) -> tuple[int | None, int | None]:
 
 def supported(device: torch.device) -> dict[str, Support]:
     """Return the support of ``device`` for each precision: float32, bfloat16, float16 and, only on CUDA, tf32."""
-    found = {"float32": Support("native", "all devices support float32")}
+    supports = {"float32": Support("native", "all devices support float32")}
     if device.type == "cuda" and torch.version.cuda:
-        found["tf32"] = _tf32(device)
+        supports["tf32"] = _tf32(device)
     native, reason = native_bfloat16(device)
-    found["bfloat16"] = Support("native" if native else _without_native_bfloat16(device), reason)
-    found["float16"] = _float16(device)
-    return found
+    supports["bfloat16"] = Support("native" if native else _without_native_bfloat16(device), reason)
+    supports["float16"] = _float16(device)
+    return supports
 
 
 def _tf32(device: torch.device) -> Support:
@@ -207,7 +207,7 @@ def _float16(device: torch.device) -> Support:
             return Support("native", f"{name} has native float16")
         return Support("slow", f"{name} has no native float16, or only at low speed")
     flags = cpu_flags()
-    found = [flag for flag in _CPU_FP16_FLAGS if flag in flags]
-    if found:
-        return Support("native", f"this CPU has native float16 ({', '.join(found)})")
+    present = [flag for flag in _CPU_FP16_FLAGS if flag in flags]
+    if present:
+        return Support("native", f"this CPU has native float16 ({', '.join(present)})")
     return Support("slow", "this CPU has no native float16 instructions (avx512_fp16 or Arm fp16)")

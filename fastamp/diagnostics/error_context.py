@@ -129,10 +129,10 @@ def _channels_hint(module: nn.Module, args: Any) -> str:
 
 def _line_of(error: Exception) -> str:
     """Return ``"file:line"`` of the innermost frame outside of PyTorch."""
-    frame, found = error.__traceback__, None
+    frame, line = error.__traceback__, None
     while frame is not None:
         path = frame.tb_frame.f_code.co_filename
         if "/torch/" not in path.replace("\\", "/"):
-            found = f"{path}:{frame.tb_lineno}"
+            line = f"{path}:{frame.tb_lineno}"
         frame = frame.tb_next
-    return found or "unknown line"
+    return line or "unknown line"

@@ -37,7 +37,7 @@ def search_force_fp32(
     policy: PrecisionPolicy,
     *,
     check: Callable[[], PrecisionCheck],
-    found: PrecisionCheck,
+    current: PrecisionCheck,
     report: Callable[[str], None] = lambda text: None,
 ) -> list[str] | None:
     """Find a short list of modules that must compute in float32 for the model to pass the precision check.
@@ -51,7 +51,7 @@ def search_force_fp32(
         batch: batch of the checks.
         policy: the low precision.
         check: function that runs ``check_precision`` on the current model.
-        found: result of ``check`` without forced modules.
+        current: result of ``check`` without forced modules.
         report: function that logs a progress message.
 
     Returns:
@@ -73,7 +73,7 @@ def search_force_fp32(
                     raise
                 return None
 
-    state: PrecisionCheck | None = found
+    state: PrecisionCheck | None = current
     while state is not None and state.overflow:
         new = _next_to_force(state.location, layers, chosen) if state.location else []
         if not new or len(chosen) > max(8, len(layers) // 2):

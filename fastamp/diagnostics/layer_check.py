@@ -53,15 +53,15 @@ class LayerError:
         """Format the finding, its cause and the fix in a few lines."""
         where = f"{self.name or 'the model itself'} ({self.kind})"
         if self.repeated:
-            found = f"{where} is not deterministic in {self.dtype}"
+            description = f"{where} is not deterministic in {self.dtype}"
             difference, cause = self.repeated, "returns different values for the same input"
         else:
-            found = f"{where} in {self.dtype} differs from float32 on the same input"
+            description = f"{where} in {self.dtype} differs from float32 on the same input"
             difference, cause = self.error, "is wrong"
         size = f"relative difference {difference:.2g}" if math.isfinite(difference) else "one result is not finite"
         fix = f"SOLVER.AMP.FORCE_FP32 \"['{self.name}']\", or " if self.name else ""
         return (
-            f"{found}: {size}, expected at most {self.limit:.2g} from rounding.\n"
+            f"{description}: {size}, expected at most {self.limit:.2g} from rounding.\n"
             f"  cause: the kernel of this device or PyTorch version, or the code of the layer, {cause}.\n"
             f"  fix:   set {fix}SOLVER.AMP False, or use another version of PyTorch"
         )

@@ -134,10 +134,10 @@ def check_float32(
         location, note = try_locate(
             model, slice_batch(batch, count), lambda candidate: find(candidate, float32), frozen=frozen
         )
-        found = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
+        cause = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
             "the model fails on the first training batch in float32: an error in the model or the data, not in mixed "
-            f"precision.\n  found: {found}\n{_describe_location(location, note)}"
+            f"precision.\n  found: {cause}\n{_describe_location(location, note)}"
         )
     return Float32Check(problem, location, trained.losses, unreached, features, count)
 
@@ -215,15 +215,15 @@ def _check_training(
         if low.finite:
             check.unrepeatable = _not_repeatable(passes, policy, scale, low)
         low.gradients.clear()  # frees memory
-        found = scale if low.finite else None
+        finite_scale = scale if low.finite else None
         if scaler and not low.finite and not low.bad_losses:
-            found = largest_finite_scale(passes, policy, scale)
-        return low, found
+            finite_scale = largest_finite_scale(passes, policy, scale)
+        return low, finite_scale
 
-    (low, found), _ = run_passes(model, batch, run, precision=precision, frozen=frozen)
+    (low, finite_scale), _ = run_passes(model, batch, run, precision=precision, frozen=frozen)
     check.losses = low.losses
-    if low.finite or (found is not None and found >= scaler.min_scale):
-        check.loss_scale = found if scaler else None
+    if low.finite or (finite_scale is not None and finite_scale >= scaler.min_scale):
+        check.loss_scale = finite_scale if scaler else None
         return
     check.location, note = try_locate(
         model, batch, lambda candidate: locate_in_training(candidate, policy, scale=scale), frozen=frozen
@@ -266,13 +266,13 @@ def _check_embeddings(
         check.cosine = (float(cosine.mean()), float(cosine.min()))
         vanished = bool((~low.any(dim=1) & features.any(dim=1)).any())
         if vanished or (check.cosine[0] < min_cosine and not untrained):
-            found = (
+            cause = (
                 "some embeddings are all zero"
                 if vanished
                 else f"mean cosine {check.cosine[0]:.3f}, expected at least {min_cosine}"
             )
             check.imprecise = (
-                f"{name} embeddings differ from float32: {found}.\n  cause: some layers lose too much precision."
+                f"{name} embeddings differ from float32: {cause}.\n  cause: some layers lose too much precision."
             )
 
 

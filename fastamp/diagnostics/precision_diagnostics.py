@@ -172,9 +172,9 @@ class PrecisionDiagnostics:
             location, note, micro_batch, losses = replay_failure(
                 step.model, self._micro_batches, policy=policy, loss_scale=scale, frozen=tuple(step.frozen)
             )
-        found = comm.select_message(location.describe() if location else "", location.order if location else 0)
-        message = f"{failure.headline}\n{found}"
-        if not found:
+        location_text = comm.select_message(location.describe() if location else "", location.order if location else 0)
+        message = f"{failure.headline}\n{location_text}"
+        if not location_text:
             message = f"{failure}\n{comm.select_message(note) or 'a replay did not reproduce the failure'}"
         details = {"micro_batch": micro_batch, "losses": losses, "location": location}
         return self._with_file(message, step, iteration=iteration, policy=policy, loss_scale=scale, **details)

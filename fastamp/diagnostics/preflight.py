@@ -99,9 +99,9 @@ def preflight(
     except UserError as raised:
         error = raised
     # All processes must report the same problem, or some would start training.
-    found = comm.select_message(str(error) if error else "")
-    if found:
-        raise error or TrainingError(found)
+    message = comm.select_message(str(error) if error else "")
+    if message:
+        raise error or TrainingError(message)
     order = report.location.order if report.location else 0
     report.problem = comm.select_message(report.problem, order)
     report.in_float32 = comm.any_across_ranks(report.in_float32)

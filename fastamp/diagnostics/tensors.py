@@ -28,11 +28,11 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 def magnitude(value: Any) -> float:
     """Return the largest finite absolute value in a nested structure; 0 if there is none."""
-    found = 0.0
+    largest = 0.0
     for tensor in tensors_in(value):
         sizes = tensor.detach().abs().float()
-        found = max(found, float(torch.where(torch.isfinite(sizes), sizes, 0.0).max()))
-    return found
+        largest = max(largest, float(torch.where(torch.isfinite(sizes), sizes, 0.0).max()))
+    return largest
 
 
 def cloned(args: Any) -> Any:

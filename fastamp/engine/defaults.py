@@ -255,10 +255,10 @@ class DefaultTrainer(FastReIDMethods):
         check_finite(self.model)
         if loaders is None and overrides(self, "test", DefaultTrainer):
             results = results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
-            found = EvaluationOutput(results if comm.is_main_process() else {})
+            output = EvaluationOutput(results if comm.is_main_process() else {})
         else:
-            found = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
-        self._last = replace(found, weights=self._applied)
+            output = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
+        self._last = replace(output, weights=self._applied)
         self._last_iteration = self.trainer.iter
         results = self._last.results
         if not self.cfg.TEST.REPORT:
@@ -530,10 +530,10 @@ class DefaultTrainer(FastReIDMethods):
         log_to_console()
         policy = evaluation_policy(cfg, model)
         loaders = loaders or cls._build_test_loaders(cfg)
-        found = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator, calibration=calibration)
-        report_evaluation(cfg, model, policy, found.sets)
-        warn_below_baselines(found.results)
-        return unwrap_single(found.results)
+        output = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator, calibration=calibration)
+        report_evaluation(cfg, model, policy, output.sets)
+        warn_below_baselines(output.results)
+        return unwrap_single(output.results)
 
     @classmethod
     def test_weights(cls, cfg: CfgNode) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def evaluate_sets(
     Returns:
         Metrics and report data for each test set.
     """
-    found = EvaluationOutput()
+    output = EvaluationOutput()
     for name, test in loaders.items():
         logger.info("evaluating on %s", name)
         num_query = test[1] if isinstance(test, tuple) else 0
@@ -92,22 +92,22 @@ def evaluate_sets(
         metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
-            found.results[name] = metrics
+            output.results[name] = metrics
             test_set = evaluated_set(name, metrics, evaluator, loader, num_query)
-            found.sets.append(test_set)
+            output.sets.append(test_set)
             if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and test_set.images:
                 path = folder / "queries.csv"
                 queries = test_set.images if evaluator.protocol.all_images else test_set.query
                 write_queries(path, evaluator.ranking, queries, test_set.source)
                 logger.info("wrote %s", path)
         if getattr(evaluator, "pairs", None) is not None:
-            found.pairs[name] = evaluator.pairs.state_dict()
-    if found.results:
-        print_results(found.results, protocol=describe_protocol(cfg, policy), trained_on=cfg.DATASETS.NAMES)
-    for test_set in found.sets:
+            output.pairs[name] = evaluator.pairs.state_dict()
+    if output.results:
+        print_results(output.results, protocol=describe_protocol(cfg, policy), trained_on=cfg.DATASETS.NAMES)
+    for test_set in output.sets:
         if test_set.calibration_check is not None:
             logger.info("open-set decisions on %s: %s", test_set.name, test_set.calibration_check.describe())
-    return found
+    return output
 
 
 def build_evaluator(cfg: CfgNode, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:

@@ -212,18 +212,18 @@ class FailureMonitor:
 
     def _unresponsive(self, ranks: set[int], reports: list[Outcome]) -> Outcome:
         """Return the outcome of ``ranks`` for which others waited in vain; ``reports`` are the timeouts of these."""
-        found = []
+        lines = []
         for rank in sorted(ranks):
             host, pid = self._processes[rank]
             state = f"is still in {self._places[rank]}" if rank in self._places else "does not respond"
             if host == socket.gethostname() and _is_stopped(pid):
                 state = "is stopped (SIGSTOP, SIGTSTP or a debugger)"
-            found.append(f"rank {rank}, process {pid} on {host}, {state}")
-        found += dict.fromkeys(_timeout_line(report.message).strip() for report in reports if report.kind == "timeout")
+            lines.append(f"rank {rank}, process {pid} on {host}, {state}")
+        lines += dict.fromkeys(_timeout_line(report.message).strip() for report in reports if report.kind == "timeout")
         names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
         message = (
             f"error: {names} did not take part in a collective operation before its timeout.\n"
-            "  found: " + "\n         ".join(found) + "\n"
+            "  found: " + "\n         ".join(lines) + "\n"
             "  fix:   find out why the process hangs (its state in ps, its log, swapping, a debugger), and resume; if "
             "it was only slow, increase DIST_TIMEOUT_MINUTES"
         )

@@ -56,15 +56,15 @@ def train_seeds(
         )
         for seed in seeds
     }
-    found: dict[int, dict[str, Any]] = {}
+    results_of_seed: dict[int, dict[str, Any]] = {}
     summary: dict[str, dict[str, Any]] = {}
     for number, (seed, seed_cfg) in enumerate(configs.items(), start=1):
         results = train(seed_cfg)
         _free_memory()
         if comm.is_main_process():
-            found[seed] = results if len(names) > 1 else {names[0]: results}
-            summary = summarize_seeds(found)
-            content = {"seeds": list(found), "requested": list(seeds), "metrics": summary}
+            results_of_seed[seed] = results if len(names) > 1 else {names[0]: results}
+            summary = summarize_seeds(results_of_seed)
+            content = {"seeds": list(results_of_seed), "requested": list(seeds), "metrics": summary}
             text = json.dumps(content, indent=1).encode() + b"\n"
             write_atomically(folder / FILE, lambda file, text=text: file.write(text))
             logger.info("finished %d of %s, the last in %s", number, plural(len(seeds), "seed"), seed_cfg.OUTPUT_DIR)

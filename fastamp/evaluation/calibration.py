@@ -109,11 +109,11 @@ class Calibration:
                 *(values.pop(name).detach().double().numpy() for name in ("scores", "probabilities"))
             )
             values |= {name: OpenSetRates.from_state(values[name]) for name in ("chosen", "measured")}
-            found = cls(curve=curve, **values)
-            _check_state(found)
+            calibration = cls(curve=curve, **values)
+            _check_state(calibration)
         except (KeyError, TypeError, AttributeError, RuntimeError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
-        return found
+        return calibration
 
     def describe(self) -> str:
         """Describe the thresholds and their rates as text."""
@@ -159,23 +159,27 @@ def percent(rate: float) -> str:
     return f"{100 * rate:.3g} %"
 
 
-def _check_state(found: Calibration) -> None:
+def _check_state(calibration: Calibration) -> None:
     """Raise TypeError or ValueError if a value has a wrong type or range."""
-    wrong = [name for name in ("metric", "method", "source", "config_hash") if type(getattr(found, name)) is not str]
+    wrong = [
+        name for name in ("metric", "method", "source", "config_hash") if type(getattr(calibration, name)) is not str
+    ]
     thresholds = ("same_threshold", "different_threshold", "search_threshold")
-    wrong += [name for name in thresholds if not _is_finite(getattr(found, name))]
+    wrong += [name for name in thresholds if not _is_finite(getattr(calibration, name))]
     rates = ("far", "frr", "fpir", "fraction")
-    wrong += [name for name in rates if not (_is_finite(getattr(found, name)) and 0 < getattr(found, name) < 1)]
-    wrong += [name for name in ("gallery_size", "seed") if type(getattr(found, name)) is not int]
-    if "gallery_size" not in wrong and found.gallery_size < 1:
+    wrong += [
+        name for name in rates if not (_is_finite(getattr(calibration, name)) and 0 < getattr(calibration, name) < 1)
+    ]
+    wrong += [name for name in ("gallery_size", "seed") if type(getattr(calibration, name)) is not int]
+    if "gallery_size" not in wrong and calibration.gallery_size < 1:
         wrong.append("gallery_size")
-    curve = found.curve
+    curve = calibration.curve
     x, y = curve.scores, curve.probabilities
     if x.ndim != 1 or x.shape != y.shape or not len(x) or not np.isfinite(x).all():
         wrong.append("scores")
     elif not ((np.diff(x) >= 0).all() and (np.diff(y) >= 0).all() and (y > 0).all() and (y < 1).all()):
         wrong.append("probabilities")
-    for name, part in (("chosen", found.chosen), ("measured", found.measured)):
+    for name, part in (("chosen", calibration.chosen), ("measured", calibration.measured)):
         values = [getattr(part, field.name) for field in fields(part) if field.name != "gallery_size"]
         if type(part.gallery_size) is not int or not all(map(_is_valid, values)):
             wrong.append(name)

@@ -131,9 +131,9 @@ def check_calibration(
         logger.warning("open-set decisions on %s are not evaluated: %s", dataset, error)
         return None
     sign = 1 if protocol.metric == "cosine" else -1
-    found, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
-    same, different = sign * found.same_threshold, sign * found.different_threshold
-    search = sign * found.search_threshold
+    draw, gallery = calibration, scores.draw_gallery(calibration.gallery_size, calibration.seed)
+    same, different = sign * draw.same_threshold, sign * draw.different_threshold
+    search = sign * draw.search_threshold
     groups = {}
     if protocol.group_by:
         values = everyone.query_texts(protocol.group_by)[scores.rows]
@@ -145,9 +145,9 @@ def check_calibration(
     edges = np.linspace(min(pair[0] for pair in pairs), max(pair[-1] for pair in pairs), _BINS + 1)
     genuine, impostor = (np.histogram(pair, edges)[0] / len(pair) for pair in pairs)
     return CalibrationCheck(
-        found,
+        draw,
         scores.rates(same, different, search, gallery),
-        scores.reliability(found.curve),
+        scores.reliability(draw.curve),
         edges,
         genuine,
         impostor,

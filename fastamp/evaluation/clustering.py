@@ -163,7 +163,7 @@ def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb:
     size = max(1, min(_MAX_BLOCK_ROWS, int(memory_budget_mb * 2**20 / (4 * count))))
     start, stop = comm.shard_range(count, size)
     buffer = torch.zeros(min(size, max(stop - start, 1)), count)
-    numbers, found, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
+    numbers, columns_of_block, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]
     for first in track(range(start, stop, size), -(-(stop - start) // size), "Jaccard distances"):
         last = min(first + size, stop)
         add_overlaps(weights[first:last], columns, buffer[: last - first])
@@ -177,10 +177,10 @@ def distances_of_weights(weights: "csr_matrix", eps: float, *, memory_budget_mb:
         distances = (1 - shared / (2 - shared)).clamp_min_(0).numpy()
         near = distances <= eps
         numbers.append(np.bincount(rows[near], minlength=last - first))
-        found.append(pairs.indices[near].astype(np.int32))
+        columns_of_block.append(pairs.indices[near].astype(np.int32))
         values.append(distances[near])
     counts, found_all, values_all = (
-        comm.gather_rows(torch.from_numpy(np.concatenate(part))).numpy() for part in (numbers, found, values)
+        comm.gather_rows(torch.from_numpy(np.concatenate(part))).numpy() for part in (numbers, columns_of_block, values)
     )
     return csr_matrix((values_all, found_all, np.concatenate(([0], np.cumsum(counts)))), shape=(count, count))
 
@@ -361,7 +361,7 @@ def better_settings(features: torch.Tensor, options: Clustering) -> tuple[Cluste
     Returns:
         The settings and their labels; None if all have a dominant cluster or fewer than two clusters.
     """
-    found = None
+    best = None
     for k1 in _TRIED_K1:
         tried = replace(options, k1=k1, k2=min(options.k2, k1), eps=max(_TRIED_EPS), method="dbscan")
         distances = jaccard_distances(features, tried)
@@ -373,9 +373,9 @@ def better_settings(features: torch.Tensor, options: Clustering) -> tuple[Cluste
             if len(np.unique(labels[labels != OUTLIER])) < 2 or dominant_cluster(labels) is not None:
                 continue
             score = separation(features, labels)
-            if found is None or score > found[0]:
-                found = score, replace(tried, eps=eps), labels
-    return None if found is None else found[1:]
+            if best is None or score > best[0]:
+                best = score, replace(tried, eps=eps), labels
+    return None if best is None else best[1:]
 
 
 def _entropy(counts: np.ndarray) -> float:

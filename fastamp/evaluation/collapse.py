@@ -75,17 +75,17 @@ def count_indistinct(
     return indistinct
 
 
-def _warn(found: str, cause: str, baseline: str) -> None:
+def _warn(problem: str, cause: str, baseline: str) -> None:
     fix = "check MODEL.WEIGHTS and the training losses; use an earlier checkpoint or a lower SOLVER.BASE_LR"
     if baseline:
-        found = f"baseline {baseline}: {found}"
+        problem = f"baseline {baseline}: {problem}"
         cause, fix = "the images of several identities have the same pixels, e.g. blank images", "check the image files"
     if comm.is_main_process():
         logger.warning(
             "%s Images with equal features are ranked in gallery order, so the metrics are meaningless.\n"
             "  cause: %s\n"
             "  fix:   %s",
-            found,
+            problem,
             cause,
             fix,
         )

@@ -165,6 +165,6 @@ def _explain_not_finite(
         text = f"features are not finite: the model returned NaN or Inf in {dtype_name(policy.dtype)} ({where})"
         locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
         with comm.as_single_process():
-            found = locate(model, batch, policy) if locate else ""
-        text += f".\n{found}" if found else ""
+            location = locate(model, batch, policy) if locate else ""
+        text += f".\n{location}" if location else ""
     return comm.select_message(text)

@@ -61,13 +61,13 @@ def hdbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:
         metric_params={"max_distance": 1.0},
         copy=True,
     )
-    found = model.fit_predict(_connected(distances).astype(np.float64)).astype(np.int64)
-    found[found < 0] = -1
-    names, first = np.unique(found, return_index=True)
+    raw_labels = model.fit_predict(_connected(distances).astype(np.float64)).astype(np.int64)
+    raw_labels[raw_labels < 0] = -1
+    names, first = np.unique(raw_labels, return_index=True)
     numbers = np.full(len(names), -1, dtype=np.int64)
     clusters = np.flatnonzero(names >= 0)
     numbers[clusters[np.argsort(first[clusters])]] = np.arange(len(clusters))
-    labels: np.ndarray = numbers[np.searchsorted(names, found)]
+    labels: np.ndarray = numbers[np.searchsorted(names, raw_labels)]
     return labels
 
 

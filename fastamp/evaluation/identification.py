@@ -259,9 +259,9 @@ def _is_member(labels: Sequence[Any], chosen: Collection[Any], new: Label) -> np
     """Return True for each label that is in ``chosen``, which must be of the same type."""
     if isinstance(chosen, str):
         raise DataError(f"expected a list of labels, got the text {chosen!r}.\n  fix: pass [{chosen!r}]")
-    found, names = _plain_labels(labels), set(_plain_labels(chosen))
-    _check_kinds(found, list(names), new=new)
-    return np.array([label in names for label in found], dtype=bool)
+    plain, names = _plain_labels(labels), set(_plain_labels(chosen))
+    _check_kinds(plain, list(names), new=new)
+    return np.array([label in names for label in plain], dtype=bool)
 
 
 def _hits(true: Any, ranked: Sequence[Any]) -> np.ndarray:

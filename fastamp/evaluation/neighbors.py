@@ -91,8 +91,8 @@ def search_neighbors(distances: FeatureDistances, k: int, *, backend: str = "aut
         axes = principal_axes(gallery)
     source: Iterator[_Candidates]
     if axes is not None:
-        found = projected_candidates(distances, axes, count, start, stop)
-        source = (_Candidates(*block, farthest=None, rows=None) for block in found)
+        candidates = projected_candidates(distances, axes, count, start, stop)
+        source = (_Candidates(*block, farthest=None, rows=None) for block in candidates)
     else:
         source = (_faiss_candidates if backend == "faiss" else _torch_candidates)(distances, count, start, stop)
     indices, largest = [torch.empty(0, k, dtype=torch.int64)], [torch.empty(0)]
@@ -111,14 +111,14 @@ class _Candidates(NamedTuple):
 
     Attributes:
         queries: (B,) int64, query indices.
-        found: (B, c) int64, gallery indices of the nearest c >= k features.
-        values: (B, c) float32, squared distances to ``found``, ascending.
+        indices: (B, c) int64, gallery indices of the nearest c >= k features.
+        values: (B, c) float32, squared distances to ``indices``, ascending.
         farthest: (B,) int64, gallery indices of the farthest features; None if they are not searched.
         rows: (B, G) float32, all distances; None if they are not available.
     """
 
     queries: torch.Tensor
-    found: torch.Tensor
+    indices: torch.Tensor
     values: torch.Tensor
     farthest: torch.Tensor | None
     rows: torch.Tensor | None
@@ -126,9 +126,9 @@ class _Candidates(NamedTuple):
 
 def _torch_candidates(distances: FeatureDistances, count: int, start: int, stop: int) -> Iterator[_Candidates]:
     for first, block in distances.blocks(start, stop):
-        values, found = torch.topk(block, count, dim=1, largest=False)
+        values, indices = torch.topk(block, count, dim=1, largest=False)
         queries = torch.arange(first, first + len(block), device=block.device)
-        yield _Candidates(queries, found, values, block.argmax(1), block)
+        yield _Candidates(queries, indices, values, block.argmax(1), block)
 
 
 def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop: int) -> Iterator[_Candidates]:
@@ -140,27 +140,27 @@ def _faiss_candidates(distances: FeatureDistances, count: int, start: int, stop:
     for first in range(start, stop, _FAISS_ROWS):
         last = min(first + _FAISS_ROWS, stop)
         block = queries[first:last]
-        values, found = faiss.knn(block, gallery, count, metric=faiss.METRIC_L2)
+        values, nearest = faiss.knn(block, gallery, count, metric=faiss.METRIC_L2)
         opposite = np.concatenate((block * -2, np.ones((len(block), 1), dtype=np.float32)), axis=1)
         _, farthest = faiss.knn(opposite, extended, 1, metric=faiss.METRIC_INNER_PRODUCT)
-        columns = (np.arange(first, last), found.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
-        indices, found, values, farthest = (torch.from_numpy(column).to(distances.device) for column in columns)
-        yield _Candidates(indices, found, values, farthest, rows=None)
+        columns = (np.arange(first, last), nearest.astype(np.int64), values, farthest.astype(np.int64)[:, 0])
+        numbers, candidates, values, farthest = (torch.from_numpy(column).to(distances.device) for column in columns)
+        yield _Candidates(numbers, candidates, values, farthest, rows=None)
 
 
 def _resolve_ties(distances: FeatureDistances, block: _Candidates, k: int) -> torch.Tensor:
     """Return the (B, k) nearest candidates, sorted by float64 distance, with ties in gallery order."""
-    found, values = block.found, block.values
+    indices, values = block.indices, block.values
     # Rounding error of two products, from the norms of the candidates only: far features may have any norm.
-    norms = squared_norms(distances.query_features[block.queries]) + distances.gallery_squares[found].amax(1)
+    norms = squared_norms(distances.query_features[block.queries]) + distances.gallery_squares[indices].amax(1)
     tolerance = torch.finfo(torch.float32).eps * math.sqrt(distances.query_features.shape[1]) * 2 * norms
     close = values[:, 1:] - values[:, :-1] <= tolerance[:, None]
     # If the last candidate ties with the k-th, features beyond the candidates may tie, too.
-    is_truncated = (values[:, -1] - values[:, k - 1] <= tolerance) & (found.shape[1] < distances.shape[1])
-    result = found[:, :k].clone()
+    is_truncated = (values[:, -1] - values[:, k - 1] <= tolerance) & (indices.shape[1] < distances.shape[1])
+    result = indices[:, :k].clone()
     tied = (close[:, :k].any(1) & ~is_truncated).nonzero().flatten()
     if len(tied):
-        candidates = found[tied].sort(1).values  # ascending, so that a stable sort keeps gallery order
+        candidates = indices[tied].sort(1).values  # ascending, so that a stable sort keeps gallery order
         exact = _exact_distances(distances, block.queries[tied], candidates)
         order = exact.argsort(dim=1, stable=True)[:, :k]
         result[tied] = candidates.gather(1, order)

@@ -143,7 +143,7 @@ class SetScores:
         low, high = np.minimum.outer(numbers, numbers), np.maximum.outer(numbers, numbers)
         codes = low * len(names) + high
         counts = np.bincount(codes[self._same & ~np.isnan(self._scores)], minlength=len(names) ** 2)
-        found = {}
+        rates = {}
         on_diagonal = np.arange(len(counts)) % (len(names) + 1) == 0
         used = np.flatnonzero((counts > 0) | on_diagonal)
         used = used[np.argsort(-counts[used], kind="stable")][:limit]
@@ -153,8 +153,8 @@ class SetScores:
                 vars(part).pop(name, None)
             part._scores = np.where(codes == code, self._scores, np.nan)
             if len(part.impostor):
-                found[str(names[code // len(names)]), str(names[code % len(names)])] = part
-        return found
+                rates[str(names[code // len(names)]), str(names[code % len(names)])] = part
+        return rates
 
     @property
     def max_gallery_size(self) -> int:
@@ -185,8 +185,8 @@ class SetScores:
 
     def _pairs(self, chosen: np.ndarray) -> np.ndarray:
         scores = self._scores[np.triu(chosen, 1)]
-        found: np.ndarray = scores[~np.isnan(scores)]
-        return found
+        pairs: np.ndarray = scores[~np.isnan(scores)]
+        return pairs
 
     def best(self, gallery: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Find the most similar gallery image of another identity for each image.

@@ -94,8 +94,8 @@ def sample_pairs(
         if same_images:
             other = match_columns != order[rows]
             rows, match_columns = rows[other], match_columns[other]
-        found = np.unique(rows, return_index=True, return_counts=True)
-        for row, start, count in itertools.islice(zip(*found, strict=True), _QUERIES - len(queries)):
+        sampled = np.unique(rows, return_index=True, return_counts=True)
+        for row, start, count in itertools.islice(zip(*sampled, strict=True), _QUERIES - len(queries)):
             columns.append(random.permutation(match_columns[start : start + count])[:_MATCHES])
             queries.append(order[row])
         if len(queries) == _QUERIES:

@@ -86,6 +86,6 @@ def _logistic(x: np.ndarray, same: np.ndarray, different: np.ndarray):  # type: 
         slope = different * special.expit(logit) - same * special.expit(-logit)
         return value, np.array([(slope * z).sum() * np.exp(parameters[0]), slope.sum()])
 
-    found = optimize.minimize(loss, np.zeros(2), jac=True, method="L-BFGS-B", bounds=[(-20, 20), (-1e4, 1e4)])
-    gain, offset = np.exp(found.x[0]), found.x[1]
+    solution = optimize.minimize(loss, np.zeros(2), jac=True, method="L-BFGS-B", bounds=[(-20, 20), (-1e4, 1e4)])
+    gain, offset = np.exp(solution.x[0]), solution.x[1]
     return lambda scores: gain * (scores - center) / scale + offset

@@ -87,18 +87,18 @@ def projected_candidates(
     )
     for first, block in bounds.blocks():
         rows = torch.arange(start + first, start + first + len(block))
-        bound, found = smallest(block, min(_CANDIDATES * count, len(gallery)))
-        values = _squared_distances(distances, rows, found[:, :count])
+        bound, candidates = smallest(block, min(_CANDIDATES * count, len(gallery)))
+        values = _squared_distances(distances, rows, candidates[:, :count])
         limit = values.amax(1)
         needed = (bound <= (limit + _rounding(distances, rows, limit))[:, None]).sum(1)
         is_complete = needed < bound.shape[1] if bound.shape[1] < len(gallery) else torch.ones_like(needed).bool()
         complete, others = is_complete.nonzero().flatten(), (~is_complete).nonzero().flatten()
-        nearest = found[:, :count].clone()
+        nearest = candidates[:, :count].clone()
         if len(complete):
             last = max(count, int(needed[complete].max()))
-            more = _squared_distances(distances, rows[complete], found[complete, count:last])
+            more = _squared_distances(distances, rows[complete], candidates[complete, count:last])
             values[complete], order = torch.cat((values[complete], more), dim=1).topk(count, dim=1, largest=False)
-            nearest[complete] = found[complete].gather(1, order)
+            nearest[complete] = candidates[complete].gather(1, order)
         if len(others):
             full = FeatureDistances(queries[rows[others]], gallery, metric="euclidean")
             full.rows(0, len(others), block[: len(others)])

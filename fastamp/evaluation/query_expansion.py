@@ -116,8 +116,8 @@ def _expand(
     """Expand (N, D) features with neighbors from ``pool``; ``with_itself`` adds each feature to its own mean."""
     unit = F.normalize(features, dim=1)
     unit_pool = unit if pool is features else F.normalize(pool, dim=1)
-    found = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices
-    nearest = torch.from_numpy(found).to(features.device)
+    neighbors = nearest_neighbors(unit, unit_pool, options.k - with_itself, **search).indices
+    nearest = torch.from_numpy(neighbors).to(features.device)
     size = nearest.shape[1] + with_itself
     result = torch.empty_like(features)
     for rows in torch.arange(len(features), device=features.device).split(_BLOCK_ROWS):

@@ -215,10 +215,10 @@ def _result_folders(run: Path) -> dict[str, Path]:
     """Return name -> folder with the results of a test set, for each test set of a run."""
     if not run.is_dir():
         raise ConfigError(f"{run}: expected a run folder.\n  fix: give the OUTPUT_DIR of a training or evaluation")
-    found = {path.parent.name: path.parent for path in sorted(run.glob("evaluation/*/per_query.npz"))}
-    if not found:
+    folders = {path.parent.name: path.parent for path in sorted(run.glob("evaluation/*/per_query.npz"))}
+    if not folders:
         raise DataError(f"{run} has no results of each query (evaluation/*/per_query.npz).\n  fix: {_command(run)}")
-    return found
+    return folders
 
 
 def _command(run: Path) -> str:

@@ -63,7 +63,7 @@ class CalibrationOptions:
             DataError: if there are too few identities for a rate, or to measure the rates.
         """
         first, second = split_identities(pids, self.fraction, self.seed)
-        chosen, others, found, fixes = len(first), len(second), [], []
+        chosen, others, counts, fixes = len(first), len(second), [], []
         pairs = chosen * (chosen - 1) // 2
         for name, trials in (("far", pairs), ("frr", chosen), ("fpir", chosen)):
             rate = getattr(self, name)
@@ -72,14 +72,14 @@ class CalibrationOptions:
                 unit = (
                     f"pairs of identities ({required_identities(rate):,} identities)" if name == "far" else "identities"
                 )
-                found.append(f"{name}={rate:g} needs {needed:,} {unit}")
+                counts.append(f"{name}={rate:g} needs {needed:,} {unit}")
                 if trials > 3:
                     fixes.append(f"{name} of at least {_round_up(3 / trials)}")
-        if found:
+        if counts:
             fix = f", or choose {', '.join(fixes)}" if fixes else ""
             raise DataError(
                 f"{source or 'the dataset'} has too few identities: {chosen:,} of {chosen + others:,} choose the "
-                f"thresholds (fraction {self.fraction:g}), which have {pairs:,} pairs.\n  needed: {'; '.join(found)}\n"
+                f"thresholds (fraction {self.fraction:g}), which have {pairs:,} pairs.\n  needed: {'; '.join(counts)}\n"
                 f"  fix: use a dataset with more identities{fix}"
             )
         if others < 2:
@@ -178,11 +178,11 @@ def split_identities(pids: np.ndarray, fraction: float, seed: int) -> tuple[np.n
     Returns:
         The identities in the first and in the second part, ascending.
     """
-    found = np.unique(pids[pids >= 0])
-    digests = [hashlib.blake2b(f"{seed}:{pid}".encode(), digest_size=8).digest() for pid in found]
-    order = np.array(sorted(range(len(found)), key=digests.__getitem__), dtype=np.int64)
-    count = round(fraction * len(found))
-    return np.sort(found[order[:count]]), np.sort(found[order[count:]])
+    identities = np.unique(pids[pids >= 0])
+    digests = [hashlib.blake2b(f"{seed}:{pid}".encode(), digest_size=8).digest() for pid in identities]
+    order = np.array(sorted(range(len(identities)), key=digests.__getitem__), dtype=np.int64)
+    count = round(fraction * len(identities))
+    return np.sort(identities[order[:count]]), np.sort(identities[order[count:]])
 
 
 def _upper_threshold(scores: np.ndarray, rate: float) -> float:

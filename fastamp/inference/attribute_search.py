@@ -26,19 +26,19 @@ def attribute_columns(columns: Mapping[str, np.ndarray], source: object) -> dict
         DataError: if a column is not (N,) float.
     """
     prefix = PROBABILITY_PREFIX
-    found = {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
-    if not found:
+    attributes = {name.removeprefix(prefix): values for name, values in columns.items() if name.startswith(prefix)}
+    if not attributes:
         raise ConfigError(
             f"{source} has no attributes.\n  fix: extract the features again with a model of FastAttr, or search "
             "without --attributes"
         )
-    for name, values in found.items():
+    for name, values in attributes.items():
         if values.ndim != 1 or values.dtype.kind != "f":
             raise DataError(
                 f"{source}: expected the probabilities of {name!r} to be numbers (N,), got {values.dtype} "
                 f"{values.shape}.\n  fix: extract the features again"
             )
-    return found
+    return attributes
 
 
 def parse_query(text: str, names: Sequence[str]) -> list[list[str]]:
@@ -66,13 +66,13 @@ def parse_query(text: str, names: Sequence[str]) -> list[list[str]]:
 def _matching(term: str, names: Sequence[str]) -> list[str]:
     exact = [name for name in names if name.lower() == term.lower()]
     words = _words(term)
-    found = exact or [name for name in names if words <= _words(name)]
-    if not found:
+    matching = exact or [name for name in names if words <= _words(name)]
+    if not matching:
         raise ConfigError(
             f"no attribute matches {term!r}.{did_you_mean(term, names)}\n  available: {', '.join(names)}\n"
             "  fix: use words of these names, and a comma between attributes"
         )
-    return found
+    return matching
 
 
 def _words(text: str) -> set[str]:

@@ -72,8 +72,8 @@ class Candidates:
 
         parameters = faiss.SearchParametersIVF(nprobe=min(probed or self.probed, self._index.nlist))
         _, numbers = self._index.search(features, max(_CANDIDATES * k, _LEAST), params=parameters)
-        found: np.ndarray = numbers
-        return found
+        candidates: np.ndarray = numbers
+        return candidates
 
     def write(self, path: Path, token: str) -> None:
         """Write the index atomically, with the token of its gallery."""
@@ -111,13 +111,13 @@ class Candidates:
                     raise ValueError("it is for other features")
                 if numbers.dtype != np.int64 or numbers.shape != (index.ntotal,) or {built.shape, probed.shape} != {()}:
                     raise ValueError("wrong number of features")
-                found = cls(index, set(numbers.tolist()), int(built), int(probed), float(recall))
-                if found.built < 1 or not 1 <= found.probed <= index.nlist or not 0 <= found.recall <= 1:
+                candidates = cls(index, set(numbers.tolist()), int(built), int(probed), float(recall))
+                if candidates.built < 1 or not 1 <= candidates.probed <= index.nlist or not 0 <= candidates.recall <= 1:
                     raise ValueError("invalid numbers")
         except DataError as error:
             logger.warning("the approximate index is not used, and the search is exact: %s", error)
             return None
-        return found
+        return candidates
 
 
 def trained_on(count: int) -> int:

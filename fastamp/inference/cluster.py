@@ -76,12 +76,12 @@ def describe_dominant_cluster(
 
     Other settings are tried for up to 20,000 images, see ``better_settings``.
     """
-    found = dominant_cluster(labels)
-    if found is None:
+    cluster = dominant_cluster(labels)
+    if cluster is None:
         return ""
     sizes = np.unique(labels[labels >= 0], return_counts=True)[1]
     text = (
-        f"warning: cluster {found[0]} has {found[1]} of {len(labels)} images, and the median of the {len(sizes)} "
+        f"warning: cluster {cluster[0]} has {cluster[1]} of {len(labels)} images, and the median of the {len(sizes)} "
         f"clusters is {np.median(sizes):g}: it probably contains several identities.\n  fix: "
     )
     better = None

@@ -39,25 +39,25 @@ def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
     with open_arrays(path, "npz file of plain arrays", fix="write the file with numpy.savez") as archive:
-        found = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
-        if "split" in found and not any(name in found for name in names):
-            available = [name.removeprefix(COLUMN_PREFIX) for name in found if name.startswith(COLUMN_PREFIX)]
-            columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in found}
+        stored = sorted(name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy"))
+        if "split" in stored and not any(name in stored for name in names):
+            available = [name.removeprefix(COLUMN_PREFIX) for name in stored if name.startswith(COLUMN_PREFIX)]
+            columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in stored}
             columns |= {name: read_array(archive, COLUMN_PREFIX + name) for name in further if name in available}
             arrays = split_arrays(columns)
         else:
-            both = (name.removeprefix("query_") for name in found if name.startswith("query_"))
-            available = [name for name in both if f"gallery_{name}" in found and name not in COLUMNS]
+            both = (name.removeprefix("query_") for name in stored if name.startswith("query_"))
+            available = [name for name in both if f"gallery_{name}" in stored and name not in COLUMNS]
             wanted = [*needed, *(f"{side}_{name}" for name in further for side in SIDES)]
-            arrays = {name: read_array(archive, name) for name in wanted if name in found}
+            arrays = {name: read_array(archive, name) for name in wanted if name in stored}
     missing = [name for name in needed if name not in arrays]
     if missing:
         text = f"{path} has no {', '.join(missing)}."
         if all("camids" in name for name in missing):
             text += "\n  fix: add them, or set TEST.PROTOCOL to no_camera"
         else:
-            text += did_you_mean(missing[0], [name for name in found if name not in names])
-        raise DataError(f"{text}\n  found: {', '.join(found) or 'nothing'}\n  expected: {', '.join(needed)}")
+            text += did_you_mean(missing[0], [name for name in stored if name not in names])
+        raise DataError(f"{text}\n  found: {', '.join(stored) or 'nothing'}\n  expected: {', '.join(needed)}")
     if protocol is not None:
         protocol.check_columns(available)
     return arrays

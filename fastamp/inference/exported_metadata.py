@@ -30,17 +30,17 @@ def read_metadata(texts: Mapping[str, str], path: Path) -> dict[str, Any]:
         )
     if sum(map(len, texts.values())) > MOST_BYTES:
         raise _invalid(path, f"it is larger than {MOST_BYTES:,} bytes")
-    found = {name: _value(text) for name, text in texts.items()}
-    found["config_hash"] = texts["config_hash"]  # may have the form of a number
+    values = {name: _value(text) for name, text in texts.items()}
+    values["config_hash"] = texts["config_hash"]  # may have the form of a number
     for name, is_valid in _ENTRIES.items():
-        if name not in found and name not in _OPTIONAL:
+        if name not in values and name not in _OPTIONAL:
             raise _invalid(path, f"{name} is missing")
-        if name in found and not is_valid(found[name]):
+        if name in values and not is_valid(values[name]):
             raise _invalid(path, f"{name} is {texts[name]!r:.100}")
     for name in ("pixel_mean", "pixel_std"):
-        if len(found[name]) != found["channels"]:
-            raise _invalid(path, f"{name} has {len(found[name])} values for {found['channels']} channels")
-    return found
+        if len(values[name]) != values["channels"]:
+            raise _invalid(path, f"{name} has {len(values[name])} values for {values['channels']} channels")
+    return values
 
 
 def _invalid(path: Path, cause: str) -> WeightsError:

@@ -347,12 +347,12 @@ class _Images(ReidDataset):
         try:
             return super().read(index)
         except DataError as error:
-            found = str(error).partition("\n  fix:")[0]
+            reason = str(error).partition("\n  fix:")[0]
             if not self.skip_unreadable:
                 raise DataError(
-                    f"{found}\n  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
+                    f"{reason}\n  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
                 ) from error
-            self._unreadable[index + self.first] = found.replace("\n  ", "; ")
+            self._unreadable[index + self.first] = reason.replace("\n  ", "; ")
             black = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
             return self.transforms.resize(black)
 
@@ -421,10 +421,10 @@ class _Parts:
     def _open(self, marker: dict[str, Any]) -> None:
         """Find the completed parts of this extraction, and delete the parts of a different extraction."""
         self._check_folder()  # again, now that the lock keeps other extractions out
-        marker_path, found = self.folder / _MARKER, self._read_marker()
-        if found != marker:
-            if found is not None:
-                changed = [name for name in marker if found.get(name) != marker[name]]
+        marker_path, saved_marker = self.folder / _MARKER, self._read_marker()
+        if saved_marker != marker:
+            if saved_marker is not None:
+                changed = [name for name in marker if saved_marker.get(name) != marker[name]]
                 logger.warning(
                     "%s contains parts of a different extraction (different %s): these parts are deleted, and all "
                     "images are extracted",

@@ -128,8 +128,8 @@ def open_arrays(path: str | PathLike[str], expected: str, *, fix: str) -> Iterat
                     "  fix: free memory, or use a machine with more memory"
                 )
             if f"{FORMAT_KEY}.npy" in archive.namelist():  # not in files of other programs
-                found = read_array(archive, FORMAT_KEY)
-                check_format(found.item() if found.shape == () else found.shape, FORMAT, path, DataError)
+                stored = read_array(archive, FORMAT_KEY)
+                check_format(stored.item() if stored.shape == () else stored.shape, FORMAT, path, DataError)
             yield archive
     except (UserError, AssertionError, AttributeError, ImportError, NameError):  # all except UserError are bugs
         raise
@@ -278,10 +278,10 @@ def read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
         return np.lib.format.read_array(stream, allow_pickle=False)
 
 
-def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, found: int) -> None:
-    """Raise ValueError unless ``found`` is the number of bytes of an array with this shape and dtype."""
-    if math.prod(shape) * dtype.itemsize != found:
-        raise ValueError(f"{name}: the header specifies {dtype} {shape}, but the data has {found} bytes")
+def _check_bytes(name: str, shape: tuple[int, ...], dtype: np.dtype, size: int) -> None:
+    """Raise ValueError unless ``size`` is the number of bytes of an array with this shape and dtype."""
+    if math.prod(shape) * dtype.itemsize != size:
+        raise ValueError(f"{name}: the header specifies {dtype} {shape}, but the data has {size} bytes")
 
 
 def _read_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:

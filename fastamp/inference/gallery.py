@@ -129,9 +129,9 @@ class MutableGallery(GalleryIndex):
                 self._check_unique(items)
                 new = [row for row, item in enumerate(items) if item.id not in self._row_of_id]
                 if len(new) < len(items) and not skip_existing:
-                    found = [item.id for item in items if item.id in self._row_of_id]
+                    existing = [item.id for item in items if item.id in self._row_of_id]
                     raise DataError(
-                        f"{len(found)} of {len(items)} items are in the gallery already: {', '.join(found[:5])}\n"
+                        f"{len(existing)} of {len(items)} items are in the gallery already: {', '.join(existing[:5])}\n"
                         "  fix: choose other ids, or replace the items"
                     )
                 items, values = [items[row] for row in new], values[new]
@@ -278,8 +278,8 @@ class MutableGallery(GalleryIndex):
         queries, k = self._matrix[chosen], _RECALL_RANKS + 1  # the first is the query itself
         expected = self._search_all(queries, k)[1]
         for probed in built.fractions:
-            found = self._search_candidates(built, queries, k, probed)[1]
-            hits = sum(len({*a[1:]} & {*b}) for a, b in zip(expected.tolist(), found.tolist(), strict=True))
+            indices = self._search_candidates(built, queries, k, probed)[1]
+            hits = sum(len({*a[1:]} & {*b}) for a, b in zip(expected.tolist(), indices.tolist(), strict=True))
             recall = hits / (_RECALL_QUERIES * _RECALL_RANKS)
             built.choose(probed, recall)
             if recall >= WANTED_RECALL:
@@ -296,8 +296,8 @@ class MutableGallery(GalleryIndex):
         """Compare the queries exactly with their candidates; with all items where there are fewer than k candidates."""
         values, rows = np.empty((len(features), k), np.float32), np.empty((len(features), k), np.int64)
         for query, proposed in enumerate(candidates.search(features, k, effort).tolist()):
-            found = (self._row_of_number.get(number, -1) for number in proposed)  # -1: removed
-            near = np.array([row for row in found if row >= 0], dtype=np.int64)
+            candidate_rows = (self._row_of_number.get(number, -1) for number in proposed)  # -1: removed
+            near = np.array([row for row in candidate_rows if row >= 0], dtype=np.int64)
             feature = features[query]
             if len(near) < k:
                 values[query], rows[query] = (rows[0] for rows in self._search_all(feature[None], k))
@@ -314,7 +314,7 @@ class MutableGallery(GalleryIndex):
         return values, rows
 
     def _result(self, scores: np.ndarray, rows: np.ndarray, metric: str) -> SearchResult:
-        found = [[self.items[row] for row in found_rows] for found_rows in rows.tolist()]
+        matched_items = [[self.items[row] for row in found_rows] for found_rows in rows.tolist()]
 
         def column(values: Iterable[Iterable[Any]], kind: type = str) -> np.ndarray:
             return np.array([list(value) for value in values], dtype=kind).reshape(rows.shape)
@@ -322,15 +322,15 @@ class MutableGallery(GalleryIndex):
         return SearchResult(
             scores=scores,
             rows=rows,
-            paths=column([item.name or item.id for item in items] for items in found),
-            pids=column([item.identity or "-1" for item in items] for items in found),
+            paths=column([item.name or item.id for item in items] for items in matched_items),
+            pids=column([item.identity or "-1" for item in items] for items in matched_items),
             camids=np.full(rows.shape, -1),
             boxes=None,
             metric=metric,
-            cameras=column([item.camera for item in items] for items in found),
+            cameras=column([item.camera for item in items] for items in matched_items),
             columns={
-                "id": column([item.id for item in items] for items in found),
-                "time": column([format_time(item.time) for item in items] for items in found),
+                "id": column([item.id for item in items] for items in matched_items),
+                "time": column([format_time(item.time) for item in items] for items in matched_items),
             },
         )
 

@@ -120,21 +120,21 @@ def add_extraction(
     Boxes are part of the ids: ``PATH#LEFT,TOP,RIGHT,BOTTOM``. Identities and cameras are those of the extraction,
     unless ``metadata`` names others.
     """
-    found = read_extraction(extraction)
+    content = read_extraction(extraction)
     metadata = metadata or Metadata()
-    model = GalleryModel(found.features.shape[1], found.metric, found.config_hash, found.checkpoint)
-    cameras = found.camids if found.cameras is None else found.cameras
-    ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in found.paths.tolist()]
-    if found.boxes is not None:
-        ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, found.boxes.tolist(), strict=True)]
+    model = GalleryModel(content.features.shape[1], content.metric, content.config_hash, content.checkpoint)
+    cameras = content.camids if content.cameras is None else content.cameras
+    ids = [id_of_path(gallery, path) if os.path.exists(file_of(path)) else path for path in content.paths.tolist()]
+    if content.boxes is not None:
+        ids = [f"{path}#{','.join(map(str, box))}" for path, box in zip(ids, content.boxes.tolist(), strict=True)]
 
     def item(row: int) -> Item:
-        identity, camera = (_known(values[row]) for values in (found.pids, cameras))
-        name = Path(str(found.paths[row])).name
+        identity, camera = (_known(values[row]) for values in (content.pids, cameras))
+        name = Path(str(content.paths[row])).name
         return Item(ids[row], name, metadata.identity or identity, metadata.camera or camera, metadata.time)
 
     def features(rows: list[int]) -> np.ndarray:
-        return np.array(found.features[rows])
+        return np.array(content.features[rows])
 
     with create_or_open(gallery, model) as opened:
         return _add(opened, ids, item, features, replace=replace, size=_EXTRACTED_BATCH)[:2]
@@ -164,8 +164,8 @@ def _add(
         block = [row for row in block if replace or ids[row] not in gallery]
         if not block:
             continue
-        items, values, found = _readable(block, item, features)
-        faults += found
+        items, values, item_faults = _readable(block, item, features)
+        faults += item_faults
         if not items:
             _check_readable(faults, skip_corrupt)
             continue
@@ -189,8 +189,8 @@ def _readable(
     except DataError as error:
         if len(block) == 1:
             return [], torch.empty(0), [str(error)]
-    found = [_readable([row], item, features) for row in block]
-    items, values, faults = zip(*found, strict=True)
+    parts = [_readable([row], item, features) for row in block]
+    items, values, faults = zip(*parts, strict=True)
     good = [value for value in values if len(value)]
     return [*chain(*items)], torch.cat(good) if good else torch.empty(0), [*chain(*faults)]
 
@@ -198,9 +198,9 @@ def _readable(
 def _check_readable(faults: list[str], skip_corrupt: bool) -> None:
     """Raise DataError if images cannot be read, unless they are skipped."""
     if faults and not skip_corrupt:
-        found = faults[0].partition("\n  fix:")[0]
+        reason = faults[0].partition("\n  fix:")[0]
         more = f" ({len(faults) - 1} more in this batch)" if len(faults) > 1 else ""
         raise DataError(
-            f"{found}{more}. The images before it, and the others of its batch, are in the gallery.\n"
+            f"{reason}{more}. The images before it, and the others of its batch, are in the gallery.\n"
             "  fix: repair or delete the file, or skip unreadable images with --skip-corrupt"
         )

@@ -79,9 +79,9 @@ class Item:
         if self.time is not None and not _FIRST_TIME <= self.time < _LAST_TIME:
             wrong.append("time")
         if wrong:
-            found = ", ".join(f"{name} {getattr(self, name)!r:.50}" for name in wrong)
+            values = ", ".join(f"{name} {getattr(self, name)!r:.50}" for name in wrong)
             raise DataError(
-                f"invalid values of the gallery item {self.id!r:.50}: {found}.\n"
+                f"invalid values of the gallery item {self.id!r:.50}: {values}.\n"
                 "  fix: pass texts, and the time in seconds since 1970 between the years 1 and 9999"
             )
 
@@ -150,10 +150,12 @@ class GalleryStore:
             DataError: if a table, view, trigger or index is not that of a gallery, or a value is invalid.
         """
         with self._bounded():
-            found = self._connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL").fetchmany(
+            tables = self._connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql NOT NULL").fetchmany(
                 9
             )
-            others = {(kind, name, sql) for kind, name, sql in found} ^ {("table", *table) for table in _TABLES.items()}
+            others = {(kind, name, sql) for kind, name, sql in tables} ^ {
+                ("table", *table) for table in _TABLES.items()
+            }
             if others:
                 raise DataError(
                     f"{self.path} is not a gallery of this version of fastamp: other definitions of "
@@ -190,14 +192,14 @@ class GalleryStore:
 
         SQLite keeps these files while a connection in WAL mode is open: https://www.sqlite.org/walformat.html
         """
-        found: list[tuple[int, int] | None] = []
+        ids: list[tuple[int, int] | None] = []
         for suffix in ("", "-wal", "-shm"):
             try:
                 status = os.stat(f"{self.path}{suffix}")
-                found.append((status.st_dev, status.st_ino))
+                ids.append((status.st_dev, status.st_ino))
             except OSError:
-                found.append(None)
-        return found
+                ids.append(None)
+        return ids
 
     def _check_files(self) -> None:
         """Check that the open files are still those of the folder: SQLite would write to removed ones."""
@@ -279,8 +281,8 @@ class GalleryStore:
         columns = "id, name, identity, camera, time, number, feature, crc"
         with self._bounded():
             query = f"SELECT quote(substr(id, 1, 50)) FROM items WHERE ({_VALID_ITEM}) IS NOT TRUE LIMIT 1"
-            if found := self._connection.execute(query).fetchone():
-                raise self._damaged(f"a value of item {found[0]} has a wrong type or size")
+            if values := self._connection.execute(query).fetchone():
+                raise self._damaged(f"a value of item {values[0]} has a wrong type or size")
             cursor = self._connection.execute(f"SELECT {columns} FROM items ORDER BY number")
             while rows := cursor.fetchmany(_READ_ROWS):
                 features = np.frombuffer(b"".join(row[6] for row in rows), "<f4").reshape(len(rows), -1)

@@ -117,10 +117,10 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
         or not isinstance(given, Iterable)
     ):
         given = [given]
-    found: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
-    if not found:
+    content: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
+    if not content:
         raise DataError("no images were given.\n  fix: pass at least one image")
-    return found
+    return content
 
 
 def _content_of(file: Any) -> bytes:

@@ -89,12 +89,14 @@ def prefix_hint(content: Any, defaults: CfgNode) -> str:
     with contextlib.suppress(WeightsError):
         if not backbone_prefixes(state_dict_in(content, ""), defaults).keys().isdisjoint(("", "backbone.", "base.")):
             return ""  # already searched without --prefix
-    found = {prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix}
-    if not found:
+    prefixes = {
+        prefix: name for prefix, name in backbone_prefixes(tensors_by_path(content), defaults).items() if prefix
+    }
+    if not prefixes:
         return ""
-    lines = [f"    --prefix {prefix}   ({name})" for prefix, name in found.items()]
+    lines = [f"    --prefix {prefix}   ({name})" for prefix, name in prefixes.items()]
     text = "  fix: select a backbone in this file by its prefix; add one of:\n" + "\n".join(lines[:8])
-    if any("CLIP" in name for name in found.values()):
+    if any("CLIP" in name for name in prefixes.values()):
         text += "\n  note: the layers of CLIP's vision transformers differ from build_vit_backbone; use a timm backbone"
     return text
 
@@ -134,9 +136,9 @@ def write_model(
     model = build_model(cfg)
     if cfg.MODEL.HEADS.NUM_CLASSES == 0:
         converted, _ = convert_state_dict(model, state)
-        found = [len(converted[name]) for name in classifiers(model) if name in converted]
-        if found:
-            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(found[0])], plugin=plugin)
+        counts = [len(converted[name]) for name in classifiers(model) if name in converted]
+        if counts:
+            cfg = read_config(config_file, [*opts, "MODEL.HEADS.NUM_CLASSES", str(counts[0])], plugin=plugin)
             model = build_model(cfg)
     report = load_model_state(
         model,
@@ -147,10 +149,10 @@ def write_model(
         allow_missing=cfg.MODEL.WEIGHTS_ALLOW_MISSING,
     )
     print(sanitize_terminal_text(str(report)))
-    found = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
+    used = cfg.INPUT.INTERPOLATION if cfg.INPUT.INTERPOLATION_TEST == "same" else cfg.INPUT.INTERPOLATION_TEST
     for key, value in interpolation_keys(state).items():
-        if found != value:
-            print(f"note: the config resizes test images with {found}, but the weights were tested with {key} {value}")
+        if used != value:
+            print(f"note: the config resizes test images with {used}, but the weights were tested with {key} {value}")
     bad = [name for name, value in model.state_dict().items() if not value.isfinite().all()]
     if bad:
         raise WeightsError(

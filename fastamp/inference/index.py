@@ -266,8 +266,8 @@ class GalleryIndex:
         else:
             index = faiss.downcast_index(self._index.storage) if self.kind == "hnsw" else self._index
             parameters = faiss.SearchParameters(sel=selected)
-        values, found = index.search(features, k, params=parameters)
-        return values, found
+        values, indices = index.search(features, k, params=parameters)
+        return values, indices
 
     def _search_all(self, features: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Compare the queries with all features: by matrix products of blocks, or for ``ivf`` by searching all lists.
@@ -278,8 +278,10 @@ class GalleryIndex:
         import faiss
 
         if self.kind == "ivf":
-            values, found = self._index.search(features, k, params=faiss.SearchParametersIVF(nprobe=self._index.nlist))
-            return values, found
+            values, indices = self._index.search(
+                features, k, params=faiss.SearchParametersIVF(nprobe=self._index.nlist)
+            )
+            return values, indices
         storage = faiss.downcast_index(self._index.storage) if self.kind == "hnsw" else self._index
         gallery = faiss.rev_swig_ptr(storage.get_xb(), len(self) * self.width).reshape(len(self), self.width)
         queries = torch.from_numpy(features)
@@ -293,8 +295,8 @@ class GalleryIndex:
             values = queries @ block.T
             if self.metric == "euclidean":
                 values = 2 * values - squared_norms(block)
-            values, found = values.topk(min(k, len(block)), dim=1)
-            best, rows = torch.cat((best, values), 1), torch.cat((rows, found + start), 1)
+            values, indices = values.topk(min(k, len(block)), dim=1)
+            best, rows = torch.cat((best, values), 1), torch.cat((rows, indices + start), 1)
             best, order = best.topk(min(k, best.shape[1]), dim=1)
             rows = rows.gather(1, order)
         if self.metric == "euclidean":  # avoids cancellation in the difference of large squares
@@ -483,9 +485,9 @@ def open_gallery(
         check_same_model(extraction, of.config_hash, of.checkpoint)
     out = Path(index).expanduser() if index is not None else path.with_suffix(".index")
     if out.exists():
-        found = load_index(out)
-        if found.fingerprint == extraction.fingerprint and kind in ("auto", found.kind):
-            return found
+        existing = load_index(out)
+        if existing.fingerprint == extraction.fingerprint and kind in ("auto", existing.kind):
+            return existing
         logger.info(
             "rebuilding the index %s, because it was built from different features or is of a different kind", out
         )
@@ -516,12 +518,12 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
     modality = predictor.cfg.MODEL.BACKBONE.MODALITY if predictor.modality_column else ""
     out = target.parent / f"{target.name}{f'.{modality}' if modality else ''}.{predictor.config_hash}.npz"
     if os.path.lexists(out):
-        found = _read_extraction_of(folder, out, predictor.config_hash)
+        stored = _read_extraction_of(folder, out, predictor.config_hash)
         files, changed = image_files(folder), out.stat().st_mtime
         # The inode change time detects moved files, too. Unreadable images are not in the extraction.
         states = [os.stat(file, follow_symlinks=os.path.exists(file)) for file in files]  # links may be broken
         is_current = all(max(state.st_mtime, state.st_ctime) <= changed for state in states)
-        if is_current and {*found.paths.tolist()} <= {*files}:
+        if is_current and {*stored.paths.tolist()} <= {*files}:
             return out
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(
@@ -553,11 +555,11 @@ def _read_extraction_of(folder: Path, path: Path, config_hash: str) -> Extractio
     """
     cause, prefix = "", os.path.join(os.path.abspath(folder), "")
     try:
-        found = read_extraction(path)
-        other = next((path for path in found.paths.tolist() if not os.path.abspath(path).startswith(prefix)), None)
-        if found.config_hash != config_hash:
-            cause = f"it was extracted with a different model: {found.checkpoint} ({found.config_hash})"
-        elif found.split is not None:
+        extraction = read_extraction(path)
+        other = next((path for path in extraction.paths.tolist() if not os.path.abspath(path).startswith(prefix)), None)
+        if extraction.config_hash != config_hash:
+            cause = f"it was extracted with a different model: {extraction.checkpoint} ({extraction.config_hash})"
+        elif extraction.split is not None:
             cause = "it is the extraction of a dataset"
         elif other is not None:
             cause = f"it contains features of other images: {other}"
@@ -568,7 +570,7 @@ def _read_extraction_of(folder: Path, path: Path, config_hash: str) -> Extractio
             f"cannot write the features of the images in {folder} to {path}: this file exists and is not an extraction "
             f"of this folder.\n  cause: {cause}\n  fix: rename or delete the file, or choose another index (--index)"
         )
-    return found
+    return extraction
 
 
 def _build_filled(kind: str, extraction: Extraction) -> Any:

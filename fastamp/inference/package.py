@@ -183,8 +183,8 @@ def check_packaged(folder: Path) -> License:
         )
     parse_yaml(read_checkpoint(folder / WEIGHTS_NAME)["config"], str(folder / CONFIG_NAME))
     text = (folder / CARD_NAME).read_text(encoding="utf-8", errors="replace")
-    found = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
-    card = parse_yaml(found[1], f"metadata in {folder / CARD_NAME}") if found else {}
+    match = re.match(r"---\s*\n(.*?)\n---\s*\n", text, re.DOTALL)
+    card = parse_yaml(match[1], f"metadata in {folder / CARD_NAME}") if match else {}
     names = {"name": "license", "title": "license_name", "link": "license_link"}
     license = License(**{name: str(card.get(key) or "") for name, key in names.items()})
     if license.link == LICENSE_NAME and not (folder / LICENSE_NAME).is_file():
@@ -230,9 +230,9 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
         ConfigError: if the file cannot be read, or if it is of another file or of a config with other features.
     """
     try:
-        found = json.loads(path.read_bytes())
-        digest, text = found["weights_sha256"], found["config"]
-        evaluation = {"protocol": str(found["protocol"]), "metrics": dict(found["metrics"])}
+        recorded = json.loads(path.read_bytes())
+        digest, text = recorded["weights_sha256"], recorded["config"]
+        evaluation = {"protocol": str(recorded["protocol"]), "metrics": dict(recorded["metrics"])}
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"--metrics {path}: expected metrics_eval.json of this version of fastamp.\n"
@@ -240,7 +240,7 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
         ) from error
     if digest != file_sha256(checkpoint):
         raise ConfigError(
-            f"--metrics {path}: these are metrics of another file, {found.get('weights')}.\n"
+            f"--metrics {path}: these are metrics of another file, {recorded.get('weights')}.\n"
             f"  fix: evaluate {checkpoint} with `fastamp eval`"
         )
     evaluated = _default_config(plugin)
@@ -260,11 +260,11 @@ def _read_evaluation(path: Path, checkpoint: Path, cfg: CfgNode, plugin: str) ->
 def _initial_weights(cfg: CfgNode) -> list[str]:
     """List the weights that the training started from, without folders."""
     backbone = cfg.MODEL.BACKBONE
-    found = [Path(cfg.MODEL.WEIGHTS).name] if cfg.MODEL.WEIGHTS else []
+    weights = [Path(cfg.MODEL.WEIGHTS).name] if cfg.MODEL.WEIGHTS else []
     if backbone.PRETRAIN:
         path = Path(backbone.PRETRAIN_PATH).name
-        found.append(path or "published pretrained weights of the backbone (MODEL.BACKBONE.PRETRAIN)")
-    return found
+        weights.append(path or "published pretrained weights of the backbone (MODEL.BACKBONE.PRETRAIN)")
+    return weights
 
 
 def _public_config(text: str) -> str:

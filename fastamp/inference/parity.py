@@ -44,30 +44,30 @@ class Comparison:
     difference: float
 
 
-def compare(images: str, expected: Tensor, found: Tensor) -> Comparison:
+def compare(images: str, expected: Tensor, actual: Tensor) -> Comparison:
     """Compare (N, D) features of an exported model with the expected features; ``images`` describes the images."""
-    expected, found = expected.double(), found.double()
-    if expected.shape != found.shape:
+    expected, actual = expected.double(), actual.double()
+    if expected.shape != actual.shape:
         raise DataError(
             f"shape mismatch: expected features of shape {tuple(expected.shape)}, but the exported model returned "
-            f"{tuple(found.shape)}.\n  fix: use another format, and report a bug"
+            f"{tuple(actual.shape)}.\n  fix: use another format, and report a bug"
         )
-    cosines = F.cosine_similarity(expected, found)
-    cosines = torch.where((expected == found).all(1), 1.0, cosines)  # the cosine of zero vectors is undefined
-    difference = (expected - found).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
+    cosines = F.cosine_similarity(expected, actual)
+    cosines = torch.where((expected == actual).all(1), 1.0, cosines)  # the cosine of zero vectors is undefined
+    difference = (expected - actual).abs().max() / expected.abs().max().clamp_min(torch.finfo(torch.float32).tiny)
     return Comparison(images, len(expected), cosines.min().item(), cosines.mean().item(), difference.item())
 
 
 def compare_on_random_images(
-    predictor: Predictor, expected: Features, found: Features, *, raw: bool = False
+    predictor: Predictor, expected: Features, actual: Features, *, raw: bool = False
 ) -> list[Comparison]:
     """Compare two models on random pixels, once for each batch size in ``BATCH_SIZES``.
 
     Args:
         predictor: predictor that defines the preprocessing.
         expected: reference model.
-        found: exported model.
-        raw: if True, ``found`` takes a list of images before resizing, here of each size in ``_sizes``. Default: False.
+        actual: exported model.
+        raw: if True, ``actual`` takes a list of images before resizing, here of each size in ``_sizes``. Default False.
     """
     cfg, generator = predictor.cfg, torch.Generator().manual_seed(0)
     size = fixed_input_size(cfg, is_train=False, needed_by="an exported model")
@@ -83,7 +83,7 @@ def compare_on_random_images(
             batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (count,), generator=generator)
         title = f"random, batch of {count}" + (f", {width} x {height} pixels" if raw else "")
         resized = torch.stack([predictor.resize(image) for image in images]) if raw else images
-        rows = expected(batch | {"images": resized}), found(batch | {"images": list(images) if raw else images})
+        rows = expected(batch | {"images": resized}), actual(batch | {"images": list(images) if raw else images})
         comparisons.append(compare(title, *rows))
     return comparisons
 

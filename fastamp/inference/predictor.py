@@ -202,14 +202,16 @@ class Predictor(FeatureModel):
     @cached_property
     def calibration(self) -> Calibration | None:
         """Calibration in the checkpoint; None if there is none, or if it is for other features or another metric."""
-        found, metric = self._calibration, self.cfg.TEST.METRIC
-        if found is None:
+        measured, metric = self._calibration, self.cfg.TEST.METRIC
+        if measured is None:
             return None
-        cause = f"it is for TEST.METRIC {found.metric}, but the metric is {metric}" if found.metric != metric else ""
-        if found.config_hash != self.config_hash:
-            cause = f"it is of a different model ({found.config_hash}, this model: {self.config_hash})"
+        cause = (
+            f"it is for TEST.METRIC {measured.metric}, but the metric is {metric}" if measured.metric != metric else ""
+        )
+        if measured.config_hash != self.config_hash:
+            cause = f"it is of a different model ({measured.config_hash}, this model: {self.config_hash})"
         if not cause:
-            return found
+            return measured
         logger.warning(
             "the calibration in %s is not used: %s, so there are no decisions.\n"
             "  fix: use the model without overrides, or calibrate it again with fastamp calibrate",
@@ -364,11 +366,11 @@ class Predictor(FeatureModel):
             starts = range(0, len(images), size)
             for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
                 loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
-                found = {number: image for number, image in loaded.items() if image is not None}
-                rows = list(found)
+                readable = {number: image for number, image in loaded.items() if image is not None}
+                rows = list(readable)
                 if rows:
                     batch = {name: values[rows] for name, values in ids.items()}
-                    batch["images"] = self._transforms.stack(list(found.values()))
+                    batch["images"] = self._transforms.stack(list(readable.values()))
                     features.append(compute(batch).cpu())
                     kept += rows
         if features and len(kept) == len(images):
@@ -553,10 +555,10 @@ class Predictor(FeatureModel):
         for name, limit in self.camera_view_counts.items():
             ids = given[name]
             if ids is None or len(ids) != count or not all(0 <= label < limit and label == int(label) for label in ids):
-                found = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
+                description = "none" if ids is None else f"{len(ids)}, in {min(ids, default=0)}..{max(ids, default=0)}"
                 raise ConfigError(
                     f"the model requires {name} for its embeddings: expected {count} values in 0..{limit - 1}, one per "
-                    f"image; got {found}.\n"
+                    f"image; got {description}.\n"
                     f"  fix: pass the {name} of all images, as numbered in training"
                 )
             batch[name] = torch.as_tensor(ids, dtype=torch.int64)

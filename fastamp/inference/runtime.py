@@ -94,8 +94,8 @@ class ExportedModel(FeatureModel):
     @property
     def config_hash(self) -> str:
         """Hash of the checkpoint; another one if Euclidean distances differ because of features of unit length."""
-        found: str = self.metadata["config_hash"]
-        return f"{found}-l2" if self.metadata["l2"] and self.metric == "euclidean" else found
+        value: str = self.metadata["config_hash"]
+        return f"{value}-l2" if self.metadata["l2"] and self.metric == "euclidean" else value
 
     @property
     def protocol(self) -> Protocol:
@@ -175,22 +175,24 @@ class ExportedModel(FeatureModel):
             raise ConfigError(
                 f"{self.checkpoint} does not take {' and '.join(given)}.\n  fix: omit it, or use the checkpoint"
             )
-        found = as_list(images)
+        contents = as_list(images)
         if boxes is not None:
-            found, color = crop_frame(found, boxes, color, self._decode)
+            contents, color = crop_frame(contents, boxes, color, self._decode)
         # Reversing the channels of a batch is faster than of crops, whose memory is not contiguous.
-        later = color == "bgr" and all(self._is_color_array(image) for image in found)
+        later = color == "bgr" and all(self._is_color_array(image) for image in contents)
         color = "rgb" if later else color
         features, rows = list[NDArray[np.float32]](), list[int]()
-        for start in range(0, len(found), _BATCH):
-            loaded = [(row, self._load(image, color)) for row, image in enumerate(found[start : start + _BATCH], start)]
+        for start in range(0, len(contents), _BATCH):
+            loaded = [
+                (row, self._load(image, color)) for row, image in enumerate(contents[start : start + _BATCH], start)
+            ]
             pixels = [(row, image) for row, image in loaded if image is not None]
             if pixels:
                 rows += [row for row, _ in pixels]
                 features.append(self._compute([image for _, image in pixels], reverse=later))
-        if found and len(rows) == len(found):
+        if contents and len(rows) == len(contents):
             return torch.from_numpy(_joined(features))
-        result = torch.full((len(found), self.feature_dim), torch.nan)
+        result = torch.full((len(contents), self.feature_dim), torch.nan)
         if rows:
             result[rows] = torch.from_numpy(_joined(features))
         return result

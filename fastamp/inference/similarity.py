@@ -69,13 +69,14 @@ class Comparison:
     def _describe_decision(self) -> str:
         if self.calibration is None:
             return _NO_DECISION
-        found, rates = self.calibration, self.calibration.measured
+        calibration, rates = self.calibration, self.calibration.measured
         near, far = ("at least", "below") if self.metric == "cosine" else ("at most", "above")
         return (
-            f"{self.decision}: probability {100 * found.probability(self.score):.1f} % of the same identity at a prior "
-            f"of 50 %\n(same: {near} {found.same_threshold:.4f}, stated false accept rate {percent(found.far)}, "
-            f"measured {rates.far}; different: {far} {found.different_threshold:.4f}, stated false reject rate "
-            f"{found.stated_frr}, measured {rates.frr}; {found.source})"
+            f"{self.decision}: probability {100 * calibration.probability(self.score):.1f} % of the same identity at a "
+            f"prior of 50 %\n(same: {near} {calibration.same_threshold:.4f}, stated false accept rate "
+            f"{percent(calibration.far)}, measured {rates.far}; different: {far} "
+            f"{calibration.different_threshold:.4f}, stated false reject rate "
+            f"{calibration.stated_frr}, measured {rates.frr}; {calibration.source})"
         )
 
     def _describe_score(self) -> str:

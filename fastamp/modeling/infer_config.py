@@ -49,8 +49,8 @@ def infer_config(state: State, source: str, defaults: CfgNode | None = None) -> 
     if is_agw(state):
         state = agw_names(state)
     state = lightmbn.published_names(state)
-    found = (name for name, head in _FIRST_HEADS.items() if any(key.startswith(head) for key in state))
-    architecture = next(found, "Baseline")
+    names = (name for name, head in _FIRST_HEADS.items() if any(key.startswith(head) for key in state))
+    architecture = next(names, "Baseline")
     is_transreid = is_transreid_file(state)
     prefixes = ("base.", "backbone.")
     trunk = {name.partition(".")[2]: value for name, value in state.items() if name.startswith(prefixes)} or dict(state)
@@ -268,7 +268,7 @@ def _head_keys(state: State, *, prefix: str, is_transreid: bool, width: int) -> 
         width = next(value.shape[-1] for name, value in state.items() if name.endswith("cls_token"))
         keys |= part_token_head.infer_keys(head, width)
     if jpm:
-        branches = {found[1] for name in head if (found := re.match(r"(?:bottleneck_|branches\.)(\d+)\.", name))}
+        branches = {match[1] for name in head if (match := re.match(r"(?:bottleneck_|branches\.)(\d+)\.", name))}
         keys["MODEL.HEADS.JPM.PARTS"] = str(len(branches - {"0"}))
     if is_transreid:
         half = "(127.5, 127.5, 127.5)"

@@ -113,15 +113,17 @@ def _split_identities(
     known = (identities != "") & (labels != OUTLIER)
     clusters_of = {}
     for name in np.unique(identities[known]).tolist():
-        found, counts = np.unique(labels[known & (identities == name)], return_counts=True)
-        if len(found) > 1:
-            clusters_of[name] = dict(zip(found.tolist(), counts.tolist(), strict=True))
+        clusters, counts = np.unique(labels[known & (identities == name)], return_counts=True)
+        if len(clusters) > 1:
+            clusters_of[name] = dict(zip(clusters.tolist(), counts.tolist(), strict=True))
     groups = []
     for name in sorted(clusters_of, key=lambda name: -len(clusters_of[name]))[:most]:
-        found = clusters_of[name]
-        count = max(1, images // len(found))
-        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:count] for cluster in found]
-        note = f"in {len(found)} clusters: " + ", ".join(f"{cluster} ({count})" for cluster, count in found.items())
+        clusters = clusters_of[name]
+        count = max(1, images // len(clusters))
+        rows = [np.flatnonzero((identities == name) & (labels == cluster))[:count] for cluster in clusters]
+        note = f"in {len(clusters)} clusters: " + ", ".join(
+            f"{cluster} ({count})" for cluster, count in clusters.items()
+        )
         groups.append(SheetGroup(f"Split identity {name}", note, _images(items, np.concatenate(rows)[:images])))
     return groups
 
@@ -135,9 +137,9 @@ def _identities_in(identities: np.ndarray | None, chosen: np.ndarray) -> "Counte
 
 
 def _images(items: Sequence[ImageItem], rows: np.ndarray) -> list[SheetImage]:
-    found = []
+    images = []
     for row in rows.tolist():
         picture = thumbnail(items[row])
         if picture is not None:
-            found.append(SheetImage(os.fspath(items[row].path), picture, data_address(picture)))
-    return found
+            images.append(SheetImage(os.fspath(items[row].path), picture, data_address(picture)))
+    return images

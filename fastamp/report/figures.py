@@ -231,9 +231,9 @@ def similarity_figure(
     """
     figure = new_figure(7.5, 3.6 * len(pairs) + 0.6)
     grid = figure.subplots(len(pairs), 4, squeeze=False)
-    for row, (first, second, found) in zip(grid, pairs, strict=True):
+    for row, (first, second, score) in zip(grid, pairs, strict=True):
         for number, item in enumerate((first, second)):
-            image = found.images[number]
+            image = score.images[number]
             plain, mapped = row[2 * number], row[2 * number + 1]
             for axes in (plain, mapped):
                 axes.set_axis_off()
@@ -241,11 +241,11 @@ def similarity_figure(
             height, width = image.shape[:2]
             extent = (-0.5, width - 0.5, height - 0.5, -0.5)
             mapped.imshow(
-                found.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
+                score.maps[number], cmap="jet", alpha=0.5, vmin=0, vmax=1, extent=extent, interpolation="bicubic"
             )
             plain.set_title(_plain(_describe_image(item, names, _MAP_WIDTH)), fontsize=9)
         same = "same identity" if first.pid == second.pid else "different identities"
-        row[3].set_title(f"similarity {found.similarity:.2f}\n{same}", fontsize=9)
+        row[3].set_title(f"similarity {score.similarity:.2f}\n{same}", fontsize=9)
     figure.suptitle("Similarity maps (Grad-CAM of the cosine similarity)", fontsize=13)
     return figure
 

@@ -14,23 +14,35 @@ def open_set_section(check: CalibrationCheck | None) -> dict[str, Any] | None:
     """Prepare the table and the charts; None without a calibration."""
     if check is None:
         return None
-    found, rates = check.calibration, check.rates
+    calibration, rates = check.calibration, check.rates
     note = (
-        f"Thresholds from {found.chosen.far.num_identities:,} identities of {found.source}; error rates of "
+        f"Thresholds from {calibration.chosen.far.num_identities:,} identities of {calibration.source}; error rates of "
         f"{rates.far.num_identities:,} identities of this test set, with 95 % confidence intervals over identities."
     )
     if check.excluded:
         note += f" The {check.excluded:,} identities that chose the thresholds are excluded."
     rows = [
-        ("same", f"{found.same_threshold:.4f}", "impostor pairs accepted", percent(found.far), str(rates.far)),
-        ("different", f"{found.different_threshold:.4f}", "genuine pairs rejected", found.stated_frr, str(rates.frr)),
+        (
+            "same",
+            f"{calibration.same_threshold:.4f}",
+            "impostor pairs accepted",
+            percent(calibration.far),
+            str(rates.far),
+        ),
+        (
+            "different",
+            f"{calibration.different_threshold:.4f}",
+            "genuine pairs rejected",
+            calibration.stated_frr,
+            str(rates.frr),
+        ),
         ("unknown", "between both", "impostor pairs", "", str(rates.undecided_impostor)),
         ("", "", "genuine pairs", "", str(rates.undecided_genuine)),
         (
             f"search in {rates.gallery_size:,} images",
-            f"{found.search_threshold:.4f}",
+            f"{calibration.search_threshold:.4f}",
             "queries without a match accepted",
-            percent(found.fpir),
+            percent(calibration.fpir),
             str(rates.fpir),
         ),
         ("", "", "queries with a match called unknown", "", str(rates.fnir)),
@@ -47,7 +59,7 @@ def open_set_section(check: CalibrationCheck | None) -> dict[str, Any] | None:
 
 def distribution_panel(check: CalibrationCheck) -> Panel:
     """Plot the score histograms of genuine and impostor pairs, and the thresholds."""
-    found = check.calibration
+    calibration = check.calibration
     histograms = {"genuine pairs": check.genuine, "impostor pairs": check.impostor}
     top = 106 * max(values.max() for values in histograms.values())
     lines = [
@@ -55,16 +67,16 @@ def distribution_panel(check: CalibrationCheck) -> Panel:
         for name, values in histograms.items()
     ]
     thresholds = {
-        "different": found.different_threshold,
-        "same": found.same_threshold,
-        "search": found.search_threshold,
+        "different": calibration.different_threshold,
+        "same": calibration.same_threshold,
+        "search": calibration.search_threshold,
     }
     for name, threshold in thresholds.items():
         lines.append(Line(f"threshold: {name}", np.full(2, threshold), np.array([0.0, top])))
     x = [float(check.edges[0]), float(check.edges[-1]), *thresholds.values()]
     return Panel(
         "Scores and thresholds",
-        "cosine similarity" if found.metric == "cosine" else "Euclidean distance",
+        "cosine similarity" if calibration.metric == "cosine" else "Euclidean distance",
         "fraction of pairs, %",
         lines,
         x_range=(min(x), max(x)),
@@ -75,16 +87,16 @@ def distribution_panel(check: CalibrationCheck) -> Panel:
 
 def reliability_panel(check: CalibrationCheck) -> Panel:
     """Plot the observed fraction of genuine pairs over the predicted probability (reliability diagram)."""
-    found = check.reliability
+    reliability = check.reliability
     return Panel(
         "Reliability of the probability",
         "predicted probability of the same identity",
         "fraction of genuine pairs",
         [
-            Line(f"{check.calibration.method} calibration", found.predicted, found.observed, dots=True),
+            Line(f"{check.calibration.method} calibration", reliability.predicted, reliability.observed, dots=True),
             Line("perfect", np.array([0.0, 1.0]), np.array([0.0, 1.0])),
         ],
         x_range=(0, 1),
         y_range=(0, 1),
-        note=f"prior 50 %; mean absolute error {found.error:.3f}",
+        note=f"prior 50 %; mean absolute error {reliability.error:.3f}",
     )

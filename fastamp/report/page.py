@@ -75,7 +75,7 @@ def embedded_style() -> dict[str, str]:
 @cache
 def templates() -> Environment:
     """Load the templates in ``report/templates``, with HTML escaping enabled."""
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -84,8 +84,8 @@ def templates() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    found.globals["frame"] = FRAME
-    return found
+    environment.globals["frame"] = FRAME
+    return environment
 
 
 def _displayable(value: Any) -> Any:

@@ -219,8 +219,8 @@ def _rank_list(
 ) -> dict[str, Any]:
     query = queries[rank_list.query]
     name = test_set.identity(query.pid)
-    found = f"first match at rank {rank_list.first_match}" if rank_list.first_match else "no match"
-    title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, {found}"
+    match_text = f"first match at rank {rank_list.first_match}" if rank_list.first_match else "no match"
+    title = f"identity {name}: AP {100 * rank_list.ap:.1f} %, {match_text}"
     pictures = [_picture(query, f"query, identity {name}", "query", test_set)]
     for rank, (number, score, match) in enumerate(
         zip(

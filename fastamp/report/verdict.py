@@ -121,7 +121,7 @@ def _newest_first(files: Iterable[Path]) -> list[Path]:
 
 def _same_evaluation(cfg: CfgNode, file: Path) -> bool:
     """Return True if the config of a run has the evaluation settings of ``cfg``."""
-    found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    test = found.get("TEST") if isinstance(found, dict) else None
+    evaluation = yaml.safe_load(file.read_text(encoding="utf-8"))
+    test = evaluation.get("TEST") if isinstance(evaluation, dict) else None
     expected = yaml.safe_load(cfg.dump())["TEST"]
     return isinstance(test, dict) and all(test.get(key) == expected[key] for key in _COMPARED)

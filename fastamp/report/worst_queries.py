@@ -29,9 +29,9 @@ def rank_list_image(test_set: EvaluatedSet, kind: str = "worst") -> Image.Image 
     width, height = (side + 2 * _BORDER + _GAP for side in SIZE)
     columns = 1 + max(len(rank_list.gallery) for rank_list in lists)
     sheet = Image.new("RGB", (columns * width, len(lists) * height), "white")
-    for row, found in enumerate(lists):
-        cells = [(queries[found.query], _GRAY)]
-        for number, match in zip(found.gallery.tolist(), found.matches.tolist(), strict=True):
+    for row, ranked in enumerate(lists):
+        cells = [(queries[ranked.query], _GRAY)]
+        for number, match in zip(ranked.gallery.tolist(), ranked.matches.tolist(), strict=True):
             cells.append((gallery[number], _GREEN if match else _RED))
         for column, (item, color) in enumerate(cells):
             sheet.paste(_framed(item, color), (column * width, row * height))

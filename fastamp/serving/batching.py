@@ -110,9 +110,9 @@ class Batcher:
         self._waiting.extend(_Waiting(*waiting, loop.time()) for waiting in zip(images, futures, strict=True))
         self._wake.set()
         # The first error must not leave the others unread.
-        found = await asyncio.gather(*futures, return_exceptions=True)
+        results = await asyncio.gather(*futures, return_exceptions=True)
         features = []
-        for result in found:
+        for result in results:
             if isinstance(result, BaseException):
                 raise result
             features.append(result)

@@ -126,8 +126,8 @@ def _check_fields(form: FormData, fields: Collection[str]) -> None:
 
 
 async def _as_coroutine(form: Any) -> FormData:
-    found: FormData = await form
-    return found
+    parts: FormData = await form
+    return parts
 
 
 async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Upload]:

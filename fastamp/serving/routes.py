@@ -80,11 +80,11 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
     )
     async def features(request: Request) -> Response:
         async def answer(form: FormData) -> dict[str, Any]:
-            found, _ = await service.features(await uploads_of(form, most=most))
+            features, _ = await service.features(await uploads_of(form, most=most))
             return {
                 "model": service.model.config_hash,
                 "metric": service.model.metric,
-                "features": found.tolist(),
+                "features": features.tolist(),
             }
 
         return await _with_form(request, service, _IMAGES, answer)
@@ -100,8 +100,8 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
     async def compare(request: Request) -> Response:
         async def answer(form: FormData) -> dict[str, Any]:
             (a, b), _ = await service.features(await uploads_of(form, least=2, most=2))
-            found = service.model.compare_features(a, b)
-            return {"metric": found.metric, **service.compared(found.score)}
+            comparison = service.model.compare_features(a, b)
+            return {"metric": comparison.metric, **service.compared(comparison.score)}
 
         return await _with_form(request, service, _IMAGES, answer)
 
@@ -125,8 +125,8 @@ def add_model_routes(app: FastAPI, service: Service, access: list[Any]) -> None:
             for name in ("after", "before"):
                 if texts := texts_of(form, name):
                     conditions[name] = parse_time(texts[0])
-            found, _ = await service.features(await uploads_of(form, most=most))
-            return await service.search(found, k, conditions)
+            features, _ = await service.features(await uploads_of(form, most=most))
+            return await service.search(features, k, conditions)
 
         return await _with_form(request, service, _SEARCH, answer)
 

@@ -144,10 +144,10 @@ class Service:
         with self.batcher.places(len(uploads)):
             decoded = await asyncio.gather(*(self._decode(upload, number) for number, upload in enumerate(uploads)))
             try:
-                found = await self.batcher.features([image for image, _ in decoded])
+                features = await self.batcher.features([image for image, _ in decoded])
             except DataError as error:
                 raise RequestError(422, "invalid_image", *split_fix(str(error))) from error
-            return found, [picture for _, picture in decoded]
+            return features, [picture for _, picture in decoded]
 
     def _compute(self, images: Sequence[Tensor]) -> Tensor:
         """Compute the features of a batch, with half of PyTorch's threads if two batches are computed."""
@@ -231,7 +231,7 @@ class Service:
         calibration, queries = self.model.calibration, []
         for query in range(len(features)):
             columns = {name: values[query].tolist() for name, values in result.columns.items()}
-            found = [
+            matches = [
                 {
                     "rank": rank + 1,
                     **self.compared(float(score)),
@@ -251,19 +251,19 @@ class Service:
                     "threshold": calibration.search_threshold,
                     "fpir": calibration.expected_fpir(searched),
                 }
-            queries.append({**decision, "found": found})
+            queries.append({**decision, "found": matches})
         recall = None if conditions or self.gallery is None else self.gallery.recall
         return {"metric": result.metric, "searched": searched, "recall": recall, "queries": queries}
 
     def compared(self, score: float) -> dict[str, Any]:
         """Return a score with the decision and probability of the calibration, and its percentiles."""
-        found = self.model.compare_score(score)
+        comparison = self.model.compare_score(score)
         return {
             "score": score,
-            "decision": found.decision,
-            "probability": found.probability,
-            "genuine_fraction": found.genuine_fraction,
-            "impostor_fraction": found.impostor_fraction,
+            "decision": comparison.decision,
+            "probability": comparison.probability,
+            "genuine_fraction": comparison.genuine_fraction,
+            "impostor_fraction": comparison.impostor_fraction,
         }
 
     def _build_candidates(self) -> None:

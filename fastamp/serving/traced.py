@@ -45,13 +45,13 @@ def traced_features(model: FeatureModel, example: Tensor) -> Compute:
             traced = torch.jit.trace(network, torch.stack(images[:2]), check_trace=False)
             if model.policy.dtype == torch.float32:  # folds batch norm; in bfloat16, this changes the rounding
                 traced = torch.jit.freeze(traced)
-            found = [_compute(traced, batch) for batch in batches]
+            outputs = [_compute(traced, batch) for batch in batches]
         except Exception as error:  # PyTorch raises many exception types
             logger.info("computing without a trace, which failed: %s", str(error).strip().partition("\n")[0])
             return model.features_of_preprocessed
     if not all(
         _is_close(features, model.features_of_preprocessed(batch))
-        for features, batch in zip(found, batches, strict=True)
+        for features, batch in zip(outputs, batches, strict=True)
     ):
         logger.info("computing without a trace, because its features are different")
         return model.features_of_preprocessed
@@ -77,9 +77,9 @@ class _Network(nn.Module):
         return extract_features(self.model, {"images": images}, self.policy, self.flip)
 
 
-def _is_close(found: Tensor, expected: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
     limit = _TOLERANCE * expected.abs().max()
-    return found.shape == expected.shape and bool((found - expected).abs().max() <= limit)
+    return actual.shape == expected.shape and bool((actual - expected).abs().max() <= limit)
 
 
 def _compute(traced: torch.jit.ScriptModule, images: Sequence[Tensor]) -> Tensor:

@@ -129,24 +129,24 @@ def _upright(frame: Any) -> Frame:
 
 def _numbered_images(folder: Path) -> dict[int, Path]:
     """Return frame number -> file."""
-    found: dict[int, Path] = {}
+    frames: dict[int, Path] = {}
     for file in sorted(folder.iterdir()):
         if file.suffix.lower() not in _IMAGES or file.name.startswith("."):
             continue
         match = _LAST_DIGITS.search(file.stem)
         number = int(match[1]) if match else 0
-        if number < 1 or number in found:
-            problem = f"the same number as {found[number].name}" if number in found else "no frame number from 1"
+        if number < 1 or number in frames:
+            problem = f"the same number as {frames[number].name}" if number in frames else "no frame number from 1"
             raise DataError(
                 f"{file} has {problem}.\n  fix: name the frames 000001.jpg, 000002.jpg, ... in the order of time"
             )
-        found[number] = file
-    if not found:
+        frames[number] = file
+    if not frames:
         raise DataError(
             f"{folder} contains no images ({', '.join(_IMAGES)}).\n"
             "  fix: pass the folder of the frames, named 000001.jpg, 000002.jpg, ..."
         )
-    return found
+    return frames
 
 
 def import_av(purpose: str) -> ModuleType:

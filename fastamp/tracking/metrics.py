@@ -39,7 +39,7 @@ class TrackingMetrics:
         return f"{self.switches} identity switches, MOTA {self.mota:.2f}, IDF1 {self.idf1:.2f}"
 
 
-def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
+def tracking_metrics(truth: Boxes, tracked: Boxes) -> TrackingMetrics:
     """Compute identity switches, MOTA (Bernardin and Stiefelhagen 2008) and IDF1 (Ristani et al. 2016).
 
     In each frame, an identity keeps the track of its previous match while they overlap; the other boxes are matched
@@ -49,33 +49,35 @@ def tracking_metrics(truth: Boxes, found: Boxes) -> TrackingMetrics:
 
     Args:
         truth: ground truth.
-        found: tracks.
+        tracked: tracks.
 
     Raises:
         DataError: see ``check_ids``.
     """
-    for boxes in (truth, found):
+    for boxes in (truth, tracked):
         check_ids(boxes)
     truth = truth.select(truth.confidences != 0)
     last: dict[int, int] = {}
     switches = matches = 0
     identities, rows = np.unique(truth.ids, return_inverse=True)
-    tracks, columns = np.unique(found.ids, return_inverse=True)
+    tracks, columns = np.unique(tracked.ids, return_inverse=True)
     together = np.zeros((len(identities), len(tracks)), dtype=np.int64)
-    for frame in np.union1d(truth.frames, found.frames).tolist():
-        here, there = np.flatnonzero(truth.frames == frame), np.flatnonzero(found.frames == frame)
-        overlaps = np.array([iou(truth.boxes[row], found.boxes[there]) for row in here]).reshape(len(here), len(there))
+    for frame in np.union1d(truth.frames, tracked.frames).tolist():
+        here, there = np.flatnonzero(truth.frames == frame), np.flatnonzero(tracked.frames == frame)
+        overlaps = np.array([iou(truth.boxes[row], tracked.boxes[there]) for row in here]).reshape(
+            len(here), len(there)
+        )
         for row, column in np.argwhere(overlaps >= MIN_IOU).tolist():
             together[rows[here[row]], columns[there[column]]] += 1
-        for row, column in _matches(overlaps, truth.ids[here], found.ids[there], last):
-            identity, track = int(truth.ids[here[row]]), int(found.ids[there[column]])
+        for row, column in _matches(overlaps, truth.ids[here], tracked.ids[there], last):
+            identity, track = int(truth.ids[here[row]]), int(tracked.ids[there[column]])
             matches += 1
             switches += last.get(identity, track) != track
             last[identity] = track
-    misses, false_positives, count = len(truth) - matches, len(found) - matches, len(truth)
+    misses, false_positives, count = len(truth) - matches, len(tracked) - matches, len(truth)
     correct = int(together[linear_sum_assignment(together, maximize=True)].sum())
     mota = 100 * (1 - (misses + false_positives + switches) / count) if count else np.nan
-    idf1 = 200 * correct / (count + len(found)) if count else np.nan
+    idf1 = 200 * correct / (count + len(tracked)) if count else np.nan
     return TrackingMetrics(switches, misses, false_positives, count, float(mota), float(idf1))
 
 

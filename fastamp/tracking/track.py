@@ -132,9 +132,9 @@ def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: 
         if not features:
             raise DataError(f"{message}\n  fix: columns are left,top,width,height in pixels of the frame")
         logger.warning("%s\n  they are tracked by motion only", message)
-    found = np.concatenate(features)
-    result = np.full((len(detections), found.shape[1]), np.nan, dtype=np.float32)
-    result[rows] = found
+    matrix = np.concatenate(features)
+    result = np.full((len(detections), matrix.shape[1]), np.nan, dtype=np.float32)
+    result[rows] = matrix
     return result
 
 

@@ -32,11 +32,11 @@ def remove_abandoned(folder: Path) -> None:
 
 def _is_of_dead_process(build: Path, folder: Path) -> bool:
     """Return True if the process that created the folder ran on this machine, in this container, and has ended."""
-    found = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
-    if found is None or found[1] != _machine():
+    match = re.fullmatch(r"(.+)-([0-9]+)-[0-9a-f]{32}", build.name.removeprefix(_prefix(folder)))
+    if match is None or match[1] != _machine():
         return False
     try:
-        os.kill(int(found[2]), 0)
+        os.kill(int(match[2]), 0)
     except ProcessLookupError:
         return True
     except (OSError, OverflowError):

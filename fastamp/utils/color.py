@@ -24,8 +24,8 @@ def color_message(text: str, stream: TextIO) -> str:
     """Color ``error:`` and ``fix:`` in a message, if the stream has colors."""
     if not has_color(stream):
         return text
-    text = _ERROR.sub(lambda found: paint(found[1], "red"), text, count=1)
-    return _FIX.sub(lambda found: paint(found[1], "green"), text)
+    text = _ERROR.sub(lambda match: paint(match[1], "red"), text, count=1)
+    return _FIX.sub(lambda match: paint(match[1], "green"), text)
 
 
 def color_level(text: str, level: str, stream: TextIO) -> str:
@@ -33,9 +33,9 @@ def color_level(text: str, level: str, stream: TextIO) -> str:
     if not has_color(stream):
         return text
     text = text.replace(f"{level}:", paint(f"{level}:", "yellow" if level == "WARNING" else "red"), 1)
-    return _FIX.sub(lambda found: paint(found[1], "green"), text)
+    return _FIX.sub(lambda match: paint(match[1], "green"), text)
 
 
 def color_help(text: str, stream: TextIO) -> str:
     """Print the headings of a help text in bold, if the stream has colors."""
-    return _HEADING.sub(lambda found: paint(found[1], "bold"), text) if has_color(stream) else text
+    return _HEADING.sub(lambda match: paint(match[1], "bold"), text) if has_color(stream) else text

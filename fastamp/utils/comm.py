@@ -274,8 +274,8 @@ def select_text(text: str, order: float = 0) -> tuple[int, str]:
     """
     orders = gather_rows(torch.tensor([order], dtype=torch.float64)).tolist()
     texts = [message.decode() for message in gather_bytes(text.encode())]
-    found = [(orders[rank], rank, text) for rank, text in enumerate(texts) if text]
-    return min(found)[1:] if found else (-1, "")
+    messages = [(orders[rank], rank, text) for rank, text in enumerate(texts) if text]
+    return min(messages)[1:] if messages else (-1, "")
 
 
 def select_message(text: str, order: float = 0) -> str:

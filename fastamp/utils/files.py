@@ -30,11 +30,12 @@ def real_path(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.realpath(path))
 
 
-def check_format(found: object, known: object, path: str | os.PathLike[str], error: type[UserError]) -> None:
+def check_format(version: object, known: object, path: str | os.PathLike[str], error: type[UserError]) -> None:
     """Raise ``error`` if the number of the format of a file is not the one that this version reads and writes."""
-    if found != known:
+    if version != known:
         raise error(
-            f"{path} has the format {str(found)[:40]!r}, but this version of fastamp reads the format {str(known)!r}.\n"
+            f"{path} has the format {str(version)[:40]!r}, but this version of fastamp reads the format "
+            f"{str(known)!r}.\n"
             "  fix: use the version of fastamp that wrote the file, or a later one"
         )
 

@@ -69,15 +69,17 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
             return
         if locked and os.fstat(file.fileno()).st_nlink:
             break
-        found = "" if locked else _read_holder(file)  # locked, but its former holder has removed the file: try again
+        holder_text = (
+            "" if locked else _read_holder(file)
+        )  # locked, but its former holder has removed the file: try again
         file.close()
-        if found and time.monotonic() > deadline:
+        if holder_text and time.monotonic() > deadline:
             raise ConfigError(
                 f"{key} {os.fspath(folder)} is locked: another process is writing to it.\n"
-                f"  found: {found}\n"
+                f"  found: {holder_text}\n"
                 f"  fix:   choose another {key}, wait until that process ends, or stop it"
             )
-        if found:
+        if holder_text:
             time.sleep(0.1)
     holder = {
         "pid": os.getpid(),

@@ -56,11 +56,11 @@ def _tensor_mismatch(expected: torch.Tensor, saved: Any, name: str) -> str:
         return _expected(name, "a tensor", saved)
     if saved.shape == expected.shape and saved.dtype == expected.dtype:
         return ""
-    found = f"{saved.dtype} {tuple(saved.shape)}"
-    return f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {found}"
+    description = f"{saved.dtype} {tuple(saved.shape)}"
+    return f"{name}: expected {expected.dtype} {tuple(expected.shape)}, got {description}"
 
 
-def _expected(name: str, expected: str, found: Any) -> str:
-    is_number = isinstance(found, float) or (isinstance(found, int) and abs(found) < 2**63)
-    text = repr(found) if is_number else type(found).__name__
+def _expected(name: str, expected: str, actual: Any) -> str:
+    is_number = isinstance(actual, float) or (isinstance(actual, int) and abs(actual) < 2**63)
+    text = repr(actual) if is_number else type(actual).__name__
     return f"{name}: expected {expected}, got {text}"

@@ -9,4 +9,4 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206
 
 def sanitize_terminal_text(text: str) -> str:
     r"""Replace characters that a terminal could interpret as commands by escape sequences, e.g. ``\x1b``."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)

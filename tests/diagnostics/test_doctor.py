@@ -51,7 +51,7 @@ def checker(model, policy):
 
 def search(model, policy):
     lines, check = [], checker(model, policy)
-    return search_force_fp32(model, BATCH, policy, check=check, found=check(), report=lines.append), lines
+    return search_force_fp32(model, BATCH, policy, check=check, current=check(), report=lines.append), lines
 
 
 def passes_check(model, policy, names=()):

@@ -331,7 +331,7 @@ def test_fp32_search_selects_a_layer_with_wrong_results(broken):
 
     state = check()
     assert state.kernel and state.layers[0].name == "backbone.layer2.0.conv1"
-    found = search_force_fp32(broken, batch, low, check=check, found=state)
+    found = search_force_fp32(broken, batch, low, check=check, current=state)
     assert found == ["backbone.layer2.0.conv1"]
 
 

@@ -97,7 +97,7 @@ def test_precision_check_fails_on_overflow_that_cannot_be_located(monkeypatch):
     model, batch = Net(3, gain=1e7), make_batch()
     found = check(model, batch, FLOAT16)
     assert found.overflow and found.location is None and "(not located)" in found.problem
-    assert search_force_fp32(model, batch, FLOAT16, check=lambda: found, found=found) is None
+    assert search_force_fp32(model, batch, FLOAT16, check=lambda: found, current=found) is None
 
 
 def test_fp32_search_raises_if_memory_runs_out():
@@ -109,7 +109,7 @@ def test_fp32_search_raises_if_memory_runs_out():
             batch,
             FLOAT16,
             check=lambda: check(hungry, batch, FLOAT16),
-            found=check(model, batch, FLOAT16),
+            current=check(model, batch, FLOAT16),
         )
 
 

@@ -173,21 +173,21 @@ class ImageDataset(FastReIDDataset):
     def _check_boxes(self, split: str, items: Sequence[ImageItem]) -> None:
         """Raise DataError if the boxes of a split are not in pixels, and log a warning about those of a few pixels."""
         if isinstance(items, PackedItems):
-            found, rows = items.boxes, None
+            boxes, rows = items.boxes, None
         else:
             rows = [row for row, item in enumerate(items) if item.box is not None]
-            found = np.array([items[row].box for row in rows], dtype=np.float64).reshape(-1, 4)
-        if found is None or not len(found):
+            boxes = np.array([items[row].box for row in rows], dtype=np.float64).reshape(-1, 4)
+        if boxes is None or not len(boxes):
             return
         place = f"{self.title}, {split}"
-        if are_normalized(found):
+        if are_normalized(boxes):
             raise normalized_error(place)
 
         def name_of(row: int) -> str:
             item = items[row if rows is None else rows[row]]
             return f"{item.box} of {item.path}"
 
-        warn_of_small_boxes(found, place, name_of)
+        warn_of_small_boxes(boxes, place, name_of)
 
     def _exclude_unknown(self, items: Sequence[ImageItem]) -> Sequence[ImageItem]:
         """Exclude training images of unknown identities."""

@@ -385,8 +385,8 @@ def _parse_box(columns: Sequence[str], values: Sequence[str]) -> tuple[int, int,
         fix = " (write a decimal point, not a comma)" if "," in "".join(values) else ""
         raise DataError(f"{' '.join(columns)} must be numbers, got {' '.join(values)}{fix}") from error
     if not (-_MAX_COORDINATE < x0 < x1 < _MAX_COORDINATE and -_MAX_COORDINATE < y0 < y1 < _MAX_COORDINATE):
-        found = f"{x0} {y0} {x1} {y1}"
+        box = f"{x0} {y0} {x1} {y1}"
         if columns == _BOX_WITH_SIZE:
-            found += f" (x1 = x + w, y1 = y + h, from {' '.join(values)})"
-        raise DataError(f"box: expected x0 < x1 and y0 < y1, in pixels, got {found}")
+            box += f" (x1 = x + w, y1 = y + h, from {' '.join(values)})"
+        raise DataError(f"box: expected x0 < x1 and y0 < y1, in pixels, got {box}")
     return x0, y0, x1, y1

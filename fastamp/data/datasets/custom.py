@@ -131,8 +131,8 @@ class CsvDataset(ImageDataset):
             raise _invalid_lines_error(file, table.invalid)
         self.excluded_note = log_excluded(table.excluded, str(file))
         if not len(table.lines):
-            found = f" ({self.excluded_note})" * bool(table.excluded)
-            raise DataError(f"{file}: no images; expected one per line below the header{found}.\n  fix: add images")
+            excluded = f" ({self.excluded_note})" * bool(table.excluded)
+            raise DataError(f"{file}: no images; expected one per line below the header{excluded}.\n  fix: add images")
         if not skip_invalid:  # else, the report of check_dataset lists them
             _warn_about_repeated_images(file, table)
         if table.camids is None:
@@ -435,11 +435,11 @@ def _warn_about_repeated_images(file: Path, table: CsvTable) -> None:
 def _invalid_lines_error(file: Path, invalid: dict[int, str]) -> DataError:
     """Return the error for invalid lines in a CSV file."""
     fix = f"or write a file without invalid lines: {clean_command(f'csv:{file}')}"
-    found = describe_invalid_lines(file, invalid)
+    description = describe_invalid_lines(file, invalid)
     if len(invalid) == 1:
-        return DataError(f"{found[0]}\n  fix: correct the line, {fix}")
-    first = "".join(f"\n    {text}" for text in found[:_MAX_LISTED])
-    more = f"\n    and {len(found) - _MAX_LISTED} more problems" * (len(found) > _MAX_LISTED)
+        return DataError(f"{description[0]}\n  fix: correct the line, {fix}")
+    first = "".join(f"\n    {text}" for text in description[:_MAX_LISTED])
+    more = f"\n    and {len(description) - _MAX_LISTED} more problems" * (len(description) > _MAX_LISTED)
     return DataError(f"{file}: {len(invalid)} invalid lines:{first}{more}\n  fix: correct the lines, {fix}")
 
 
@@ -490,18 +490,18 @@ def image_files(folder: Path) -> list[str]:
     Hidden files and subfolders, links to subfolders, and subfolders without read permission are skipped. Links to
     files are listed even if they are broken. A warning counts HEIC files, which cannot be read.
     """
-    found: list[str] = []
+    paths: list[str] = []
     heic: list[str] = []
-    _add_images(_path_prefix(folder), found, heic)
+    _add_images(_path_prefix(folder), paths, heic)
     if heic:
         logger.warning(
             "%s: skipping %s; the first: %s\n  fix: convert HEIC images to JPEG",
             *(folder, plural(len(heic), "HEIC file"), heic[0]),
         )
-    return found
+    return paths
 
 
-def _add_images(prefix: str, found: list[str], heic: list[str]) -> None:
+def _add_images(prefix: str, paths: list[str], heic: list[str]) -> None:
     """Append the paths of the image files in the folder ``prefix``, which ends with a slash or is empty."""
     try:
         with os.scandir(prefix or ".") as entries:
@@ -512,9 +512,9 @@ def _add_images(prefix: str, found: list[str], heic: list[str]) -> None:
         if entry.name[0] in ".@":
             continue
         if entry.is_dir(follow_symlinks=False):
-            _add_images(f"{prefix}{entry.name}/", found, heic)
+            _add_images(f"{prefix}{entry.name}/", paths, heic)
         elif _has_image_suffix(entry.name) and (entry.is_symlink() or entry.is_file()):
-            found.append(prefix + entry.name)
+            paths.append(prefix + entry.name)
         elif entry.name.lower().endswith((".heic", ".heif")):
             heic.append(prefix + entry.name)
 
@@ -547,8 +547,8 @@ def _camera_of(pattern: re.Pattern[str] | None, path: str, start: int) -> str:
     Returns:
         The camera; "" if it is not found, or without a pattern.
     """
-    found = pattern.search(_path_in_identity(path, start)) if pattern else None
-    return (found.group(1) or "") if found else ""
+    match = pattern.search(_path_in_identity(path, start)) if pattern else None
+    return (match.group(1) or "") if match else ""
 
 
 def _path_prefix(folder: Path) -> str:

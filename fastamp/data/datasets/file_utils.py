@@ -39,7 +39,7 @@ def check_tree(name: str, root: str | Path, needed: Iterable[Path], tree: str, f
     raise missing_dataset_error(
         name,
         missing,
-        found=f"  found: {describe_folder(missing[0].parent)}\n"
+        description=f"  found: {describe_folder(missing[0].parent)}\n"
         + (f"  hint: {hint}\n" if hint else "")
         + f"  expected under the data root {root.absolute()}:\n{expected}\n",
         fix=ROOT_FIX,

@@ -103,10 +103,10 @@ class FilenameDataset(ImageDataset):
 
     def _load(self, split: str) -> list[ImageItem]:
         """Return the images of a split with numbered cameras."""
-        found = self._find_images(split)
+        images = self._find_images(split)
         items = [
             ImageItem(str(file), pid, self._camera_number(camera), columns=columns)
-            for file, pid, camera, columns in found
+            for file, pid, camera, columns in images
         ]
         return self._add_name_prefix(items) if split == "train" else items
 
@@ -151,7 +151,7 @@ class FilenameDataset(ImageDataset):
         self, folders: Sequence[Path], layout: Sequence[str], cameras: Collection[int | str] = ()
     ) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
-        found, unmatched, num_excluded, num_other_cameras, unknown = [], [], 0, 0, Counter[str]()
+        images, unmatched, num_excluded, num_other_cameras, unknown = [], [], 0, 0, Counter[str]()
         for file, match in (
             file_match for folder in folders for file_match in _walk(name, folder, layout, self.suffix)
         ):
@@ -181,7 +181,7 @@ class FilenameDataset(ImageDataset):
                 continue
             self._check_prefix(pid, prefix, file)
             try:
-                found.append((file, pid, camera, self.find_columns(fields)))
+                images.append((file, pid, camera, self.find_columns(fields)))
             except DataError as error:
                 raise DataError(
                     f"{name}: {file.absolute()}: {error}; expected {expected}.\n"
@@ -190,14 +190,14 @@ class FilenameDataset(ImageDataset):
         num_excluded += sum(unknown.values())
         self.excluded_note = log_excluded(unknown, name) or self.excluded_note
         where = ", ".join(str(folder.absolute()) for folder in folders)
-        if num_other_cameras and not (found or unmatched or num_excluded):
+        if num_other_cameras and not (images or unmatched or num_excluded):
             raise DataError(
                 f"{name}: no image from {_list_cameras(cameras)} in {where}.\n"
                 "  fix: restore the original files of the dataset"
             )
-        if not (found or unmatched or num_excluded):
+        if not (images or unmatched or num_excluded):
             raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
-        if not found:
+        if not images:
             nothing = f"only images of excluded identities ({', '.join(map(str, [*self.excluded_ids, *unknown]))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
             raise DataError(
@@ -212,7 +212,7 @@ class FilenameDataset(ImageDataset):
                 unmatched[0],
                 expected,
             )
-        return found
+        return images
 
     def _check_prefix(self, pid: int | str, prefix: str, file: Path) -> None:
         """Raise DataError if ``prefix``, the text before the match of ``layout``, differs between files of ``pid``."""
@@ -277,5 +277,5 @@ def _walk(
         if pattern == "**":
             yield from _walk(name, inner, layout, suffix)
         elif match := re.fullmatch(pattern, inner.name):
-            for file, found in _walk(name, inner, rest, suffix):
-                yield file, found and (found[0], match.groupdict() | found[1])
+            for file, labels in _walk(name, inner, rest, suffix):
+                yield file, labels and (labels[0], match.groupdict() | labels[1])

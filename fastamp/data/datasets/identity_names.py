@@ -73,5 +73,5 @@ def log_excluded(counts: Mapping[str, int], title: str) -> str:
 
 def _number(text: str) -> str:
     """Return a whole number without zeros at its ends, and any other text unchanged."""
-    found = _WHOLE_NUMBER.fullmatch(text)
-    return found[1] if found else text
+    match = _WHOLE_NUMBER.fullmatch(text)
+    return match[1] if match else text

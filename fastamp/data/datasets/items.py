@@ -173,8 +173,8 @@ class Column:
 
     def unique(self) -> tuple[list[Any], np.ndarray]:
         """Return the list of distinct values and, for each row, the index of its value in this list: (N,) int64."""
-        found, inverse = np.unique(self.codes, return_inverse=True)
-        return [code if self.table is None else self.table[code] for code in found.tolist()], inverse.reshape(-1)
+        codes, inverse = np.unique(self.codes, return_inverse=True)
+        return [code if self.table is None else self.table[code] for code in codes.tolist()], inverse.reshape(-1)
 
     def map(self, function: Callable[[Any], Any]) -> "Column":
         """Return a column of ``function(value)`` for all values; ``function`` is called once per distinct value."""

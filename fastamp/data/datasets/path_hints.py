@@ -52,9 +52,9 @@ def path_hint(
         key=lambda candidate: -similarity[candidate],
     )
     for candidate in similar:
-        found = next((path for path in (candidate, *_subfolders(candidate)) if is_complete(path)), None)
-        if found:
-            return f"found {found.absolute()}; if it is this dataset, rename it to {expected}"
+        complete_folder = next((path for path in (candidate, *_subfolders(candidate)) if is_complete(path)), None)
+        if complete_folder:
+            return f"found {complete_folder.absolute()}; if it is this dataset, rename it to {expected}"
     if similar:
         content = ", ".join(entry.name for entry in _subfolders(similar[0])[:4]) or "no folders"
         return f"similar name: {similar[0].absolute()}, which contains {content}"

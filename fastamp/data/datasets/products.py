@@ -110,10 +110,10 @@ class ProductDataset(ImageDataset):
         return rows
 
     def _invalid_line(self, name: str, line: str | None, example: str) -> DataError:
-        found = "no lines" if line is None else repr(line)
+        content = "no lines" if line is None else repr(line)
         return DataError(
             f"{type(self).__name__}: expected lines such as {example!r} in {(self.dataset_dir / name).absolute()}, got "
-            f"{found}.\n  fix: restore this file of the dataset"
+            f"{content}.\n  fix: restore this file of the dataset"
         )
 
 

@@ -278,7 +278,7 @@ def _list_images(name: str, folders: Mapping[int, Path], pids: set[int]) -> list
     Raises:
         DataError: if there are none.
     """
-    found = [
+    images = [
         (file, pid, camera)
         for pid in sorted(pids)
         for camera, folder in folders.items()
@@ -286,12 +286,12 @@ def _list_images(name: str, folders: Mapping[int, Path], pids: set[int]) -> list
         for file in list_entries(name, folder / f"{pid:04d}")
         if is_image(file, ".jpg")
     ]
-    if not found:
+    if not images:
         shown = ", ".join(str(folder.absolute()) for folder in folders.values())
         raise DataError(
             f"{name}: no *.jpg file of the listed identities in {shown}.\n  fix: restore the images of the dataset"
         )
-    return found
+    return images
 
 
 def _read_list(name: str, file: Path, folder: Path) -> list[tuple[str, int]]:
@@ -302,7 +302,7 @@ def _read_list(name: str, file: Path, folder: Path) -> list[tuple[str, int]]:
     Raises:
         DataError: if a line is invalid, the labels contradict the folders, or the first image does not exist.
     """
-    found, label_of = [], {}
+    entries, label_of = [], {}
     for path, label in read_pairs(name, file):
         pid = Path(path).parent.name
         if not pid.isdecimal():
@@ -315,6 +315,6 @@ def _read_list(name: str, file: Path, folder: Path) -> list[tuple[str, int]]:
                 f"{name}: {file.absolute()} has several labels for the identity {pid}: {label_of[int(pid)]} and "
                 f"{label}.\n  fix: restore this file of the dataset"
             )
-        found.append((str(folder / path), int(pid)))
-    check_first_image(name, file, [ImageItem(path, pid, 0) for path, pid in found[:1]])
-    return found
+        entries.append((str(folder / path), int(pid)))
+    check_first_image(name, file, [ImageItem(path, pid, 0) for path, pid in entries[:1]])
+    return entries

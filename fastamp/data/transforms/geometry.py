@@ -123,9 +123,9 @@ def _has_uint8_operator(interpolation: str) -> bool:
         return False
     image = torch.randint(256, (3, 64, 64), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     expected = functional.resize(image, [48, 24], interpolation=_MODES[interpolation], antialias=True)
-    found = F.interpolate(image[None], size=(48, 24), mode=interpolation, antialias=True)[0]
+    resized = F.interpolate(image[None], size=(48, 24), mode=interpolation, antialias=True)[0]
     in_float32 = F.interpolate(image[None].float(), size=(48, 24), mode=interpolation, antialias=True)[0]
-    return torch.equal(found, expected) and not torch.equal(in_float32.round().clamp(0, 255), expected.float())
+    return torch.equal(resized, expected) and not torch.equal(in_float32.round().clamp(0, 255), expected.float())
 
 
 @TRANSFORM_REGISTRY.register("FLIP")

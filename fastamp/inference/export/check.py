@@ -97,9 +97,9 @@ def load_test_images(predictor: Predictor, data: str | None, max_images: int) ->
 def check_has_map(images: RankedImages | None) -> None:
     """Raise DataError if mAP cannot be computed on the test images."""
     if images is None or not images.ranks:
-        found = "there is no test set" if images is None else f"{images.title} has no gallery"
+        cause = "there is no test set" if images is None else f"{images.title} has no gallery"
         raise DataError(
-            f"int8 requires a test set, because the decrease of mAP must be measured, but {found}.\n"
+            f"int8 requires a test set, because the decrease of mAP must be measured, but {cause}.\n"
             "  fix: choose a test set with --data NAME, or use --precision fp16"
         )
 
@@ -145,7 +145,7 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
 
 
 def compare_exported(
-    report: ExportReport, predictor: Predictor, found: Features, images: RankedImages | None, l2: bool
+    report: ExportReport, predictor: Predictor, actual: Features, images: RankedImages | None, l2: bool
 ) -> None:
     """Add comparisons to ``report``; skip the test set if the features of random images already differ too much."""
     policy = predictor.policy.in_float32()
@@ -161,10 +161,10 @@ def compare_exported(
         return normalized(unscaled(batch)) if l2 else unscaled(batch)
 
     raw = report.metadata["preprocess"] == "inside"
-    report.comparisons = compare_on_random_images(predictor, expected, found, raw=raw)
+    report.comparisons = compare_on_random_images(predictor, expected, actual, raw=raw)
     if images is None or _differs_too_much(report):
         return
-    rows = images.features(unscaled), images.features(found, raw=raw)
+    rows = images.features(unscaled), images.features(actual, raw=raw)
     report.data = images.title
     joined = [torch.cat(row) for row in rows]
     report.comparisons.append(compare(images.title, normalized(joined[0]) if l2 else joined[0], joined[1]))

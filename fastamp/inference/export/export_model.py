@@ -129,8 +129,8 @@ def export(
         metadata["max_batch"] = format.max_batch
     files = format.content(source, metadata, opset)
     report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
-    found = exported_features(format.runner(files), predictor, metadata)
-    compare_exported(report, predictor, found, images, l2)
+    actual = exported_features(format.runner(files), predictor, metadata)
+    compare_exported(report, predictor, actual, images, l2)
     check_quality(report, tolerance)
     write_together({path.with_suffix(suffix): content for suffix, content in files.items()})
     return report
@@ -203,9 +203,9 @@ def _preprocessing(
             "  fix: use --preprocess outside or --precision fp16"
         )
     if color_order == "bgr" and not (inside and channels == 3):
-        found = f"INPUT.CHANNELS is {channels}" if inside else "--preprocess is outside"
+        setting = f"INPUT.CHANNELS is {channels}" if inside else "--preprocess is outside"
         raise ConfigError(
-            f"--color-order bgr requires --preprocess inside and 3 channels; {found}.\n"
+            f"--color-order bgr requires --preprocess inside and 3 channels; {setting}.\n"
             "  fix: omit --color-order" + ("" if inside else ", or add --preprocess inside")
         )
     return Preprocessing(predictor.resize, reverse_channels=color_order == "bgr") if inside else None

@@ -105,5 +105,5 @@ def for_each_size(images: Sequence[Tensor], features: Callable[[Tensor, list[int
     for index, image in enumerate(images):
         by_size.setdefault(image.shape, []).append(index)
     rows = [index for indices in by_size.values() for index in indices]
-    found = [features(torch.stack([images[i] for i in indices]), indices) for indices in by_size.values()]
-    return torch.cat(found)[torch.tensor(rows).argsort()]
+    of_size = [features(torch.stack([images[i] for i in indices]), indices) for indices in by_size.values()]
+    return torch.cat(of_size)[torch.tensor(rows).argsort()]

@@ -246,9 +246,9 @@ def _features(model: Any, inputs: dict[str, Tensor]) -> Tensor:
     return open_onnx(model.SerializeToString()).run_tensors(inputs).double()
 
 
-def error_of(expected: Tensor, found: Tensor) -> float:
+def error_of(expected: Tensor, actual: Tensor) -> float:
     """Compute 1 - mean cosine similarity of features."""
-    return 1 - F.cosine_similarity(expected, found).mean().item()
+    return 1 - F.cosine_similarity(expected, actual).mean().item()
 
 
 def sensitive_layers(errors: dict[str, float], error: float, titles: dict[str, str]) -> dict[str, str]:

@@ -53,10 +53,10 @@ def check_environment() -> None:
         ConfigError: if ``VARIABLE`` is not set, is not a Python that can be run, or has no converter.
     """
     python = os.environ.get(VARIABLE, "")
-    found, problem = _versions(python) if python else (None, "is not set")
-    if found:
-        if found != TESTED:
-            versions = " ".join(f"{name}=={version}" for name, version in found.items())
+    conversion, problem = _versions(python) if python else (None, "is not set")
+    if conversion:
+        if conversion != TESTED:
+            versions = " ".join(f"{name}=={version}" for name, version in conversion.items())
             logger.warning("%s has %s, which is not tested.\n  fix: pip install %s", VARIABLE, versions, PACKAGES)
         return
     raise ConfigError(
@@ -113,11 +113,11 @@ def convert(source: Source, folder: Path) -> None:
     path, dynamic = folder / "model.tflite", folder / "dynamic.tflite"
     expected = features(path.read_bytes(), images)
     try:
-        found = features(dynamic.read_bytes(), images)
+        actual = features(dynamic.read_bytes(), images)
     except ExportError as error:
         logger.debug("%s: %s", dynamic, error)
-        found = torch.empty(0)
-    if found.shape == expected.shape and torch.allclose(found, expected, atol=1e-3 * expected.abs().max().item()):
+        actual = torch.empty(0)
+    if actual.shape == expected.shape and torch.allclose(actual, expected, atol=1e-3 * expected.abs().max().item()):
         dynamic.replace(path)
     else:
         logger.info("the file takes one image at a time, because its operators contain the batch size")

@@ -32,9 +32,9 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
         folder = Path(name)
         convert(source, folder)
         run_worker("operators", folder)
-        found: list[Operator] = json.loads((folder / "operators.json").read_text())
+        all_operators: list[Operator] = json.loads((folder / "operators.json").read_text())
         trunks = trunks_of(source)
-        operators = [operator for operator in found if _is_quantizable(operator, trunks)]
+        operators = [operator for operator in all_operators if _is_quantizable(operator, trunks)]
         if not operators:
             raise ExportError(NO_LAYERS)
         images = {key: torch.cat([batch[key] for batch in inputs]) for key in inputs[0]}
@@ -53,9 +53,8 @@ def quantize(source: Source, inputs: Sequence[dict[str, Tensor]], opset: int | N
         errors = json.loads((folder / "errors.json").read_text())
         weighted = {key for key, module in source.module.named_modules() if hasattr(module, "weight")}
         kept = sensitive_layers(errors, error, {layer["name"]: _title(layer, weighted) for layer in layers})
-        return _quantized(folder, [operator for operator in operators if operator["name"] not in kept]), list(
-            kept.values()
-        )
+        quantized = [operator for operator in operators if operator["name"] not in kept]
+        return _quantized(folder, quantized), list(kept.values())
 
 
 def _is_quantizable(operator: Operator, trunks: set[str]) -> bool:

@@ -163,10 +163,10 @@ def operators(folder: Path) -> None:
     """List the operators: name, kind, which inputs are constants, and the modules of each operator of PyTorch in it."""
     model = _read(folder / "model.tflite")
     graph = model.subgraphs[0]
-    found = []
+    layers = []
     for operator in graph.operators:
         name = _name(graph, operator)
-        found.append(
+        layers.append(
             {
                 "name": name,
                 "kind": _kind(model, operator),
@@ -174,7 +174,7 @@ def operators(folder: Path) -> None:
                 "modules": [re.findall("<(.*?)>", part) for part in name.split(";;")],
             }
         )
-    (folder / "operators.json").write_text(json.dumps(found))
+    (folder / "operators.json").write_text(json.dumps(layers))
 
 
 def calibrate(folder: Path) -> Iterator[None]:
@@ -208,12 +208,12 @@ def errors(folder: Path, names: str) -> Iterator[None]:
     """Compute 1 - mean cosine similarity of the features to float32 with each operator quantized by itself."""
     inputs, ranges = _inputs(folder), _ranges(folder)
     expected = _features((folder / "model.tflite").read_bytes(), inputs)
-    found = {}
+    error_of_layer = {}
     for operator in json.loads((folder / names).read_text()):
         features = _features(_quantized(folder, [_rule(operator)], ranges), inputs)
-        found[operator["name"]] = 1 - _mean_cosine(expected, features)
+        error_of_layer[operator["name"]] = 1 - _mean_cosine(expected, features)
         yield
-    (folder / "errors.json").write_text(json.dumps(found))
+    (folder / "errors.json").write_text(json.dumps(error_of_layer))
 
 
 def run(folder: Path) -> None:
@@ -254,8 +254,8 @@ def _rule(operator: dict[str, Any]) -> dict[str, Any]:
 def _quantized(folder: Path, rules: list[dict[str, Any]], ranges: Any) -> bytes:
     from ai_edge_quantizer import quantizer
 
-    found = quantizer.Quantizer(str(folder / "model.tflite"), rules)
-    content = found.quantize(ranges, enable_progress_bar=False, enable_progress_report=False).quantized_model
+    quantized = quantizer.Quantizer(str(folder / "model.tflite"), rules)
+    content = quantized.quantize(ranges, enable_progress_bar=False, enable_progress_report=False).quantized_model
     return bytes(content)
 
 
@@ -294,8 +294,8 @@ def _features(content: bytes, inputs: Inputs) -> np.ndarray:
     return np.concatenate(rows)
 
 
-def _mean_cosine(expected: np.ndarray, found: np.ndarray) -> float:
-    a, b = expected.astype(np.float64), found.astype(np.float64)
+def _mean_cosine(expected: np.ndarray, actual: np.ndarray) -> float:
+    a, b = expected.astype(np.float64), actual.astype(np.float64)
     return float(np.mean((a * b).sum(1) / (np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1))))
 
 

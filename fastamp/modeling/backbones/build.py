@@ -128,12 +128,12 @@ def _flattened_width(cfg: Any, backbone: nn.Module) -> int:
     train, test = (_map_shape(cfg, backbone, size) for size in sizes)
     if train != test:
         keys = (size_key(cfg, is_train=is_train) for is_train in (True, False))
-        found = (
+        size_text = (
             f"{key} {size} gives {' x '.join(map(str, shape))}"
             for key, size, shape in zip(keys, sizes, (train, test), strict=True)
         )
         raise ConfigError(
-            f"{needed_by} requires feature maps of a fixed size, but {' and '.join(found)} "
+            f"{needed_by} requires feature maps of a fixed size, but {' and '.join(size_text)} "
             "(channels x height x width).\n"
             "  fix: set both keys to the same size, or choose another MODEL.HEADS.POOL_LAYER"
         )

@@ -395,10 +395,10 @@ def resize_clip_positions(state: State, key: str, model: PositionGrid, notes: li
     positions = state.get(key)
     if positions is None or positions.dim() != 2 or len(positions) < 3:
         return state
-    found = model.grid_in_file(len(positions) - 1, notes, "bilinear")
-    if found == model.grid:
+    grid = model.grid_in_file(len(positions) - 1, notes, "bilinear")
+    if grid == model.grid:
         return state
-    return state | {key: resize_positions(positions[None].float(), found, model.grid)[0]}
+    return state | {key: resize_positions(positions[None].float(), grid, model.grid)[0]}
 
 
 def _keys_of(trunk: State) -> dict[str, str]:

@@ -94,12 +94,12 @@ def with_adapters(cfg: Any, backbone: nn.Module) -> nn.Module:
 def _linear_layers(backbone: nn.Module, targets: tuple[str, ...]) -> list[tuple[nn.Module, str]]:
     """List the linear layers of the targets in the blocks of a backbone: (module, name of its weight)."""
     groups = backbone.layer_groups() if hasattr(backbone, "layer_groups") else []
-    found = []
+    layers = []
     for block in (block for group in groups[:-1] for block in group):
         for path, module in block.named_modules():
             kinds = {_TARGETS[part] for part in path.split(".") if part in _TARGETS}
             # Packed projections of queries, keys and values are parameters of the attention itself.
             name = "weight" if isinstance(module, nn.Linear) else "in_proj_weight"
             if kinds & set(targets) and isinstance(getattr(module, name, None), nn.Parameter):
-                found.append((module, name))
-    return found
+                layers.append((module, name))
+    return layers

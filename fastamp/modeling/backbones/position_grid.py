@@ -76,22 +76,22 @@ class PositionGrid:
         Raises:
             WeightsError: if ``weights_grid`` has another number of positions.
         """
-        found, others = self._stored_grid(patches), []
-        if found is None and self.weights_grid:
-            found = self._given_grid(patches)
-        if found is None:
-            found, *others = self._inferred_grids(patches)
-        if found != self.grid:
+        grid, others = self._stored_grid(patches), []
+        if grid is None and self.weights_grid:
+            grid = self._given_grid(patches)
+        if grid is None:
+            grid, *others = self._inferred_grids(patches)
+        if grid != self.grid:
             notes.append(
-                f"the position embedding was resized from {_text(found)} to {_text(self.grid)} patches by {method} "
+                f"the position embedding was resized from {_text(grid)} to {_text(self.grid)} patches by {method} "
                 "interpolation (see INPUT.SIZE_TRAIN or CROP.SIZE, MODEL.BACKBONE.STRIDE_SIZE)"
             )
         if others:
             notes.append(
-                f"the file does not state the grid of its {patches} positions: {_text(found)} is assumed, but "
+                f"the file does not state the grid of its {patches} positions: {_text(grid)} is assumed, but "
                 f"{' and '.join(map(_text, others))} would fit too; set MODEL.BACKBONE.WEIGHTS_GRID if it is another"
             )
-        return found
+        return grid
 
     def _stored_grid(self, patches: int) -> Grid | None:
         """Compute the grid from the config stored with the weights; None without one that fits."""
@@ -99,10 +99,10 @@ class PositionGrid:
         try:
             size, backbone = input_size(config, is_train=True), config.MODEL.BACKBONE
             assert size is not None
-            found = self.grid_for(size, tuple(backbone.STRIDE_SIZE), backbone.LAST_STRIDE)
+            grid = self.grid_for(size, tuple(backbone.STRIDE_SIZE), backbone.LAST_STRIDE)
         except (AttributeError, KeyError, TypeError, ValueError, AssertionError, ZeroDivisionError):
             return None  # no config, or that of another program or network
-        return found if math.prod(found) == patches else None
+        return grid if math.prod(grid) == patches else None
 
     def _given_grid(self, patches: int) -> Grid:
         if len(self.weights_grid) != 2 or math.prod(self.weights_grid) != patches:
@@ -138,8 +138,8 @@ def infer_grids(patches: int, *, own: Grid, common: list[Grid], is_reid: bool) -
     square = [(side, side)] if side * side == patches else []
     same = [own] if math.prod(own) == patches else []
     fitting = [grid for grid in common if math.prod(grid) == patches]
-    found = [*same, *fitting, *square] if is_reid or not square else [*square, *fitting, *same]
-    return list(dict.fromkeys(found)) or [factors_like(patches, _PERSON_RATIO)]
+    grids = [*same, *fitting, *square] if is_reid or not square else [*square, *fitting, *same]
+    return list(dict.fromkeys(grids)) or [factors_like(patches, _PERSON_RATIO)]
 
 
 def factors_like(patches: int, ratio: float) -> Grid:

@@ -249,10 +249,10 @@ class TimmVisionTransformer(TokenBackbone):
         fits = positions.dim() == 3 and positions.shape[:1] == (1,) and positions.shape[1] > prefix + 1
         if not fits or own_registers != ("reg_token" in trunk) or positions.shape[2] != self.feature_dim:
             return positions  # loading reports the shape mismatch
-        found = self.grid_in_file(positions.shape[1] - prefix, notes, "bicubic")
-        if found == self.grid:
+        grid = self.grid_in_file(positions.shape[1] - prefix, notes, "bicubic")
+        if grid == self.grid:
             return positions
-        return resample_abs_pos_embed(positions, new_size=[*self.grid], old_size=[*found], num_prefix_tokens=prefix)
+        return resample_abs_pos_embed(positions, new_size=[*self.grid], old_size=[*grid], num_prefix_tokens=prefix)
 
 
 class TimmLastBlock(nn.Module):

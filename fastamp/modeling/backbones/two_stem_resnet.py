@@ -80,16 +80,16 @@ class TwoStemResNet(ResNet):
             # The shapes of the parts depend on the values, which torch.export cannot trace.
             stems = [self._stem(x, number) for number in (0, 1)]
             return self.stages(torch.where((modality == 1).to(x.device).view(-1, 1, 1, 1), stems[1], stems[0]))
-        found = modality.unique().tolist()
-        if not set(found) <= {0, 1}:
+        values = modality.unique().tolist()
+        if not set(values) <= {0, 1}:
             raise DataError(
                 f"the column {self.columns[0]!r} must be visible or infrared (0 or 1) for all images; found the "
-                f"numbers {', '.join(map(str, found))} (-1: missing; from 2: values that DATASETS.CATEGORIES does not "
+                f"numbers {', '.join(map(str, values))} (-1: missing; from 2: values that DATASETS.CATEGORIES does not "
                 "list).\n"
                 f"  fix: set DATASETS.CATEGORIES to {{{self.columns[0]}: [visible, infrared]}}, and correct the column"
             )
-        if len(found) == 1:
-            return self.stages(self._stem(x, found[0]) + self._unused(1 - found[0]))
+        if len(values) == 1:
+            return self.stages(self._stem(x, values[0]) + self._unused(1 - values[0]))
         rows = [torch.nonzero(modality == number).flatten() for number in (0, 1)]
         order = torch.cat(rows).argsort().to(x.device, non_blocking=True)
         stems = [

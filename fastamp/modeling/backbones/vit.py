@@ -385,9 +385,9 @@ class VisionTransformer(TokenBackbone):
         ):
             if state.pop("dist_token", None) is not None:  # DeiT's second token, after the class token
                 positions = torch.cat((positions[:, :1], positions[:, 2:]), dim=1)
-            found = self.grid_in_file(positions.shape[1] - prefix, notes, "bilinear")
-            if found != self.grid:
-                positions = resize_positions(positions, found, self.grid, prefix=prefix)
+            grid = self.grid_in_file(positions.shape[1] - prefix, notes, "bilinear")
+            if grid != self.grid:
+                positions = resize_positions(positions, grid, self.grid, prefix=prefix)
             state["pos_embed"] = positions
         self.note_unused_side_embedding(state, notes)
         return state

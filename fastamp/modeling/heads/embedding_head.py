@@ -31,12 +31,12 @@ def partial_fc_options(cfg: Any) -> dict[str, Any]:
     heads, losses = cfg.MODEL.HEADS, cfg.MODEL.LOSSES
     if not heads.PFC.ENABLED or heads.NUM_CLASSES == 0:
         return {}
-    found = ["MODEL.LOSSES.NAME FocalLoss"] if "FocalLoss" in losses.NAME else []
+    conflicts = ["MODEL.LOSSES.NAME FocalLoss"] if "FocalLoss" in losses.NAME else []
     if losses.CE.EPSILON != 0 and "CrossEntropyLoss" in losses.NAME:
-        found.append(f"MODEL.LOSSES.CE.EPSILON {losses.CE.EPSILON:g} (label smoothing)")
-    if found:
+        conflicts.append(f"MODEL.LOSSES.CE.EPSILON {losses.CE.EPSILON:g} (label smoothing)")
+    if conflicts:
         raise ConfigError(
-            f"MODEL.HEADS.PFC.ENABLED: {' and '.join(found)} requires the logits of all classes, but Partial FC "
+            f"MODEL.HEADS.PFC.ENABLED: {' and '.join(conflicts)} requires the logits of all classes, but Partial FC "
             "divides them among the processes and samples them.\n"
             "  fix: use CrossEntropyLoss with MODEL.LOSSES.CE.EPSILON 0, or set MODEL.HEADS.PFC.ENABLED False"
         )

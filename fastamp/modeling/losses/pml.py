@@ -187,16 +187,16 @@ def _arguments(args: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _parameters(kind: type) -> dict[str, inspect.Parameter]:
     """Collect the constructor arguments of a class, including those that it passes to its base classes."""
-    found: dict[str, inspect.Parameter] = {}
+    signature: dict[str, inspect.Parameter] = {}
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue
         parameters = inspect.signature(base.__init__).parameters.values()
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name != "self"]
-        found |= {p.name: p for p in named if p.name not in found}
+        signature |= {p.name: p for p in named if p.name not in signature}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             break
-    return found
+    return signature
 
 
 def _instantiate(kind: type[nn.Module], given: dict[str, Any], fixed: dict[str, Any]) -> nn.Module:

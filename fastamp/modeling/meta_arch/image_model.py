@@ -112,9 +112,9 @@ class ImageModel(nn.Module):
             )
         images, channels = batch["images"], self.pixel_mean.shape[1]
         if not isinstance(images, torch.Tensor) or images.dim() != 4 or images.shape[1] != channels:
-            found = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
+            description = tuple(images.shape) if hasattr(images, "shape") else type(images).__name__
             raise ValueError(
-                f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {found}.\n"
+                f"images: expected a tensor (B, {channels}, H, W) in 0..255, got {description}.\n"
                 "  fix: pass images[None] for a single image, or images.permute(0, 3, 1, 2) for images (B, H, W, C)"
             )
         if images.dtype == torch.bool or images.is_complex():
@@ -165,11 +165,11 @@ class ImageModel(nn.Module):
         labels = batch["targets"]
         of_classes = isinstance(labels, torch.Tensor) and labels.dim() == 1 and not labels.is_floating_point()
         if not of_classes and not (isinstance(labels, torch.Tensor) and callable(getattr(type(self), "losses", None))):
-            found = type(labels).__name__
+            description = type(labels).__name__
             if isinstance(labels, torch.Tensor):
-                found = f"{str(labels.dtype).removeprefix('torch.')} {tuple(labels.shape)}"
+                description = f"{str(labels.dtype).removeprefix('torch.')} {tuple(labels.shape)}"
             raise ValueError(
-                f"targets: expected a tensor (B,) of class labels, int64, got {found}.\n"
+                f"targets: expected a tensor (B,) of class labels, int64, got {description}.\n"
                 "  fix: pass torch.tensor(labels), with one integer per image"
             )
         # Labels on the device are not checked: reading them would block the host.
@@ -230,9 +230,9 @@ class ImageModel(nn.Module):
                 "  fix: use weights of a later FastReID release or train again"
             )
         for architecture, head in (("MGN", "b1_head"), ("LightMBN", "average_head")):
-            found = any(name.startswith(f"{head}.") for name in state)
-            if found != hasattr(self, head):
-                weights, model = ("", " not") if found else (" not", "")
+            has_head = any(name.startswith(f"{head}.") for name in state)
+            if has_head != hasattr(self, head):
+                weights, model = ("", " not") if has_head else (" not", "")
                 notes.append(
                     f"the weights are{weights} of MODEL.META_ARCHITECTURE {architecture}, but the model is{model}"
                 )
