@@ -64,10 +64,10 @@ def foreign_assignments(source: str) -> Iterator[str]:
     Names in capitals are keys of the config.
     """
     tree = ast.parse(source)
-    own = own_attributes(tree) | ASSIGNED
+    allowed = own_attributes(tree) | ASSIGNED
     for node in assigned(tree):
         expression = ast.unparse(node)
-        if not (of_its_own(node.value) or node.attr.isupper() or node.attr in own or expression in own):
+        if not (of_its_own(node.value) or node.attr.isupper() or node.attr in allowed or expression in allowed):
             yield f"{node.lineno}: {expression}"
 
 

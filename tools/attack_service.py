@@ -220,10 +220,10 @@ async def attack(process: "subprocess.Popen[str]", address: str, seconds: float)
     print(f"{'seconds':>8} {'service MB':>10} {'all MB':>8} {'good':>8} {'missed':>7} {'errors':>7} {'slowest s':>9}")
     while not running.done():
         await asyncio.wait([running], timeout=min(60, max(1, seconds / 4)))
-        own, family = memory_of(process)
+        memory, family = memory_of(process)
         counts = clients.counts
         print(
-            f"{time.monotonic() - start:8.0f} {own:10.0f} {family:8.0f} {counts['good 200']:8d} "
+            f"{time.monotonic() - start:8.0f} {memory:10.0f} {family:8.0f} {counts['good 200']:8d} "
             f"{counts['missed deadlines']:7d} {counts['errors']:7d} {clients.slowest:9.2f}",
             flush=True,
         )

@@ -49,8 +49,8 @@ def rows_of(first: Extraction, other: Extraction) -> np.ndarray:
                 f"{len(missing)} of them missing{example}.\n  fix: extract the features of the same dataset"
             )
     for name in ("pids", "camids", "split"):
-        own, theirs = getattr(first, name), getattr(other, name)
-        if (own is None) != (theirs is None) or (own is not None and not np.array_equal(own, theirs[rows])):
+        ours, theirs = getattr(first, name), getattr(other, name)
+        if (ours is None) != (theirs is None) or (ours is not None and not np.array_equal(ours, theirs[rows])):
             raise DataError(
                 f"{name} in {other.path} differ from those in {first.path}.\n"
                 "  fix: extract the features of the same dataset"

@@ -67,10 +67,10 @@ class Gallery:
     def search(self, features: np.ndarray, k: int) -> tuple[dict[str, Any], int]:
         """Return the k nearest items of each feature (Q, D), or an error, and the HTTP status."""
         try:
-            found = self._gallery.search(features, k)
+            result = self._gallery.search(features, k)
         except UserError as error:
             return _error_answer(error)
-        rows = zip(found.columns["id"].tolist(), found.scores.tolist(), strict=True)
+        rows = zip(result.columns["id"].tolist(), result.scores.tolist(), strict=True)
         return {"found": [[{"id": e, "score": score} for e, score in zip(*row, strict=True)] for row in rows]}, 200
 
 
@@ -113,11 +113,11 @@ class Routes:
         if not (k.isascii() and k.isdecimal() and 1 <= len(k) <= 4 and int(k)):
             return error(f"k: expected an integer from 1 to 9999, got {k[:50]!r}")
         answers = [self._model.features.remote(image) for image in images]
-        found = [await answer for answer in answers]
-        wrong = next((answer for answer in found if isinstance(answer, str)), None)
+        results = [await answer for answer in answers]
+        wrong = next((answer for answer in results if isinstance(answer, str)), None)
         if wrong is not None:
             return error(wrong)
-        features = np.stack(found)
+        features = np.stack(results)
         if route == "features":
             return {"features": features.tolist()}
         gallery = self._gallery

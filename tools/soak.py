@@ -171,11 +171,11 @@ class Run:
 def differences(one: Path, other: Path) -> list[str]:
     """List the differences between the final checkpoints and metrics of two runs."""
     first, second = (read_checkpoint(folder / "model_final.pth") for folder in (one, other))
-    found = list(_differing("", first, second))
+    differing = list(_differing("", first, second))
     lines = [[json.loads(line) for line in (folder / "metrics.json").open()] for folder in (one, other)]
     if [line["iteration"] for line in lines[0]] != [line["iteration"] for line in lines[1]]:
-        found.append("iterations in metrics.json")
-    return found
+        differing.append("iterations in metrics.json")
+    return differing
 
 
 def _differing(path: str, one: Any, other: Any) -> Any:
@@ -235,14 +235,14 @@ def soak(args: argparse.Namespace, consoles: Path) -> bool:
                 f"full disk ({full}): the training exited with an error; the newest checkpoint is loadable", flush=True
             )
     disturbed.wait(disturbed.start())
-    found = differences(undisturbed.folder, disturbed.folder)
+    lines = differences(undisturbed.folder, disturbed.folder)
     print(", ".join(f"{count} while {activity}" for activity, count in moments.most_common()))
     print(f"{moments.total()} kills; truncated: {truncated or 'nothing'}; full disk: {full or 'never'}")
-    if found:
-        print(f"FAILED: {len(found)} values differ from the undisturbed run, e.g. {', '.join(found[:5])}")
+    if lines:
+        print(f"FAILED: {len(lines)} values differ from the undisturbed run, e.g. {', '.join(lines[:5])}")
     else:
         print("passed: final weights, optimizer and random states are bit-identical to the undisturbed run")
-    return not found and moments.total() == args.kills and bool(truncated and full)
+    return not lines and moments.total() == args.kills and bool(truncated and full)
 
 
 def cli(argv: list[str] | None = None) -> int:

@@ -347,8 +347,8 @@ def check_replicas(model: nn.Module, losses: Sequence[str]) -> None:
     named = {name: p for name, p in model.named_parameters() if id(p) not in sharded and name not in shards}
     sums = torch.stack([p.double().sum() for p in named.values()]).tolist() if named else []
     # As text, because NaN is not equal to itself. Adding 0 turns -0 into 0.
-    own = {name: (value + 0.0).hex() for name, value in zip(named, sums, strict=True)}
-    gathered = [json.loads(message) for message in comm.gather_bytes(json.dumps(own).encode())]
+    hex_sums = {name: (value + 0.0).hex() for name, value in zip(named, sums, strict=True)}
+    gathered = [json.loads(message) for message in comm.gather_bytes(json.dumps(hex_sums).encode())]
     names = dict.fromkeys(itertools.chain.from_iterable(gathered))
     differing = [name for name in names if len({on_rank.get(name) for on_rank in gathered}) > 1]
     if differing:

@@ -21,9 +21,9 @@ def norms_over_ranks(norms: torch.Tensor, sharded: Sequence[int], order: float =
     if not sharded or not comm.is_distributed():
         return norms
     index = torch.tensor(list(sharded), device=norms.device)
-    own = norms[index].double()
+    local_norms = norms[index].double()
     if order == float("inf"):
-        whole = comm.all_reduce_max(own)
+        whole = comm.all_reduce_max(local_norms)
     else:
-        whole = comm.all_reduce_sum(own.pow(order)).pow(1 / order)
+        whole = comm.all_reduce_sum(local_norms.pow(order)).pow(1 / order)
     return norms.index_copy(0, index, whole.to(norms.dtype))

@@ -82,11 +82,13 @@ def load_adapters(
             "  fix: set MODEL.LORA.BASE to the weights that the adapters were trained with"
         )
     adapters = state_dict_in(content, source)
-    shapes, own = (
+    shapes, adapter_shapes = (
         {name: tuple(tensor.shape) for name, tensor in state.items() if is_adapter(name)}
         for state in (adapters, full_state_form(model))
     )
-    if differ := sorted(name for name in shapes.keys() | own.keys() if shapes.get(name) != own.get(name)):
+    if differ := sorted(
+        name for name in shapes.keys() | adapter_shapes.keys() if shapes.get(name) != adapter_shapes.get(name)
+    ):
         raise WeightsError(
             f"the adapters in {source} do not match the model: {len(differ)} tensors differ"
             f"{examples(differ)}.\n"

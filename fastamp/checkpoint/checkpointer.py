@@ -250,11 +250,11 @@ class Checkpointer:
                 "  fix: resume with the run's original config (config.yaml next to the checkpoint); or set "
                 "MODEL.WEIGHTS to the checkpoint and start a new run without --resume"
             )
-        own = full_state_form(self.model)
+        model_form = full_state_form(self.model)
         self._check_structure(content, path)
         state = content.pop("model")
-        differ = [key for key in own.keys() | state.keys() if key not in own or key not in state]
-        differ += [key for key in own.keys() & state.keys() if own[key].shape != state[key].shape]
+        differ = [key for key in model_form.keys() | state.keys() if key not in model_form or key not in state]
+        differ += [key for key in model_form.keys() & state.keys() if model_form[key].shape != state[key].shape]
         if differ:
             raise WeightsError(
                 f"cannot resume from {path}: the file does not match the model; mismatched tensors: {len(differ)}"
@@ -282,10 +282,10 @@ class Checkpointer:
             wrong = f"model: expected a dict of dense tensors, got an invalid entry {invalid[0]!r}" if invalid else ""
         for key, part in self.checkpointables.items():
             if isinstance(part, torch.optim.Optimizer):  # has no state before the first step
-                own = {"state": {}, "param_groups": [{"params": [0]}]}
+                current = {"state": {}, "param_groups": [{"params": [0]}]}
             else:
-                own = part.form() if hasattr(part, "form") else part.state_dict()
-            wrong = wrong or structure_mismatch(own, content[key], key)
+                current = part.form() if hasattr(part, "form") else part.state_dict()
+            wrong = wrong or structure_mismatch(current, content[key], key)
         if wrong:
             raise WeightsError(
                 f"cannot resume from {path}: the file has unexpected content or is damaged.\n  {wrong}\n"

@@ -68,15 +68,15 @@ class ImportReport:
     notes: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        own = len(self.matched) + len(self.missing) + len(self.other_shape) - len(self.not_needed)
+        num_in_model = len(self.matched) + len(self.missing) + len(self.other_shape) - len(self.not_needed)
         replaced = [name for name in self.other_shape if name not in self.not_needed]
         in_file = len(self.matched) + len(self.dropped) + len(self.other_shape)
         backbone = f"{self.backbone_fraction:.0%} of the backbone's"
         lines = [
-            f"matched  {_count(self.matched, own)} of the model's tensors, {backbone}",
-            f"renamed  {_count(self.renamed, own)}{examples(self.renamed)}",
+            f"matched  {_count(self.matched, num_in_model)} of the model's tensors, {backbone}",
+            f"renamed  {_count(self.renamed, num_in_model)}{examples(self.renamed)}",
             f"dropped  {_count(self.dropped, in_file)} of the file's tensors{examples(self.dropped)}",
-            f"missing  {_count(self.missing, own)} of the model's tensors{examples(self.missing)}",
+            f"missing  {_count(self.missing, num_in_model)} of the model's tensors{examples(self.missing)}",
         ]
         if replaced:
             lines.append(f"not loaded (different number of identities)  {', '.join(replaced)}")
@@ -159,48 +159,56 @@ def load_model_state(
     converted, notes = convert_state_dict(model, state)
     if fit is not None:
         converted = fit(converted)
-    own = full_state_form(model)
-    report = _compare(model, own, converted, source, backbone_prefix=backbone_prefix, without=without)
+    model_state = full_state_form(model)
+    report = _compare(model, model_state, converted, source, backbone_prefix=backbone_prefix, without=without)
     report.renamed = [key for key in report.matched if key not in state]
     report.notes = notes
-    _check_weight_tensors(own, converted, report)
-    _check_model_match(own, converted, report, min_match)
+    _check_weight_tensors(model_state, converted, report)
+    _check_model_match(model_state, converted, report, min_match)
     if not allow_missing:
         _check_complete(model, report, () if min_match >= MIN_MATCH else (backbone_prefix or "",))
     load_full_state(model, {key: converted[key] for key in report.matched}, strict=False)
     logger.info("loaded weights from %s\n%s", source, report)
-    _log_mismatches(own, converted, report, backbone_prefix)
+    _log_mismatches(model_state, converted, report, backbone_prefix)
     return report
 
 
 def _compare(
-    model: nn.Module, own: State, converted: State, source: str, *, backbone_prefix: str, without: tuple[str, ...]
+    model: nn.Module,
+    model_state: State,
+    converted: State,
+    source: str,
+    *,
+    backbone_prefix: str,
+    without: tuple[str, ...],
 ) -> ImportReport:
-    """Compare ``converted``, the converted state dict, with ``own``, the state dict of the model."""
-    matched = [key for key in converted if key in own and own[key].shape == converted[key].shape]
+    """Compare ``converted``, the converted state dict, with ``model_state``, the state dict of the model."""
+    matched = [key for key in converted if key in model_state and model_state[key].shape == converted[key].shape]
     # Ignored: num_batches_tracked, which old files lack, and the empty classifier of a head without classes.
-    missing = [key for key in own if key not in converted and not key.endswith("num_batches_tracked")]
+    missing = [key for key in model_state if key not in converted and not key.endswith("num_batches_tracked")]
     if not any(is_adapter(key) for key in converted):  # weights to which adapters are added
         missing, without = [key for key in missing if not is_adapter(key)], (*without, "*.lora_A", "*.lora_B")
-    weights = [key for key in own if not key.endswith("num_batches_tracked")]
+    weights = [key for key in model_state if not key.endswith("num_batches_tracked")]
     backbone = [key for key in weights if key.startswith(backbone_prefix)] or weights  # a model without a backbone
     backbone = [key for key in backbone if not any(fnmatchcase(key, pattern) for pattern in without)]
     loaded, classifier_keys = set(matched), classifiers(model)
-    other_shape = [key for key in converted if key in classifier_keys and key in own and key not in loaded]
+    other_shape = [key for key in converted if key in classifier_keys and key in model_state and key not in loaded]
     return ImportReport(
         source,
         matched=matched,
-        dropped=[key for key in converted if key not in own],
-        missing=[key for key in missing if own[key].numel() > 0],
+        dropped=[key for key in converted if key not in model_state],
+        missing=[key for key in missing if model_state[key].numel() > 0],
         other_shape=other_shape,
-        not_needed=[key for key in other_shape if own[key].shape[0] == 0],
+        not_needed=[key for key in other_shape if model_state[key].shape[0] == 0],
         backbone_fraction=sum(key in loaded for key in backbone) / max(len(backbone), 1),
     )
 
 
-def _check_weight_tensors(own: State, converted: State, report: ImportReport) -> None:
+def _check_weight_tensors(model_state: State, converted: State, report: ImportReport) -> None:
     """Raise WeightsError if a tensor cannot be copied into a floating-point parameter."""
-    wrong = [key for key in report.matched if own[key].is_floating_point() and not _is_float_weight(converted[key])]
+    wrong = [
+        key for key in report.matched if model_state[key].is_floating_point() and not _is_float_weight(converted[key])
+    ]
     if wrong:
         first = converted[wrong[0]]
         raise WeightsError(
@@ -219,28 +227,28 @@ def is_weight(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
 
 
-def _check_model_match(own: State, converted: State, report: ImportReport, min_match: float) -> None:
+def _check_model_match(model_state: State, converted: State, report: ImportReport, min_match: float) -> None:
     """Raise WeightsError if a tensor other than a classifier has the wrong shape, or too few backbone tensors match."""
     placed = {*report.matched, *report.dropped, *report.other_shape}
     wrong = [key for key in converted if key not in placed]
     if wrong:
         shapes = "\n".join(
-            f"    {key}: file {tuple(converted[key].shape)}, model {tuple(own[key].shape)}" for key in wrong[:5]
+            f"    {key}: file {tuple(converted[key].shape)}, model {tuple(model_state[key].shape)}" for key in wrong[:5]
         )
-        is_other_network = len(wrong) + len(report.matched) < min_match * len(own)
+        is_other_network = len(wrong) + len(report.matched) < min_match * len(model_state)
         layout = _layout(converted) if is_other_network else ""
         raise WeightsError(
             f"weights from {report.source} do not match the model: shape mismatch in "
-            f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(own, converted)}{layout}"
+            f"{plural(len(wrong), 'tensor')}\n{shapes}\n{_sizes(model_state, converted)}{layout}"
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
             "MODEL.BACKBONE.DEPTH, MODEL.HEADS.*, INPUT.CHANNELS)"
         )
-    blocks, expected = sum(block_counts(converted)), sum(block_counts(own))
-    expected += any(key.startswith("heads.b1.") for key in own)  # the last block is in JPMHead
+    blocks, expected = sum(block_counts(converted)), sum(block_counts(model_state))
+    expected += any(key.startswith("heads.b1.") for key in model_state)  # the last block is in JPMHead
     if 0 < expected < min_match * blocks:
         raise WeightsError(
             f"weights from {report.source} do not match the model: the file has {blocks} transformer blocks, the model "
-            f"{expected}\n{_sizes(own, converted)}"
+            f"{expected}\n{_sizes(model_state, converted)}"
             "  fix: use the config that the weights were trained with (MODEL.BACKBONE.NAME, "
             "MODEL.BACKBONE.DEPTH), or lower MODEL.WEIGHTS_MIN_MATCH to load them partially"
         )
@@ -271,9 +279,9 @@ def _check_complete(model: nn.Module, report: ImportReport, partial: tuple[str, 
         )
 
 
-def _sizes(own: State, converted: State) -> str:
+def _sizes(model_state: State, converted: State) -> str:
     """Describe the transformers of a file and of the model, one line each; empty for other networks."""
-    sizes = {"file": transformer_size(converted), "model": transformer_size(own)}
+    sizes = {"file": transformer_size(converted), "model": transformer_size(model_state)}
     return "".join(f"  {name}: {size}\n" for name, size in sizes.items()) if all(sizes.values()) else ""
 
 
@@ -283,7 +291,7 @@ def _layout(converted: State) -> str:
     return f"  nearest known layout of the file: {nearest}\n" if nearest else ""
 
 
-def _log_mismatches(own: State, converted: State, report: ImportReport, backbone_prefix: str) -> None:
+def _log_mismatches(model_state: State, converted: State, report: ImportReport, backbone_prefix: str) -> None:
     """Log unexpected, missing and mismatched tensors."""
     # Ignored: an ImageNet classifier inside the backbone, as in files of TransReID.
     imagenet = tuple(f"{backbone_prefix}{name}." for name in ("fc", "head", "classifier"))
@@ -322,7 +330,7 @@ def _log_mismatches(own: State, converted: State, report: ImportReport, backbone
             key,
             tuple(converted[key].shape),
             report.source,
-            tuple(own[key].shape),
+            tuple(model_state[key].shape),
         )
 
 

@@ -80,8 +80,8 @@ def _add_backbone_prefix(state: dict[str, torch.Tensor], backbone: nn.Module) ->
         converted = convert_state_dict(backbone, state)[0]
     except (RuntimeError, LookupError):  # names of a different architecture
         return state
-    own = backbone.state_dict().keys()
-    if 2 * len(own & converted.keys()) <= len(own):
+    backbone_keys = backbone.state_dict().keys()
+    if 2 * len(backbone_keys & converted.keys()) <= len(backbone_keys):
         return state
     return {f"backbone.{name}": value for name, value in state.items()}
 

@@ -266,16 +266,16 @@ def _rows(
         columns["camera"] = result.cameras
     if result.boxes is not None:
         columns["box"] = result.boxes
-    further = {
+    column_keys = {
         name: f"column.{name}" if name in columns else _column_key(name)
         for name in result.columns
         if name in shown or not name.startswith(PROBABILITY_PREFIX)
     }
-    columns |= {key: result.columns[name] for name, key in further.items()}
+    columns |= {key: result.columns[name] for name, key in column_keys.items()}
     values = {name: column[query].tolist() for name, column in columns.items()}
-    for name in ("pid", "camid", *(further[name] for name in has_missing if name in further)):
+    for name in ("pid", "camid", *(column_keys[name] for name in has_missing if name in column_keys)):
         values[name] = [None if value == -1 else value for value in values[name]]
-    for name in further.values():
+    for name in column_keys.values():
         values[name] = [None if value == "" or value != value else value for value in values[name]]
     return [
         {"rank": rank, **dict(zip(values, row, strict=True))}

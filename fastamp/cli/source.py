@@ -226,8 +226,8 @@ def evaluation_config(
     elif resolved:
         opts = ["MODEL.WEIGHTS", resolved.checkpoint, *opts]
     # The config in a checkpoint can name projects, which declare keys in ``opts``.
-    own = opts if config_file or len(opts) % 2 else _pairs_of("MODEL.WEIGHTS", opts)
-    given = read_config(config_file, own, plugin=plugin)
+    applied_opts = opts if config_file or len(opts) % 2 else _pairs_of("MODEL.WEIGHTS", opts)
+    given = read_config(config_file, applied_opts, plugin=plugin)
     weights = given.MODEL.WEIGHTS
     if not weights:
         raise ConfigError(

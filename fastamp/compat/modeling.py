@@ -64,5 +64,5 @@ class LossArguments(dict):
         super().__init__(loss_names=tuple(by_name if names is None else names))
         for name, (section, arguments) in LOSS_ARGUMENTS.items():
             if name in by_name:
-                own = arguments | {"scale": "scale"}
-                self[section] = {key: getattr(by_name[name], attribute) for key, attribute in own.items()}
+                constructor_keys = arguments | {"scale": "scale"}
+                self[section] = {key: getattr(by_name[name], attribute) for key, attribute in constructor_keys.items()}

@@ -123,8 +123,8 @@ class FastReIDMethods:
         from fastamp.compat.hooks import SchedulerHook  # fastamp.engine imports this module
         from fastamp.engine.hooks import LRScheduler
 
-        own = SchedulerHook(self.optimizer, self.scheduler)
-        return [own if isinstance(hook, LRScheduler) else hook for hook in hooks]
+        scheduler_hook = SchedulerHook(self.optimizer, self.scheduler)
+        return [scheduler_hook if isinstance(hook, LRScheduler) else hook for hook in hooks]
 
     def hooks_of_overridden_methods(self) -> Iterator["HookBase"]:
         """Yield a hook that calls the methods in ``CALLED`` that the class of this trainer overrides, if any."""
@@ -142,8 +142,8 @@ class FastReIDMethods:
 
 def overrides(trainer: Any, name: str, base: type) -> bool:
     """Return True if the class of ``trainer`` overrides the method ``name`` of ``base``."""
-    own, inherited = (inspect.getattr_static(cls, name) for cls in (type(trainer), base))
-    return own is not inherited
+    overriding, inherited = (inspect.getattr_static(cls, name) for cls in (type(trainer), base))
+    return overriding is not inherited
 
 
 def results_by_dataset(results: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:

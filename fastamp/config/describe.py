@@ -186,8 +186,8 @@ def _describe(key: Key, value: object) -> list[str]:
     return [*_wrap(_default_and_value(key, value), "", "      "), *_wrap(meaning, "    ", "    ")]
 
 
-def _wrap(text: str, first: str, further: str) -> list[str]:
+def _wrap(text: str, first: str, indent: str) -> list[str]:
     """Wrap text with the given indents, without breaking paths."""
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=further, break_on_hyphens=False, break_long_words=False
+        text, _WIDTH, initial_indent=first, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
     )

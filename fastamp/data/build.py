@@ -70,8 +70,8 @@ def build_reid_train_loader(
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
-    cfg, own = _fastreid_arguments(cfg, kwargs, "SOLVER.IMS_PER_BATCH", "DATALOADER.NUM_WORKERS")
-    train_set = own if train_set is None else train_set
+    cfg, given_set = _fastreid_arguments(cfg, kwargs, "SOLVER.IMS_PER_BATCH", "DATALOADER.NUM_WORKERS")
+    train_set = given_set if train_set is None else train_set
     if train_set is None and (transforms is not None or kwargs):
         datasets = [build_dataset(name, cfg, **kwargs) for name in cfg.DATASETS.NAMES]
         parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
@@ -318,8 +318,8 @@ def build_reid_test_loader(
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
         ConfigError: if a value is out of range or a name is unknown.
     """
-    cfg, own = _fastreid_arguments(cfg, kwargs, "TEST.IMS_PER_BATCH", "TEST.NUM_WORKERS")
-    test_set = own if test_set is None else test_set
+    cfg, given_set = _fastreid_arguments(cfg, kwargs, "TEST.IMS_PER_BATCH", "TEST.NUM_WORKERS")
+    test_set = given_set if test_set is None else test_set
     if dataset_name is None and test_set is None:
         raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
     if test_set is None and (transforms is not None or kwargs):

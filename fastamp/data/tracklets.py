@@ -257,10 +257,10 @@ class TrackletInferenceSampler(InferenceSampler):
                 f"  fix: run with at most {plural(len(starts), 'process', 'processes')}"
             )
         ends = [*starts[1:], len(tracklets)]
-        own = slice(rank * len(starts) // world_size, (rank + 1) * len(starts) // world_size)
+        rows_of_rank = slice(rank * len(starts) // world_size, (rank + 1) * len(starts) // world_size)
         self.batch_size = batch_size
         self._batches: list[range] = []
-        for start, end in zip(starts[own], ends[own], strict=True):
+        for start, end in zip(starts[rows_of_rank], ends[rows_of_rank], strict=True):
             if self._batches and start != num_query and end - self._batches[-1].start <= batch_size:
                 self._batches[-1] = range(self._batches[-1].start, end)
             else:

@@ -97,8 +97,8 @@ def open_split(
     alone = [row for name, rows in groups.items() if name in drawn for row in rows]
     shared = {name: rows for name, rows in groups.items() if name not in drawn}
     remaining = len(identities) - len(alone)
-    wanted = train_fraction * len(identities) - (0 if unknown_in_test else len(alone))
-    fraction = min(1.0, max(0.0, wanted / remaining)) if remaining else 0.0
+    target = train_fraction * len(identities) - (0 if unknown_in_test else len(alone))
+    fraction = min(1.0, max(0.0, target / remaining)) if remaining else 0.0
     train, test = _split_each(shared, fraction, LinearCongruentialGenerator(seed))
     groups_of = {row: name for name, rows in groups.items() for row in rows}
     extended = sorted([*(test if unknown_in_test else train), *alone], key=groups_of.__getitem__)

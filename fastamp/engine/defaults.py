@@ -558,12 +558,12 @@ class DefaultTrainer(FastReIDMethods):
         evaluation.compare(extra.get("policy"), "these weights were trained")
         if precise_bn_loader is not None:
             update_bn_statistics(model, precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        further = {"loaders": loaders, "calibration": read_calibration(extra, cfg.MODEL.WEIGHTS)}
+        options_of_test = {"loaders": loaders, "calibration": read_calibration(extra, cfg.MODEL.WEIGHTS)}
         if not is_training_recorded(extra):
             cfg = cfg.with_values({"DATASETS.NAMES": ()})  # the training sets are unknown
         # FastReID's method, which a subclass may override, has no further parameters.
         accepted = inspect.signature(cls.test).parameters
-        results = cls.test(cfg, model, **{name: value for name, value in further.items() if name in accepted})
+        results = cls.test(cfg, model, **{name: value for name, value in options_of_test.items() if name in accepted})
         names = dict.fromkeys(cfg.DATASETS.TESTS)
         by_name = results if len(names) > 1 else dict.fromkeys(names, results)
         if comm.is_main_process():

@@ -232,10 +232,10 @@ class FailureMonitor:
     def _exit_with(self, causes: list[Outcome]) -> None:
         """Report the causes and exit this process. Does not return."""
         self._ending.acquire()  # a second thread blocks here until the process exits
-        own = self._own_outcome
+        outcome = self._own_outcome
         try:
             # The resume command in an interruption message differs between machines.
-            self._report_causes([own] if own and own.code > 128 else causes)
+            self._report_causes([outcome] if outcome and outcome.code > 128 else causes)
             if self.rank == 0:
                 for connection in self._connections.values():
                     with suppress(OSError):
@@ -251,7 +251,7 @@ class FailureMonitor:
             for child in multiprocessing.active_children():
                 child.kill()
         finally:
-            os._exit(own.code if own and own.code > 128 else causes[0].code)
+            os._exit(outcome.code if outcome and outcome.code > 128 else causes[0].code)
 
 
 def _current_place() -> str:

@@ -267,10 +267,11 @@ def _spawn(
     with _environment(OMP_NUM_THREADS=threads), handling(forward):
         for local_rank in range(local_size):
             rank = machine_rank * local_size + local_rank
-            own = {"world_size": num_machines * local_size, "rank": rank}
+            process_options = {"world_size": num_machines * local_size, "rank": rank}
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_worker, args=(main_func, local_rank, local_size, group | own, sys.argv, args, sender)
+                target=_worker,
+                args=(main_func, local_rank, local_size, group | process_options, sys.argv, args, sender),
             )
             # Ctrl-C during the imports of the new process would print a traceback.
             with handling(signal.SIG_IGN, [signal.SIGINT]):

@@ -60,10 +60,10 @@ def count_store_connections(agent: int) -> int:
         tables = [Path(f"/proc/{agent}/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
     except OSError:
         return 0
-    own = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
+    inodes = {link[len("socket:[") : -1] for link in links if link.startswith("socket:[")}
     sockets = []  # state, local port, remote port
     for _, local, remote, state, *_, inode in (line.split()[:10] for table in tables for line in table):
-        if inode in own:
+        if inode in inodes:
             sockets.append((state, *(int(address.rpartition(":")[2], 16) for address in (local, remote))))
     ports = {port for state, port, _ in sockets if state == _LISTEN} - {int(os.environ.get("MASTER_PORT") or 0)}
     served = sum(state == _ESTABLISHED and port in ports for state, port, _ in sockets)

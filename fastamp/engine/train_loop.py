@@ -170,9 +170,9 @@ class TrainerBase:
 
     def _overridden(self, moment: str) -> list[Callable[..., None]]:
         """Return the methods named ``moment`` of all hooks that override this method, in call order."""
-        own = [] if moment in ("before_step", "after_step") else self._internal_hooks
+        hooks = [] if moment in ("before_step", "after_step") else self._internal_hooks
         # Registered hooks may modify the batch; internal hooks record the batch that the model receives.
-        order = (*self._hooks, *own) if moment == "before_forward" else (*own, *self._hooks)
+        order = (*self._hooks, *hooks) if moment == "before_forward" else (*hooks, *self._hooks)
         methods = [getattr(hook, moment) for hook in order]
         base = getattr(HookBase, moment, None)
         return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
@@ -489,8 +489,8 @@ class SimpleTrainer(TrainerBase):
         fallback = None
         if self.policy.dtype != self._first_dtype:
             fallback = {"from": dtype_name(self._first_dtype), "to": dtype_name(self.policy.dtype)}
-        own = {"steps_taken": self.steps_taken, "step": self.step.state_dict(), "fallback": fallback}
-        return super().state_dict() | own
+        loop_state = {"steps_taken": self.steps_taken, "step": self.step.state_dict(), "fallback": fallback}
+        return super().state_dict() | loop_state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that ``state_dict`` returned; continue in the fallback dtype if the run had fallen back."""

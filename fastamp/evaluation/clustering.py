@@ -339,12 +339,14 @@ def separation(features: torch.Tensor, labels: np.ndarray) -> float:
         labels: (N,) int64 with at least two clusters.
     """
     rows = torch.from_numpy(np.flatnonzero(labels != OUTLIER)).to(features.device)
-    own = torch.from_numpy(np.unique(labels[labels != OUTLIER], return_inverse=True)[1].reshape(-1)).to(features.device)
+    cluster_of = torch.from_numpy(np.unique(labels[labels != OUTLIER], return_inverse=True)[1].reshape(-1)).to(
+        features.device
+    )
     unit = F.normalize(features[rows].float(), dim=1)
-    means = torch.zeros(int(own.max()) + 1, unit.shape[1], device=unit.device).index_add_(0, own, unit)
+    means = torch.zeros(int(cluster_of.max()) + 1, unit.shape[1], device=unit.device).index_add_(0, cluster_of, unit)
     distances = pairwise_distance(unit, means, "cosine")
-    inner = distances.gather(1, own[:, None])[:, 0].clamp_min(0)
-    outer = distances.scatter(1, own[:, None], torch.inf).amin(1).clamp_min(0)
+    inner = distances.gather(1, cluster_of[:, None])[:, 0].clamp_min(0)
+    outer = distances.scatter(1, cluster_of[:, None], torch.inf).amin(1).clamp_min(0)
     values = (outer - inner) / torch.maximum(inner, outer).clamp_min(1e-12)
     return float(values.sum() / len(labels))
 

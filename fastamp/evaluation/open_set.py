@@ -212,13 +212,13 @@ class SetScores:
         known, scores = ~np.isnan(self._scores), self._scores
         genuine, impostor = self._same & known, ~self._same & known
         undecided = (scores < same) & (scores >= different)
-        trials, own = self._by_pair(impostor), np.diag(self._by_pair(genuine))
+        trials, genuine_counts = self._by_pair(impostor), np.diag(self._by_pair(genuine))
 
         def pairs_of_others(chosen: np.ndarray) -> ErrorRate:
             return pair_error_rate(self._by_pair(impostor & chosen) / 2, trials / 2)
 
         def pairs_of_one(chosen: np.ndarray) -> ErrorRate:
-            return identity_error_rate(np.diag(self._by_pair(genuine & chosen)) / 2, own / 2)
+            return identity_error_rate(np.diag(self._by_pair(genuine & chosen)) / 2, genuine_counts / 2)
 
         best, columns = self.best(gallery)
         false, errors = best >= search, np.zeros_like(trials)

@@ -215,8 +215,10 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
             self.first_frames = columns["indices"].numpy()
             n = int((columns["indices"] < n).sum())
         pids, camids = columns["targets"], columns["camids"]
-        further = {name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in self.protocol.columns}
-        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], further, self.column_names)
+        column_values = {
+            name: (columns[_COLUMN + name][:n], columns[_COLUMN + name][n:]) for name in self.protocol.columns
+        }
+        identities = Identities(pids[:n], pids[n:], camids[:n], camids[n:], column_values, self.column_names)
         return columns.pop("features"), identities, columns
 
     def _pool_tracklets(self, columns: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -118,9 +118,9 @@ class _PartRanker:
             ranks = ranks_of_matches(block, pairs.rows, pairs.columns)
             ap, inp, first_match = query_scores(ranks, pairs.rows, len(rows), trapezoid=self._ranker.trapezoid)
             if self._counts_identities:
-                own = matches.groups.find(matches.query_pids[first:last])
+                group_rows = matches.groups.find(matches.query_pids[first:last])
                 valid = first_match >= 0
-                first_match[valid] = count_nearer_identities(block, matches.groups.starts, own)[valid]
+                first_match[valid] = count_nearer_identities(block, matches.groups.starts, group_rows)[valid]
             yield rows, ap, inp, first_match
 
 
@@ -135,13 +135,13 @@ def select_block(distances: torch.Tensor, rows: np.ndarray, columns: np.ndarray)
     return block
 
 
-def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, own: np.ndarray) -> np.ndarray:
+def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, of_query: np.ndarray) -> np.ndarray:
     """Count the identities with a gallery image that is nearer than each query's nearest match.
 
     Args:
         distances: (B, G) float, with gallery images sorted by identity; NaN entries are excluded.
         starts: (P,) int64, first column of each identity.
-        own: (B,) int64, index of each query's identity; -1 if it has none.
+        of_query: (B,) int64, index of each query's identity; -1 if it has none.
 
     Returns:
         (B,) int64 in 0..P - 1; of equal distances, the first column is nearer. Undefined for queries without a match.
@@ -150,8 +150,10 @@ def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, own: np
     identity_of = np.repeat(np.arange(len(starts)), np.diff(bounds))
     if distances.device.type == "cpu":
         # One row at a time, because a row fits into the cache: four times as fast as the minimum of each identity.
-        counts, is_before = np.zeros(len(own), dtype=np.int64), np.empty(len(identity_of), dtype=bool)
-        for number, (row, first, last) in enumerate(zip(distances.numpy(), bounds[own], bounds[own + 1], strict=True)):
+        counts, is_before = np.zeros(len(of_query), dtype=np.int64), np.empty(len(identity_of), dtype=bool)
+        for number, (row, first, last) in enumerate(
+            zip(distances.numpy(), bounds[of_query], bounds[of_query + 1], strict=True)
+        ):
             own_nearest = np.fmin.reduce(row[first:last], initial=np.inf)
             np.less_equal(row[:first], own_nearest, out=is_before[:first])
             np.less(row[first:], own_nearest, out=is_before[first:])
@@ -161,7 +163,7 @@ def count_nearer_identities(distances: torch.Tensor, starts: np.ndarray, own: np
     group = torch.from_numpy(identity_of).to(distances.device)
     infinite = torch.full((len(distances), len(starts)), torch.inf, dtype=distances.dtype, device=distances.device)
     on_device = infinite.scatter_reduce(1, group.expand_as(distances), distances.nan_to_num(nan=torch.inf), "amin")
-    rows = torch.from_numpy(own).to(distances.device)[:, None]
+    rows = torch.from_numpy(of_query).to(distances.device)[:, None]
     own_distance = on_device.gather(1, rows.clamp_min(0))
     is_earlier = torch.arange(len(starts), device=distances.device) < rows
     counted: np.ndarray = ((on_device < own_distance) | ((on_device == own_distance) & is_earlier)).sum(1).cpu().numpy()

@@ -41,7 +41,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
         ConfigError: if an option is invalid.
         DataError: if the dataset is missing, its identities were used for training, or it has too few identities.
     """
-    wanted = CalibrationOptions(**options)
+    calibration_options = CalibrationOptions(**options)
     unused = {"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False, "TEST.GROUP_BY": ""}
     cfg = predictor.cfg.with_values(unused)
     loader, num_query = build_reid_test_loader(cfg, data)
@@ -60,7 +60,9 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     protocol = collector.protocol
     protocol.check_columns(dataset.rankable_columns())
     # Checked before the features are extracted, which takes long.
-    wanted.split(dataset.labels if protocol.random_query_gallery_split else dataset.labels[:num_query], data)
+    calibration_options.split(
+        dataset.labels if protocol.random_query_gallery_split else dataset.labels[:num_query], data
+    )
     inference_on_dataset(predictor.model, loader, collector, cfg.TEST.FLIP.ENABLED, policy=predictor.policy)
     features, identities, _ = collector.gather()
     used = images_with_query(identities, protocol)

@@ -35,7 +35,7 @@ def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -
     Raises:
         DataError: if the file is missing, damaged or not an npz file, or arrays or columns are missing.
     """
-    further = list(protocol.columns) if protocol is not None else []
+    protocol_columns = list(protocol.columns) if protocol is not None else []
     names = [f"{side}_{column}" for column in COLUMNS for side in SIDES]
     needed = [name for name in names if cameras or "camids" not in name]
     with open_arrays(path, "npz file of plain arrays", fix="write the file with numpy.savez") as archive:
@@ -43,13 +43,15 @@ def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -
         if "split" in stored and not any(name in stored for name in names):
             available = [name.removeprefix(COLUMN_PREFIX) for name in stored if name.startswith(COLUMN_PREFIX)]
             columns = {name: read_array(archive, name) for name in ("split", *COLUMNS) if name in stored}
-            columns |= {name: read_array(archive, COLUMN_PREFIX + name) for name in further if name in available}
+            columns |= {
+                name: read_array(archive, COLUMN_PREFIX + name) for name in protocol_columns if name in available
+            }
             arrays = split_arrays(columns)
         else:
             both = (name.removeprefix("query_") for name in stored if name.startswith("query_"))
             available = [name for name in both if f"gallery_{name}" in stored and name not in COLUMNS]
-            wanted = [*needed, *(f"{side}_{name}" for name in further for side in SIDES)]
-            arrays = {name: read_array(archive, name) for name in wanted if name in stored}
+            read_names = [*needed, *(f"{side}_{name}" for name in protocol_columns for side in SIDES)]
+            arrays = {name: read_array(archive, name) for name in read_names if name in stored}
     missing = [name for name in needed if name not in arrays]
     if missing:
         text = f"{path} has no {', '.join(missing)}."

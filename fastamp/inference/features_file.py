@@ -210,10 +210,10 @@ def read_extraction(path: str | PathLike[str]) -> Extraction:
                 f"{path} is not an extraction: missing arrays {', '.join(missing)}.\n  found: {', '.join(names)}\n"
                 f"  fix: {_WRITE_AGAIN}"
             )
-        further = [name for name in names if name.startswith(COLUMN_PREFIX)]
+        column_names = [name for name in names if name.startswith(COLUMN_PREFIX)]
         known = [name for name in names if name in {*_EXPECTED, *_COLUMNS}]
-        arrays = {name: map_array(archive, name) for name in [*known, *further]}
-        summed = ("features", "paths", *sorted(further))
+        arrays = {name: map_array(archive, name) for name in [*known, *column_names]}
+        summed = ("features", "paths", *sorted(column_names))
         fingerprint = "-".join(f"{archive.getinfo(f'{name}.npy').CRC:08x}" for name in summed)
     features = arrays["features"]
     if features.ndim != 2 or features.dtype != np.float32:

@@ -52,7 +52,7 @@ def mix_styles(maps: torch.Tensor, others: torch.Tensor, weights: torch.Tensor) 
     """
     variance, mean = torch.var_mean(maps.detach(), dim=(2, 3), keepdim=True)
     deviation = (variance + _EPSILON).sqrt()
-    own = weights[:, None, None, None]
-    mixed_mean = own * mean + (1 - own) * mean[others]
-    mixed_deviation = own * deviation + (1 - own) * deviation[others]
+    weight = weights[:, None, None, None]
+    mixed_mean = weight * mean + (1 - weight) * mean[others]
+    mixed_deviation = weight * deviation + (1 - weight) * deviation[others]
     return (maps - mean) / deviation * mixed_deviation + mixed_mean

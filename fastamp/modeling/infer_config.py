@@ -112,11 +112,11 @@ def backbone_prefixes(tensors: State, defaults: CfgNode | None = None) -> dict[s
     votes: dict[str, tuple[int, str]] = {}
     for name, variants in _all_variants().items():
         try:
-            own = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
+            backbone_state = _build_and_convert(_backbone_keys(name, variants.depths[0]), {}, defaults)[0]
         except _CannotBuildError:
             continue
         # The first block of each stage is the same for every depth. Single-component names such as norm are too common.
-        expected = {name for name in own if name.endswith(".weight") and "." in name.removesuffix(".weight")}
+        expected = {name for name in backbone_state if name.endswith(".weight") and "." in name.removesuffix(".weight")}
         counts: dict[str, int] = {}
         for path in tensors:
             parts = path.split(".")
@@ -178,11 +178,11 @@ def _candidates(trunk: State, defaults: CfgNode) -> Iterator[dict[str, str]]:
     all_variants = _all_variants()
     for name, variants in all_variants.items():
         try:
-            own, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
+            backbone_state, converted, _ = _build_and_convert(_backbone_keys(name, variants.depths[0]), trunk, defaults)
         except _CannotBuildError as error:
             logger.warning("skipping backbone %s, which cannot be built: %s", name, error)
             continue
-        similarity[name] = len(own.keys() & converted.keys()) / len(own)
+        similarity[name] = len(backbone_state.keys() & converted.keys()) / len(backbone_state)
     for name in sorted(similarity, key=similarity.__getitem__, reverse=True)[:4]:
         variants = all_variants[name]
         for count in range(len(variants.options) + 1):
@@ -219,26 +219,30 @@ def _build_and_convert(keys: Mapping[str, str], trunk: State, defaults: CfgNode)
         raise _CannotBuildError(f"{type(error).__name__}: {error}") from error
     finally:
         logging.disable(level)
-    own = {name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")}
+    backbone_state = {
+        name: value for name, value in backbone.state_dict().items() if not name.endswith("num_batches_tracked")
+    }
     try:
-        return own, convert_state_dict(backbone, trunk)[0], backbone.feature_dim
+        return backbone_state, convert_state_dict(backbone, trunk)[0], backbone.feature_dim
     except (WeightsError, RuntimeError, KeyError, IndexError):  # the names belong to a different architecture
-        return own, {}, backbone.feature_dim
+        return backbone_state, {}, backbone.feature_dim
 
 
 def _match_fraction(keys: dict[str, str], trunk: State, defaults: CfgNode) -> tuple[float, int]:
     """Compute the fraction of tensors that match between a backbone and ``trunk``, and the width of the backbone."""
-    own, converted, width = _build_and_convert(keys, trunk, defaults)
-    matching = sum(name in own and own[name].shape == value.shape for name, value in converted.items())
-    unexpected = [name for name in converted if name not in own and not name.startswith(_HEAD_PREFIXES)]
+    backbone_state, converted, width = _build_and_convert(keys, trunk, defaults)
+    matching = sum(
+        name in backbone_state and backbone_state[name].shape == value.shape for name, value in converted.items()
+    )
+    unexpected = [name for name in converted if name not in backbone_state and not name.startswith(_HEAD_PREFIXES)]
     unexpected = [name for name in unexpected if not name.endswith(_DERIVED_SUFFIXES)]
-    return matching / (len(own) + len(unexpected)), width
+    return matching / (len(backbone_state) + len(unexpected)), width
 
 
 def _head_keys(state: State, *, prefix: str, is_transreid: bool, width: int) -> dict[str, str]:
     """Infer the config keys of the head and, for TransReID, of the image normalization."""
-    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-    head = own or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
+    head_state = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    head = head_state or {name: value for name, value in state.items() if not name.startswith(("backbone.", "base."))}
     keys: dict[str, str] = {}
     classifiers = [head[name] for name in ("weight", "classifier.weight", "branches.0.weight") if name in head]
     if classifiers and classifiers[0].dim() == 2:

@@ -26,22 +26,22 @@ _CHECKS = 10  # of the calls of on_tick, which are 0.1 s apart
 _LAST_SECONDS = 5  # from the end of the time to stop to the end of the process
 
 
-def allowed_connections(wanted: int) -> int:
+def allowed_connections(requested: int) -> int:
     """Raise the limit of open files of this process, and return the number of connections that it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = wanted + _OTHER_FILES
+    needed = requested + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
         soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if soft == resource.RLIM_INFINITY or soft >= needed:
-        return wanted
+        return requested
     allowed = max(1, soft - _OTHER_FILES if soft > 2 * _OTHER_FILES else soft // 2)
     logger.warning(
         "%d files may be open at once, so that at most %d connections are accepted instead of %d.\n"
         "  fix: increase the limit (ulimit -n), or decrease --connections",
         soft,
         allowed,
-        wanted,
+        requested,
     )
     return allowed
 

@@ -143,8 +143,8 @@ async def uploads_of(form: FormData, *, least: int = 1, most: int) -> list[Uploa
             422, "not_a_file", "a value of the field images is text, not a file", "upload the content of the image"
         )
     if not least <= len(files) <= most:
-        wanted = f"{least}" if least == most else f"{least} to {most}"
-        raise RequestError(422, "wrong_count", f"expected {wanted} files in the field images, got {len(files)}")
+        expected = f"{least}" if least == most else f"{least} to {most}"
+        raise RequestError(422, "wrong_count", f"expected {expected} files in the field images, got {len(files)}")
     names = ["".join(filter(str.isprintable, (file.filename or "").replace("\\", "/"))) for file in files]
     return [Upload(await file.read(), name.rsplit("/", 1)[-1][:200]) for file, name in zip(files, names, strict=True)]
 

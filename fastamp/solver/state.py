@@ -46,12 +46,14 @@ class OptimizerState:
         """
         state = self.optimizer.state_dict()
         for number, (parameter, shard) in self._sharded(state["param_groups"]).items():
-            own = state["state"].get(number, {})
-            shards = {key: shard for key, value in own.items() if _is_like(value, parameter)}
-            state["state"] = state["state"] | {number: gather_rows(own, shards)} if own else state["state"]
+            parameter_state = state["state"].get(number, {})
+            shards = {key: shard for key, value in parameter_state.items() if _is_like(value, parameter)}
+            state["state"] = (
+                state["state"] | {number: gather_rows(parameter_state, shards)} if parameter_state else state["state"]
+            )
         if names := self._names_by_group():
             pairs = zip(state["param_groups"], names, strict=True)
-            state["param_groups"] = [group | {"param_names": own} for group, own in pairs]
+            state["param_groups"] = [group | {"param_names": names} for group, names in pairs]
         return {"name": type(self.optimizer).__name__, **state}
 
     def form(self) -> dict[str, Any]:
@@ -65,12 +67,12 @@ class OptimizerState:
             ValueError: if ``state`` was saved with another optimizer class or for other parameters, or if an entry is
                 missing or has the wrong shape or dtype.
         """
-        name, own = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
+        name, current_groups = type(self.optimizer).__name__, self.optimizer.state_dict()["param_groups"]
         if state["name"] != name:
             raise ValueError(f"the state was saved with {state['name']}, but SOLVER.OPT is {name}")
         saved = self._saved_by_group(state["param_groups"])
         changed, groups, values = {}, [], {}
-        for parameters, now in zip(saved, own, strict=True):
+        for parameters, now in zip(saved, current_groups, strict=True):
             # Further entries of a group are state that the optimizer stores there, e.g. LAMB's step count.
             before = parameters[0][0] if parameters else now
             for option, value in now.items():
@@ -90,7 +92,7 @@ class OptimizerState:
                 "  fix: to continue with the saved values, set their keys of SOLVER as in the earlier run",
                 ", ".join(changed.values()),
             )
-        for number, (parameter, shard) in self._sharded(own).items():
+        for number, (parameter, shard) in self._sharded(current_groups).items():
             if isinstance(values.get(number), dict):
                 state_of = values[number]
                 local = dict.fromkeys(state_of, parameter)
@@ -105,8 +107,8 @@ class OptimizerState:
         """Find the parameters in ``row_shards``: index in the state dict with ``groups`` -> (parameter, its rows)."""
         return {
             number: (parameter, self._shards[id(parameter)])
-            for group, own in zip(groups, self.optimizer.param_groups, strict=True)
-            for number, parameter in zip(group["params"], own["params"], strict=True)
+            for group, actual_group in zip(groups, self.optimizer.param_groups, strict=True)
+            for number, parameter in zip(group["params"], actual_group["params"], strict=True)
             if id(parameter) in self._shards
         }
 
@@ -123,7 +125,7 @@ class OptimizerState:
         Raises:
             ValueError: if the optimizer and the saved state have different parameters.
         """
-        own = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
+        group_ids = [[id(parameter) for parameter in group["params"]] for group in self.optimizer.param_groups]
         names = self._names_by_group()
         if names and all("param_names" in group for group in saved):
             layout, keys = [group["param_names"] for group in saved], names
@@ -134,7 +136,7 @@ class OptimizerState:
                     f"optimizer{examples(sorted(differ))}"
                 )
         else:
-            layout = keys = own
+            layout = keys = group_ids
         if [len(group["params"]) for group in saved] != [len(group) for group in layout]:
             raise ValueError(
                 "the parameter groups differ from the checkpoint, which stores no parameter names to match them: set "

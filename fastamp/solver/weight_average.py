@@ -120,10 +120,10 @@ class WeightAverage:
         """
         if state["kind"] != self.kind:
             raise ValueError(f"expected an average of kind {self.kind!r}, got {state['kind']!r}")
-        own = self.tensors()
-        if own.keys() != state["model"].keys():
+        tensors = self.tensors()
+        if tensors.keys() != state["model"].keys():
             raise ValueError("the average was saved for another model: the tensor names differ")
-        saved = select_rows(state["model"], own, row_shards(self._model))
-        for name, tensor in own.items():
+        saved = select_rows(state["model"], tensors, row_shards(self._model))
+        for name, tensor in tensors.items():
             tensor.copy_(saved[name])
         self.updates = state["updates"]

@@ -82,22 +82,22 @@ class Frames:
         Raises:
             DataError: if a frame cannot be decoded, or a video ends before the last needed frame.
         """
-        wanted = None if needed is None else sorted(set(needed))
+        frames = None if needed is None else sorted(set(needed))
         if self._files:
-            for number in sorted(self._files) if wanted is None else wanted:
+            for number in sorted(self._files) if frames is None else frames:
                 pixels = read_image(str(self._files[number]), 3, max_pixels=LARGEST_PIXELS, bit_depth=self._bit_depth)
                 yield number, pixels.permute(1, 2, 0).numpy()
         else:
-            yield from self._decode(wanted)
+            yield from self._decode(frames)
 
-    def _decode(self, wanted: list[int] | None) -> Iterator[tuple[int, Frame]]:
-        number, chosen = 0, None if wanted is None else set(wanted)
+    def _decode(self, frames: list[int] | None) -> Iterator[tuple[int, Frame]]:
+        number, chosen = 0, None if frames is None else set(frames)
         with _open_video(self.path) as video:
             try:
                 for number, frame in enumerate(video.decode(video=0), start=1):
                     if chosen is None or number in chosen:
                         yield number, _upright(frame)
-                    if wanted and number >= wanted[-1]:
+                    if frames and number >= frames[-1]:
                         return
             except (OSError, ValueError) as error:  # PyAV's errors are of both types
                 if type(error).__module__.partition(".")[0] != "av":
@@ -106,9 +106,9 @@ class Frames:
                     f"{self.path}: frame {number + 1} cannot be decoded: {error}.\n"
                     "  fix: convert the video, or cut it before this frame"
                 ) from error
-        if wanted and wanted[-1] > number:
+        if frames and frames[-1] > number:
             raise DataError(
-                f"{self.path} has {plural(number, 'frame')}, but there are detections for frame {wanted[-1]}.\n"
+                f"{self.path} has {plural(number, 'frame')}, but there are detections for frame {frames[-1]}.\n"
                 "  fix: pass the detections of this video"
             )
 

@@ -55,11 +55,11 @@ class _LogFile(logging.FileHandler):
             path.rename(moved)
             with moved.open("r+b") as file:
                 file.seek(self.start)
-                own = file.read()
+                earlier = file.read()
                 file.truncate(self.start)
             self.stream.close()
             self.stream = self._open()
-            self.stream.write(own.decode(errors="replace"))
+            self.stream.write(earlier.decode(errors="replace"))
             self.stream.flush()
             self.start = 0
 

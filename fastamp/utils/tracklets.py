@@ -19,8 +19,8 @@ def number_tracklets(tracklets: np.ndarray) -> np.ndarray:
     if not len(tracklets):
         return tracklets.astype(np.int64)
     missing = tracklets == MISSING
-    own = tracklets.max() + 1 + np.arange(len(tracklets))
-    _, first, inverse = np.unique(np.where(missing, own, tracklets), return_index=True, return_inverse=True)
+    new_numbers = tracklets.max() + 1 + np.arange(len(tracklets))
+    _, first, inverse = np.unique(np.where(missing, new_numbers, tracklets), return_index=True, return_inverse=True)
     return first.argsort().argsort()[inverse.reshape(-1)]
 
 

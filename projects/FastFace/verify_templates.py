@@ -48,11 +48,11 @@ def main(args: argparse.Namespace) -> None:
         features /= np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
     scores = pair_scores(*template_features(features, templates, media), first, second)
     same = label == 1
-    found = true_accept_rates(scores, same, RATES)
+    accept_rates = true_accept_rates(scores, same, RATES)
     impostors = int((~same).sum())
     table = [
         (f"{rate:g}", f"{100 * value:.2f}" if rate * impostors >= 1 else f"- (needs {1 / rate:.0f} pairs)")
-        for rate, value in zip(RATES, found, strict=True)
+        for rate, value in zip(RATES, accept_rates, strict=True)
     ]
     print(
         f"{len(np.unique(templates))} templates, {int(same.sum())} pairs of one identity, {impostors} of different ones"

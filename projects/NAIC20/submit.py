@@ -57,13 +57,13 @@ def nearest_names(extraction: Extraction, protocol: Protocol, device: torch.devi
             raise DataError(f"{extraction.path}: several {side} images are named {twice}.\n  fix: rename the images")
         features[side] = torch.from_numpy(np.array(extraction.features[rows])).to(device)
     blocks = distances_of(features["query"], features["gallery"], protocol)
-    gallery, found = np.array(names["gallery"]), {}
+    gallery, nearest = np.array(names["gallery"]), {}
     number = -(-len(names["query"]) // blocks.block_rows)
     for first, block in track(blocks.blocks(), number, "ranking"):
         order = block.argsort(dim=1, stable=True)[:, :count].cpu().numpy()
         for row, indices in enumerate(order):
-            found[names["query"][first + row]] = gallery[indices].tolist()
-    return found
+            nearest[names["query"][first + row]] = gallery[indices].tolist()
+    return nearest
 
 
 def main(args: argparse.Namespace) -> None:
@@ -75,9 +75,9 @@ def main(args: argparse.Namespace) -> None:
             raise ConfigError(f"{key} has no effect on a submission.\n  fix: omit it; choices: {', '.join(_KEYS)}")
     extraction = read_extraction(args.features)
     cfg: CfgNode = read_config("", ["MODEL.DEVICE", "auto", "TEST.METRIC", extraction.metric, *args.opts])
-    found = nearest_names(extraction, Protocol.from_config(cfg), resolve_device(cfg.MODEL.DEVICE), args.count)
-    write_atomically(args.output, lambda file: file.write(json.dumps(found).encode()))
-    print(f"wrote {args.output}: {len(found)} queries, {len(next(iter(found.values())))} names each")
+    nearest = nearest_names(extraction, Protocol.from_config(cfg), resolve_device(cfg.MODEL.DEVICE), args.count)
+    write_atomically(args.output, lambda file: file.write(json.dumps(nearest).encode()))
+    print(f"wrote {args.output}: {len(nearest)} queries, {len(next(iter(nearest.values())))} names each")
 
 
 def positive(text: str) -> int:

@@ -97,11 +97,11 @@ def main(output: Path, seeds: int) -> None:
     else:
         raise TrainingError("expected the planted overflow to stop the training in float16, got a finished training")
     print("== the doctor", flush=True)
-    found = diagnose(config(output / "doctor", "SOLVER.AMP", "fp16", *PLANTED), dtypes=[torch.float16])
-    print(f"{found.table()}\n\n{found.conclusion()}")
-    if found.configured is None or not found.configured.force_fp32:
-        raise TrainingError(f"expected the doctor to suggest SOLVER.AMP.FORCE_FP32, got: {found.conclusion()}")
-    fix = ("SOLVER.AMP.FORCE_FP32", str(found.configured.force_fp32))
+    diagnosis = diagnose(config(output / "doctor", "SOLVER.AMP", "fp16", *PLANTED), dtypes=[torch.float16])
+    print(f"{diagnosis.table()}\n\n{diagnosis.conclusion()}")
+    if diagnosis.configured is None or not diagnosis.configured.force_fp32:
+        raise TrainingError(f"expected the doctor to suggest SOLVER.AMP.FORCE_FP32, got: {diagnosis.conclusion()}")
+    fix = ("SOLVER.AMP.FORCE_FP32", str(diagnosis.configured.force_fp32))
     planted = {
         "float32, planted": series.run("float32, planted", "SOLVER.AMP", "off", *PLANTED),
         "float16, planted, fixed": series.run("float16, planted, fixed", "SOLVER.AMP", "fp16", *PLANTED, *fix),
@@ -113,7 +113,7 @@ def main(output: Path, seeds: int) -> None:
     fixed_means = show(planted, "float32, planted")
     claims = {
         "training names the layer": "backbone.4 (Times)" in message,
-        "the doctor suggests that layer": "backbone.4" in found.configured.force_fp32,
+        "the doctor suggests that layer": "backbone.4" in diagnosis.configured.force_fp32,
         "no step is skipped with the fix": not any(n for _, n in planted["float16, planted, fixed"]),
         "mean mAP with the fix within 1 of float32": abs(
             fixed_means["float16, planted, fixed"] - fixed_means["float32, planted"]

@@ -157,4 +157,4 @@ COMMON = [(16, 8), (24, 8), (18, 8), (14, 14), (12, 12)]
     ],
 )
 def test_infer_grids_prefers_the_family_of_the_file(patches, own, is_reid, grids):
-    assert infer_grids(patches, own=own, common=COMMON, is_reid=is_reid) == grids
+    assert infer_grids(patches, stride_grid=own, common=COMMON, is_reid=is_reid) == grids

@@ -53,8 +53,8 @@ def main() -> None:
     errors = {}
     for number in range(args.rounds + 1):
         for name, function, dtype in VARIANTS:
-            *found, taken = attend(function, exact.to(dtype))
-            errors[name] = [float((a - b).norm() / b.norm()) for a, b in zip(found, reference, strict=True)]
+            *outputs, taken = attend(function, exact.to(dtype))
+            errors[name] = [float((a - b).norm() / b.norm()) for a, b in zip(outputs, reference, strict=True)]
             if number:  # the first round warms up
                 times[name].append(taken)
     rows = []

@@ -101,8 +101,8 @@ def dense_clusters(features: torch.Tensor) -> np.ndarray:
 
 def _mutual(neighbors: np.ndarray, row: int) -> np.ndarray:
     """Return the neighbors of an image that have it among their own neighbors."""
-    found = neighbors[row]
-    return found[(neighbors[found] == row).any(1)]
+    neighbors_of_row = neighbors[row]
+    return neighbors_of_row[(neighbors[neighbors_of_row] == row).any(1)]
 
 
 def sparse_clusters(features: torch.Tensor) -> np.ndarray:
@@ -149,11 +149,11 @@ def measure_in_stages(count: int, width: int, folder: Path) -> dict[str, Any]:
 
     def stage(name: str, run: Callable[[], Any]) -> Any:
         start = time.perf_counter()
-        found = run()
+        result = run()
         state["seconds"][name] = time.perf_counter() - start
         state["MiB"] = max(state["MiB"], peak_memory_mb(device) - before)
         log.write_text(json.dumps(state, indent=1))
-        return found
+        return result
 
     weights_file = folder / f"{count}x{width}.weights.npz"
     if not weights_file.exists():
@@ -162,10 +162,10 @@ def measure_in_stages(count: int, width: int, folder: Path) -> dict[str, Any]:
             file = folder / f"{count}x{width}.neighbors.{first}.npy"
             if not file.exists():
                 part = unit[first : first + PART]
-                found = stage(
+                of_part = stage(
                     file.stem, lambda part=part: nearest_neighbors(part, unit, OPTIONS.k1, farthest=False).indices
                 )
-                np.save(folder / "unfinished.npy", found.astype(np.int32))
+                np.save(folder / "unfinished.npy", of_part.astype(np.int32))
                 (folder / "unfinished.npy").rename(file)
                 print(f"{first + len(part):,} of {count:,} images: {_left(state, count)} left", file=sys.stderr)
             parts.append(np.load(file).astype(np.int64))
@@ -195,14 +195,14 @@ def measure_search(count: int, width: int, latent: int, queries: int, rounds: in
     rows = []
     for number in range(rounds):
         row: dict[str, Any] = {"images": count, "dimensions": latent, "queries": queries, "round": number + 1}
-        found = []
+        columns = []
         # Lower bounds from this number of images on.
         for name, smallest in {"all distances": count + 1, "lower bounds": 0}.items():
             with mock.patch("fastamp.evaluation.neighbors.MIN_GALLERY", smallest):
                 start = time.process_time()
-                found.append(nearest_neighbors(features[:queries], features, OPTIONS.k1, farthest=False).indices)
+                columns.append(nearest_neighbors(features[:queries], features, OPTIONS.k1, farthest=False).indices)
             row[f"{name}, CPU s"] = time.process_time() - start
-        rows.append(row | {"neighbors": "identical" if np.array_equal(*found) else "differ"})
+        rows.append(row | {"neighbors": "identical" if np.array_equal(*columns) else "differ"})
     return rows
 
 

@@ -101,8 +101,8 @@ def compare(indices: dict, queries: np.ndarray) -> None:
             many[name].append(seconds(lambda i=index: i.search(queries, 10)))
     rows = []
     for name, index in indices.items():
-        found, exact = index.search(queries, 10).rows, index.search(queries, 10, exact=True).rows
-        recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(found.tolist(), exact.tolist(), strict=True)])
+        approximate, exact = index.search(queries, 10).rows, index.search(queries, 10, exact=True).rows
+        recall = np.mean([len({*a} & {*b}) / 10 for a, b in zip(approximate.tolist(), exact.tolist(), strict=True)])
         times = [1000 * statistics.median(timings[name]) for timings in (single, many)]
         rows.append([name, recall, times[0], times[1] / len(queries)])
     print(

@@ -679,10 +679,10 @@ def main(argv: list[str] | None = None) -> int:
     log, results = args.output.with_suffix(".log"), stored["results"]
     with tempfile.TemporaryDirectory() as folder:
         common = {"toy": args.toy, "seconds": args.seconds, "folder": Path(folder)}
-        found = run_limited(describe_device, args.device, STARTUP, log, **common)
-        if "error" in found:
-            raise ConfigError(found["error"])
-        this = {"toy": args.toy, **found["figures"]}
+        description = run_limited(describe_device, args.device, STARTUP, log, **common)
+        if "error" in description:
+            raise ConfigError(description["error"])
+        this = {"toy": args.toy, **description["figures"]}
         for key in ("toy", "device"):
             if stored.setdefault(key, this[key]) != this[key]:
                 raise ConfigError(

@@ -78,9 +78,9 @@ class PlainDataset(Dataset):
     def __init__(self, file: Path) -> None:
         with file.open() as stream:
             rows = list(csv.DictReader(stream))
-        further = [name for name in COLUMNS if name in rows[0]]
+        extra = [name for name in COLUMNS if name in rows[0]]
         self.items = [
-            (str(file.parent / row["path"]), row["pid"], int(row["camid"]), *(row[name] for name in further))
+            (str(file.parent / row["path"]), row["pid"], int(row["camid"]), *(row[name] for name in extra))
             for row in rows
         ]
         rank = {pid: number for number, pid in enumerate(sorted({item[1] for item in self.items}))}
@@ -139,8 +139,8 @@ def private_memory_mb(pid: int) -> float:
 
 def children() -> set[int]:
     """Return the PIDs of the child processes."""
-    found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    return {int(pid) for file in found for pid in file.read_text().split()}
+    files = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    return {int(pid) for file in files for pid in file.read_text().split()}
 
 
 def peak_mb() -> float:
@@ -153,15 +153,15 @@ def measure(variant: str, file: Path, batches: int) -> dict[str, float]:
     torch.set_num_threads(1)
     before, began = peak_mb(), time.process_time()
     loader = VARIANTS[variant](file)
-    found = {"cpu": time.process_time() - began, "peak": peak_mb() - before}
+    figures = {"cpu": time.process_time() - began, "peak": peak_mb() - before}
     gc.collect()
     iterator = iter(loader)
     for number, _ in enumerate(itertools.islice(iterator, batches)):
         if number == WARM_UP:
             (worker,) = children()
             first = private_memory_mb(worker)
-    found["growth"] = private_memory_mb(worker) - first
-    return found
+    figures["growth"] = private_memory_mb(worker) - first
+    return figures
 
 
 def main() -> None:
@@ -190,8 +190,8 @@ def main() -> None:
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 results[variant].append(json.loads(output.splitlines()[-1]))
     rows = [
-        [variant, *(f"{statistics.median(figures[key] for figures in found):.1f}" for key in ("cpu", "peak", "growth"))]
-        for variant, found in results.items()
+        [variant, *(f"{statistics.median(figures[key] for figures in runs):.1f}" for key in ("cpu", "peak", "growth"))]
+        for variant, runs in results.items()
     ]
     headers = ["variant", "build: CPU [s]", "build: peak memory above the imports [MB]"]
     print(f"{args.rows} lines, medians of {args.rounds} rounds")

@@ -173,8 +173,8 @@ def latency_table(times: dict[tuple[tuple[str, str, str], int], list[float]], na
     """Format the median, lowest and highest time of each model, runtime and precision as a table."""
     rows = []
     for name in names:
-        found = [times.get(((name, *variant), size)) for variant in VARIANTS]
-        cells = [f"{statistics.median(t):.1f} ({min(t):.1f}-{max(t):.1f})" if t else "" for t in found]
+        latencies = [times.get(((name, *variant), size)) for variant in VARIANTS]
+        cells = [f"{statistics.median(t):.1f} ({min(t):.1f}-{max(t):.1f})" if t else "" for t in latencies]
         rows.append([name, *cells])
     return tabulate(rows, ["ms per image", *(" ".join(words) for words in VARIANTS)], tablefmt="github")
 
@@ -198,8 +198,8 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         runs, rows = {}, []
         for name in tqdm(args.models, desc="exports", disable=None):
-            found, row = prepare(folder, name, args.runs)
-            runs |= found
+            models, row = prepare(folder, name, args.runs)
+            runs |= models
             rows.append(row)
         headers = [
             "",

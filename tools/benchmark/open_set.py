@@ -36,7 +36,7 @@ def main() -> None:
     extraction = read_extraction(args.extraction)
     _, pids = np.unique(extraction.pids, return_inverse=True)
     ids = torch.from_numpy(pids.reshape(-1)), torch.from_numpy(np.array(extraction.camids, dtype=np.int64))
-    found = [
+    calibrations = [
         calibrate(
             torch.from_numpy(np.array(extraction.features)),
             Identities(ids[0], ids[0], ids[1], ids[1]),
@@ -48,7 +48,9 @@ def main() -> None:
     ]
     rows = []
     for name in RATES:
-        pairs = [(getattr(calibration.measured, name), getattr(calibration.chosen, name)) for calibration in found]
+        pairs = [
+            (getattr(calibration.measured, name), getattr(calibration.chosen, name)) for calibration in calibrations
+        ]
         naive = [tuple(map(independent, pair)) for pair in pairs]
         measured = 100 * np.mean([rate.rate for rate, _ in pairs])
         rows.append((name, f"{100 * getattr(args, name):g} %", f"{measured:.3g} %", agreeing(pairs), agreeing(naive)))

@@ -110,12 +110,12 @@ def argsort(queries: torch.Tensor, gallery: torch.Tensor, ids: Identities) -> di
     for number in range(len(queries)):
         ranked = order[number]
         junk = (gallery_pids[ranked] == query_pids[number]) & (gallery_camids[ranked] == query_camids[number])
-        found = matches[number][~junk]
-        if not found.any():
+        counted = matches[number][~junk]
+        if not counted.any():
             continue
-        hits = found.cumsum()
-        precisions.append((hits / np.arange(1, len(found) + 1) * found).sum() / found.sum())
-        firsts.append(found[0])
+        hits = counted.cumsum()
+        precisions.append((hits / np.arange(1, len(counted) + 1) * counted).sum() / counted.sum())
+        firsts.append(counted[0])
     return {"mAP": 100 * float(np.mean(precisions)), "Rank-1": 100 * float(np.mean(firsts))}
 
 
@@ -197,12 +197,12 @@ def compare(name: str, size: Size, variants: tuple[str, ...], rounds: int, runs:
     rows = [
         (
             variant,
-            f"{found['seconds']:.2f}",
-            f"{found['seconds'] / first:.2f}",
-            f"{found['memory']:.0f}",
-            *(f"{found[metric]:.2f}" if metric in found else "" for metric in ("mAP", "Rank-1")),
+            f"{runs['seconds']:.2f}",
+            f"{runs['seconds'] / first:.2f}",
+            f"{runs['memory']:.0f}",
+            *(f"{runs[metric]:.2f}" if metric in runs else "" for metric in ("mAP", "Rank-1")),
         )
-        for variant, found in medians.items()
+        for variant, runs in medians.items()
     ]
     headers = ["variant", "s", f"x {variants[0]}", "MiB above the features", "mAP", "Rank-1"]
     title = f"{name}: {size.queries} x {size.gallery} x {WIDTH}, {rounds} rounds"

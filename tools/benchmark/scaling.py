@@ -175,7 +175,7 @@ def measure(args: argparse.Namespace) -> None:
         trainer.iter += 1  # only iteration 0 checks that low precision is used
 
     size = gradient_bytes(model)
-    found = {"step": timed(step, args.warmup, args.steps, device), "bytes": size, "all_reduce": 0.0}
+    figures = {"step": timed(step, args.warmup, args.steps, device), "bytes": size, "all_reduce": 0.0}
     if comm.is_distributed():
         gradients = torch.zeros(size, dtype=torch.uint8, device=device).view(torch.float32).split(BUCKET // 4)
 
@@ -183,9 +183,9 @@ def measure(args: argparse.Namespace) -> None:
             for bucket in gradients:
                 dist.all_reduce(bucket)
 
-        found["all_reduce"] = timed(all_reduce, 1, args.steps, device)
+        figures["all_reduce"] = timed(all_reduce, 1, args.steps, device)
     if comm.is_main_process():
-        Path(args.output).write_text(json.dumps(found))
+        Path(args.output).write_text(json.dumps(figures))
 
 
 def timed(function: Any, warmup: int, count: int, device: torch.device) -> float:
@@ -251,10 +251,10 @@ def main() -> None:
         return
     device = resolve_device(requested_device(cfg))
     print(inspect_environment(device, asked=requested_device(cfg)).table(), file=sys.stderr)
-    found = compare(args, (1, args.processes))
-    batch, single = cfg.SOLVER.IMS_PER_BATCH, found[1]["step"]
+    figures_of = compare(args, (1, args.processes))
+    batch, single = cfg.SOLVER.IMS_PER_BATCH, figures_of[1]["step"]
     precision = "AMP" if cfg.SOLVER.AMP.ENABLED else "float32"
-    size, mib = "x".join(map(str, _image_size(cfg))), found[1]["bytes"] / 2**20
+    size, mib = "x".join(map(str, _image_size(cfg))), figures_of[1]["bytes"] / 2**20
     print(
         f"measured: {Path(args.config_file).stem}, {size}, {precision}, global batch {batch}, gradients {mib:.1f} MiB"
     )
@@ -267,13 +267,13 @@ def main() -> None:
             f"{1e3 * figures['all_reduce']:.1f}",
             f"{100 * figures['all_reduce'] / figures['step']:.1f} %",
         )
-        for count, figures in found.items()
+        for count, figures in figures_of.items()
     ]
     headers = ["processes x threads", "s/step", "images/s", "x one process", "all-reduce, ms", "of the step"]
     print(tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True))
     if args.predict:
         print()
-        predict(cfg, single, int(found[1]["bytes"]), "measured in one process")
+        predict(cfg, single, int(figures_of[1]["bytes"]), "measured in one process")
 
 
 if __name__ == "__main__":

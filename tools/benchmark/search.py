@@ -116,14 +116,14 @@ def search(folder: Path, kind: str, efforts: list[int]) -> list[dict[str, float]
             index.search(query[None], 10, effort=effort)
             single.append(time.perf_counter() - start)
             single_cpu.append(time.process_time() - busy)
-        found = np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) / 10
+        recall = np.mean([len(set(a) & set(b)) for a, b in zip(rows, exact, strict=True)]) / 10
         results.append(
             {
                 "effort": effort,
                 "load_s": loaded,
                 "anonymous_mb": anonymous_mb(),
                 "recall_1": float((rows[:, 0] == exact[:, 0]).mean()),
-                "recall_10": float(found),
+                "recall_10": float(recall),
                 "single_ms": 1000 * float(np.median(single)),
                 "single_cpu_ms": 1000 * float(np.median(single_cpu)),
                 "batch_ms": 1000 * batch,
@@ -168,9 +168,9 @@ def main() -> None:
             print(f"{kind}: building", file=sys.stderr)
             built = in_own_process("--folder", temporary, "--step", "build", kind)
             print(f"{kind}: {built}", file=sys.stderr)
-            for found in in_own_process("--folder", temporary, "--step", "search", kind, *map(str, efforts[kind])):
-                print(f"{kind}: {found}", file=sys.stderr, flush=True)
-                rows.append({"kind": kind, **built, **found})
+            for line in in_own_process("--folder", temporary, "--step", "search", kind, *map(str, efforts[kind])):
+                print(f"{kind}: {line}", file=sys.stderr, flush=True)
+                rows.append({"kind": kind, **built, **line})
             Path(temporary, f"{kind}.index").unlink()
     print(f"{args.identities} identities x {args.images} images x {args.width}, {args.queries} queries")
     print(tabulate(rows, headers="keys", tablefmt="github", floatfmt=".3g"))

@@ -60,13 +60,13 @@ def write_model(path: Path, name: str) -> None:
 
 def jpeg_files(count: int) -> list[bytes]:
     """Return JPEG files of 256 x 128 pixels, with smooth random content."""
-    random, found = np.random.default_rng(0), []
+    random, contents = np.random.default_rng(0), []
     for _ in range(count):
         small = PIL.Image.fromarray(random.integers(0, 256, (16, 8, 3), dtype=np.uint8))
         file = io.BytesIO()
         small.resize((128, 256), PIL.Image.Resampling.BICUBIC).save(file, "JPEG", quality=90)
-        found.append(file.getvalue())
-    return found
+        contents.append(file.getvalue())
+    return contents
 
 
 async def load(address: str, files: list[bytes], clients: int, per_request: int, seconds: float) -> dict[str, float]:
@@ -168,18 +168,18 @@ def compare(
             computed += len(files)
         plain.append(computed / (time.perf_counter() - start))
         plain_cpu.append(1000 * (time.process_time() - before) / computed)
-        for count, found in served.items():
-            before, own = cpu_seconds(process), time.process_time()
-            found.append(asyncio.run(load(address, files, args.clients, count, args.seconds)))
-            found[-1]["cpu"] = 1000 * (cpu_seconds(process) - before) / found[-1]["images"]
-            found[-1]["client cpu"] = 1000 * (time.process_time() - own) / found[-1]["images"]
+        for count, runs in served.items():
+            before, started = cpu_seconds(process), time.process_time()
+            runs.append(asyncio.run(load(address, files, args.clients, count, args.seconds)))
+            runs[-1]["cpu"] = 1000 * (cpu_seconds(process) - before) / runs[-1]["images"]
+            runs[-1]["client cpu"] = 1000 * (time.process_time() - started) / runs[-1]["images"]
     base, base_cpu = statistics.median(plain), statistics.median(plain_cpu)
     print(f"{args.backbone}, {torch.get_num_threads()} threads; medians of {args.rounds} rounds")
     print(f"Predictor: {base:.0f} images/s ({min(plain):.0f} to {max(plain):.0f}), CPU {base_cpu:.1f} ms per image")
-    for count, found in served.items():
-        rates = [run["images/s"] for run in found]
+    for count, runs in served.items():
+        rates = [run["images/s"] for run in runs]
         rate, p50, p99, cpu, client = (
-            statistics.median(run[name] for run in found) for name in ("images/s", "p50", "p99", "cpu", "client cpu")
+            statistics.median(run[name] for run in runs) for name in ("images/s", "p50", "p99", "cpu", "client cpu")
         )
         print(
             f"service, {args.clients} clients x {count} images: {rate:.0f} images/s ({min(rates):.0f} to "

@@ -57,8 +57,8 @@ def plain_features(predictor: Predictor) -> Callable[[Path | np.ndarray], Tensor
     @torch.inference_mode()
     def features(image: Path | np.ndarray) -> Tensor:
         picture = Image.fromarray(image) if isinstance(image, np.ndarray) else Image.open(image).convert("RGB")
-        found: Tensor = heads(backbone(recipe(picture)[None]))
-        return found
+        result: Tensor = heads(backbone(recipe(picture)[None]))
+        return result
 
     return features
 

@@ -128,19 +128,19 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if pair >= args.warmup:
             times.append(seconds)
     clocks = ["wall", "cpu"] if device.type == "cpu" else ["wall"]
-    found = {
+    summaries = {
         clock: summarize([(of_pair[fastamp][i], of_pair[bare][i]) for of_pair in times])
         for i, clock in enumerate(clocks)
     }
     print(f"{args.network}, {args.size[0]}x{args.size[1]}, batch {args.batch}, {len(times)} pairs of steps")
-    for clock, summary in found.items():
+    for clock, summary in summaries.items():
         print(
             f"{clock:4} time: fastamp {summary['fastamp']:.4f} s, bare PyTorch AMP {summary['bare']:.4f} s per step; "
             f"overhead {100 * (summary['ratio'] - 1):+.2f} % "
             f"(95 % interval {100 * (summary['low'] - 1):+.2f} to {100 * (summary['high'] - 1):+.2f} %)"
         )
     result = {
-        "network": args.network, "size": list(args.size), "batch": args.batch, "pairs": len(times), **found,
+        "network": args.network, "size": list(args.size), "batch": args.batch, "pairs": len(times), **summaries,
     }  # fmt: skip
     if args.output:
         args.output.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

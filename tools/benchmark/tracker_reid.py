@@ -116,23 +116,23 @@ def boxmot_models(weights: Path, threads: int) -> dict[str, Any]:
     folder = weights.with_name(f"{weights.stem}_openvino_model")
     folder.mkdir()
     openvino.save_model(openvino.convert_model(onnx_file), folder / openvino_file.name, compress_to_fp16=False)
-    found = models["BoxMOT, OpenVINO"] = ReID(weights=folder, device="cpu").model
-    used = found.executable_network.get_property("INFERENCE_NUM_THREADS")
+    openvino_model = models["BoxMOT, OpenVINO"] = ReID(weights=folder, device="cpu").model
+    used = openvino_model.executable_network.get_property("INFERENCE_NUM_THREADS")
     if used != threads:
         print(f"BoxMOT's OpenVINO model uses {used} threads, instead of {threads}", file=sys.stderr)
     return models
 
 
-def measure(found: dict[str, Extract], boxes: int, rounds: int) -> list[tuple[str, float, float, float, float]]:
+def measure(extractors: dict[str, Extract], boxes: int, rounds: int) -> list[tuple[str, float, float, float, float]]:
     """Return name, median milliseconds, CPU milliseconds and CPU time of BoxMOT by the own, and the least cosine."""
     frame, corners = frame_and_boxes(boxes)
-    wall, cpu = ({name: [] for name in found} for _ in range(2))  # type: dict[str, list[float]]
-    features = {name: np.asarray(extract(frame, corners)) for name, extract in found.items()}  # warm up
-    names = list(found)
+    wall, cpu = ({name: [] for name in extractors} for _ in range(2))  # type: dict[str, list[float]]
+    features = {name: np.asarray(extract(frame, corners)) for name, extract in extractors.items()}  # warm up
+    names = list(extractors)
     for number in range(rounds):
         for name in names[number % len(names) :] + names[: number % len(names)]:
             start, cpu_start = time.perf_counter(), time.process_time()
-            found[name](frame, corners)
+            extractors[name](frame, corners)
             cpu[name].append(1000 * (time.process_time() - cpu_start))
             wall[name].append(1000 * (time.perf_counter() - start))
     rows = []
@@ -165,11 +165,11 @@ def main(argv: list[str] | None = None) -> int:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-args.threads :])
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
-        found = variants(Path(folder), args.threads)
+        extractors = variants(Path(folder), args.threads)
         print(inspect_environment(torch.device("cpu"), asked="cpu").table(), file=sys.stderr)
         headers = ("ms", "CPU ms", "times as fast as BoxMOT (CPU)", "min cosine")
         for boxes in args.boxes:
-            rows = measure(found, boxes, args.rounds)
+            rows = measure(extractors, boxes, args.rounds)
             print(tabulate(rows, (f"{boxes} boxes", *headers), floatfmt=("", ".1f", ".1f", ".2f", ".4f")), end="\n\n")
     return 0
 

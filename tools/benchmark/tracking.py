@@ -81,8 +81,8 @@ def measure_tracker(sequence: Scene, update: Callable[[np.ndarray, np.ndarray], 
         here = sequence.detections.select(sequence.detections.frames == number)
         corners = np.concatenate([here.boxes[:, :2], here.boxes[:, :2] + here.boxes[:, 2:]], axis=1)
         table = np.concatenate([corners, here.confidences[:, None], np.zeros((len(here), 1))], axis=1)
-        found = np.asarray(update(table.astype(np.float32), np.ascontiguousarray(frame[..., ::-1])))
-        rows += [(number, int(box[4]), *box[:4]) for box in found]
+        tracked = np.asarray(update(table.astype(np.float32), np.ascontiguousarray(frame[..., ::-1])))
+        rows += [(number, int(box[4]), *box[:4]) for box in tracked]
     table = np.array(rows, dtype=np.float64).reshape(-1, 6)
     boxes = np.concatenate([table[:, 2:4], table[:, 4:6] - table[:, 2:4]], axis=1)
     integers = (np.arange(len(table)) + 1, table[:, 0].astype(np.int64), table[:, 1].astype(np.int64))
@@ -112,7 +112,7 @@ def ultralytics(sequence: Scene, *, reid: bool) -> TrackingMetrics:
 
 def variants(chosen: float) -> dict[str, Measure]:
     """Return the measured trackers by title."""
-    found: dict[str, Measure] = {
+    measures: dict[str, Measure] = {
         "fastamp track, motion": partial(fastamp_track, distance=None),
         "fastamp track, --max-distance 0.2": partial(fastamp_track, distance=0.2),
         f"fastamp track, --max-distance {chosen:g} (chosen)": partial(fastamp_track, distance=chosen),
@@ -127,17 +127,20 @@ def variants(chosen: float) -> dict[str, Measure]:
             __import__(package)
         except ImportError:
             print(f"{package} is not installed, so it is not measured: pip install {package}", file=sys.stderr)
-            found = {title: result for title, result in found.items() if not title.lower().startswith(package)}
-    return found
+            measures = {title: result for title, result in measures.items() if not title.lower().startswith(package)}
+    return measures
 
 
 def table(titles: dict[str, Measure], sequences: list[Scene]) -> tuple[str, dict[str, tuple[int, float]]]:
     """Return a table of switches, MOTA and IDF1, and the total switches and negative mean IDF1 of each title."""
     rows, totals = [], {}
     for title, measure in show_progress(titles.items(), len(titles), "tracking"):
-        found = [measure(sequence) for sequence in sequences]
-        rows.append([title, *(f"{result.switches}, {result.mota:.1f}, {result.idf1:.1f}" for result in found)])
-        totals[title] = (sum(result.switches for result in found), -float(np.mean([result.idf1 for result in found])))
+        results = [measure(sequence) for sequence in sequences]
+        rows.append([title, *(f"{result.switches}, {result.mota:.1f}, {result.idf1:.1f}" for result in results)])
+        totals[title] = (
+            sum(result.switches for result in results),
+            -float(np.mean([result.idf1 for result in results])),
+        )
     return tabulate(rows, ["switches, MOTA, IDF1", *(f"seed {sequence.seed}" for sequence in sequences)]), totals
 
 

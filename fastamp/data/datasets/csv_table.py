@@ -197,7 +197,7 @@ def _read_lines(
     used = operator.itemgetter(*map(names.index, required))  # at least path and an identity
     lines, splits, boxes, paths = array("q"), array("b"), array("q"), PathBuilder()
     pids, camids = _CategoricalTextBuilder(), _CategoricalTextBuilder()
-    further = {
+    builders = {
         names.index(name): CsvColumnBuilder()
         for name in names
         if name and name not in (*COLUMNS, *box) and name not in RESERVED_NAMES
@@ -213,7 +213,7 @@ def _read_lines(
         pids.extend(["/".join(parts) for parts in zip(*(columns[column] for column in pid_columns), strict=True)])
         if camid_column is not None:
             camids.extend(columns[camid_column])
-        for column, builder in further.items():
+        for column, builder in builders.items():
             builder.extend(columns[column])
 
     folders: dict[str, str] = {}
@@ -273,7 +273,7 @@ def _read_lines(
         boxes=np.array(boxes, dtype=np.int64).reshape(-1, 4) if box else None,
         excluded=excluded,
         invalid=invalid,
-        columns={names[column]: builder.build() for column, builder in further.items()},
+        columns={names[column]: builder.build() for column, builder in builders.items()},
     )
 
 

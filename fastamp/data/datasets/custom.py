@@ -199,11 +199,13 @@ class CsvDataset(ImageDataset):
         """Read the further columns as text: ``(names, line number -> values)``."""
         with open_table(self.file) as (reader, names):
             used = (*COLUMNS, *box_columns(names))
-            further = [column for column, name in enumerate(names) if name not in used]
+            column_numbers = [column for column, name in enumerate(names) if name not in used]
             rows: dict[int, list[str]] = {}
             for line in reader:
-                rows[reader.line_num] = [line[column].strip() if column < len(line) else "" for column in further]
-        return [names[column] for column in further], rows
+                rows[reader.line_num] = [
+                    line[column].strip() if column < len(line) else "" for column in column_numbers
+                ]
+        return [names[column] for column in column_numbers], rows
 
     @classmethod
     def from_config(cls, cfg: Any, path: str, *, skip_invalid: bool = False) -> "CsvDataset":

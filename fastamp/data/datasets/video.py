@@ -82,8 +82,8 @@ class TrackletDataset(ImageDataset):
 
     def _load(self, split: str) -> list[ImageItem]:
         items = []
-        for pid, camid, name, frames, further in self.tracklets(split):
-            columns = {"tracklet": name, **further}
+        for pid, camid, name, frames, extra_columns in self.tracklets(split):
+            columns = {"tracklet": name, **extra_columns}
             items += [ImageItem(frame, pid, camid, columns=columns) for frame in frames]
         if not items:
             raise DataError(

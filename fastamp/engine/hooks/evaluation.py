@@ -46,9 +46,9 @@ class BestMetric:
                 selects all datasets.
         """
         for dataset, metrics in reported.items():
-            own = name.removeprefix(f"{dataset}/")
-            if own != name and (metrics is None or own in metrics):
-                return cls(own, (dataset,))
+            short_name = name.removeprefix(f"{dataset}/")
+            if short_name != name and (metrics is None or short_name in metrics):
+                return cls(short_name, (dataset,))
         if all(metrics is None or name in metrics for metrics in reported.values()):
             is_reid = all(metrics is None or "mAP" in metrics for metrics in reported.values())
             return cls(name, tuple(reported)) if is_reid else cls(name, tuple(reported), meaning="")

@@ -118,25 +118,25 @@ class PositionGrid:
         """List the grids that fit, most probable first; at least one."""
         return infer_grids(
             patches,
-            own=self.grid,
+            stride_grid=self.grid,
             common=[self.grid_for(size, *strides) for strides in self.common_strides() for size in REID_SIZES],
             is_reid=self._origin.is_reid,
         )
 
 
-def infer_grids(patches: int, *, own: Grid, common: list[Grid], is_reid: bool) -> list[Grid]:
+def infer_grids(patches: int, *, stride_grid: Grid, common: list[Grid], is_reid: bool) -> list[Grid]:
     """List the patch grids (rows, columns) that fit a number of patches, most probable first; at least one.
 
     Args:
         patches: number of patches.
-        own: grid of the model. It is only assumed for ReID files with as many patches, and for files that fit no other
-            grid.
+        stride_grid: grid of the model. It is only assumed for ReID files with as many patches, and for files that fit
+            no other grid.
         common: grids of common ReID trainings, most frequent first.
         is_reid: the file is that of a ReID model. Otherwise, a square grid is preferred, as for ImageNet.
     """
     side = math.isqrt(patches)
     square = [(side, side)] if side * side == patches else []
-    same = [own] if math.prod(own) == patches else []
+    same = [stride_grid] if math.prod(stride_grid) == patches else []
     fitting = [grid for grid in common if math.prod(grid) == patches]
     grids = [*same, *fitting, *square] if is_reid or not square else [*square, *fitting, *same]
     return list(dict.fromkeys(grids)) or [factors_like(patches, _PERSON_RATIO)]

@@ -176,11 +176,11 @@ def _by_position(value: torch.Tensor) -> torch.Tensor:
 
 def _with_window(state: State, model: nn.Module) -> State:
     """Resize tables of relative positions, (2 R - 1)(2 C - 1) x heads, of other windows by bicubic interpolation."""
-    own = model.state_dict()
+    model_state = model.state_dict()
     resized = {}
     for key, table in state.items():
-        if key.endswith("relative_position_bias_table") and key in own and len(table) != len(own[key]):
-            old, new = math.isqrt(len(table)), math.isqrt(len(own[key]))
+        if key.endswith("relative_position_bias_table") and key in model_state and len(table) != len(model_state[key]):
+            old, new = math.isqrt(len(table)), math.isqrt(len(model_state[key]))
             if old * old != len(table):  # not a square window: loading reports the shape mismatch
                 return state
             image = table.T.view(1, -1, old, old)

@@ -203,15 +203,15 @@ class TimmVisionTransformer(TokenBackbone):
         trunk = {key.removeprefix(MODEL_PREFIX): value for key, value in state.items() if key not in others}
         if len(trunk) and not any(key.startswith(MODEL_PREFIX) for key in state):
             trunk = self._convert_names(trunk, notes)
-        own = self.model.state_dict()
+        model_state = self.model.state_dict()
         # timm normalizes before or after the pooling; for a single token, both are the same.
         for name, other in (("norm", "fc_norm"), ("fc_norm", "norm")):
             for part in ("weight", "bias"):
                 old, new = f"{name}.{part}", f"{other}.{part}"
-                if old in trunk and old not in own and new in own and new not in trunk:
+                if old in trunk and old not in model_state and new in model_state and new not in trunk:
                     trunk[new] = trunk.pop(old)
         positions = trunk.get("pos_embed")
-        if positions is not None and "pos_embed" in own:
+        if positions is not None and "pos_embed" in model_state:
             trunk["pos_embed"] = self._resize_positions(positions, trunk, notes)
         return others | {MODEL_PREFIX + key: value for key, value in trunk.items()}
 

@@ -51,7 +51,7 @@ KEYS = (
 
 @force_fp32
 def clothes_adversarial_loss(
-    logits: torch.Tensor, clothes: torch.Tensor, own: torch.Tensor, *, epsilon: float = 0.1
+    logits: torch.Tensor, clothes: torch.Tensor, is_of_identity: torch.Tensor, *, epsilon: float = 0.1
 ) -> torch.Tensor:
     """Compute the clothes-based adversarial loss.
 
@@ -63,16 +63,16 @@ def clothes_adversarial_loss(
     Args:
         logits: (B, C) float, scaled cosines of the features and the clothes classes.
         clothes: (B,) int64 clothes classes in 0..C-1.
-        own: (B, C) bool, True for the outfits of the identity of each image.
+        is_of_identity: (B, C) bool, True for the outfits of the identity of each image.
         epsilon: label smoothing. Default 0.1.
 
     Returns:
         Scalar float32, the mean over the batch.
     """
     # Not minus infinity: the gradient would be NaN for an identity that owns all outfits.
-    others = logits.masked_fill(own, torch.finfo(logits.dtype).min / 2).logsumexp(1, keepdim=True)
+    others = logits.masked_fill(is_of_identity, torch.finfo(logits.dtype).min / 2).logsumexp(1, keepdim=True)
     log_probability = logits - torch.logaddexp(logits, others)
-    weights = own * (epsilon / own.sum(1, keepdim=True).clamp_min(1))
+    weights = is_of_identity * (epsilon / is_of_identity.sum(1, keepdim=True).clamp_min(1))
     weights = weights + (1 - epsilon) * F.one_hot(clothes, logits.shape[1])
     return -(weights * log_probability).sum(1).mean()
 
@@ -255,11 +255,11 @@ class ClothesAdversarialLoss(nn.Module):
         elif updates:
             self._update_memory(features.detach(), clothes)
         logits = self.logit_scale * F.normalize(features, dim=1) @ F.normalize(self.weight, dim=1).T
-        own = self.identity_of == targets[:, None]
+        is_of_identity = self.identity_of == targets[:, None]
         if self.memory != "none":
-            own = own & self.seen
+            is_of_identity = is_of_identity & self.seen
             logits = logits.masked_fill(~self.seen, torch.finfo(logits.dtype).min / 2)
-        adversarial = clothes_adversarial_loss(logits, clothes, own, epsilon=self.epsilon)
+        adversarial = clothes_adversarial_loss(logits, clothes, is_of_identity, epsilon=self.epsilon)
         return classification + self.scale * adversarial
 
     @torch.no_grad()

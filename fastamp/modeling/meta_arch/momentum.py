@@ -52,8 +52,8 @@ class MomentumCopy(nn.Module):
     def copy_training_modes(self, model: nn.Module) -> None:
         """Copy the training mode of each module from ``model``, which may have frozen modules in evaluation mode."""
         lists, count = self._lists_of(model), len(self._modules)
-        for own, originals in zip(lists[:count], lists[count:], strict=True):
-            for module, original in zip(own.modules, originals.modules, strict=True):
+        for of_copy, originals in zip(lists[:count], lists[count:], strict=True):
+            for module, original in zip(of_copy.modules, originals.modules, strict=True):
                 module.training = original.training
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:

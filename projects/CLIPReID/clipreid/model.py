@@ -251,8 +251,8 @@ class CLIPReID(Baseline):
 
     def equal_on_all_ranks(self) -> tuple[str, ...]:
         """Return the names of the buffers that are equal on all ranks: constants."""
-        own = () if self.text_features is None else ("text_features",)
-        return (*super().equal_on_all_ranks(), *own)
+        parts = () if self.text_features is None else ("text_features",)
+        return (*super().equal_on_all_ranks(), *parts)
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Convert the names of CLIP-ReID's program; other files as ``ImageModel``."""
@@ -304,13 +304,13 @@ def _load_text_tower(encoder: TextEncoder, path: str) -> torch.Tensor:
             f"  found: {', '.join(list(state)[:3])}, ...\n"
             "  fix: set it to a complete file of CLIP; to start from a ReID model of CLIP-ReID, set MODEL.WEIGHTS"
         )
-    found = (state["token_embedding.weight"].shape[1], sum(name.endswith(".ln_1.weight") for name in text))
+    sizes = (state["token_embedding.weight"].shape[1], sum(name.endswith(".ln_1.weight") for name in text))
     expected = (encoder.positional_embedding.shape[1], len(encoder.transformer.resblocks))
-    if found != expected:
+    if sizes != expected:
         raise ConfigError(
-            f"the text tower in {path} has width {found[0]} and {found[1]} blocks, but the config has "
+            f"the text tower in {path} has width {sizes[0]} and {sizes[1]} blocks, but the config has "
             f"CLIPREID.TEXT_WIDTH {expected[0]} and TEXT_BLOCKS {expected[1]}.\n"
-            f"  fix: set CLIPREID.TEXT_WIDTH to {found[0]} and CLIPREID.TEXT_BLOCKS to {found[1]}"
+            f"  fix: set CLIPREID.TEXT_WIDTH to {sizes[0]} and CLIPREID.TEXT_BLOCKS to {sizes[1]}"
         )
     load_model_state(encoder, text, source=f"{path} (text tower)", backbone_prefix="")
     return state["token_embedding.weight"]

@@ -27,8 +27,8 @@ def prompt_tokens(prompt: str, vocabulary: str = "") -> tuple[list[int], int]:
     Raises:
         ConfigError: if the prompt has no placeholder, or is not a published one and there is no vocabulary.
     """
-    before, found, _ = prompt.partition(PLACEHOLDER)
-    if not found:
+    before, placeholder, _ = prompt.partition(PLACEHOLDER)
+    if not placeholder:
         raise ConfigError(
             f"CLIPREID.PROMPT: {prompt!r} contains no {PLACEHOLDER!r}, the place of the learned vectors.\n"
             '  fix: write a prompt such as "A photo of a X X X X person."'

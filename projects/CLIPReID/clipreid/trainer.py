@@ -308,24 +308,24 @@ def identity_checksums(dataset: ReidDataset) -> torch.Tensor:
     return torch.tensor([zlib.crc32(str(dataset.items[int(row)].pid).encode()) for row in rows])
 
 
-def check_identities(found: torch.Tensor, expected: torch.Tensor) -> None:
+def check_identities(stored: torch.Tensor, expected: torch.Tensor) -> None:
     """Check that the prompts of a model are those of the training set.
 
     Args:
-        found: (K,) int64, checksums in the model, 0 where they are not known.
+        stored: (K,) int64, checksums in the model, 0 where they are not known.
         expected: (K,) int64, checksums of the training set.
 
     Raises:
         ConfigError: if the prompts are of other identities, or were not loaded.
     """
-    known = found != 0
+    known = stored != 0
     if not known.any():
         logger.warning(
             "CLIPREID.STAGE1.MAX_EPOCH is 0, and the identities of the prompts are not known: they are correct only if "
             "MODEL.WEIGHTS was trained with the same training set by CLIP-ReID's program"
         )
         return
-    wrong = int((known & (found != expected)).sum())
+    wrong = int((known & (stored != expected)).sum())
     if wrong:
         raise ConfigError(
             f"CLIPREID.STAGE1.MAX_EPOCH is 0, but the prompts in MODEL.WEIGHTS are of other identities: {wrong} of "

@@ -68,12 +68,12 @@ def matched_distances(
     start, stop = comm.shard_range(num_query)
     nearest = [torch.empty(0, count, dtype=torch.int64)]
     nearest += [block.topk(count, largest=False).indices.cpu() for _, block in features.blocks(start, stop)]
-    found, scores = torch.cat(nearest), [torch.empty(0, count)]
+    neighbors, scores = torch.cat(nearest), [torch.empty(0, count)]
     for first in track(range(start, stop, size), -(-(stop - start) // size), "matching"):
         last = min(first + size, stop)
-        gallery = maps[num_query + found[first - start : last - start]]
+        gallery = maps[num_query + neighbors[first - start : last - start]]
         scores.append(matcher.pairs(maps[first:last].to(device), gallery.to(device)).cpu())
-    return MatchedDistances(features, comm.gather_rows(found), comm.gather_rows(torch.cat(scores)))
+    return MatchedDistances(features, comm.gather_rows(neighbors), comm.gather_rows(torch.cat(scores)))
 
 
 @EVALUATOR_REGISTRY.register()

@@ -105,5 +105,5 @@ class MatchingBaseline(Baseline):
         """Compute the features (B, D) and the maps (B, C, h, w) of a batch in evaluation mode, both float32."""
         with policy.autocast():
             features = self.feature_maps(self.as_batch(batch))
-            found = self.heads(features), self.heads.maps(features)
-        return to_float32(found[0]), to_float32(found[1])
+            outputs = self.heads(features), self.heads.maps(features)
+        return to_float32(outputs[0]), to_float32(outputs[1])

@@ -154,9 +154,9 @@ def _check_binary(name: str, column: EncodedColumn, title: str) -> None:
     numbers = values.ravel().tolist() if isinstance(values, np.ndarray) and values.ndim == 1 else [None]
     others = sorted(set(numbers) - {-1, 0, 1}, key=str)
     if others:
-        found = "lists" if others == [None] else ", ".join(map(str, others[:5]))
+        shown = "lists" if others == [None] else ", ".join(map(str, others[:5]))
         raise DataError(
-            f"{title}: the attribute {name!r} must have the values 0 and 1, or texts; found {found}.\n"
+            f"{title}: the attribute {name!r} must have the values 0 and 1, or texts; found {shown}.\n"
             "  fix: write its values as texts, e.g. young and old, or list only the other columns in "
             "MODEL.ATTRIBUTES.COLUMNS"
         )

@@ -28,9 +28,9 @@ def read_mat(path: Path, names: Sequence[str]) -> list[Any]:
         raise DataError(f"cannot read {path.absolute()}: {error}.\n  fix: restore this file of the dataset") from error
     missing = [name for name in names if name not in content]
     if missing:
-        found = ", ".join(name for name in content if not name.startswith("__")) or "none"
+        variables = ", ".join(name for name in content if not name.startswith("__")) or "none"
         raise DataError(
-            f"{path.absolute()} has no variable {missing[0]!r}; found: {found}.\n"
+            f"{path.absolute()} has no variable {missing[0]!r}; found: {variables}.\n"
             "  fix: restore this file of the dataset"
         )
     return [content[name] for name in names]

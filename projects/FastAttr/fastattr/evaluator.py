@@ -97,10 +97,14 @@ class AttributeTotals:
 
     def report_section(self) -> ReportSection:
         """Return the section of the report, after ``metrics``."""
-        found = self.total.of_attributes()
+        of_attributes = self.total.of_attributes()
         columns = ("fraction", "mA", "accuracy", "majority", "precision", "recall", "f1")
         rows = [
-            (name, f"{int(found['images'][row]):,}", *(_percent(found[column][row].item()) for column in columns))
+            (
+                name,
+                f"{int(of_attributes['images'][row]):,}",
+                *(_percent(of_attributes[column][row].item()) for column in columns),
+            )
             for row, name in enumerate(self.names)
         ]
         titles = ("attribute", "images", "positive %", "mA %", "accuracy %", "majority %", "precision %", "recall %")
@@ -125,7 +129,7 @@ class AttributeTotals:
             lines.append(f"{kind} {self.names[number]}, {100 * probabilities[number]:.0f} %")
         return ImageExample(int(row[0]), lines)
 
-    def _write(self, found: dict[str, torch.Tensor]) -> None:
+    def _write(self, of_attributes: dict[str, torch.Tensor]) -> None:
         if self.output_dir is None:
             return
         path = Path(self.output_dir) / "attributes.csv"
@@ -136,8 +140,10 @@ class AttributeTotals:
                 writer = csv.writer(file)
                 writer.writerow(("attribute", "images", "positives", *columns))
                 for row, name in enumerate(self.names):
-                    values = (_percent(found[column][row].item(), 2, "") for column in columns)
-                    writer.writerow((name, int(found["images"][row]), int(found["positives"][row]), *values))
+                    values = (_percent(of_attributes[column][row].item(), 2, "") for column in columns)
+                    writer.writerow(
+                        (name, int(of_attributes["images"][row]), int(of_attributes["positives"][row]), *values)
+                    )
         logger.info("wrote %s", path)
 
 

@@ -44,6 +44,6 @@ class AttrHead(EmbeddingHead):
 
     def convert_state_dict(self, state: dict[str, torch.Tensor], notes: list[str]) -> dict[str, torch.Tensor]:
         """Keep the names of the batch norm of the logits, which an old release used for the neck."""
-        own = {name: value for name, value in state.items() if name.startswith("bnneck.")}
-        others = {name: value for name, value in state.items() if name not in own}
-        return own | super().convert_state_dict(others, notes)
+        bnneck = {name: value for name, value in state.items() if name.startswith("bnneck.")}
+        others = {name: value for name, value in state.items() if name not in bnneck}
+        return bnneck | super().convert_state_dict(others, notes)

@@ -162,7 +162,7 @@ class ClassFolder(ClassDataset):
 
     def read(self, split: str) -> list[tuple[str, str]]:
         """Return the images below each class folder of a split, in alphabetical order."""
-        name, found = type(self).__name__, []
+        name, images = type(self).__name__, []
         for folder in list_entries(name, self.dataset_dir / split):
             if folder.is_dir():
                 files = [file for file in sorted(folder.rglob("*")) if file.suffix.lower() in IMAGE_SUFFIXES]
@@ -171,10 +171,10 @@ class ClassFolder(ClassDataset):
                         f"{name}: no images in {folder.absolute()}.\n"
                         f"  fix: add images ({', '.join(IMAGE_SUFFIXES)}), or remove the folder"
                     )
-                found += [(str(file), folder.name) for file in files]
-        if not found:
+                images += [(str(file), folder.name) for file in files]
+        if not images:
             raise DataError(
                 f"{name}: no class folders in {(self.dataset_dir / split).absolute()}.\n"
                 "  fix: move the images of each class into a folder of its own"
             )
-        return found
+        return images

@@ -58,10 +58,10 @@ class ClasEvaluator(DatasetEvaluator):
             )
         self._num_classes = outputs.shape[1]
         logits, labels = outputs.double(), inputs["targets"].to(outputs.device)
-        own = logits.gather(1, labels[:, None])
+        target_logits = logits.gather(1, labels[:, None])
         # Equal logits are ranked in the order of the classes, as by argmax.
         first = torch.arange(self._num_classes, device=labels.device) < labels[:, None]
-        ranks = ((logits > own) | ((logits == own) & first)).sum(1)
+        ranks = ((logits > target_logits) | ((logits == target_logits) & first)).sum(1)
         predicted = logits.argmax(1)
         confidence = logits.softmax(1).gather(1, predicted[:, None])[:, 0]
         indices = inputs.get("indices", torch.arange(self._num_images, self._num_images + len(labels)))

@@ -89,15 +89,16 @@ class DistillerOverhaul(Distiller):
         return backbones if self.ema is None else [*backbones, self.ema.backbone]
 
     def _build_connectors(self, teacher: nn.Module) -> nn.ModuleList:
-        own, others = last_norms(self.backbone), last_norms(teacher)
-        if len(own) != len(others):
+        student_norms, others = last_norms(self.backbone), last_norms(teacher)
+        if len(student_norms) != len(others):
             raise ConfigError(
-                f"DistillerOverhaul: the student's {type(self.backbone).__name__} has {len(own)} stages, but the "
-                f"teacher's {type(teacher).__name__} has {len(others)}.\n"
+                f"DistillerOverhaul: the student's {type(self.backbone).__name__} has {len(student_norms)} stages, but "
+                f"the teacher's {type(teacher).__name__} has {len(others)}.\n"
                 "  fix: choose a teacher in KD.MODEL_CONFIG with the student's number of stages"
             )
         return nn.ModuleList(
-            build_connector(len(norm.weight), len(other.weight)) for norm, other in zip(own, others, strict=True)
+            build_connector(len(norm.weight), len(other.weight))
+            for norm, other in zip(student_norms, others, strict=True)
         )
 
     def _overhaul_loss(
@@ -108,11 +109,11 @@ class DistillerOverhaul(Distiller):
         Raises:
             ConfigError: if the feature maps of student and teacher differ in height or width.
         """
-        for stage, (own, other) in enumerate(zip(student, teacher, strict=True), start=1):
-            if own.shape[-2:] != other.shape[-2:]:
+        for stage, (of_student, other) in enumerate(zip(student, teacher, strict=True), start=1):
+            if of_student.shape[-2:] != other.shape[-2:]:
                 raise ConfigError(
-                    f"DistillerOverhaul: the feature maps of stage {stage} are {tuple(own.shape[-2:])} (height, width) "
-                    f"in the student, but {tuple(other.shape[-2:])} in the teacher.\n"
+                    f"DistillerOverhaul: the feature maps of stage {stage} are {tuple(of_student.shape[-2:])} (height, "
+                    f"width) in the student, but {tuple(other.shape[-2:])} in the teacher.\n"
                     "  fix: set MODEL.BACKBONE.LAST_STRIDE and STEM_POOL as in the teacher's config"
                 )
         if self.variant == "fastreid":

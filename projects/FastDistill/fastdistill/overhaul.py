@@ -59,10 +59,10 @@ def overhaul_loss(
         Scalar float32.
     """
     total = student[0].new_zeros(())
-    for depth, (found, wanted, margin) in enumerate(
+    for depth, (of_student, of_teacher, margin) in enumerate(
         zip(student, teacher, margins, strict=True), start=1 - len(student)
     ):
-        target = torch.maximum(wanted, margin.view(1, -1, 1, 1))
-        counted = (found > target) | (target > 0)
-        total = total + 2.0**depth * ((found - target).square() * counted).sum()
+        target = torch.maximum(of_teacher, margin.view(1, -1, 1, 1))
+        counted = (of_student > target) | (target > 0)
+        total = total + 2.0**depth * ((of_student - target).square() * counted).sum()
     return total / len(student[0])

@@ -54,17 +54,17 @@ def tap_stages(*backbones: nn.Module) -> Iterator[list[list[torch.Tensor]]]:
     blocks = [last_blocks(backbone) for backbone in backbones]
     maps = [[torch.empty(0)] * len(stage) for stage in blocks]
     with ExitStack() as stack:
-        for ends, found in zip(blocks, maps, strict=True):
+        for ends, stage_maps in zip(blocks, maps, strict=True):
             for stage, block in enumerate(ends):
-                stack.callback(block.relu.register_forward_pre_hook(_recorder(found, stage)).remove)
+                stack.callback(block.relu.register_forward_pre_hook(_recorder(stage_maps, stage)).remove)
         yield maps
 
 
-def _recorder(found: list[torch.Tensor], stage: int):
+def _recorder(stage_maps: list[torch.Tensor], stage: int):
     """Return a hook that keeps the input of a ReLU; the last call in a block is that after the addition."""
 
     def keep(module: nn.Module, args: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-        (found[stage],) = args
+        (stage_maps[stage],) = args
         return (args[0].clone(),)  # the ReLU works in place
 
     return keep

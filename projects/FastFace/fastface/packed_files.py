@@ -74,7 +74,7 @@ def find_records(path: Path) -> tuple[np.ndarray, Iterator[str]]:
         label = np.where(extra > 0, np.asarray(words[(offsets // 4 + 8).clip(max=len(words) - 1)]), label)
         labels = label.astype("<u4").view("<f4")
         check(np.isfinite(labels), lambda row: f"has the label {labels[row]}")
-        further = {
+        extra_parts = {
             row: _further_parts(words, path, int(numbers[row]), int(starts[row] + counts[row]))
             for row in np.flatnonzero(kinds == _FIRST).tolist()
         }
@@ -90,7 +90,7 @@ def find_records(path: Path) -> tuple[np.ndarray, Iterator[str]]:
     rows, starts, counts = np.flatnonzero(chosen), (starts + headers)[chosen], (counts - headers)[chosen]
     ranges = zip(rows.tolist(), starts.tolist(), counts.tolist(), strict=True)
     return labels[chosen].astype(np.int64), (
-        f"{path}#{','.join(f'{start}+{count}' for start, count in [(start, count), *further.get(row, ())])}"
+        f"{path}#{','.join(f'{start}+{count}' for start, count in [(start, count), *extra_parts.get(row, ())])}"
         for row, start, count in ranges
     )
 

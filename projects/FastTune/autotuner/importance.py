@@ -42,11 +42,11 @@ def importances(outcomes: Sequence[Outcome], space: Space) -> dict[str, float]:
     if len(points) < _FEWEST:
         return {}
     scores = np.array([score for _, score in points])
-    found = {
+    explained = {
         key: _explained(scores, _groups([values[key] for values, _ in points], parameter))
         for key, parameter in space.parameters.items()
     }
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    return dict(sorted(explained.items(), key=lambda item: -item[1]))
 
 
 def _groups(values: Sequence[object], parameter: Parameter) -> list[object]:

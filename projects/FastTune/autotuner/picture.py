@@ -90,15 +90,15 @@ def _split(history: Sequence[tuple[int, float]], breaks: Sequence[int]) -> list[
 
 
 def _draw_importance(plot: Any, scored: Sequence[Outcome], space: Space) -> None:
-    found = importances(scored, space)
+    importance = importances(scored, space)
     plot.set(title="importance of each key (epsilon squared of the ranks)", xlim=(0, 1))
     plot.title.set_fontsize("small")
-    if not found:
+    if not importance:
         plot.text(0.5, 0.5, "too few trials", ha="center", va="center", transform=plot.transAxes)
         return
     names = dict(zip(space.parameters, short_keys(space), strict=True))
-    keys = list(found)[::-1]
-    drawn = plot.barh([names[key] for key in keys], [found[key] for key in keys], color="C0")
+    keys = list(importance)[::-1]
+    drawn = plot.barh([names[key] for key in keys], [importance[key] for key in keys], color="C0")
     plot.bar_label(drawn, fmt="%.2f", padding=3)
 
 

@@ -158,12 +158,12 @@ class Space:
         Returns:
             Key -> sampled number. None if a value of ``cfg`` is not among the choices of the key.
         """
-        own = {key.path: value for key, value in cfg.keys_below()}
-        own[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // (cfg.DATALOADER.NUM_INSTANCE or 4)
+        defaults = {key.path: value for key, value in cfg.keys_below()}
+        defaults[IDENTITIES] = cfg.SOLVER.IMS_PER_BATCH // (cfg.DATALOADER.NUM_INSTANCE or 4)
         sample: dict[str, Any] = {}
         for key, parameter in self.parameters.items():
             if parameter.kind != "choice":
-                sample[key] = parameter.encode(own[current_path(key)])
+                sample[key] = parameter.encode(defaults[current_path(key)])
                 continue
             # Compare configs, since one value may have several spellings.
             same = [self.apply(cfg, {key: value}) == cfg for value in parameter.values]

@@ -186,9 +186,9 @@ def _start(settings: TrialSettings, folder: str) -> dict[str, Any] | None:
     """
     from ray import tune
 
-    own = [row for row in read_reports(folder) if FAILURE not in row]
+    rows = [row for row in read_reports(folder) if FAILURE not in row]
     files = checkpoints(folder)
-    latest = own[-1] | {"file": str(files[-1]) if files else ""} if own else None
+    latest = rows[-1] | {"file": str(files[-1]) if files else ""} if rows else None
     if settings.resumed and latest:
         return latest
     checkpoint = tune.get_checkpoint()

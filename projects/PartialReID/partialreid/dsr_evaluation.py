@@ -154,7 +154,7 @@ def mixed_distances(
     # The queries of a block, their copies in the matrix products, and the residuals.
     size = max(1, int(features.memory_budget_mb * 2**20 / 5 / places.image_bytes))
     start, stop = comm.shard_range(num_query)
-    found = torch.empty(stop - start, count)
+    mixed = torch.empty(stop - start, count)
     nearest = torch.empty(stop - start, count, dtype=torch.int64)
     for first, distances in features.blocks(start, stop):
         near = distances.topk(count, largest=False).indices
@@ -168,8 +168,8 @@ def mixed_distances(
             (dictionary,) = places.read([num_query + image], device)
             chosen = rows.to(device)
             near_distances = reconstruction_distances(queries[chosen], weights[chosen], dictionary, ridge)
-            found[first - start + rows, columns] = near_distances.cpu()
-    return MixedDistances(features, comm.gather_rows(nearest), comm.gather_rows(found), weight)
+            mixed[first - start + rows, columns] = near_distances.cpu()
+    return MixedDistances(features, comm.gather_rows(nearest), comm.gather_rows(mixed), weight)
 
 
 def rank1_by_weight(

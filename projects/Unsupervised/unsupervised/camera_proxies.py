@@ -105,9 +105,9 @@ class CameraProxyLoss(MemoryLoss):
         """Compute the loss of each image; see ``MemoryLoss.contrast``."""
         excluded = -torch.inf
         similarity = features @ memory.t() / self.temperature
-        own = similarity.gather(1, targets[:, None])[:, 0]
+        target_similarity = similarity.gather(1, targets[:, None])[:, 0]
         same_camera = self.cameras[targets][:, None] == self.cameras
-        intra = similarity.masked_fill(~same_camera, excluded).logsumexp(1) - own
+        intra = similarity.masked_fill(~same_camera, excluded).logsumexp(1) - target_similarity
         same_cluster = self.clusters[targets][:, None] == self.clusters
         negatives = similarity.masked_fill(same_cluster, excluded)
         hardest = negatives.topk(min(self.negatives, len(memory)), dim=1).values

@@ -34,8 +34,8 @@ class _FeatureCollector(DatasetEvaluator):
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
         images = inputs["images"]
-        found = [outputs.float(), *((raw_pixels(images), color_histogram(images)) if self.baselines else ())]
-        self._batches.append([output.cpu() for output in found])
+        tensors = [outputs.float(), *((raw_pixels(images), color_histogram(images)) if self.baselines else ())]
+        self._batches.append([output.cpu() for output in tensors])
 
     def evaluate(self) -> dict[str, Any]:
         self.features = [comm.gather_rows(torch.cat(kind)) for kind in zip(*self._batches, strict=True)]

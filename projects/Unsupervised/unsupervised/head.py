@@ -35,8 +35,8 @@ class ClusterHead(EmbeddingHead):
         before = (self.neck_feat if self.training else self.eval_feat) == "before"
         # The neck is evaluated in training mode in any case: its statistics are part of the model.
         neck = self._neck(pooled) if self.training or not before else pooled
-        found = pooled.flatten(1) if before else neck
-        return {"features": found} if self.training else found
+        head_features = pooled.flatten(1) if before else neck
+        return {"features": head_features} if self.training else head_features
 
     def logits(self, features: torch.Tensor, tracklets: torch.Tensor | None = None) -> torch.Tensor:
         """Raise an error: there is no classifier.

@@ -52,10 +52,10 @@ class HybridMemoryLoss(MemoryLoss):
             self.set_memory(torch.cat((centroids, instances)), labeled=identities)
         targets = labels.copy()
         targets[~labeled] = identities + np.arange((~labeled).sum())
-        own = labels[~labeled]
-        outliers = np.flatnonzero(own < 0)
-        own[outliers] = labels.max(initial=-1) + 1 + np.arange(len(outliers))
-        classes = self.set_labels(np.concatenate((np.arange(identities), own)))
+        unlabeled = labels[~labeled]
+        outliers = np.flatnonzero(unlabeled < 0)
+        unlabeled[outliers] = labels.max(initial=-1) + 1 + np.arange(len(outliers))
+        classes = self.set_labels(np.concatenate((np.arange(identities), unlabeled)))
         return targets, classes[targets]
 
     def contrast(self, features: torch.Tensor, memory: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -66,5 +66,5 @@ class HybridMemoryLoss(MemoryLoss):
         shift = means.detach().amax(1, keepdim=True).clamp_min(0)
         weights = (means - shift).exp()
         total = weights.sum(1) + _EPSILON * (-shift[:, 0]).exp()
-        wanted = weights.gather(1, self.labels[targets][:, None])[:, 0]
-        return -(wanted / total + _EPSILON).log()
+        target_weight = weights.gather(1, self.labels[targets][:, None])[:, 0]
+        return -(target_weight / total + _EPSILON).log()

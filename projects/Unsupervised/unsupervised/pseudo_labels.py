@@ -84,8 +84,8 @@ class PseudoLabels:
         labeled: np.ndarray,
     ) -> None:
         self.clustering, self.gap, self.center, self.labeled = clustering, gap, center, labeled
-        own = identities[~labeled]
-        self.identities = own if len(np.unique(own)) > 1 else None
+        unlabeled = identities[~labeled]
+        self.identities = unlabeled if len(np.unique(unlabeled)) > 1 else None
         self.threshold: float | None = None
         self._cameras = cameras[~labeled]
         self._known = np.unique(identities[labeled], return_inverse=True)[1]
@@ -126,8 +126,8 @@ class PseudoLabels:
 
     def clusters_of(self, labels: np.ndarray) -> np.ndarray:
         """Return the clusters 0, 1, ... of the unlabeled images, (U,) int64, -1 for outliers, from all ``labels``."""
-        own = labels[~self.labeled]
-        return np.where(own < 0, OUTLIER, own - self._num_known)
+        unlabeled = labels[~self.labeled]
+        return np.where(unlabeled < 0, OUTLIER, unlabeled - self._num_known)
 
     def compute(
         self, features: Sequence[torch.Tensor], epoch: int, device: torch.device
@@ -176,11 +176,11 @@ class PseudoLabels:
         if self.gap:
             distances = jaccard_distances(features, replace(options, eps=options.eps + self.gap))
             sizes = (options.eps, options.eps - self.gap, options.eps + self.gap)
-            found = [dbscan(distances_up_to(distances, eps), min_samples=options.min_samples) for eps in sizes]
+            clusterings = [dbscan(distances_up_to(distances, eps), min_samples=options.min_samples) for eps in sizes]
         else:
-            found = [cluster_features(features, options)]
+            clusterings = [cluster_features(features, options)]
         # The sums of distances may differ between machines: all ranks use the clusters of the first.
-        shared = torch.from_numpy(np.stack(found)).to(features.device)
+        shared = torch.from_numpy(np.stack(clusterings)).to(features.device)
         comm.broadcast([shared])
         return shared.cpu().numpy()
 

@@ -39,9 +39,9 @@ def _check_labeled_names(names: list[str], labeled: list[str]) -> None:
     """Raise a ``ConfigError`` if ``UNSUPERVISED.LABELED`` is not a part of ``DATASETS.NAMES``."""
     unknown = [name for name in labeled if name not in names]
     if unknown or (labeled and set(labeled) == set(names)):
-        found = f"{unknown[0]} is not in DATASETS.NAMES" if unknown else "all of DATASETS.NAMES are labeled"
+        problem = f"{unknown[0]} is not in DATASETS.NAMES" if unknown else "all of DATASETS.NAMES are labeled"
         raise ConfigError(
-            f"UNSUPERVISED.LABELED {', '.join(labeled)}: {found} ({', '.join(names)}).\n"
+            f"UNSUPERVISED.LABELED {', '.join(labeled)}: {problem} ({', '.join(names)}).\n"
             "  fix: list the labeled and the unlabeled datasets in DATASETS.NAMES, and only the labeled ones in "
             "UNSUPERVISED.LABELED"
         )
@@ -180,10 +180,10 @@ class ClusterTrainer(AMPTrainer):
             features, self.labels, cameras=dataset.camids, labeled=pseudo.labeled, epoch=self.epoch
         )
         self._warn_of_few_classes()
-        found = {"clusters": quality.clusters, "outliers": quality.outliers}
+        record = {"clusters": quality.clusters, "outliers": quality.outliers}
         agreement = {"purity": quality.purity, "nmi": quality.nmi}
-        self.history.append({"epoch": self.epoch, **found, **agreement})
-        self.metrics.latest(**found, **{name: value for name, value in agreement.items() if value is not None})
+        self.history.append({"epoch": self.epoch, **record, **agreement})
+        self.metrics.latest(**record, **{name: value for name, value in agreement.items() if value is not None})
         if keys.PAGE and comm.is_main_process() and Path(self.config.OUTPUT_DIR).is_dir():
             self._write_page()
 
