@@ -36,7 +36,7 @@ from fastamp.engine import setup
 from fastamp.inference import features_file, index
 from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_source import gallery_model
-from fastamp.inference.gallery_store import DATABASE, GalleryModel, Item
+from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.inference.runtime import ExportedModel
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import UserError
@@ -384,9 +384,9 @@ def good_gallery():
         with MutableGallery(Path(folder) / "a.gallery", GalleryModel(tiny.WIDTH, "cosine", "hash", "a.pth")) as gallery:
             items = [Item(f"item{number}", camera="c", time=float(number), picture=b"x" * 900) for number in range(60)]
             gallery.add(items, np.random.default_rng(0).standard_normal((60, tiny.WIDTH)).astype(np.float32))
-        with contextlib.closing(sqlite3.connect(Path(folder) / "a.gallery" / DATABASE)) as connection:
+        with contextlib.closing(sqlite3.connect(Path(folder) / "a.gallery" / DATABASE_FILE)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")
-        return (Path(folder) / "a.gallery" / DATABASE).read_bytes()
+        return (Path(folder) / "a.gallery" / DATABASE_FILE).read_bytes()
 
 
 RECURSION = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT"
@@ -421,8 +421,8 @@ def test_opening_and_changing_a_hostile_gallery_never_crashes(tmp_path_factory, 
     content = good_gallery()
     if rng.random() < 0.4:
         content = fuzz.damage(rng, content, [content, *fuzz.image_files().values()])
-    (folder / DATABASE).write_bytes(content)
-    with contextlib.closing(sqlite3.connect(folder / DATABASE)) as connection:
+    (folder / DATABASE_FILE).write_bytes(content)
+    with contextlib.closing(sqlite3.connect(folder / DATABASE_FILE)) as connection:
         for _ in range(rng.choice((0, 1, 1, 2))):
             columns = {"item": rng.choice(("id", "number", "name", "identity", "camera", "time", "feature", "crc"))}
             columns["model"] = rng.choice(("format", "width", "metric", "config_hash", "next_number", "token"))
@@ -430,7 +430,7 @@ def test_opening_and_changing_a_hostile_gallery_never_crashes(tmp_path_factory, 
             with contextlib.suppress(sqlite3.Error):
                 connection.executescript(change)
     if rng.random() < 0.2:
-        (folder / f"{DATABASE}-{rng.choice(('wal', 'journal'))}").write_bytes(rng.randbytes(5000))
+        (folder / f"{DATABASE_FILE}-{rng.choice(('wal', 'journal'))}").write_bytes(rng.randbytes(5000))
     with read_in_limits("gallery", folder), MutableGallery(folder) as gallery:
         feature = np.ones((1, gallery.width), np.float32)
         assert gallery.search(feature, 3).rows.shape[0] == 1

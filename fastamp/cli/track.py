@@ -132,12 +132,12 @@ def _detections(args: argparse.Namespace) -> "Boxes":
 def _features(args: argparse.Namespace, detections: "Boxes") -> "NDArray[np.float32]":
     """Extract the features of the detections."""
     from fastamp.tracking.frames import Frames
-    from fastamp.tracking.track import embedder, extract_features
+    from fastamp.tracking.track import detection_features, embedder
 
     model = model_of(args, args.key_values)
     frames = Frames(args.source, bit_depth=model.bit_depth)
     ids = {name: value for name, value in (("camids", args.camid), ("viewids", args.viewid)) if value is not None}
-    return extract_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
+    return detection_features(frames, detections, embedder(model, **ids), batch=model.batch_size)
 
 
 def _write(output: Path, frames: "Frames", tracks: "Boxes", *, video: bool) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastamp.inference.candidates import WANTED_RECALL, Candidates, trained_on
 from fastamp.inference.features_file import check_same_model
-from fastamp.inference.gallery_store import DATABASE, GalleryModel, GalleryStore, Item, format_time
+from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, GalleryStore, Item, format_time
 from fastamp.inference.index import FLAT_UP_TO, GalleryIndex, SearchResult
 from fastamp.utils.errors import ConfigError, DataError, writing
 
@@ -462,7 +462,7 @@ def create_or_open(path: str | PathLike[str], model: GalleryModel) -> MutableGal
         DataError: if the gallery has another model.
     """
     folder = Path(path).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE).exists():
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())) and not (folder / DATABASE_FILE).exists():
         raise ConfigError(f"{folder} exists and is not a gallery.\n  fix: choose another folder")
     gallery = MutableGallery(folder, model)
     check_same_model(gallery, model.config_hash, model.checkpoint)

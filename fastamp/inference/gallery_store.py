@@ -15,7 +15,7 @@ import numpy as np
 
 from fastamp.utils.errors import ConfigError, DataError, WriteError
 
-DATABASE = "items.db"
+DATABASE_FILE = "items.db"
 _FORMAT = 1
 _SCHEMA = """
 CREATE TABLE gallery (
@@ -118,9 +118,9 @@ class GalleryStore:
     """
 
     def __init__(self, folder: Path, model: GalleryModel | None = None) -> None:
-        self.path = folder / DATABASE
+        self.path = folder / DATABASE_FILE
         if model is None and not self.path.is_file():
-            raise DataError(f"{folder} is not a gallery: it has no {DATABASE}.\n  fix: correct the path")
+            raise DataError(f"{folder} is not a gallery: it has no {DATABASE_FILE}.\n  fix: correct the path")
         self._files: list[tuple[int, int] | None] = []  # set when they are open
         self._steps = math.inf  # remaining instructions of a bounded read
         with self._errors():

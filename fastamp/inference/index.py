@@ -31,7 +31,7 @@ from fastamp.inference.features_file import (
     write_arrays,
 )
 from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
-from fastamp.inference.gallery_store import DATABASE
+from fastamp.inference.gallery_store import DATABASE_FILE
 from fastamp.layers.distance import squared_norms
 from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, summarize_error, writing
@@ -436,7 +436,7 @@ def check_gallery(gallery: str | PathLike[str]) -> Path:
 def has_features(gallery: str | PathLike[str]) -> bool:
     """Return True for a gallery, see ``open_gallery``, that has features; False for a folder of images."""
     path = Path(gallery).expanduser()
-    return not path.is_dir() or (path / DATABASE).is_file()
+    return not path.is_dir() or (path / DATABASE_FILE).is_file()
 
 
 def open_gallery(
@@ -464,7 +464,7 @@ def open_gallery(
             ``index`` or ``kind`` is given for a mutable gallery.
     """
     path = check_gallery(gallery)
-    if (path / DATABASE).is_file():
+    if (path / DATABASE_FILE).is_file():
         return _open_mutable(path, of, index, kind)
     if path.is_dir():
         if of is None:

@@ -81,7 +81,7 @@ def check_output(folder: str | os.PathLike[str]) -> Path:
     return folder
 
 
-def extract_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: int) -> NDArray[np.float32]:
+def detection_features(frames: Frames, detections: Boxes, embed: Embed, *, batch: int) -> NDArray[np.float32]:
     """Extract the features of detections, in batches across frames.
 
     Args:

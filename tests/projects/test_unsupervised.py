@@ -311,7 +311,7 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
     from unsupervised.extraction import center_cameras
 
     dataset = trainer.data_loader.dataset
-    model, pixels, colors = trainer.extract_features(baselines=True)
+    model, pixels, colors = trainer.features_of_training_set(baselines=True)
     images = torch.stack([dataset.read(row) for row in range(len(dataset))])
     torch.testing.assert_close(pixels, raw_pixels(images))
     torch.testing.assert_close(colors, color_histogram(images))

@@ -10,7 +10,7 @@ from fuzz import bounded
 
 from fastamp.inference.candidates import Candidates
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import DATABASE, GalleryModel, Item
+from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.inference.index import open_gallery
 from fastamp.utils.errors import DataError
 
@@ -62,7 +62,7 @@ def gallery(tmp_path):
 
 
 def change(gallery, script):
-    with sqlite3.connect(gallery / DATABASE) as connection:
+    with sqlite3.connect(gallery / DATABASE_FILE) as connection:
         connection.executescript(f"PRAGMA journal_mode = DELETE; {script}")
     connection.close()
 
@@ -99,7 +99,7 @@ def test_pages_that_are_linked_in_a_circle_are_an_error(gallery):
     with MutableGallery(gallery) as opened:
         opened.add([Item(name) for name in names], np.ones((len(names), WIDTH), np.float32))
     change(gallery, "")
-    file = gallery / DATABASE
+    file = gallery / DATABASE_FILE
     content = bytearray(file.read_bytes())
     size = struct.unpack(">H", content[16:18])[0]
     with sqlite3.connect(file) as connection:

@@ -13,7 +13,7 @@ from fastamp.demo.sequence import generate_sequence
 from fastamp.inference.export import export
 from fastamp.tracking import Boxes, Tracker, TrackerOptions, read_boxes, tracking_metrics
 from fastamp.tracking.frames import Frames
-from fastamp.tracking.track import extract_features, track
+from fastamp.tracking.track import detection_features, track
 from fastamp.tracking.tracker import iou
 from fastamp.utils.errors import DataError
 
@@ -49,7 +49,7 @@ def test_appearance_gives_fewer_switches_than_motion(sequence):
 
 def test_tracks_equal_those_of_the_same_features_by_hand(sequence):
     detections = read_boxes(sequence / "det/det.txt")
-    tracks = track(detections, extract_features(Frames(sequence), detections, colors, batch=7))
+    tracks = track(detections, detection_features(Frames(sequence), detections, colors, batch=7))
     tracker, numbers = Tracker(), {}
     for frame in range(1, 81):
         rows = np.flatnonzero(detections.frames == frame)
@@ -67,17 +67,17 @@ def test_tracks_equal_those_of_the_same_features_by_hand(sequence):
 def test_boxes_outside_the_frame_have_no_feature(sequence, tmp_path, caplog):
     path = tmp_path / "det.txt"
     path.write_text("1,-1,600,10,50,100,1\n1,-1,10,10,50,100,1\n2,-1,10,-200,50,100,1\n")
-    features = extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
+    features = detection_features(Frames(sequence), read_boxes(path), colors, batch=8)
     assert np.isnan(features).all(axis=1).tolist() == [True, False, True]
     assert "2 of 3" in caplog.text and "line 1: 600,10,50,100" in caplog.text and "less than" not in caplog.text
     path.write_text("1,-1,10,10,50,100,1\n2,-1,10,10,5,9,1\n")
-    assert np.isfinite(extract_features(Frames(sequence), read_boxes(path), colors, batch=8)).all()
+    assert np.isfinite(detection_features(Frames(sequence), read_boxes(path), colors, batch=8)).all()
     assert "1 of 2 boxes" in caplog.text and "line 2" in caplog.messages[-1]
     path.write_text("1,-1,600,10,50,100,1\n")
     with pytest.raises(DataError, match=r"det\.txt: boxes outside.*1 of 1;.*line 1: 600,10,50,100"):
-        extract_features(Frames(sequence), read_boxes(path), colors, batch=8)
+        detection_features(Frames(sequence), read_boxes(path), colors, batch=8)
     path.write_text("1,-1,-20,-20,50,100,1\n")  # partly outside: cut off
-    assert extract_features(Frames(sequence), read_boxes(path), colors, batch=8).shape == (1, 24)
+    assert detection_features(Frames(sequence), read_boxes(path), colors, batch=8).shape == (1, 24)
 
 
 def test_frame_numbers_in_the_millions_give_the_same_tracks(monkeypatch):

@@ -24,7 +24,7 @@ from fastamp.inference.runtime import ExportedModel, is_exported
 from fastamp.integrations import BoxmotReID, UltralyticsReID
 from fastamp.tracking import Boxes, TrackerOptions, TrackingMetrics, read_boxes, tracking_metrics
 from fastamp.tracking.frames import Frames
-from fastamp.tracking.track import embedder, extract_features, track
+from fastamp.tracking.track import detection_features, embedder, track
 from fastamp.utils.progress import track as show_progress
 
 DISTANCES = (0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
@@ -64,7 +64,7 @@ class Scene:
         generate_sequence(folder, seed=seed, frames=frames)
         self.seed, self.model, self.frames = seed, model, Frames(folder)
         self.detections, self.truth = read_boxes(folder / "det/det.txt"), read_boxes(folder / "gt/gt.txt")
-        self.features = extract_features(self.frames, self.detections, embedder(model), batch=32)
+        self.features = detection_features(self.frames, self.detections, embedder(model), batch=32)
 
 
 def fastamp_track(sequence: Scene, *, distance: float | None) -> TrackingMetrics:

@@ -153,7 +153,7 @@ class ClusterTrainer(AMPTrainer):
         batch = super().next_batch()
         return batch | {"targets": torch.from_numpy(self.targets)[batch["indices"]]}
 
-    def extract_features(self, *, baselines: bool = False) -> list[torch.Tensor]:
+    def features_of_training_set(self, *, baselines: bool = False) -> list[torch.Tensor]:
         """Compute the features of the training images, on the CPU: of the model and, with ``baselines``, raw pixels and
         color histograms, each (N, D) float32."""
         if self._extraction is None:
@@ -173,7 +173,7 @@ class ClusterTrainer(AMPTrainer):
             features, baselines = torch.empty(len(dataset), loss.memory.shape[1]), []
             features[torch.from_numpy(~pseudo.labeled)] = loss.memory[loss.labeled :].cpu()
         else:
-            features, *baselines = self.extract_features(baselines=with_baselines)
+            features, *baselines = self.features_of_training_set(baselines=with_baselines)
         self.labels, quality = pseudo.compute(baselines or [features], self.epoch, self.model.device)
         logger.info("epoch %d: %s", self.epoch + 1, quality)
         self.targets, self._classes = loss.start_epoch(
