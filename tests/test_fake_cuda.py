@@ -11,7 +11,7 @@ import pml_components
 import pytest
 import tiny
 import torch
-from device_waits import count_device_waits
+from benchmark.device_waits import count_device_waits
 from fake_cuda import DEVICE, HostOperand, fake_cuda, to_fake_cuda
 from pml_components import pml_options
 from torch import nn

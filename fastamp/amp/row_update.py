@@ -10,7 +10,6 @@ ROW_OPTIMIZERS = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad",
 """Optimizers whose update of an element depends only on the gradient, the value and the state of this element."""
 
 
-@torch.no_grad()
 def gradient_values(parameter: nn.Parameter) -> torch.Tensor:
     """Return the gradient of a parameter as a dense tensor that shares its memory.
 

@@ -296,6 +296,7 @@ class OptimizationStep:
 
     def zero_grad(self) -> None:
         """Set all gradients to None, and copy the buffers that the forward passes of this step will modify."""
+        self.tensors.refresh()
         self._clear_gradients()
         if self.buffers:
             self.buffers.save()
@@ -523,7 +524,6 @@ class OptimizationStep:
         self._clear_gradients()  # gradients of parameters without an optimizer would accumulate
 
     def _clear_gradients(self) -> None:
-        self.tensors.refresh()
         for parameter in self.tensors.parameters:
             parameter.grad = None
 

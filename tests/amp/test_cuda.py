@@ -5,7 +5,7 @@ import pytest
 import tiny
 import torch
 import train_net
-from device_waits import count_device_waits
+from benchmark.device_waits import count_device_waits
 from loops import make_batch, make_net, sgd
 
 from fastamp.amp import LossScaler, OptimizationStep, PrecisionPolicy, resolve_device

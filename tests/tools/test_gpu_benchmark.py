@@ -58,7 +58,7 @@ def fail(setup):
     ("name", "figures"),
     [
         ("R50 batch 64", {"bf16 of bare", "float32 of bare", "bf16 images/s", "bf16 x float32"}),
-        ("R50 batch 64, the read", {"cost of the read"}),
+        ("R50, the read", {"cost of the read at batch 64", "cost of the read at batch 256"}),
         ("R50 extraction", {"images/s", "x float32"}),
         ("ranking, size of MSMT17", {"s", "x product", "re-ranking s"}),
         ("R50 batch 256 from files", {"of compute"}),
@@ -70,7 +70,7 @@ def test_gpu_benchmark_measurements_run_on_cpu_with_toy_sizes(gpu, setup, name, 
     (measurement,) = (each for each in gpu.MEASUREMENTS if each.name == name)
     found = measurement.run(setup)
     assert figures <= found.keys()
-    assert all(value > 0 for figure, value in found.items() if figure != "cost of the read")
+    assert all(value > 0 for figure, value in found.items() if not figure.startswith("cost of the read"))
 
 
 def test_second_gpu_benchmark_run_continues_with_missing_and_then_failed_measurements(gpu, plan, tmp_path):
@@ -152,8 +152,7 @@ def test_plan_lists_all_measurements_in_ten_minutes_and_starts_none(gpu, tmp_pat
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     assert [row[1] for row in rows[2:] if row[1]] == [each.name for each in gpu.MEASUREMENTS]
     assert {row[1]: row[4] for row in rows[2:] if row[4]} == {"R50 batch 64": "done", "demo": "failed"}
-    limits = {part: sum(each.limit for each in gpu.MEASUREMENTS if each.part == part) for part in gpu.PARTS}
-    assert limits == {"tests": 180, "ResNet-50": 180, "networks": 120, "pipeline": 120}
+    assert 0 < sum(each.limit for each in gpu.MEASUREMENTS) <= 600
 
 
 def test_run_tests_counts_outcomes_and_other_reasons_to_skip(gpu, setup, tmp_path):

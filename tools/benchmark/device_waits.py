@@ -15,7 +15,8 @@ class DeviceWaits:
 
     @property
     def messages(self) -> list[str]:
-        return [str(each.message) for each in self._caught if "synchroniz" in str(each.message)]
+        # Not the warning that the debug mode is a prototype, which is raised once per process.
+        return [text for text in map(str, (w.message for w in self._caught)) if "called a synchronizing" in text]
 
     @property
     def count(self) -> int:
