@@ -3,6 +3,7 @@
 Inputs: features at scales 1e-3, 1 and 1e3, with ties, all equal, from one identity, and from a single image.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -187,28 +188,27 @@ def distances_of(features, normalize):
     return squares if normalize else np.sqrt(squares)
 
 
-@pytest.mark.parametrize("mining", ["hard", "softmax", "fastreid"])
-@pytest.mark.parametrize("margin", [0.0, 0.3])
-@pytest.mark.parametrize("normalize", [False, True])
-def test_triplet_loss_matches_definition(case, mining, margin, normalize):
+def test_triplet_loss_matches_definition(case, subtests):
     """Hermans et al. 2017, arXiv:1703.07737, eq. 5; weighted: Ye et al. 2020, arXiv:2001.04193."""
-    features, ids = case
-    losses = []
-    for i, d in enumerate(distances_of(features, normalize)):
-        p, n = d[ids == ids[i]], d[ids != ids[i]]
-        if mining == "fastreid":
-            weights = np.exp(p - p.max()), np.exp(-n)
-            ap, an = ((w * v).sum() / (w.sum() + 1e-6) for w, v in zip(weights, (p, n), strict=True))
-        else:
-            ap = p.max() if mining == "hard" else softmax(p) @ p
-            an = math.inf if not len(n) else n.min() if mining == "hard" else softmax(-n) @ n
-        losses.append(max(0.0, ap - an + margin) if margin else softplus(ap - an))
-    # Distances of equal features are square roots of rounding errors, which depend on the processor.
-    check(
-        triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 5e-4,
-        margin=margin, normalize=normalize, hard_mining=mining == "hard",
-        weighting="softmax" if mining == "hard" else mining,
-    )  # fmt: skip
+    for mining, margin, normalize in itertools.product(["hard", "softmax", "fastreid"], [0.0, 0.3], [False, True]):
+        with subtests.test(mining=mining, margin=margin, normalize=normalize):
+            features, ids = case
+            losses = []
+            for i, d in enumerate(distances_of(features, normalize)):
+                p, n = d[ids == ids[i]], d[ids != ids[i]]
+                if mining == "fastreid":
+                    weights = np.exp(p - p.max()), np.exp(-n)
+                    ap, an = ((w * v).sum() / (w.sum() + 1e-6) for w, v in zip(weights, (p, n), strict=True))
+                else:
+                    ap = p.max() if mining == "hard" else softmax(p) @ p
+                    an = math.inf if not len(n) else n.min() if mining == "hard" else softmax(-n) @ n
+                losses.append(max(0.0, ap - an + margin) if margin else softplus(ap - an))
+            # Distances of equal features are square roots of rounding errors, which depend on the processor.
+            check(
+                triplet_loss, features, ids, expected=np.mean(losses), absolute=2e-3 if features.max() > 100 else 5e-4,
+                margin=margin, normalize=normalize, hard_mining=mining == "hard",
+                weighting="softmax" if mining == "hard" else mining,
+            )  # fmt: skip
 
 
 def pair_loss(features, ids, positive, negative):
@@ -287,28 +287,31 @@ def test_memory_bank_loss_matches_definition(case):
 # ---- pooling, distances
 
 
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
-@pytest.mark.parametrize("p", [1.0, 3.0, 12.0])
-@pytest.mark.parametrize("kind", ["random", "equal", "one place"])
-@pytest.mark.parametrize("name", ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"])
-def test_generalized_mean_pooling_matches_definition(name, kind, p, scale):
+def test_generalized_mean_pooling_matches_definition(subtests):
     """Radenovic et al. 2018, arXiv:1711.02512, eq. 3, with activations clamped to at least 1e-6."""
-    maps = np.abs(np.random.default_rng(3).normal(size=(2, 3, 4, 2))).astype(np.float32) * np.float32(scale)
-    if kind == "equal":
-        maps[:] = scale
-    maps = maps[:, :, :1, :1] if kind == "one place" else maps
-    expected = (maps.clip(1e-6).astype(np.float64) ** p).mean((2, 3)) ** (1 / p)
-    x = torch.tensor(maps, requires_grad=True)
-    layer = POOL_LAYER_REGISTRY.get(name)(p=p)
-    out = layer(x)
-    out.sum().backward()
-    np.testing.assert_allclose(out.detach().numpy()[:, :, 0, 0], expected, rtol=1e-5)
-    # The derivative of the definition: x^(p-1) mean^(1-p) / count.
-    count = maps.shape[2] * maps.shape[3]
-    slope = (maps.astype(np.float64) / expected[:, :, None, None]) ** (p - 1) / count
-    np.testing.assert_allclose(x.grad.numpy(), slope, rtol=1e-4, atol=1e-7)
-    if isinstance(layer.p, torch.nn.Parameter):
-        assert torch.isfinite(layer.p.grad).all()
+    for scale, p, kind, name in itertools.product(
+        [1e-3, 1.0, 1e3],
+        [1.0, 3.0, 12.0],
+        ["random", "equal", "one place"],
+        ["GeneralizedMeanPooling", "GeneralizedMeanPoolingP"],
+    ):
+        with subtests.test(scale=scale, p=p, kind=kind, name=name):
+            maps = np.abs(np.random.default_rng(3).normal(size=(2, 3, 4, 2))).astype(np.float32) * np.float32(scale)
+            if kind == "equal":
+                maps[:] = scale
+            maps = maps[:, :, :1, :1] if kind == "one place" else maps
+            expected = (maps.clip(1e-6).astype(np.float64) ** p).mean((2, 3)) ** (1 / p)
+            x = torch.tensor(maps, requires_grad=True)
+            layer = POOL_LAYER_REGISTRY.get(name)(p=p)
+            out = layer(x)
+            out.sum().backward()
+            np.testing.assert_allclose(out.detach().numpy()[:, :, 0, 0], expected, rtol=1e-5)
+            # The derivative of the definition: x^(p-1) mean^(1-p) / count.
+            count = maps.shape[2] * maps.shape[3]
+            slope = (maps.astype(np.float64) / expected[:, :, None, None]) ** (p - 1) / count
+            np.testing.assert_allclose(x.grad.numpy(), slope, rtol=1e-4, atol=1e-7)
+            if isinstance(layer.p, torch.nn.Parameter):
+                assert torch.isfinite(layer.p.grad).all()
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])

@@ -143,17 +143,18 @@ def test_read_checkpoint_error_names_the_damaged_file_and_the_cause(tmp_path):
         read_checkpoint(f"{'x' * 5000}.pth")
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_random_byte_damage_raises_only_weights_error(tmp_path, seed):
-    content = bytearray(save(Model().state_dict(), tmp_path / "w.pth").read_bytes())
-    rng = np.random.default_rng(seed)
-    for _ in range(20):
-        content[rng.integers(len(content))] = rng.integers(256)
-    (tmp_path / "w.pth").write_bytes(content)
-    try:
-        read_checkpoint(tmp_path / "w.pth")
-    except WeightsError as error:
-        assert "w.pth" in str(error)
+def test_random_byte_damage_raises_only_weights_error(tmp_path, subtests):
+    for seed in range(30):
+        with subtests.test(seed=seed):
+            content = bytearray(save(Model().state_dict(), tmp_path / "w.pth").read_bytes())
+            rng = np.random.default_rng(seed)
+            for _ in range(20):
+                content[rng.integers(len(content))] = rng.integers(256)
+            (tmp_path / "w.pth").write_bytes(content)
+            try:
+                read_checkpoint(tmp_path / "w.pth")
+            except WeightsError as error:
+                assert "w.pth" in str(error)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"a": 1}, {"model": {"a": "b"}}, torch.ones(3)])

@@ -1,6 +1,7 @@
 """Config tree: shorthands, conversions, error messages and atomic merges."""
 
 import copy
+import itertools
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,18 +61,18 @@ AMP_SHORTHANDS = [
 ]
 
 
-@pytest.mark.parametrize(("text", "enabled", "dtype"), AMP_SHORTHANDS)
-@pytest.mark.parametrize("quote", ["", "'"])
-def test_amp_shorthand_sets_enabled_and_dtype(text, enabled, dtype, quote, from_yaml, tmp_path):
-    in_file = from_yaml(f"SOLVER: {{AMP: {quote}{text}{quote}}}")
-    (tmp_path / "child.yml").write_text("_BASE_: config.yml\nSEED: 3\n")
-    through_base = get_cfg()
-    through_base.merge_from_file(tmp_path / "child.yml")
-    on_command_line = from_list("SOLVER.AMP", text)
-    for merged in (in_file, through_base, on_command_line):
-        assert dict(merged.SOLVER.AMP) == dict(get_cfg().SOLVER.AMP) | {"ENABLED": enabled, "DTYPE": dtype}
-        assert isinstance(merged.SOLVER.AMP, CfgNode)
-        assert bool(merged.SOLVER.AMP) is enabled
+def test_amp_shorthand_sets_enabled_and_dtype(from_yaml, tmp_path, subtests):
+    for (text, enabled, dtype), quote in itertools.product(AMP_SHORTHANDS, ["", "'"]):
+        with subtests.test(text=text, quote=quote):
+            in_file = from_yaml(f"SOLVER: {{AMP: {quote}{text}{quote}}}")
+            (tmp_path / "child.yml").write_text("_BASE_: config.yml\nSEED: 3\n")
+            through_base = get_cfg()
+            through_base.merge_from_file(tmp_path / "child.yml")
+            on_command_line = from_list("SOLVER.AMP", text)
+            for merged in (in_file, through_base, on_command_line):
+                assert dict(merged.SOLVER.AMP) == dict(get_cfg().SOLVER.AMP) | {"ENABLED": enabled, "DTYPE": dtype}
+                assert isinstance(merged.SOLVER.AMP, CfgNode)
+                assert bool(merged.SOLVER.AMP) is enabled
 
 
 def test_assigning_amp_shorthand_sets_enabled_and_dtype(cfg):
@@ -129,9 +130,8 @@ def test_config_section_is_true_if_enabled_or_not_empty(cfg):
 # ---- conversions
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
+def test_config_values_are_converted_to_the_type_of_the_key(subtests):
+    cases = [
         ("SOLVER.BASE_LR", 1, 1.0),
         ("SOLVER.BASE_LR", "1e-3", 0.001),
         ("SOLVER.BASE_LR", " 3 ", 3.0),
@@ -179,24 +179,23 @@ def test_config_section_is_true_if_enabled_or_not_empty(cfg):
         ("INPUT.CHANNELS", "1", 1),
         ("INPUT.CHANNELS", 4.0, 4),
         ("INPUT.REA.VALUE", 117, (117.0,)),
-    ],
-)
-@pytest.mark.parametrize("way", ["list", "attribute", "dict"])
-def test_config_values_are_converted_to_the_type_of_the_key(key, value, expected, way, cfg):
-    section, _, name = key.rpartition(".")
-    node = cfg
-    for part in filter(None, section.split(".")):
-        node = node[part]
-    if way == "list":
-        cfg.merge_from_list([key, value])
-    elif way == "attribute":
-        setattr(node, name, value)
-    else:
-        cfg.merge_from_other_cfg({key: value})
-    assert node[name] == expected
-    assert type(node[name]) is type(expected)
-    if isinstance(expected, tuple):
-        assert [type(element) for element in node[name]] == [type(element) for element in expected]
+    ]
+    for (key, value, expected), way in itertools.product(cases, ["list", "attribute", "dict"]):
+        with subtests.test(key=key, value=value, way=way):
+            section, _, name = key.rpartition(".")
+            node = cfg = get_cfg()
+            for part in filter(None, section.split(".")):
+                node = node[part]
+            if way == "list":
+                cfg.merge_from_list([key, value])
+            elif way == "attribute":
+                setattr(node, name, value)
+            else:
+                cfg.merge_from_other_cfg({key: value})
+            assert node[name] == expected
+            assert type(node[name]) is type(expected)
+            if isinstance(expected, tuple):
+                assert [type(element) for element in node[name]] == [type(element) for element in expected]
 
 
 def test_scientific_notation_without_dot_in_yaml_becomes_float(from_yaml):
@@ -211,20 +210,19 @@ def test_tuple_written_as_text_in_yaml_is_parsed(from_yaml):
     assert from_yaml("MODEL:\n  BACKBONE:\n    STRIDE_SIZE: (12, 12)\n").MODEL.BACKBONE.STRIDE_SIZE == (12, 12)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "shown"),
-    [
+def test_invalid_config_value_error_names_source_key_and_value(cfg, subtests):
+    cases = [
         ("SOLVER.MAX_EPOCH", 30.5, "30.5 (float)"),
         ("SOLVER.MAX_EPOCH", True, "True (bool)"),
         ("SOLVER.MAX_EPOCH", float("inf"), "inf (float)"),
         ("SOLVER.MAX_EPOCH", None, "null"),
         ("SOLVER.MAX_EPOCH", 2**80, "SOLVER.MAX_EPOCH: "),
-        pytest.param("SOLVER.MAX_EPOCH", 16**5000, "SOLVER.MAX_EPOCH: ", id="huge"),
+        ("SOLVER.MAX_EPOCH", 16**5000, "SOLVER.MAX_EPOCH: "),
         ("SOLVER.MAX_EPOCH", 0, "at least 1"),
         ("SOLVER.BASE_LR", "fast", "'fast' (str)"),
         ("SOLVER.BASE_LR", "nan", "'nan' (str)"),
         ("SOLVER.BASE_LR", [0.1], "[0.1] (list)"),
-        pytest.param("SOLVER.BASE_LR", 10**400, "SOLVER.BASE_LR: ", id="overflow"),
+        ("SOLVER.BASE_LR", 10**400, "SOLVER.BASE_LR: "),
         ("SOLVER.BASE_LR", True, "True (bool)"),
         ("CUDNN_BENCHMARK", 1, "1 (int)"),
         ("CUDNN_BENCHMARK", "maybe", "'maybe' (str)"),
@@ -256,15 +254,15 @@ def test_tuple_written_as_text_in_yaml_is_parsed(from_yaml):
         ("SOLVER.OPT_ARGS", {"a": [[1]]}, "SOLVER.OPT_ARGS.a: "),
         ("SOLVER.OPT_ARGS", {1: 2}, "1 (int) in SOLVER.OPT_ARGS"),
         ("SOLVER", {None: 2}, "None (NoneType) in SOLVER"),
-    ],
-)
-def test_invalid_config_value_error_names_source_key_and_value(key, value, shown, cfg):
-    before = cfg.clone()
-    with pytest.raises(ConfigError) as caught:
-        cfg.merge_from_list(["SEED", 5, key, value])
-    message = str(caught.value)
-    assert message.startswith("command line: ") and key in message and shown in message
-    assert cfg == before
+    ]
+    for key, value, shown in cases:
+        with subtests.test(key=key, shown=shown):
+            before = cfg.clone()
+            with pytest.raises(ConfigError) as caught:
+                cfg.merge_from_list(["SEED", 5, key, value])
+            message = str(caught.value)
+            assert message.startswith("command line: ") and key in message and shown in message
+            assert cfg == before
 
 
 def test_invalid_value_in_config_file_error_names_the_file(from_yaml):
@@ -277,9 +275,8 @@ def test_invalid_value_in_config_file_error_names_the_file(from_yaml):
 # ---- unknown keys
 
 
-@pytest.mark.parametrize(
-    ("key", "suggested"),
-    [
+def test_unknown_config_key_error_suggests_the_nearest_key(subtests):
+    cases = [
         ("SOLVER.BASELR", "'SOLVER.BASE_LR'"),
         ("SOLVR.BASE_LR", "'SOLVER.BASE_LR'"),
         ("solver.base_lr", "'SOLVER.BASE_LR'"),
@@ -296,12 +293,12 @@ def test_invalid_value_in_config_file_error_names_the_file(from_yaml):
         ("", ""),
         ("SOLVER.AMP.X.Y", ""),
         ("ZZZ", "config list"),
-    ],
-)
-def test_unknown_config_key_error_suggests_the_nearest_key(key, suggested):
-    with pytest.raises(ConfigError) as caught:
-        from_list(key, "1")
-    assert f"{key!r}" in str(caught.value) and suggested in str(caught.value)
+    ]
+    for key, suggested in cases:
+        with subtests.test(key=key):
+            with pytest.raises(ConfigError) as caught:
+                from_list(key, "1")
+            assert f"{key!r}" in str(caught.value) and suggested in str(caught.value)
 
 
 def test_unknown_key_in_base_file_error_names_the_base_file(tmp_path):
@@ -330,9 +327,8 @@ def test_unknown_config_attribute_error_suggests_the_nearest_key(cfg):
     assert not hasattr(cfg.SOLVER, "BASE_LT")
 
 
-@pytest.mark.parametrize(
-    ("opts", "fix"),
-    [
+def test_words_that_are_not_pairs_of_key_and_value_raise_with_a_fix(cfg, subtests):
+    cases = [
         (["SEED"], "SEED"),
         (["SEED", "1", "SOLVER.BASE_LR"], "SOLVER.BASE_LR"),
         (["SEED=1"], "SEED 1"),
@@ -345,12 +341,12 @@ def test_unknown_config_attribute_error_suggests_the_nearest_key(cfg):
         (["SEED", "1", "INPUT.SIZE_TRAIN", "64", "32"], "list"),
         ([("SEED", 1)], "list"),
         ("SEED 1", "list"),
-    ],
-)
-def test_words_that_are_not_pairs_of_key_and_value_raise_with_a_fix(opts, fix, cfg):
-    with pytest.raises(ConfigError, match=f"(?s)command line: .*SEED.*fix: .*{fix}"):
-        cfg.merge_from_list(opts)
-    assert cfg.SEED == 0
+    ]
+    for opts, fix in cases:
+        with subtests.test(opts=opts):
+            with pytest.raises(ConfigError, match=f"(?s)command line: .*SEED.*fix: .*{fix}"):
+                cfg.merge_from_list(opts)
+            assert cfg.SEED == 0
 
 
 def test_read_config_has_defaults():

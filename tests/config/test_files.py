@@ -83,9 +83,8 @@ def test_config_file_with_byte_order_mark_and_windows_line_endings_is_accepted(w
     assert merge(write("bom.yml", b"\xef\xbb\xbfSEED: 3\r\nSOLVER:\r\n  AMP: on\r\n")).SEED == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "shown"),
-    [
+def test_invalid_config_file_error_names_the_file(write, subtests):
+    cases = [
         ("a.yml", "SEED: 1\nSOLVER: [1, 2\nX: 3\n", "line 3"),
         ("a.yml", "SEED: 1\n\tSOLVER: 2\n", "line 2"),
         ("a.yml", "- 1\n- 2\n", "got list"),
@@ -121,16 +120,16 @@ def test_config_file_with_byte_order_mark_and_windows_line_endings_is_accepted(w
         ("a.yml", "SOLVER: {_BASE_: b.yml}\n", "'SOLVER._BASE_'"),
         ("a.py", "cfg = {}\n", "Python file"),
         ("a.PYC", b"\x00", "Python file"),
-    ],
-)
-def test_invalid_config_file_error_names_the_file(write, name, content, shown):
-    file = write(name, content)
-    cfg = get_cfg()
-    with pytest.raises(ConfigError) as caught:
-        cfg.merge_from_file(file)
-    assert shown in str(caught.value)
-    assert str(file) in str(caught.value)
-    assert cfg == get_cfg()
+    ]
+    for name, content, shown in cases:
+        with subtests.test(name=name, content=content[:40]):
+            file = write(name, content)
+            cfg = get_cfg()
+            with pytest.raises(ConfigError) as caught:
+                cfg.merge_from_file(file)
+            assert shown in str(caught.value)
+            assert str(file) in str(caught.value)
+            assert cfg == get_cfg()
 
 
 def test_missing_config_file_error_lists_config_files_in_the_folder(tmp_path, write):

@@ -273,15 +273,17 @@ def test_old_config_file_with_all_release_defaults_equals_empty_file(recipe, rel
     assert not any(line.startswith("no counterpart") for line in cfg.translation_notes())
 
 
-@pytest.mark.parametrize("release, old, new", [
-    ("v0.1.1", "avgpool", "GlobalAvgPool"), ("v0.1.1", "fastavgpool", "FastGlobalAvgPool"),
-    ("v0.1.1", "maxpool", "GlobalMaxPool"), ("v0.1.1", "avgmaxpool", "AdaptiveAvgMaxPool"),
-    ("v0.1.1", "gempool", "GeneralizedMeanPoolingP"), ("v1.0.0", "gempool", "GeneralizedMeanPooling"),
-    ("v1.0.0", "gempoolP", "GeneralizedMeanPoolingP"), ("v1.0.0", "clipavgpool", "ClipGlobalAvgPool"),
-    ("v1.0.0", "identity", "Identity"), ("v1.0.0", "flatten", "Flatten"),
-])  # fmt: skip
-def test_old_pooling_layer_names_are_translated(recipe, release, old, new):
-    assert new == recipe({"MODEL": {"HEADS": {"POOL_LAYER": old}}}, release).MODEL.HEADS.POOL_LAYER
+def test_old_pooling_layer_names_are_translated(recipe, subtests):
+    cases = [
+        ("v0.1.1", "avgpool", "GlobalAvgPool"), ("v0.1.1", "fastavgpool", "FastGlobalAvgPool"),
+        ("v0.1.1", "maxpool", "GlobalMaxPool"), ("v0.1.1", "avgmaxpool", "AdaptiveAvgMaxPool"),
+        ("v0.1.1", "gempool", "GeneralizedMeanPoolingP"), ("v1.0.0", "gempool", "GeneralizedMeanPooling"),
+        ("v1.0.0", "gempoolP", "GeneralizedMeanPoolingP"), ("v1.0.0", "clipavgpool", "ClipGlobalAvgPool"),
+        ("v1.0.0", "identity", "Identity"), ("v1.0.0", "flatten", "Flatten"),
+    ]  # fmt: skip
+    for release, old, new in cases:
+        with subtests.test(release=release, old=old):
+            assert new == recipe({"MODEL": {"HEADS": {"POOL_LAYER": old}}}, release).MODEL.HEADS.POOL_LAYER
 
 
 @pytest.mark.parametrize("old, new, scale, margin", [

@@ -1,5 +1,7 @@
 """Image sizes: accepted forms of the config values, and the input size of the model."""
 
+import itertools
+
 import pytest
 
 from fastamp.config import fixed_input_size, get_cfg, input_size, size_key
@@ -12,13 +14,14 @@ def config(*opts):
     return cfg
 
 
-@pytest.mark.parametrize("key", ["INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST", "INPUT.CROP.SIZE"])
-@pytest.mark.parametrize("text", ["(64, 32, 3)", "()", "(0, 32)", "(0, 0)", "-1", "(9000,)", "(64, 9000)"])
-def test_invalid_image_size_error_lists_the_accepted_forms(key, text):
-    forms = "(height, width) or (side,)" if "CROP" in key else "(height, width), (shorter_side,) or (0,)"
-    with pytest.raises(ConfigError) as raised:
-        config(key, text)
-    assert key in str(raised.value) and forms in str(raised.value)
+def test_invalid_image_size_error_lists_the_accepted_forms(subtests):
+    texts = ["(64, 32, 3)", "()", "(0, 32)", "(0, 0)", "-1", "(9000,)", "(64, 9000)"]
+    for key, text in itertools.product(["INPUT.SIZE_TRAIN", "INPUT.SIZE_TEST", "INPUT.CROP.SIZE"], texts):
+        with subtests.test(key=key, text=text):
+            forms = "(height, width) or (side,)" if "CROP" in key else "(height, width), (shorter_side,) or (0,)"
+            with pytest.raises(ConfigError) as raised:
+                config(key, text)
+            assert key in str(raised.value) and forms in str(raised.value)
 
 
 @pytest.mark.parametrize("text, size", [("(0,)", (0,)), ("[256,]", (256,)), ("256", (256,)), ("(64, 32)", (64, 32))])

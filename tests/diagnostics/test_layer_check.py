@@ -137,29 +137,24 @@ def test_layer_check_does_not_report_an_overflowing_layer_as_wrong():
     assert report.location.module == "layer" and not report.kernel
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize(
-    "layer",
-    [
+def test_correct_layers_pass_the_layer_check_at_any_scale(subtests):
+    """This includes norms of constant inputs, where rounding errors dominate even in float32."""
+    layers = [
         nn.InstanceNorm2d(8), nn.GroupNorm(2, 8), nn.GELU(), nn.Softmax(1), nn.Hardswish(), nn.ReLU(inplace=True),
         nn.AvgPool2d(2), nn.Tanhshrink(), nn.LocalResponseNorm(2), nn.LPPool2d(3, 2), nn.SiLU(),
         nn.Conv2d(8, 8, 3, stride=2, groups=8), nn.ConvTranspose2d(8, 8, 2), nn.PReLU(),
-    ],
-    ids=lambda layer: type(layer).__name__,
-)  # fmt: skip
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 1e3])
-@pytest.mark.parametrize("constant", [False, True])
-def test_correct_layers_pass_the_layer_check_at_any_scale(layer, dtype, scale, constant):
-    """This includes norms of constant inputs, where rounding errors dominate even in float32."""
-    model = Block(layer).train()
-    with torch.no_grad():
-        model.conv.weight.mul_(scale)
-        model.conv.bias.mul_(scale)
-    batch = images(4, (12, 12))
-    if constant:
-        batch["images"].fill_(255)
-    with IsolatedPasses(model, batch) as passes:
-        assert check_layers(passes, policy(dtype))[0] == []
+    ]  # fmt: skip
+    for dtype, layer, scale, constant in itertools.product(LOW, layers, [1e-4, 1.0, 1e3], [False, True]):
+        with subtests.test(dtype=dtype, layer=layer, scale=scale, constant=constant):
+            model = Block(layer).train()
+            with torch.no_grad():
+                model.conv.weight.mul_(scale)
+                model.conv.bias.mul_(scale)
+            batch = images(4, (12, 12))
+            if constant:
+                batch["images"].fill_(255)
+            with IsolatedPasses(model, batch) as passes:
+                assert check_layers(passes, policy(dtype))[0] == []
 
 
 @pytest.mark.parametrize("dtype", LOW)

@@ -1,5 +1,7 @@
 """Tests of the pre-flight: findings, messages, fallback, crash dumps, and bit-identical training."""
 
+import itertools
+
 import amp_replay
 import pytest
 import tiny
@@ -22,16 +24,15 @@ LOW = [torch.bfloat16, torch.float16]
 SAVED = ("model", "optimizer", "random")
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-@pytest.mark.parametrize("size", [(12, 10), (33, 7), (64, 64)])
-@pytest.mark.parametrize("dtype", [*LOW, torch.float32])
-def test_normal_model_passes_the_preflight_with_any_image_shape(channels, size, dtype):
-    report = preflight(Net(channels), make_batch(channels, size), policy=policy(dtype), scaler=LossScaler())
-    assert report.problem == "" and report.unreached == []
-    assert report.losses["loss_cls"][0] == pytest.approx(report.losses["loss_cls"][1], rel=0.02)
-    assert report.describe().startswith("pre-flight passed in ")
-    if dtype != torch.float32:
-        assert report.cosine[0] > 0.99
+def test_normal_model_passes_the_preflight_with_any_image_shape(subtests):
+    for channels, size, dtype in itertools.product([1, 3, 4], [(12, 10), (33, 7), (64, 64)], [*LOW, torch.float32]):
+        with subtests.test(channels=channels, size=size, dtype=dtype):
+            report = preflight(Net(channels), make_batch(channels, size), policy=policy(dtype), scaler=LossScaler())
+            assert report.problem == "" and report.unreached == []
+            assert report.losses["loss_cls"][0] == pytest.approx(report.losses["loss_cls"][1], rel=0.02)
+            assert report.describe().startswith("pre-flight passed in ")
+            if dtype != torch.float32:
+                assert report.cosine[0] > 0.99
 
 
 def naive_preflight(model):

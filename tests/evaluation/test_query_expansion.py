@@ -1,5 +1,7 @@
 """Tests of query expansion: equality with FastReID and with a naive loop."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -12,15 +14,18 @@ from fastamp.utils.errors import ConfigError
 NAMES = sorted(path.stem for path in REFERENCE.glob("*.npz"))
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "g7_ties"])  # depends on the sort
-@pytest.mark.parametrize("times, k, alpha", [(1, 5, 3), (2, 10, 3), (1, 10, 0)])
-@pytest.mark.parametrize("backend", ["torch", "faiss"])
-def test_query_expansion_equals_fastreid(name, times, k, alpha, backend):
-    data, queries, gallery, _ = load(name)
-    options = QueryExpansion(k=k, alpha=alpha, times=times)
-    found = expand(queries, gallery, options, backend=backend, memory_budget_mb=0.01)
-    for side, ours in zip("qg", found, strict=True):
-        np.testing.assert_allclose(ours, data[f"fr_aqe_{times}_{k}_{alpha}_{side}"], rtol=0, atol=1e-6)
+def test_query_expansion_equals_fastreid(subtests):
+    names = [name for name in NAMES if name != "g7_ties"]  # depends on the sort
+    assert names
+    for name, (times, k, alpha), backend in itertools.product(
+        names, [(1, 5, 3), (2, 10, 3), (1, 10, 0)], ["torch", "faiss"]
+    ):
+        with subtests.test(name=name, times=times, k=k, alpha=alpha, backend=backend):
+            data, queries, gallery, _ = load(name)
+            options = QueryExpansion(k=k, alpha=alpha, times=times)
+            found = expand(queries, gallery, options, backend=backend, memory_budget_mb=0.01)
+            for side, ours in zip("qg", found, strict=True):
+                np.testing.assert_allclose(ours, data[f"fr_aqe_{times}_{k}_{alpha}_{side}"], rtol=0, atol=1e-6)
 
 
 def naive(features, pool, k, alpha, *, own):

@@ -1,5 +1,6 @@
 """Tests of ranking: equality with reference implementations and with a naive loop."""
 
+import itertools
 import json
 
 import numpy as np
@@ -45,16 +46,16 @@ def test_ranking_by_fastreid_distances_equals_fastreid_ranking(name, metric):
     check(result, name, metric)
 
 
-@pytest.mark.parametrize("name, metric", CASES)
-@pytest.mark.parametrize("memory_budget_mb", [1e-9, 0.01, 1000])
-def test_ranking_of_features_in_blocks_equals_fastreid(name, metric, memory_budget_mb):
-    data, qf, gf, ids = load(name)
-    distances = pairwise_distance(qf, gf, metric)
-    distances = distances.square() if metric == "euclidean" else distances  # FastReID ranks by the square
-    torch.testing.assert_close(distances, torch.from_numpy(data[f"fr_dist_{metric}"]), rtol=1e-4, atol=1e-5)
-    result = rank_features(qf, gf, ids, metric=metric, memory_budget_mb=memory_budget_mb)
-    if (name, metric, memory_budget_mb) != ("g7_ties", "cosine", 1e-9):  # depends on the last bit of a distance
-        check(result, name, metric)
+def test_ranking_of_features_in_blocks_equals_fastreid(subtests):
+    for (name, metric), memory_budget_mb in itertools.product(CASES, [1e-9, 0.01, 1000]):
+        with subtests.test(name=name, metric=metric, memory_budget_mb=memory_budget_mb):
+            data, qf, gf, ids = load(name)
+            distances = pairwise_distance(qf, gf, metric)
+            distances = distances.square() if metric == "euclidean" else distances  # FastReID ranks by the square
+            torch.testing.assert_close(distances, torch.from_numpy(data[f"fr_dist_{metric}"]), rtol=1e-4, atol=1e-5)
+            result = rank_features(qf, gf, ids, metric=metric, memory_budget_mb=memory_budget_mb)
+            if (name, metric, memory_budget_mb) != ("g7_ties", "cosine", 1e-9):  # depends on the last bit of a distance
+                check(result, name, metric)
 
 
 def test_ranking_without_valid_queries_has_zero_ap_and_no_first_match():

@@ -1,5 +1,7 @@
 """Tests of re-ranking: equality with reference implementations and with a naive loop."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -23,18 +25,18 @@ def final(queries, gallery, *, metric="cosine", backend="auto", budget=256, **op
 
 
 # With ties (g7) the neighbors depend on the sort.
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "g7_ties"])
-@pytest.mark.parametrize("backend", ["torch", "faiss"])
-@pytest.mark.parametrize("budget", [256, 0.001])
-@pytest.mark.parametrize(
-    "variant, key, tolerance",
-    [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)],
-)
-def test_reranking_equals_reference_implementations(name, backend, budget, variant, key, tolerance):
+def test_reranking_equals_reference_implementations(subtests):
     """The tolerance for the authors' implementation is larger because it computes in float16."""
-    data, queries, gallery, _ = load(name)
-    found = final(queries, gallery, variant=variant, backend=backend, budget=budget)
-    np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
+    cases = [("torchreid", "tr_rerank", 1e-5), ("fastreid", "fr_rerank_final", 1e-5), ("zhong", "sb_rerank", 4e-3)]
+    names = [name for name in NAMES if name != "g7_ties"]
+    assert names
+    for name, backend, budget, (variant, key, tolerance) in itertools.product(
+        names, ["torch", "faiss"], [256, 0.001], cases
+    ):
+        with subtests.test(name=name, backend=backend, budget=budget, variant=variant):
+            data, queries, gallery, _ = load(name)
+            found = final(queries, gallery, variant=variant, backend=backend, budget=budget)
+            np.testing.assert_allclose(found, data[key], rtol=0, atol=tolerance)
 
 
 def naive(queries, gallery, k1, k2, lambda_value, variant):
@@ -111,16 +113,18 @@ def test_kept_distances_do_not_change_the_result(metric, num_queries, num_galler
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("num_queries", [0, 3, 10])
-@pytest.mark.parametrize("start, stop", [(0, 10), (0, 3), (2, 4), (3, 10), (9, 10)])
-def test_joint_distances_equal_distances_of_all_pairs(num_queries, start, stop):
-    features = torch.randn(10, 5)
-    known = FeatureDistances(features[:num_queries], features[num_queries:], metric="euclidean")
-    query_to_gallery = torch.empty(known.shape)
-    known.rows(0, num_queries, query_to_gallery)
-    found = torch.full((stop - start, 10), torch.nan)
-    _JointDistances(features, query_to_gallery, metric="euclidean").rows(start, stop, found)
-    torch.testing.assert_close(found, torch.cdist(features, features)[start:stop].square(), rtol=1e-5, atol=1e-5)
+def test_joint_distances_equal_distances_of_all_pairs(subtests):
+    for num_queries, (start, stop) in itertools.product([0, 3, 10], [(0, 10), (0, 3), (2, 4), (3, 10), (9, 10)]):
+        with subtests.test(num_queries=num_queries, start=start, stop=stop):
+            features = torch.randn(10, 5)
+            known = FeatureDistances(features[:num_queries], features[num_queries:], metric="euclidean")
+            query_to_gallery = torch.empty(known.shape)
+            known.rows(0, num_queries, query_to_gallery)
+            found = torch.full((stop - start, 10), torch.nan)
+            _JointDistances(features, query_to_gallery, metric="euclidean").rows(start, stop, found)
+            torch.testing.assert_close(
+                found, torch.cdist(features, features)[start:stop].square(), rtol=1e-5, atol=1e-5
+            )
 
 
 def test_reranking_is_finite_with_more_identical_features_than_neighbors():

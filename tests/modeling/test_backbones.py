@@ -1,5 +1,7 @@
 """All backbones: training in bfloat16, export, compilation, and images with one or four channels."""
 
+import itertools
+
 import pytest
 import torch
 from every_backbone import BACKBONES, SIZE, config
@@ -62,14 +64,15 @@ def _strided_pointwise(convolutions):
     return [each for each in convolutions if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
 
 
-@pytest.mark.parametrize("backbone", [each for each in FIRST_VARIANTS if "DEPLOY" not in each])
-def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(backbone):
+def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(subtests):
     """oneDNN writes out of bounds in the weight gradient of such a convolution; see RepVGG's ``_PointwiseConv2d``."""
-    model = build_backbone(config(backbone)).train()
-    with _Convolutions() as convolutions, torch.no_grad():
-        model(torch.randn(2, 3, *SIZE))
-    assert convolutions.seen or "swin" in backbone or "vit" in backbone
-    assert _strided_pointwise(convolutions.seen) == []
+    for backbone in [each for each in FIRST_VARIANTS if "DEPLOY" not in each]:
+        with subtests.test(backbone=backbone):
+            model = build_backbone(config(backbone)).train()
+            with _Convolutions() as convolutions, torch.no_grad():
+                model(torch.randn(2, 3, *SIZE))
+            assert convolutions.seen or "swin" in backbone or "vit" in backbone
+            assert _strided_pointwise(convolutions.seen) == []
 
 
 def test_convolution_recorder_detects_strided_pointwise_convolution():
@@ -97,9 +100,8 @@ def test_exported_and_compiled_backbones_compute_same_features_as_eager_mode(bac
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("backbone", BACKBONES)
-def test_backbone_accepts_images_with_one_or_four_channels(backbone, channels):
-    with torch.device("meta"):
-        model = build_backbone(config(backbone, "INPUT.CHANNELS", str(channels))).eval()
-        assert model(torch.zeros(2, channels, *SIZE)).shape[1] == model.feature_dim
+def test_backbone_accepts_images_with_one_or_four_channels(subtests):
+    for channels, backbone in itertools.product([1, 4], BACKBONES):
+        with subtests.test(channels=channels, backbone=backbone), torch.device("meta"):
+            model = build_backbone(config(backbone, "INPUT.CHANNELS", str(channels))).eval()
+            assert model(torch.zeros(2, channels, *SIZE)).shape[1] == model.feature_dim

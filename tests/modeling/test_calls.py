@@ -44,9 +44,8 @@ def test_model_in_training_mode_raises_without_targets(model):
     assert all(loss.isfinite() for loss in model({"images": IMAGES, "targets": torch.tensor([0, 0, 1, 1])}).values())
 
 
-@pytest.mark.parametrize(
-    "batch, error, message",
-    [
+def test_model_raises_for_inputs_without_valid_images(model, subtests):
+    cases = [
         (IMAGES.numpy(), TypeError, "ndarray"),
         ([IMAGES], TypeError, "list"),
         ("a.jpg", TypeError, r"Predictor\(checkpoint\)\.features\(paths\)"),
@@ -57,12 +56,12 @@ def test_model_in_training_mode_raises_without_targets(model):
         (IMAGES[:, :1], ValueError, r"\(4, 1, 96, 32\)"),
         ({"images": np.zeros((4, 3, 8, 8))}, ValueError, r"\(4, 3, 8, 8\)"),
         ({"images": [1]}, ValueError, "list"),
-    ],
-)
-def test_model_raises_for_inputs_without_valid_images(model, batch, error, message):
-    for mode in (True, False):
-        model.train(mode)
-        if mode and isinstance(batch, torch.Tensor):
-            continue
-        with pytest.raises(error, match=message):
-            model(batch)
+    ]
+    for batch, error, message in cases:
+        with subtests.test(error=error, message=message):
+            for mode in (True, False):
+                model.train(mode)
+                if mode and isinstance(batch, torch.Tensor):
+                    continue
+                with pytest.raises(error, match=message):
+                    model(batch)

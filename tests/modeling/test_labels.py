@@ -1,5 +1,7 @@
 """Training labels are checked on the host before they reach the device, if the model uses them as indices."""
 
+import itertools
+
 import every_backbone
 import pytest
 import tiny
@@ -46,23 +48,23 @@ INDEXING = [
 ]
 
 
-@pytest.mark.parametrize("label", [-1, CLASSES, -100])
-@pytest.mark.parametrize("loss, layer", INDEXING)
-def test_training_label_out_of_range_raises_data_error(loss, layer, label):
-    if loss.startswith("pml/"):
-        pytest.importorskip("pytorch_metric_learning")
-    model = make_model("MODEL.LOSSES.NAME", f"('{loss}',)", "MODEL.HEADS.CLS_LAYER", layer)
-    assert model(make_batch(0, 0, 3, 3))
-    with pytest.raises(DataError) as raised:
-        model(make_batch(0, 0, label, 3))
-    words = (
-        f"label {label} of images/2.jpg",
-        "training set Demo",
-        f"MODEL.HEADS.NUM_CLASSES is {CLASSES}",
-        "1 of 4",
-        "fix:",
-    )
-    assert all(word in str(raised.value) for word in words), raised.value
+def test_training_label_out_of_range_raises_data_error(subtests):
+    for label, (loss, layer) in itertools.product([-1, CLASSES, -100], INDEXING):
+        with subtests.test(label=label, loss=loss, layer=layer):
+            if loss.startswith("pml/"):
+                pytest.importorskip("pytorch_metric_learning")
+            model = make_model("MODEL.LOSSES.NAME", f"('{loss}',)", "MODEL.HEADS.CLS_LAYER", layer)
+            assert model(make_batch(0, 0, 3, 3))
+            with pytest.raises(DataError) as raised:
+                model(make_batch(0, 0, label, 3))
+            words = (
+                f"label {label} of images/2.jpg",
+                "training set Demo",
+                f"MODEL.HEADS.NUM_CLASSES is {CLASSES}",
+                "1 of 4",
+                "fix:",
+            )
+            assert all(word in str(raised.value) for word in words), raised.value
 
 
 def test_labels_of_batch_without_image_paths_are_checked():

@@ -1,5 +1,6 @@
 """Losses: comparison with naive loops in two dtypes, and degenerate cases."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -78,27 +79,29 @@ def naive_triplet(features, targets, margin, normalize, hard, weighting="softmax
     return sum(losses) / n
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("margin", [0.3, 0.0])
-@pytest.mark.parametrize("normalize", [False, True])
-@pytest.mark.parametrize(("hard", "weighting"), [(True, "softmax"), (False, "softmax"), (False, "fastreid")])
-def test_triplet_loss_equals_naive_loop(dtype, margin, normalize, hard, weighting):
-    torch.manual_seed(0)
-    features, targets = torch.randn(8, 6, dtype=dtype), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    loss = triplet_loss(features, targets, margin=margin, normalize=normalize, hard_mining=hard, weighting=weighting)
-    expected = naive_triplet(features.double(), targets, margin, normalize, hard, weighting)
-    assert loss.item() == pytest.approx(expected, rel=2e-3 if dtype == torch.float32 else 1e-5)
+def test_triplet_loss_equals_naive_loop(subtests):
+    for dtype, margin, normalize, (hard, weighting) in itertools.product(
+        DTYPES, [0.3, 0.0], [False, True], [(True, "softmax"), (False, "softmax"), (False, "fastreid")]
+    ):
+        with subtests.test(dtype=dtype, margin=margin, normalize=normalize, hard=hard, weighting=weighting):
+            torch.manual_seed(0)
+            features, targets = torch.randn(8, 6, dtype=dtype), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
+            loss = triplet_loss(
+                features, targets, margin=margin, normalize=normalize, hard_mining=hard, weighting=weighting
+            )
+            expected = naive_triplet(features.double(), targets, margin, normalize, hard, weighting)
+            assert loss.item() == pytest.approx(expected, rel=2e-3 if dtype == torch.float32 else 1e-5)
 
 
-@pytest.mark.parametrize("weighting", ["softmax", "fastreid"])
-@pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, 1, 2, 3], [0]])
-@pytest.mark.parametrize("hard", [True, False])
-@pytest.mark.parametrize("margin", [0.3, 0.0])
-def test_triplet_loss_is_finite_if_batch_has_no_negatives_or_positives(targets, hard, margin, weighting):
-    features = torch.randn(len(targets), 4, requires_grad=True)
-    loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard, weighting=weighting)
-    loss.backward()
-    assert torch.isfinite(loss) and torch.isfinite(features.grad).all()
+def test_triplet_loss_is_finite_if_batch_has_no_negatives_or_positives(subtests):
+    for weighting, targets, hard, margin in itertools.product(
+        ["softmax", "fastreid"], [[0, 0, 0, 0], [0, 1, 2, 3], [0]], [True, False], [0.3, 0.0]
+    ):
+        with subtests.test(weighting=weighting, targets=targets, hard=hard, margin=margin):
+            features = torch.randn(len(targets), 4, requires_grad=True)
+            loss = triplet_loss(features, torch.tensor(targets), margin=margin, hard_mining=hard, weighting=weighting)
+            loss.backward()
+            assert torch.isfinite(loss) and torch.isfinite(features.grad).all()
 
 
 WRT = np.load(Path(__file__).parents[1] / "reference" / "methods" / "vi_losses1.npz")

@@ -87,14 +87,15 @@ def test_pml_loss_discards_proxies_of_other_identities(tmp_path):
     assert report.dropped == ["losses.loss_proxy_anchor.loss.proxies"] and not report.missing
 
 
-@pytest.mark.parametrize("name", pml_components.LOSSES)
-def test_all_pml_losses_support_two_training_steps(name):
-    loss = build_losses(config(["TripletLoss"], *pml_components.pml_options(name)))
-    for _ in range(2):
-        features = torch.randn(12, 8, requires_grad=True)
-        (value,) = (each({"features": features}, TARGETS) for each in loss.values())
-        value.backward()
-        assert value.shape == () and torch.isfinite(features.grad).all()
+def test_all_pml_losses_support_two_training_steps(subtests):
+    for name in pml_components.LOSSES:
+        with subtests.test(name=name):
+            loss = build_losses(config(["TripletLoss"], *pml_components.pml_options(name)))
+            for _ in range(2):
+                features = torch.randn(12, 8, requires_grad=True)
+                (value,) = (each({"features": features}, TARGETS) for each in loss.values())
+                value.backward()
+                assert value.shape == () and torch.isfinite(features.grad).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

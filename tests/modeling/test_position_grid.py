@@ -1,5 +1,7 @@
 """Grid of the position embedding in a weights file: stored config, key, and inference for files of other programs."""
 
+import itertools
+
 import pytest
 import timm
 import torch
@@ -86,19 +88,22 @@ SIZES = [((288, 128), 16), ((256, 128), 12), ((384, 128), 16), ((128, 256), 16),
 
 
 @families
-@pytest.mark.parametrize("size, stride", SIZES)
-@pytest.mark.parametrize("target", [(256, 128), (192, 192), (256, 192)])
-def test_a_checkpoint_of_fastamp_is_resized_from_the_grid_of_its_config(family, size, stride, target, tmp_path):
-    source = family(size, stride)
-    state = coordinates(source.state_dict(), family, source.grid)
-    content = {"model": {f"backbone.{key}": value for key, value in state.items()}, "config": config_text(size, stride)}
-    torch.save(content, tmp_path / "own.pth")
-    model = Model(family(target))
-    Checkpointer(model).load(tmp_path / "own.pth")
-    check_coordinates(model.backbone, family)
-    pretrained = family(target)
-    load_pretrained_backbone(pretrained, path=str(tmp_path / "own.pth"), online=None)
-    check_coordinates(pretrained, family)
+def test_a_checkpoint_of_fastamp_is_resized_from_the_grid_of_its_config(family, tmp_path, subtests):
+    for (size, stride), target in itertools.product(SIZES, [(256, 128), (192, 192), (256, 192)]):
+        with subtests.test(size=size, stride=stride, target=target):
+            source = family(size, stride)
+            state = coordinates(source.state_dict(), family, source.grid)
+            content = {
+                "model": {f"backbone.{key}": value for key, value in state.items()},
+                "config": config_text(size, stride),
+            }
+            torch.save(content, tmp_path / "own.pth")
+            model = Model(family(target))
+            Checkpointer(model).load(tmp_path / "own.pth")
+            check_coordinates(model.backbone, family)
+            pretrained = family(target)
+            load_pretrained_backbone(pretrained, path=str(tmp_path / "own.pth"), online=None)
+            check_coordinates(pretrained, family)
 
 
 @families
@@ -114,25 +119,26 @@ def test_the_key_states_the_grid_of_a_file_without_a_config(family):
 
 
 @families
-@pytest.mark.parametrize("size, stride", SIZES[:3])
-@pytest.mark.parametrize("target", [(256, 128), (224, 224), (96, 256)])
-def test_a_reid_file_is_resized_from_a_common_grid_whatever_the_grid_of_the_model(family, size, stride, target):
-    source = family(size, stride)
-    state = coordinates(source.state_dict(), family, source.grid)
-    state = {f"backbone.{key}": value for key, value in state.items()} | {"bottleneck.weight": torch.ones(1)}
-    model = Model(family(target))
-    load_model_state(model, state, source="x")
-    check_coordinates(model.backbone, family)
+def test_a_reid_file_is_resized_from_a_common_grid_whatever_the_grid_of_the_model(family, subtests):
+    for (size, stride), target in itertools.product(SIZES[:3], [(256, 128), (224, 224), (96, 256)]):
+        with subtests.test(size=size, stride=stride, target=target):
+            source = family(size, stride)
+            state = coordinates(source.state_dict(), family, source.grid)
+            state = {f"backbone.{key}": value for key, value in state.items()} | {"bottleneck.weight": torch.ones(1)}
+            model = Model(family(target))
+            load_model_state(model, state, source="x")
+            check_coordinates(model.backbone, family)
 
 
 @families
-@pytest.mark.parametrize("target", [(256, 128), (512, 128), (64, 256)])
-def test_a_pretrained_file_has_a_square_grid(family, target):
-    source = family((256, 256))
-    state = coordinates(source.state_dict(), family, source.grid)
-    backbone = family(target)
-    load_model_state(backbone, state, source="x", backbone_prefix="")
-    check_coordinates(backbone, family)
+def test_a_pretrained_file_has_a_square_grid(family, subtests):
+    for target in [(256, 128), (512, 128), (64, 256)]:
+        with subtests.test(target=target):
+            source = family((256, 256))
+            state = coordinates(source.state_dict(), family, source.grid)
+            backbone = family(target)
+            load_model_state(backbone, state, source="x", backbone_prefix="")
+            check_coordinates(backbone, family)
 
 
 def test_grids_that_fit_are_listed_in_the_notes():

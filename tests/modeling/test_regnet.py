@@ -81,15 +81,16 @@ def from_timm(state):
     return renamed
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_regnet_stages_equal_timm(depth):
-    regnet = pytest.importorskip("timm.models.regnet")
-    params = regnet.model_cfgs[timm_name(depth)]
-    widths, _, groups = regnet.generate_regnet(params.wa, params.w0, params.wm, params.depth, params.group_size)
-    blocks = Counter(widths)
-    widths, groups = regnet.adjust_widths_groups_comp(list(blocks), [1.0] * len(blocks), groups)
-    stages = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
-    assert stages == list(zip(widths, blocks.values(), groups, strict=True))
+def test_regnet_stages_equal_timm(subtests):
+    for depth in DEPTHS:
+        with subtests.test(depth=depth):
+            regnet = pytest.importorskip("timm.models.regnet")
+            params = regnet.model_cfgs[timm_name(depth)]
+            widths, _, groups = regnet.generate_regnet(params.wa, params.w0, params.wm, params.depth, params.group_size)
+            blocks = Counter(widths)
+            widths, groups = regnet.adjust_widths_groups_comp(list(blocks), [1.0] * len(blocks), groups)
+            stages = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
+            assert stages == list(zip(widths, blocks.values(), groups, strict=True))
 
 
 @pytest.mark.parametrize("depth", ["200x", "400x", "3200x", "800y", "4000y", "32000y"])

@@ -1,6 +1,7 @@
 """Tests of checkpoints, arrays and caches that contain code, which must not be executed when they are read."""
 
 import io
+import itertools
 import os
 import pickle
 import struct
@@ -82,14 +83,14 @@ def test_unrestricted_unpickling_executes_code_in_a_checkpoint(here):
     assert (here / "marker").exists()
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("content", CONTENTS)
-def test_reading_a_checkpoint_with_code_raises_without_executing_it(here, content, writer):
-    path = here / "evil.pth"
-    WRITERS[writer](CONTENTS[content], path)
-    with pytest.raises(WeightsError, match=r"evil\.pth"):
-        read_checkpoint(path)
-    assert not (here / "marker").exists()
+def test_reading_a_checkpoint_with_code_raises_without_executing_it(here, subtests):
+    for writer, content in itertools.product(WRITERS, CONTENTS):
+        with subtests.test(writer=writer, content=content):
+            path = here / "evil.pth"
+            WRITERS[writer](CONTENTS[content], path)
+            with pytest.raises(WeightsError, match=r"evil\.pth"):
+                read_checkpoint(path)
+            assert not (here / "marker").exists()
 
 
 @pytest.mark.integration

@@ -1,5 +1,7 @@
 """Galleries of other people: one error for each database, which may contain anything."""
 
+import itertools
+import shutil
 import sqlite3
 import struct
 import zlib
@@ -67,15 +69,16 @@ def change(gallery, script):
     connection.close()
 
 
-@pytest.mark.parametrize("kind", HOSTILE)
-def test_hostile_databases_are_an_error(gallery, kind):
-    script = HOSTILE[kind]
-    if script is None:
-        feature = struct.pack("<4f", np.inf, 0, 0, 0)
-        script = f"UPDATE items SET feature = x'{feature.hex()}', crc = {zlib.crc32(feature)}"
-    change(gallery, script)
-    with bounded(60, 2**30), pytest.raises(DataError, match="fix:"):
-        open_gallery(gallery)
+def test_hostile_databases_are_an_error(gallery, tmp_path, subtests):
+    for kind, script in HOSTILE.items():
+        with subtests.test(kind=kind):
+            if script is None:
+                feature = struct.pack("<4f", np.inf, 0, 0, 0)
+                script = f"UPDATE items SET feature = x'{feature.hex()}', crc = {zlib.crc32(feature)}"
+            copy = shutil.copytree(gallery, tmp_path / kind)
+            change(copy, script)
+            with bounded(60, 2**30), pytest.raises(DataError, match="fix:"):
+                open_gallery(copy)
 
 
 @pytest.mark.parametrize(
@@ -125,17 +128,18 @@ def test_pages_that_are_linked_in_a_circle_are_an_error(gallery):
         open_gallery(gallery)
 
 
-@pytest.mark.parametrize("name", ["built", "probed", "recall", "numbers", "token", "index"])
-@pytest.mark.parametrize("value", [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)])
-def test_hostile_candidates_are_not_used(tmp_path, name, value):
-    candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200)
-    candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
-    candidates.choose(1, 0.99)
-    candidates.write(tmp_path / "candidates.index", "token")
-    assert Candidates.read(tmp_path / "candidates.index", "token", 8).built == 200
-    assert Candidates.read(tmp_path / "candidates.index", "token", 16) is None
-    with np.load(tmp_path / "candidates.index") as archive:
-        arrays = dict(archive) | {name: value}
-    with (tmp_path / "candidates.index").open("wb") as file:
-        np.savez(file, **arrays)
-    assert Candidates.read(tmp_path / "candidates.index", "token", 8) is None
+def test_hostile_candidates_are_not_used(tmp_path, subtests):
+    values = [np.array("x"), np.zeros((2, 2)), np.array(-5), np.array(np.nan), np.zeros(0)]
+    for name, value in itertools.product(["built", "probed", "recall", "numbers", "token", "index"], values):
+        with subtests.test(name=name, value=value):
+            candidates = Candidates.train(np.eye(200, 8, dtype=np.float32), 200)
+            candidates.add(list(range(200)), np.eye(200, 8, dtype=np.float32))
+            candidates.choose(1, 0.99)
+            candidates.write(tmp_path / "candidates.index", "token")
+            assert Candidates.read(tmp_path / "candidates.index", "token", 8).built == 200
+            assert Candidates.read(tmp_path / "candidates.index", "token", 16) is None
+            with np.load(tmp_path / "candidates.index") as archive:
+                arrays = dict(archive) | {name: value}
+            with (tmp_path / "candidates.index").open("wb") as file:
+                np.savez(file, **arrays)
+            assert Candidates.read(tmp_path / "candidates.index", "token", 8) is None
