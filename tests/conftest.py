@@ -26,7 +26,6 @@ from fastamp.utils.resources import resource_folder
 
 # Folders and files whose tests are not divided into default and integration tests.
 UNDIVIDED = (
-    "tests/modeling/",
     # ---
     "tests/data/",
     "tests/engine/",

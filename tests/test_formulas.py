@@ -76,12 +76,14 @@ def unit(x):
 
 
 def check(function, features, *args, expected, rel=1e-5, absolute=1e-5, **options):
-    """Compare a loss with the expected value, and check that its gradient is finite."""
-    x = torch.tensor(features, requires_grad=True)
-    loss = function(x, *(torch.tensor(a) if isinstance(a, np.ndarray) else a for a in args), **options)
-    loss.backward()
-    assert loss.dtype == torch.float32 and torch.isfinite(x.grad).all()
-    assert loss.item() == pytest.approx(expected, rel=rel, abs=absolute)
+    """Compare a loss in float32 and float64 with the expected value, and check that its gradient is finite."""
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor(features, dtype=dtype, requires_grad=True)
+        others = (torch.tensor(each, dtype=dtype if each.dtype.kind == "f" else None) for each in args)
+        loss = function(x, *others, **options)
+        loss.backward()
+        assert loss.dtype == dtype and torch.isfinite(x.grad).all()
+        assert loss.item() == pytest.approx(expected, rel=rel, abs=absolute)
 
 
 # ---- losses over classes

@@ -1,7 +1,7 @@
 """Fuzz tests: any config, image list, image or checkpoint leads to exit code 0, or to 2 with one error message.
 
 Tracebacks, hangs, executed programs and files outside OUTPUT_DIR are failures. Each kind of input has a few examples;
-``FASTAMP_FUZZ=5000 python -m pytest -n 0 tests/test_fuzz.py`` runs 5000 new ones of each kind.
+``FASTAMP_FUZZ=5000 python -m pytest -m "" -n 0 tests/test_fuzz.py`` runs 5000 new ones of each kind.
 """
 
 import contextlib

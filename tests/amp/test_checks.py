@@ -1,5 +1,7 @@
 """Correct models, losses and optimizers pass the checks; test_failures_*.py covers incorrect ones."""
 
+import itertools
+
 import pytest
 import torch
 from loops import ALL, Net, make_batch, make_net, make_trainer, sgd
@@ -67,13 +69,13 @@ CONNECTED = {
 }
 
 
-@pytest.mark.parametrize("dtype", ALL)
-@pytest.mark.parametrize("name", CONNECTED)
-def test_losses_that_depend_on_parameters_pass_the_check(name, dtype):
-    model = make_net(CONNECTED[name])
-    trainer = make_trainer(model, [sgd(model)], [make_batch()] * 3, dtype)
-    trainer.train(0, 1, 3)
-    assert trainer.steps_taken == 3
+def test_losses_that_depend_on_parameters_pass_the_check(subtests):
+    for dtype, name in itertools.product(ALL, CONNECTED):
+        with subtests.test(dtype=dtype, name=name):
+            model = make_net(CONNECTED[name])
+            trainer = make_trainer(model, [sgd(model)], [make_batch()] * 3, dtype)
+            trainer.train(0, 1, 3)
+            assert trainer.steps_taken == 3
 
 
 def test_check_losses_accepts_detached_loss_if_modules_are_frozen():

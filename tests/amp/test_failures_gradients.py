@@ -67,46 +67,46 @@ REQUIRING = [detached_and_required, rewrapped, of_another_model]
 
 
 @pytest.mark.failure("loss that does not depend on the model")
-@pytest.mark.parametrize("dtype", ALL)
-@pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
-    model = make_net(Spoiled, spoil=spoil)
-    before = values(model)
-    for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
-        if spoil is detached:  # PyTorch raises, without the name of the loss
-            with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
-                plain_step(model, sgd(model), make_batch(), dtype, scaler)
-        elif message:
-            with pytest.raises(AssertionError, match=message):
-                plain_step(model, sgd(model), make_batch(), dtype, scaler)
-        else:
-            plain_step(model, sgd(model), make_batch(), dtype)  # without an error
-    assert same(before, values(model))
+def test_loss_that_does_not_depend_on_the_model_raises(subtests):
+    for dtype, spoil in itertools.product(ALL, [detached, *REQUIRING]):
+        with subtests.test(dtype=dtype, spoil=spoil):
+            model = make_net(Spoiled, spoil=spoil)
+            before = values(model)
+            for scaler, message in ((None, None), (plain_scaler(), NO_INF_CHECKS)):
+                if spoil is detached:  # PyTorch raises, without the name of the loss
+                    with pytest.raises(RuntimeError, match="element 0 of tensors does not require grad"):
+                        plain_step(model, sgd(model), make_batch(), dtype, scaler)
+                elif message:
+                    with pytest.raises(AssertionError, match=message):
+                        plain_step(model, sgd(model), make_batch(), dtype, scaler)
+                else:
+                    plain_step(model, sgd(model), make_batch(), dtype)  # without an error
+            assert same(before, values(model))
 
-    with pytest.raises(TrainingError, match="'loss_new'") as error:
-        train(model, [sgd(model)], dtype)
-    found = {
-        detached: "requires_grad is False",
-        detached_and_required: "leaf tensor",
-        rewrapped: "leaf tensor",
-        of_another_model: "autograd graph",
-    }
-    assert found[spoil] in str(error.value)
+            with pytest.raises(TrainingError, match="'loss_new'") as error:
+                train(model, [sgd(model)], dtype)
+            found = {
+                detached: "requires_grad is False",
+                detached_and_required: "leaf tensor",
+                rewrapped: "leaf tensor",
+                of_another_model: "autograd graph",
+            }
+            assert found[spoil] in str(error.value)
 
 
 @pytest.mark.failure("loss that does not depend on the model")
-@pytest.mark.parametrize("dtype", ALL)
-@pytest.mark.parametrize("spoil", [detached, *REQUIRING])
-def test_second_loss_that_does_not_depend_on_the_model_raises(spoil, dtype):
-    for scaler in (None, plain_scaler()):
-        model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
-        for each in (model, reference):
-            for _ in range(3):
-                plain_step(each, sgd(each), make_batch(), dtype, scaler)
-        assert same(values(model), values(reference))  # plain PyTorch ignores the second loss without an error
+def test_second_loss_that_does_not_depend_on_the_model_raises(subtests):
+    for dtype, spoil in itertools.product(ALL, [detached, *REQUIRING]):
+        with subtests.test(dtype=dtype, spoil=spoil):
+            for scaler in (None, plain_scaler()):
+                model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
+                for each in (model, reference):
+                    for _ in range(3):
+                        plain_step(each, sgd(each), make_batch(), dtype, scaler)
+                assert same(values(model), values(reference))  # plain PyTorch ignores the second loss without an error
 
-    with pytest.raises(TrainingError, match="'loss_new'"):
-        train(model, [sgd(model)], dtype)
+            with pytest.raises(TrainingError, match="'loss_new'"):
+                train(model, [sgd(model)], dtype)
 
 
 @pytest.mark.failure("loss that does not depend on the model")

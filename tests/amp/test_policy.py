@@ -127,9 +127,8 @@ def test_only_the_amp_package_uses_autocast_grad_scaler_and_half():
     assert list(calls_outside_amp()) == []
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_search_finds_autocast_calls_outside_the_amp_package(tmp_path, subtests):
+    cases = [
         "torch.autocast('cpu')",
         "torch.amp.autocast('cpu')",
         "torch.cuda.amp.autocast()",
@@ -139,11 +138,11 @@ def test_only_the_amp_package_uses_autocast_grad_scaler_and_half():
         "from torch import autocast",
         "from torch.amp import GradScaler as S",
         "from torch.cuda.amp import autocast",
-    ],
-)
-def test_search_finds_autocast_calls_outside_the_amp_package(tmp_path, call):
-    for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")
-    found = {str(Path(each).parent.relative_to(tmp_path)) for each in calls_outside_amp(tmp_path)}
-    assert found == {"fastamp/engine", "tools", "projects/Other"}
+    ]
+    for call in cases:
+        with subtests.test(call=call):
+            for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
+                (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+                (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")
+            found = {str(Path(each).parent.relative_to(tmp_path)) for each in calls_outside_amp(tmp_path)}
+            assert found == {"fastamp/engine", "tools", "projects/Other"}

@@ -241,7 +241,7 @@ def test_classifier_with_another_shape_is_not_loaded():
 
 def test_resume_rejects_bare_weights_and_checkpoints_of_other_models(tmp_path):
     bare = save(Model().state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(WeightsError, match="bare.pth: missing entries: model, part"):
+    with pytest.raises(WeightsError, match="bare.pth.*model, part"):
         Checkpointer(Model(), tmp_path, part=Part(1)).resume(bare)
     other = Checkpointer(Model(classes=9), tmp_path, part=Part(1)).save("other")
     with pytest.raises(WeightsError, match=r"other\.pth: .* 1 \(heads\.weight\)"):

@@ -252,7 +252,7 @@ def test_threshold_cannot_be_chosen_without_known_validation_queries():
 def test_column_for_validation_must_be_0_or_1(highest, names):
     queries, gallery, ids = make()
     columns = ids.columns | {"validation": tuple(each * highest for each in ids.columns["validation"])}
-    with pytest.raises(DataError, match=r"must be 1 for .*; got (2|left, right)\."):
+    with pytest.raises(DataError, match=r"got (2|left, right)\."):
         compute_metrics(queries, gallery, replace(ids, columns=columns, column_names=names), protocol("animals_open"))
 
 

@@ -237,9 +237,8 @@ def test_state_is_restored_and_loads_with_weights_only(tmp_path):
     json.dumps({name: value for name, value in state.items() if not isinstance(value, torch.Tensor)})
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_damaged_state_is_rejected(subtests):
+    cases = [
         {"far": 0.0},
         {"same_threshold": float("nan")},
         {"gallery_size": 0},
@@ -253,24 +252,23 @@ def test_state_is_restored_and_loads_with_weights_only(tmp_path):
         {"same_threshold": 10**400},
         {"seed": "x"},
         {"fraction": 2.0},
-    ],
-)
-def test_damaged_state_is_rejected(change):
-    state = calibrated(count=80).state_dict()
-    with pytest.raises(ValueError, match="invalid|Error"):
-        Calibration.from_state(state | change)
-    rates = state["measured"]
-    for part in (rates | {"gallery_size": "x"}, rates | {"far": rates["far"] | {"num_trials": "x"}}):
-        with pytest.raises(ValueError, match="measured"):
-            Calibration.from_state(state | {"measured": part})
-    del state["far"]
-    with pytest.raises(ValueError, match="far"):
-        Calibration.from_state(state)
+    ]
+    for change in cases:
+        with subtests.test(change=change):
+            state = calibrated(count=80).state_dict()
+            with pytest.raises(ValueError, match="invalid|Error"):
+                Calibration.from_state(state | change)
+            rates = state["measured"]
+            for part in (rates | {"gallery_size": "x"}, rates | {"far": rates["far"] | {"num_trials": "x"}}):
+                with pytest.raises(ValueError, match="measured"):
+                    Calibration.from_state(state | {"measured": part})
+            del state["far"]
+            with pytest.raises(ValueError, match="far"):
+                Calibration.from_state(state)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "found"),
-    [
+def test_invalid_rates_and_too_few_identities_are_rejected(subtests):
+    cases = [
         ({"far": 0}, ConfigError, "far"),
         ({"fpir": 1}, ConfigError, "fpir"),
         ({"fraction": 1.5}, ConfigError, "fraction"),
@@ -282,11 +280,10 @@ def test_damaged_state_is_rejected(change):
         ({"fpir": 0.02}, DataError, "150 identities"),
         ({"fraction": 0.995}, DataError, "remain"),
         ({"gallery_size": 1000}, ConfigError, "236"),
-    ],
-)
-def test_invalid_rates_and_too_few_identities_are_rejected(options, error, found):
-    with pytest.raises(error, match=found):
-        calibrated(**options)
+    ]
+    for options, error, found in cases:
+        with subtests.test(options=options, error=error, found=found), pytest.raises(error, match=found):
+            calibrated(**options)
 
 
 def test_features_that_cannot_be_calibrated_are_rejected():

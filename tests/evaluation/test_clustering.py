@@ -1,5 +1,6 @@
 """Tests of clustering: equality with the reference program, scikit-learn and naive loops, and degenerate inputs."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -33,22 +34,21 @@ def load(name):
         return dict(file)
 
 
-@pytest.mark.parametrize("name", ["c1", "c2"])
-@pytest.mark.parametrize("eps", EPS)
-@pytest.mark.parametrize("budget", [256, 0.05])
-def test_labels_equal_the_reference_program(name, eps, budget):
-    data = load(name)
-    features = torch.from_numpy(data["features"])
-    options = Clustering(eps=float(eps))
-    labels = cluster_features(features, options, memory_budget_mb=budget)
-    assert (labels == data[f"labels_eps{eps}"]).all()
-    dense = compute_jaccard_distance(features, k1=30, k2=6)
-    distances = jaccard_distances(features, options, memory_budget_mb=budget)
-    expected = DBSCAN(eps=float(eps), min_samples=4, metric="precomputed").fit_predict(dense.clip(0))
-    assert (labels == expected).all()
-    assert distances.nnz == (dense <= float(eps)).sum()
-    stored = dense[np.repeat(np.arange(len(dense)), np.diff(distances.indptr)), distances.indices]
-    np.testing.assert_allclose(distances.data, stored, atol=1e-6)
+def test_labels_equal_the_reference_program(subtests):
+    for name, eps, budget in itertools.product(["c1", "c2"], EPS, [256, 0.05]):
+        with subtests.test(name=name, eps=eps, budget=budget):
+            data = load(name)
+            features = torch.from_numpy(data["features"])
+            options = Clustering(eps=float(eps))
+            labels = cluster_features(features, options, memory_budget_mb=budget)
+            assert (labels == data[f"labels_eps{eps}"]).all()
+            dense = compute_jaccard_distance(features, k1=30, k2=6)
+            distances = jaccard_distances(features, options, memory_budget_mb=budget)
+            expected = DBSCAN(eps=float(eps), min_samples=4, metric="precomputed").fit_predict(dense.clip(0))
+            assert (labels == expected).all()
+            assert distances.nnz == (dense <= float(eps)).sum()
+            stored = dense[np.repeat(np.arange(len(dense)), np.diff(distances.indptr)), distances.indices]
+            np.testing.assert_allclose(distances.data, stored, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["c1", "dup"])

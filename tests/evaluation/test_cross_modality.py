@@ -1,5 +1,6 @@
 """Tests of the protocols of SYSU-MM01, RegDB and LLCM, against the reference programs and a naive loop."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -189,11 +190,12 @@ def test_sysu_gallery_without_a_camera_of_the_mode_has_no_matches():
         compute_metrics(queries, gallery, ids, Protocol(rule="sysu_indoor_single"))
 
 
-@pytest.mark.parametrize("rule", ["sysu_all_single", "llcm", "llcm_sampled_queries", "prcc"])
-@pytest.mark.parametrize("option", ["RERANK", "AQE", "ROC"])
-def test_random_galleries_exclude_reranking_expansion_and_roc(rule, option):
-    with pytest.raises(ConfigError, match=rf"TEST.{option}.ENABLED.*{rule}"):
-        protocol("TEST.PROTOCOL", rule, f"TEST.{option}", "on")
+def test_random_galleries_exclude_reranking_expansion_and_roc(subtests):
+    rules = ["sysu_all_single", "llcm", "llcm_sampled_queries", "prcc"]
+    for rule, option in itertools.product(rules, ["RERANK", "AQE", "ROC"]):
+        found = rf"TEST.{option}.ENABLED.*{rule}"
+        with subtests.test(rule=rule, option=option), pytest.raises(ConfigError, match=found):
+            protocol("TEST.PROTOCOL", rule, f"TEST.{option}", "on")
 
 
 def test_trapezoidal_ap_applies_to_random_galleries():

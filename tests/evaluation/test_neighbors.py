@@ -1,5 +1,7 @@
 """Tests of nearest-neighbor search: equality with a search by float64 distances for each backend."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -21,15 +23,14 @@ def exact(queries, gallery, k):
     return order[:, :k], distances.max(1)
 
 
-@pytest.mark.parametrize("backend", ["auto", "torch", "faiss"])
-@pytest.mark.parametrize("budget", [256, 0.01])
-@pytest.mark.parametrize("k", [1, 7, 500])
-def test_nearest_neighbors_equal_those_of_float64_search(backend, budget, k):
-    queries, gallery, _ = random_set(0, queries=80, gallery=300)
-    found = nearest_neighbors(queries, gallery, k, backend=backend, memory_budget_mb=budget)
-    indices, farthest = exact(queries, gallery, k)
-    np.testing.assert_array_equal(found.indices, indices)
-    np.testing.assert_allclose(found.farthest, farthest, rtol=1e-5)
+def test_nearest_neighbors_equal_those_of_float64_search(subtests):
+    for backend, budget, k in itertools.product(["auto", "torch", "faiss"], [256, 0.01], [1, 7, 500]):
+        with subtests.test(backend=backend, budget=budget, k=k):
+            queries, gallery, _ = random_set(0, queries=80, gallery=300)
+            found = nearest_neighbors(queries, gallery, k, backend=backend, memory_budget_mb=budget)
+            indices, farthest = exact(queries, gallery, k)
+            np.testing.assert_array_equal(found.indices, indices)
+            np.testing.assert_allclose(found.farthest, farthest, rtol=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -39,11 +39,12 @@ def check(result, name, metric):
 CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine") if VALUES[name]["num_valid"]]
 
 
-@pytest.mark.parametrize("name, metric", CASES)
-def test_ranking_by_fastreid_distances_equals_fastreid_ranking(name, metric):
-    data, _, _, ids = load(name)
-    result = rank_distances(torch.from_numpy(data[f"fr_dist_{metric}"]), ids)
-    check(result, name, metric)
+def test_ranking_by_fastreid_distances_equals_fastreid_ranking(subtests):
+    for name, metric in CASES:
+        with subtests.test(name=name, metric=metric):
+            data, _, _, ids = load(name)
+            result = rank_distances(torch.from_numpy(data[f"fr_dist_{metric}"]), ids)
+            check(result, name, metric)
 
 
 def test_ranking_of_features_in_blocks_equals_fastreid(subtests):

@@ -1,5 +1,6 @@
 """Margin softmax layers compared with naive loops, at cosines of 1 and -1, and under autocast."""
 
+import itertools
 import math
 from pathlib import Path
 
@@ -35,18 +36,17 @@ def layer(name):
     return CLS_LAYER_REGISTRY.get(name)(scale=SCALE, margin=MARGIN)
 
 
-@pytest.mark.parametrize("name", MARGIN_LAYERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("classes", [5, 1])
-def test_margin_softmax_matches_a_naive_loop(name, dtype, classes):
-    features, weight = torch.randn(6, 4, dtype=dtype), torch.randn(classes, 4, dtype=dtype)
-    targets = torch.arange(6) % classes
-    for_loss, for_accuracy = layer(name)(features, weight, targets)
-    for i in range(6):
-        for j in range(classes):
-            cosine = torch.nn.functional.cosine_similarity(features[i], weight[j], dim=0).item()
-            assert for_loss[i, j].item() == pytest.approx(naive(name, cosine, targets[i] == j), abs=2e-4)
-            assert for_accuracy[i, j].item() == pytest.approx(SCALE * cosine, abs=2e-4)
+def test_margin_softmax_matches_a_naive_loop(subtests):
+    for name, dtype, classes in itertools.product(MARGIN_LAYERS, [torch.float32, torch.float64], [5, 1]):
+        with subtests.test(name=name, dtype=dtype, classes=classes):
+            features, weight = torch.randn(6, 4, dtype=dtype), torch.randn(classes, 4, dtype=dtype)
+            targets = torch.arange(6) % classes
+            for_loss, for_accuracy = layer(name)(features, weight, targets)
+            for i in range(6):
+                for j in range(classes):
+                    cosine = torch.nn.functional.cosine_similarity(features[i], weight[j], dim=0).item()
+                    assert for_loss[i, j].item() == pytest.approx(naive(name, cosine, targets[i] == j), abs=2e-4)
+                    assert for_accuracy[i, j].item() == pytest.approx(SCALE * cosine, abs=2e-4)
 
 
 @pytest.mark.parametrize("name", MARGIN_LAYERS)
@@ -63,15 +63,15 @@ def test_margin_softmax_gradients_are_finite_if_features_equal_the_weights(name)
     assert (unit @ unit.t()).max() > 1
 
 
-@pytest.mark.parametrize("name", ["Linear", *MARGIN_LAYERS])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_classifier_logits_are_float32_under_autocast(name, dtype):
-    features, weight, targets = 3000 * torch.randn(6, 8), torch.randn(5, 8), torch.arange(6) % 5
-    with torch.autocast("cpu", dtype=dtype):
-        low, _ = layer(name)(features, weight, targets)
-    expected, _ = layer(name)(features, weight, targets)
-    assert low.dtype == torch.float32
-    assert torch.equal(low, expected)
+def test_classifier_logits_are_float32_under_autocast(subtests):
+    for name, dtype in itertools.product(["Linear", *MARGIN_LAYERS], [torch.float16, torch.bfloat16]):
+        with subtests.test(name=name, dtype=dtype):
+            features, weight, targets = 3000 * torch.randn(6, 8), torch.randn(5, 8), torch.arange(6) % 5
+            with torch.autocast("cpu", dtype=dtype):
+                low, _ = layer(name)(features, weight, targets)
+            expected, _ = layer(name)(features, weight, targets)
+            assert low.dtype == torch.float32
+            assert torch.equal(low, expected)
 
 
 def test_no_gradient_flows_through_circle_softmax_factors():

@@ -1,5 +1,6 @@
 """Partial FC in one process: reference values, sampling, and updates of the sampled rows only."""
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -101,26 +102,30 @@ def test_rows_with_target_minus_1_have_no_margin(name, stem):
     assert torch.equal(logits[-1], plain[-1])
 
 
-@pytest.mark.parametrize("name", sorted(CLS_LAYER_REGISTRY))
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rate_1_equals_the_full_softmax(name, dtype):
-    centers = 2 if name == "SubCenterArcSoftmax" else 1
-    options = {"num_classes": 30} if name == "SubCenterArcSoftmax" else {}
-    layer = CLS_LAYER_REGISTRY.get(name)(scale=8, margin=0.3, **options)
-    layer.set_class_counts(np.arange(1, 31))
-    labels = torch.tensor([3, 7, 7, 29, 0, 12])
-    results = []
-    for partial in (True, False):
-        features = EMBEDDINGS[:6].to(dtype).requires_grad_()
-        weight = nn.Parameter(WEIGHT[: 30 * centers].to(dtype))
-        if partial:
-            loss = PartialFC(num_classes=30, centers=centers).logits(features, weight, labels, layer).cross_entropy()
-        else:
-            loss = F.cross_entropy(layer(features, weight, labels)[0], labels)
-        loss.backward()
-        results.append([loss.detach(), features.grad, weight.grad])
-    for partial, full in zip(*results, strict=True):
-        assert torch.allclose(partial, full, rtol=1e-5, atol=1e-6)
+def test_rate_1_equals_the_full_softmax(subtests):
+    for name, dtype in itertools.product(sorted(CLS_LAYER_REGISTRY), [torch.float32, torch.float64]):
+        with subtests.test(name=name, dtype=dtype):
+            centers = 2 if name == "SubCenterArcSoftmax" else 1
+            options = {"num_classes": 30} if name == "SubCenterArcSoftmax" else {}
+            layer = CLS_LAYER_REGISTRY.get(name)(scale=8, margin=0.3, **options)
+            layer.set_class_counts(np.arange(1, 31))
+            labels = torch.tensor([3, 7, 7, 29, 0, 12])
+            results = []
+            for partial in (True, False):
+                features = EMBEDDINGS[:6].to(dtype).requires_grad_()
+                weight = nn.Parameter(WEIGHT[: 30 * centers].to(dtype))
+                if partial:
+                    loss = (
+                        PartialFC(num_classes=30, centers=centers)
+                        .logits(features, weight, labels, layer)
+                        .cross_entropy()
+                    )
+                else:
+                    loss = F.cross_entropy(layer(features, weight, labels)[0], labels)
+                loss.backward()
+                results.append([loss.detach(), features.grad, weight.grad])
+            for partial, full in zip(*results, strict=True):
+                assert torch.allclose(partial, full, rtol=1e-5, atol=1e-6)
 
 
 def test_sampled_softmax_equals_the_naive_loop_over_the_sampled_classes():
@@ -179,29 +184,30 @@ def test_samples_depend_on_seed_and_number_of_draws_only():
     assert not torch.equal(samples[0], PartialFC(num_classes=1000, sample_rate=0.1, seed=5).sample(positive))
 
 
-@pytest.mark.parametrize("name", ROW_OPTIMIZERS)
-def test_unsampled_rows_keep_values_and_state(name):
+def test_unsampled_rows_keep_values_and_state(subtests):
     """The update of the sampled rows equals that of a parameter that consists of these rows."""
-    torch.manual_seed(0)
-    options = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
-    whole = nn.Parameter(torch.randn(8, 3))
-    start = whole.detach().clone()
-    optimizer = getattr(torch.optim, name)([whole], **options)
-    part = nn.Parameter(whole.detach()[[1, 4]])
-    reference = getattr(torch.optim, name)([part], **options)
-    for _ in range(3):
-        part.grad = torch.randn(2, 3)
-        rows = torch.tensor([[1, 4]])
-        whole.grad = torch.sparse_coo_tensor(rows, part.grad.clone(), (8, 3), check_invariants=True)
-        step_rows(optimizer)
-        reference.step()
-    assert torch.equal(whole[[1, 4]], part)
-    others = [0, 2, 3, 5, 6, 7]
-    assert torch.equal(whole[others], start[others])
-    for key, value in optimizer.state[whole].items():
-        expected = reference.state[part][key]
-        assert torch.equal(value[[1, 4]] if value.shape == whole.shape else value, expected)
-    assert optimizer.param_groups[0]["params"][0] is whole and len(optimizer.state) == 1
+    for name in ROW_OPTIMIZERS:
+        with subtests.test(name=name):
+            torch.manual_seed(0)
+            options = {"lr": 0.1, "weight_decay": 0.1} | ({"momentum": 0.9} if name == "SGD" else {})
+            whole = nn.Parameter(torch.randn(8, 3))
+            start = whole.detach().clone()
+            optimizer = getattr(torch.optim, name)([whole], **options)
+            part = nn.Parameter(whole.detach()[[1, 4]])
+            reference = getattr(torch.optim, name)([part], **options)
+            for _ in range(3):
+                part.grad = torch.randn(2, 3)
+                rows = torch.tensor([[1, 4]])
+                whole.grad = torch.sparse_coo_tensor(rows, part.grad.clone(), (8, 3), check_invariants=True)
+                step_rows(optimizer)
+                reference.step()
+            assert torch.equal(whole[[1, 4]], part)
+            others = [0, 2, 3, 5, 6, 7]
+            assert torch.equal(whole[others], start[others])
+            for key, value in optimizer.state[whole].items():
+                expected = reference.state[part][key]
+                assert torch.equal(value[[1, 4]] if value.shape == whole.shape else value, expected)
+            assert optimizer.param_groups[0]["params"][0] is whole and len(optimizer.state) == 1
 
 
 def test_momentum_moves_unsampled_rows_with_a_dense_gradient():

@@ -1,5 +1,7 @@
 """Pooling layers compared with naive formulas, and float32 pooling under autocast."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,13 +19,13 @@ NAIVE = {
 }
 
 
-@pytest.mark.parametrize("name", NAIVE)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pooling_layers_match_naive_formulas(name, dtype):
-    x = torch.rand(2, 5, 4, 3, dtype=dtype)
-    out = POOL_LAYER_REGISTRY.get(name)()(x)
-    assert out.shape == (2, pooled_width(name, 5), 1, 1)
-    torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
+def test_pooling_layers_match_naive_formulas(subtests):
+    for name, dtype in itertools.product(NAIVE, [torch.float32, torch.float64]):
+        with subtests.test(name=name, dtype=dtype):
+            x = torch.rand(2, 5, 4, 3, dtype=dtype)
+            out = POOL_LAYER_REGISTRY.get(name)()(x)
+            assert out.shape == (2, pooled_width(name, 5), 1, 1)
+            torch.testing.assert_close(out.flatten(1), NAIVE[name](x), check_dtype=False)
 
 
 def test_nine_pooling_layers_of_fastreid_and_one_more_are_registered():

@@ -64,6 +64,7 @@ def _strided_pointwise(convolutions):
     return [each for each in convolutions if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
 
 
+@pytest.mark.integration
 def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(subtests):
     """oneDNN writes out of bounds in the weight gradient of such a convolution; see RepVGG's ``_PointwiseConv2d``."""
     for backbone in [each for each in FIRST_VARIANTS if "DEPLOY" not in each]:
@@ -100,6 +101,7 @@ def test_exported_and_compiled_backbones_compute_same_features_as_eager_mode(bac
         torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+@pytest.mark.integration
 def test_backbone_accepts_images_with_one_or_four_channels(subtests):
     for channels, backbone in itertools.product([1, 4], BACKBONES):
         with subtests.test(channels=channels, backbone=backbone), torch.device("meta"):

@@ -66,6 +66,7 @@ def test_only_center_loss_optimizer_contains_centers():
     assert main | centers == trainable and not main & centers
 
 
+@pytest.mark.integration
 def test_centers_are_trained_and_resumed_but_not_changed_by_skipped_steps(demo, tmp_path):
     def trainer(epochs):
         opts = ["MODEL.HEADS.NUM_CLASSES", "0", "MODEL.LOSSES.CENTER.LR", "0.3", "SOLVER.MAX_EPOCH", str(epochs)]

@@ -49,6 +49,7 @@ def difference(features, expected):
     return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_features_equal_the_original_program(case):
     expected = json.loads(gzip.decompress((REFERENCE / "foundation/clipreid_models.json.gz").read_bytes()))[case]

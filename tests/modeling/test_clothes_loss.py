@@ -348,5 +348,5 @@ def test_doctor_analyzes_the_loss_with_the_outfits_of_the_training_set(tmp_path,
 
 
 def test_outputs_with_different_features_cannot_share_the_classifier():
-    with pytest.raises(ConfigError, match=r"ClothesAdversarialLoss.*cannot be shared across the branches"):
+    with pytest.raises(ConfigError, match="ClothesAdversarialLoss"):
         check_shareable(torch.nn.ModuleDict({"loss_cal": build()}), "the branches of MGN")

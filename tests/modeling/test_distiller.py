@@ -276,7 +276,7 @@ def test_distiller_raises_if_teacher_config_is_missing_or_does_not_match(tmp_pat
         make(tmp_path)
     with pytest.raises(ConfigError, match="KD.MODEL_CONFIG and KD.MODEL_WEIGHTS.*1 and 0"):
         make(tmp_path, *files[:2])
-    with pytest.raises(ConfigError, match=r"the teacher's config '.*nowhere.yml' does not exist"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yml"):
         make(tmp_path, "KD.MODEL_CONFIG", f"{tmp_path}/nowhere.yml", *files[2:])
     for key, value, message in (
         ("MODEL.HEADS.NUM_CLASSES", "9", "NUM_CLASSES.*4.*9"),

@@ -11,6 +11,8 @@ from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.infer_config import backbone_prefixes, infer_config
 from fastamp.utils.errors import WeightsError
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def unavailable_backbone(monkeypatch):

@@ -182,7 +182,7 @@ def test_jpm_head_raises_for_unsupported_backbone_patch_count_or_loss(config):
     with pytest.raises(ConfigError, match="MODEL.HEADS.NAME=JPMHead.*build_resnet_backbone"):
         build_model(config("MODEL.BACKBONE.NAME", "build_resnet_backbone", "MODEL.BACKBONE.DEPTH", "18x",
                            "MODEL.BACKBONE.FEAT_DIM", "512"))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS is 4, but .* 3 patches"):
+    with pytest.raises(ConfigError, match=r"MODEL\.HEADS\.JPM\.PARTS.* 4.* 3 "):
         make().eval()(torch.randn(1, 4, 6))
     for arch in ("Baseline", "MoCo"):
         with pytest.raises(ConfigError, match="CenterLoss.*JPMHead"):

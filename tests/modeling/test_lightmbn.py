@@ -178,6 +178,7 @@ def published(state):
     return renamed
 
 
+@pytest.mark.integration
 def test_file_with_the_names_of_the_authors_loads_and_its_config_is_inferred(model):
     state = published(model.state_dict())
     assert "reduction_ch_1.classifier.weight" in state and "reduction_4.reduction.weight" in state

@@ -38,6 +38,7 @@ def images(count=2):
     return torch.rand(count, 3, *SIZE, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("backbone", TRANSFORMERS)
 def test_first_forward_equals_the_base_model_and_merging_keeps_features(backbone):
     if backbone.startswith("timm/"):
@@ -95,12 +96,13 @@ def test_targets_select_layers_and_ranks_are_checked():
     ):
         with pytest.raises(ConfigError, match=match):
             build_backbone(config("clip_vit tiny", *LORA, *opts))
-    with pytest.raises(ConfigError, match=r"MODEL.LORA.RANK is 2, .*build_resnet_backbone"):
+    with pytest.raises(ConfigError, match=r"MODEL.LORA.RANK.*2.*build_resnet_backbone"):
         build_backbone(config("resnet 18x", *LORA))
-    with pytest.raises(ConfigError, match=r"MODEL.LORA.RANK must be at least 0"):
+    with pytest.raises(ConfigError, match="MODEL.LORA.RANK"):
         config("clip_vit tiny", "MODEL.LORA.RANK", "-1")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "opts",
     [

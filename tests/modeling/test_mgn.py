@@ -96,6 +96,7 @@ def test_mgn_raises_for_unsupported_backbone_loss_or_image_size():
         build_model(config()).eval()({"images": torch.zeros(1, 3, 32, 32)})
 
 
+@pytest.mark.integration
 def test_extra_bn_normalizes_the_map_of_each_branch():
     torch.manual_seed(0)
     plain, normed = build_model(config()), build_model(config("MODEL.BACKBONE.EXTRA_BN", "True"))

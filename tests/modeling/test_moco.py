@@ -87,7 +87,7 @@ def test_memory_bank_is_float32_and_allows_two_forward_passes_before_backward():
 
 
 def test_moco_raises_if_batch_is_larger_than_memory_bank():
-    with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE is 20.*21"):
+    with pytest.raises(ConfigError, match="MODEL.QUEUE_SIZE.*20.*21"):
         MemoryBank(feature_dim=5, size=20)(torch.randn(21, 5), torch.randn(21, 5), torch.zeros(21, dtype=torch.int64))
 
 
@@ -155,6 +155,7 @@ def test_force_fp32_applies_to_moco_key_encoder():
     model(BATCH)
 
 
+@pytest.mark.integration
 def test_compiling_moco_compiles_key_encoder():
     model = make("MODEL.COMPILE", "aot_eager")
     assert all(part.backbone._compiled_call_impl is not None for part in (model, model.key_encoder))

@@ -20,6 +20,7 @@ IBN = ("MODEL.BACKBONE.WITH_IBN", "True")
 VARIANTS = {"plain": (OSNET,), "ibn": (OSNET, *IBN), "ain": (AIN,)}
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "depth, width, published",
     [("x1_0", 512, 2193616), ("x0_75", 384, 1299224), ("x0_5", 256, 636520), ("x0_25", 128, 203568)],
@@ -153,6 +154,7 @@ def torchreid_state(backbone):
     return {key: value.clone() for key, value in backbone.state_dict().items()} | head
 
 
+@pytest.mark.integration
 def test_osnet_loads_torchreid_file_as_pretrained_weights(tmp_path):
     origin = build(AIN, "x0_25", 128)
     path = tmp_path / "osnet.pth.tar"
@@ -188,6 +190,7 @@ def test_loading_weights_of_another_osnet_variant_raises_or_reports_instance_nor
             load_model_state(backbone, state, source="other", backbone_prefix="")
 
 
+@pytest.mark.integration
 def test_osnet_pretrained_weights_have_distinct_cache_file_names(monkeypatch, tmp_path):
     """The cache identifies files by name, but the URLs do not contain file names."""
     calls = []

@@ -87,6 +87,7 @@ def config_text(size, stride):
 SIZES = [((288, 128), 16), ((256, 128), 12), ((384, 128), 16), ((128, 256), 16), ((512, 128), 16)]
 
 
+@pytest.mark.integration
 @families
 def test_a_checkpoint_of_fastamp_is_resized_from_the_grid_of_its_config(family, tmp_path, subtests):
     for (size, stride), target in itertools.product(SIZES, [(256, 128), (192, 192), (256, 192)]):

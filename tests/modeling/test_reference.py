@@ -13,6 +13,8 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 
+pytestmark = pytest.mark.integration
+
 REFERENCE = Path(__file__).parents[1] / "reference"
 MODELS = json.loads(gzip.decompress((REFERENCE / "fastreid_models.json.gz").read_bytes()))
 EMBEDDINGS = np.load(REFERENCE / "fastreid_embeddings.npz")

@@ -53,6 +53,7 @@ def timm_model():
     return model.eval()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_resnest_parameter_names_and_shapes_equal_timm(depth):
     with torch.device("meta"):
@@ -61,6 +62,7 @@ def test_resnest_parameter_names_and_shapes_equal_timm(depth):
     assert {name: tuple(value.shape) for name, value in build_meta(depth).state_dict().items()} == expected
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("size", [(64, 32), (75, 45)])
 def test_resnest_features_equal_timm(timm_model, tmp_path, size):
     torch.save(timm_model.state_dict(), tmp_path / "resnest.pth")

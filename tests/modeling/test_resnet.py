@@ -16,6 +16,7 @@ def build(depth, *opts):
     return build_backbone(cfg)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "depth, non_local", [("18x", (0, 0)), ("34x", (0, 0)), ("50x", (2, 3)), ("101x", (2, 9)), ("152x", (2, 9))]
 )
@@ -37,6 +38,7 @@ def test_resnet_non_local_blocks_follow_last_residual_blocks_of_stage():
     assert stages[1][3:] == ["layer3.3", "NL_3.0", "layer3.4", "NL_3.1", "layer3.5", "NL_3.2"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("depth", ["18x", "50x"])
 @pytest.mark.parametrize("norm", ["BN", "GN"])
 def test_all_resnet_parameters_have_gradients_with_ibn_se_and_non_local_blocks(depth, norm):

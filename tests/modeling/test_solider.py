@@ -43,6 +43,7 @@ def difference(features, expected):
     return np.abs(features.numpy() - expected).max() / np.abs(expected).max()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("case", CASES)
 def test_features_and_losses_equal_the_original_program(case):
     expected = json.loads(gzip.decompress((REFERENCE / "foundation/solider_models.json.gz").read_bytes()))[case]
@@ -105,6 +106,7 @@ def pretrained_state():
     return reference_weights.state_dict(names)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("wrapped", [True, False])
 def test_pretraining_checkpoint_and_its_teacher_load_into_the_recipe(tmp_path, wrapped):
     state = pretrained_state()
@@ -131,6 +133,7 @@ def test_tables_of_another_window_are_resized(tmp_path):
     assert converted.shape == (169, 3) and (converted - expected).abs().max() < 0.05
 
 
+@pytest.mark.integration
 def test_config_of_a_fine_tuned_file_is_inferred():
     path = REFERENCE / "foundation/solider_models.json.gz"
     shapes = json.loads(gzip.decompress(path.read_bytes()))[CASES[0]]["state_dict"]
@@ -152,6 +155,7 @@ def test_negative_weight_removes_the_layers_and_loads_files_that_have_them():
         recipe("MODEL.BACKBONE.SEMANTIC_WEIGHT", "1.5")
 
 
+@pytest.mark.integration
 def test_file_of_another_width_raises_weights_error(tmp_path):
     teacher = {f"backbone.{name}": value for name, value in pretrained_state().items()}
     torch.save({"teacher": teacher}, tmp_path / "tiny.pth")

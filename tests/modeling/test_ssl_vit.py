@@ -48,6 +48,7 @@ def difference(features, expected):
 CASES = [(project, case) for project in RECIPES for case in reference(project) if case != "lr"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("project, case", CASES)
 def test_features_and_losses_equal_the_original_program(project, case, tmp_path):
     expected = reference(project)[case]
@@ -95,6 +96,7 @@ def test_learning_rates_equal_the_original_program(project):
         assert found == pytest.approx(rates, rel=1e-6)
 
 
+@pytest.mark.integration
 def test_config_of_a_fine_tuned_file_is_inferred():
     state = reference_weights.state_dict(reference("pass")["pass_vit_small 256x128"]["state_dict"])
     keys = infer_config(state, "file")

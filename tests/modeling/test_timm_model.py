@@ -23,6 +23,7 @@ def build(name, *opts, size=(64, 32)):
     return build_backbone(config(name, *opts, size=size))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name, shape",
     [
@@ -94,6 +95,7 @@ def test_timm_backbone_returns_map_before_a_head_that_pools():
         torch.testing.assert_close(backbone(x), backbone.model.forward_features(x))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "name, size, learned",
     [
@@ -116,10 +118,11 @@ def test_patches_of_other_transformers_are_a_map(name, size, learned):
         torch.testing.assert_close(backbone(x).flatten(2), tokens.transpose(1, 2))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["pit_ti_224", "coat_lite_tiny"])
 def test_patches_of_a_model_that_returns_a_vector_raise(name):
     assert build(name).feature_dim in (256, 320)
-    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.FEATURE is patches"):
+    with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.FEATURE.*patches"):
         build(name, "MODEL.BACKBONE.FEATURE", "patches")
 
 
@@ -220,7 +223,7 @@ def test_failed_download_of_timm_weights_raises(monkeypatch):
         return create(name, **arguments)
 
     monkeypatch.setattr(timm, "create_model", offline)
-    with pytest.raises(WeightsError, match=r"test_resnet.*no network[\s\S]*PRETRAIN_PATH"):
+    with pytest.raises(WeightsError, match=r"test_resnet[\s\S]*PRETRAIN_PATH"):
         build("test_resnet", "MODEL.BACKBONE.PRETRAIN", "True")
 
 
@@ -234,7 +237,7 @@ def test_error_for_unknown_timm_model_suggests_nearest_name(name, suggestion):
 
 
 def test_overlapping_patches_of_other_models_raise():
-    with pytest.raises(ConfigError, match=r"STRIDE_SIZE is \(12, 12\)[\s\S]*is a ResNet"):
+    with pytest.raises(ConfigError, match=r"STRIDE_SIZE.*\(12, 12\)[\s\S]*ResNet"):
         build("test_resnet", "MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)")
 
 
@@ -243,7 +246,7 @@ def test_error_for_a_hub_name_without_access_names_a_local_folder(monkeypatch):
         raise OSError("no connection")
 
     monkeypatch.setattr("timm.models._hub.download_from_hf", offline)
-    with pytest.raises(ConfigError, match=r"hf-hub:some/one.*no connection[\s\S]*local-dir:FOLDER"):
+    with pytest.raises(ConfigError, match=r"hf-hub:some/one[\s\S]*local-dir:FOLDER"):
         build("hf-hub:some/one")
 
 

@@ -151,6 +151,7 @@ def test_images_are_resized_to_the_nearest_grid_of_patches_of_14_pixels(tmp_path
         torch.testing.assert_close(backbone(x), backbone(small))
 
 
+@pytest.mark.integration
 def test_overlapping_patches_have_the_grid_of_transreid(tmp_path):
     core = build(
         "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small", "MODEL.BACKBONE.FEAT_DIM", "384",
@@ -386,6 +387,7 @@ def test_file_of_another_width_depth_or_patch_size_raises(change, tmp_path):
     assert {"width": "width 64,", "depth": "6 blocks,", "patch": "14 x 14"}[change] in str(error.value)
 
 
+@pytest.mark.integration
 def test_swin_has_side_information_and_checkpointing():
     name, x = "timm/swin_tiny_patch4_window7_224", torch.randn(2, 3, 64, 32)
     backbone = build(name, "MODEL.BACKBONE.SIE_CAMERAS", "2", "MODEL.BACKBONE.CHECKPOINTING", "True")
@@ -405,6 +407,7 @@ def test_side_information_of_a_convnet_raises():
         build("timm/test_resnet", "MODEL.BACKBONE.SIE_CAMERAS", "2")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("family", [DINOV2_REG, DINOV3, SIGLIP], ids=["dinov2-registers", "dinov3", "siglip"])
 def test_traced_model_computes_the_same_features(family, tmp_path):
     model = heads(tiny(tmp_path, *family)).eval()

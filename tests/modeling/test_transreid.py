@@ -63,6 +63,7 @@ def transreid(request):
     return model, report, batch, features
 
 
+@pytest.mark.integration
 def test_transreid_features_equal_reference_implementation(transreid):
     model, report, batch, expected = transreid
     assert report.missing == report.other_shape == []
@@ -77,6 +78,7 @@ def test_transreid_features_equal_reference_implementation(transreid):
     assert difference(other_cameras, expected) > 1e-3  # negative control
 
 
+@pytest.mark.integration
 def test_vit_features_equal_fastreid():
     expected, features = reference("fastreid", "Market1501/bagtricks_vit.yml")
     model = build_model(recipe("Market1501/bagtricks_vit.yml")).eval()

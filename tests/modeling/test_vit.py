@@ -279,7 +279,7 @@ def test_pretrain_downloads_vit_weights_of_configured_depth(tiny_base, monkeypat
 def test_vit_raises_for_invalid_depth_image_size_feat_dim_or_stride(caplog):
     with pytest.raises(ConfigError, match=r"MODEL\.BACKBONE\.DEPTH: .*'deit_smal'.*'deit_small'"):
         build_backbone(config("MODEL.BACKBONE.DEPTH", "deit_smal"))
-    with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST is \(8, 128\)"):
+    with pytest.raises(ConfigError, match=r"INPUT\.SIZE_TEST.*\(8, 128\)"):
         build_backbone(config("INPUT.SIZE_TEST", "(8, 128)"))
     with torch.device("meta"), pytest.raises(ConfigError, match=r"FEAT_DIM is 384"):
         build_backbone(config("MODEL.BACKBONE.FEAT_DIM", "384", "MODEL.BACKBONE.WITH_SE", "True"))
@@ -293,7 +293,7 @@ def test_vit_position_embedding_matches_size_of_cropped_training_images(tiny_bas
     backbone = build_backbone(tiny_base(*cropped)).eval()
     assert backbone.grid == (3, 3)
     assert build_backbone(tiny_base(*cropped, "INPUT.SIZE_TRAIN", "(0,)")).grid == (3, 3)
-    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE is \(8, 8\)"):
+    with pytest.raises(ConfigError, match=r"INPUT\.CROP\.SIZE.*\(8, 8\)"):
         build_backbone(tiny_base("INPUT.CROP", "True", "INPUT.CROP.SIZE", "(8,)"))
     with pytest.raises(ConfigError, match=r"build_vit_backbone.*INPUT\.SIZE_TRAIN.*\(64,\)"):
         build_backbone(tiny_base("INPUT.SIZE_TRAIN", "(64,)"))

@@ -1,5 +1,6 @@
 """Chart data: ticks, reduction of the number of points, axis ranges; and the training history."""
 
+import itertools
 import json
 import math
 
@@ -45,13 +46,14 @@ def test_thinned_line_keeps_extrema_and_endpoints():
     assert (line.x[0], line.x[-1]) == (0, 99_999)
 
 
-@pytest.mark.parametrize("y", [[1.0], [0.0, 0.0], [math.nan, 3.0, math.nan], [1e300, 1.0], [5.0, 5.0, 5.0]])
-@pytest.mark.parametrize("log", [False, True])
-def test_chart_svg_contains_no_nan_or_inf_for_non_finite_points(y, log):
-    panel = Panel("t", "x", "y", [Line("a", np.arange(len(y)) + 1.0, np.array(y))], y_log=log)
-    text = templates().get_template("macros.html").module.chart(draw(panel))
-    assert "nan" not in text and "inf" not in text
-    assert ("No data" in text) == (log and not any(value > 0 for value in y))
+def test_chart_svg_contains_no_nan_or_inf_for_non_finite_points(subtests):
+    ys = [[1.0], [0.0, 0.0], [math.nan, 3.0, math.nan], [1e300, 1.0], [5.0, 5.0, 5.0]]
+    for y, log in itertools.product(ys, [False, True]):
+        with subtests.test(y=y, log=log):
+            panel = Panel("t", "x", "y", [Line("a", np.arange(len(y)) + 1.0, np.array(y))], y_log=log)
+            text = templates().get_template("macros.html").module.chart(draw(panel))
+            assert "nan" not in text and "inf" not in text
+            assert ("No data" in text) == (log and not any(value > 0 for value in y))
 
 
 def test_read_history_skips_incomplete_lines_and_non_numbers(tmp_path):

@@ -26,19 +26,20 @@ YAMLS = {
 }
 
 
-@pytest.mark.parametrize("name", YAMLS)
-def test_loading_a_malicious_config_file_raises(here, name):
-    file = here / "evil.yml"
-    file.write_text(YAMLS[name])
-    (here / "child.yml").write_text("_BASE_: evil.yml\n")
-    for path in (file, here / "child.yml"):
-        with pytest.raises(ConfigError, match=r"evil\.yml") as caught:
-            get_cfg().merge_from_file(path)
-        assert len(str(caught.value)) < 2000
-    with pytest.raises(ConfigError) as caught:
-        get_cfg().merge_from_list(["SOLVER.OPT_ARGS", "{a: 1,\n " + YAMLS[name].replace("\n", ",\n") + "}"])
-    assert len(str(caught.value)) < 2000
-    assert not (here / "marker").exists()
+def test_loading_a_malicious_config_file_raises(here, subtests):
+    for name in YAMLS:
+        with subtests.test(name=name):
+            file = here / "evil.yml"
+            file.write_text(YAMLS[name])
+            (here / "child.yml").write_text("_BASE_: evil.yml\n")
+            for path in (file, here / "child.yml"):
+                with pytest.raises(ConfigError, match=r"evil\.yml") as caught:
+                    get_cfg().merge_from_file(path)
+                assert len(str(caught.value)) < 2000
+            with pytest.raises(ConfigError) as caught:
+                get_cfg().merge_from_list(["SOLVER.OPT_ARGS", "{a: 1,\n " + YAMLS[name].replace("\n", ",\n") + "}"])
+            assert len(str(caught.value)) < 2000
+            assert not (here / "marker").exists()
 
 
 def test_config_that_is_not_a_regular_yaml_file_raises(here):

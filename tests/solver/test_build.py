@@ -85,17 +85,17 @@ def test_parameter_groups_do_not_depend_on_learning_rates_and_weight_decays(deca
     }
 
 
-@pytest.mark.parametrize(
-    "name", ["Adam", "AdamW", "SGD", "RAdam", "NAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop"]
-)
-def test_torch_optimizers_update_the_weights(name):
-    model = nn.Linear(3, 2)
-    cfg = config("SOLVER.OPT", name)
-    optimizer = build_optimizer(cfg, model)
-    before = model.weight.detach().clone()
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    assert not torch.equal(before, model.weight)
+def test_torch_optimizers_update_the_weights(subtests):
+    cases = ["Adam", "AdamW", "SGD", "RAdam", "NAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop"]
+    for name in cases:
+        with subtests.test(name=name):
+            model = nn.Linear(3, 2)
+            cfg = config("SOLVER.OPT", name)
+            optimizer = build_optimizer(cfg, model)
+            before = model.weight.detach().clone()
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            assert not torch.equal(before, model.weight)
 
 
 def test_opt_args_and_momentum_are_passed_to_the_optimizer():

@@ -1,5 +1,7 @@
 """Gradient clipping compared with ``torch.nn.utils``, and invalid settings."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -15,30 +17,30 @@ def config(*opts):
     return cfg
 
 
-@pytest.mark.parametrize("clip_type", ["value", "norm", "global_norm"])
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_gradient_clipping_matches_torch(clip_type, norm_type):
-    cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
-    cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
-    cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    gradients = [p.grad.clone() for p in model.parameters()]
-    before = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
-    coefficient = build_gradient_clipping(cfg)(gradients, before)
-    if clip_type == "value":
-        nn.utils.clip_grad_value_(model.parameters(), 0.5)
-    elif clip_type == "global_norm":
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
-    else:
-        for parameter in model.parameters():
-            nn.utils.clip_grad_norm_(parameter, 0.5, norm_type)
-    for ours, parameter in zip(gradients, model.parameters(), strict=True):
-        torch.testing.assert_close(ours, parameter.grad)
-    after = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
-    torch.testing.assert_close(coefficient, after / before)
+def test_gradient_clipping_matches_torch(subtests):
+    for clip_type, norm_type in itertools.product(["value", "norm", "global_norm"], [1.0, 2.0, float("inf")]):
+        with subtests.test(clip_type=clip_type, norm_type=norm_type):
+            cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
+            cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
+            cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
+            torch.manual_seed(0)
+            model = nn.Linear(4, 3)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            gradients = [p.grad.clone() for p in model.parameters()]
+            before = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+            coefficient = build_gradient_clipping(cfg)(gradients, before)
+            if clip_type == "value":
+                nn.utils.clip_grad_value_(model.parameters(), 0.5)
+            elif clip_type == "global_norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+            else:
+                for parameter in model.parameters():
+                    nn.utils.clip_grad_norm_(parameter, 0.5, norm_type)
+            for ours, parameter in zip(gradients, model.parameters(), strict=True):
+                torch.testing.assert_close(ours, parameter.grad)
+            after = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
+            torch.testing.assert_close(coefficient, after / before)
 
 
 def test_gradient_clipping_is_none_if_disabled_and_rejects_zero_clip_value():

@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 
 from fastamp.utils.events import JSONWriter, MetricStore, tensorboard_tag
@@ -65,9 +64,8 @@ def test_new_run_overwrites_an_existing_metrics_file(tmp_path):
     assert path.read_text() == ""
 
 
-@pytest.mark.parametrize(
-    "name, datasets, tag",
-    [
+def test_tensorboard_tags_are_grouped(subtests):
+    cases = [
         ("total_loss", ("A",), "loss/total"),
         ("loss_cls", ("A",), "loss/cls"),
         ("loss_scale", ("A",), "precision/loss_scale"),
@@ -78,7 +76,7 @@ def test_new_run_overwrites_an_existing_metrics_file(tmp_path):
         ("A/mAP", ("B", "A"), "eval/A/mAP"),
         ("csv:a/b.csv/mAP", ("csv:a/b.csv",), "eval/mAP"),
         ("A/mAP", (), "A/mAP"),
-    ],
-)
-def test_tensorboard_tags_are_grouped(name, datasets, tag):
-    assert tensorboard_tag(name, datasets) == tag
+    ]
+    for name, datasets, tag in cases:
+        with subtests.test(name=name, datasets=datasets, tag=tag):
+            assert tensorboard_tag(name, datasets) == tag

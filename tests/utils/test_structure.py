@@ -1,6 +1,7 @@
 """Comparison of the structure of a saved state with the state of the current run."""
 
-import pytest
+import re
+
 import torch
 
 from fastamp.utils.structure import structure_mismatch
@@ -22,9 +23,8 @@ def test_structure_mismatch_is_empty_for_states_with_equal_structure():
     assert [structure_mismatch(STATE, state) for state in (STATE, same, {})] == ["", "", ""]
 
 
-@pytest.mark.parametrize(
-    "key, value, expected",
-    [
+def test_structure_mismatch_names_the_key_and_the_expected_type(subtests):
+    cases = [
         ("iteration", -1, "iteration: expected a non-negative integer, got -1"),
         ("iteration", 2.0, "iteration: expected a non-negative integer, got 2.0"),
         ("iteration", 10**400, "iteration: expected a non-negative integer, got int"),
@@ -40,8 +40,7 @@ def test_structure_mismatch_is_empty_for_states_with_equal_structure():
         ("state", {0: {"mean": torch.zeros(3, 2)}}, r"state.0.mean: expected torch.float32 \(2, 3\)"),
         ("state", {0: {"mean": torch.zeros(2, 3).to_sparse()}}, "state.0.mean: expected a tensor"),
         ("state", {0: {"mean": torch.zeros(2, 3, device="meta")}}, "state.0.mean: expected a tensor"),
-    ],
-)
-def test_structure_mismatch_names_the_key_and_the_expected_type(key, value, expected):
-    with pytest.raises(AssertionError, match=expected):
-        assert structure_mismatch(STATE, STATE | {key: value}) == "", structure_mismatch(STATE, STATE | {key: value})
+    ]
+    for key, value, expected in cases:
+        with subtests.test(expected):
+            assert re.match(expected, structure_mismatch(STATE, STATE | {key: value}))
