@@ -69,13 +69,14 @@ def test_columns_of_every_dataset(name, column_name, train, query, gallery, root
     assert [column(getattr(dataset, split), column_name) for split in SPLITS] == [train, query, gallery]
 
 
-@pytest.mark.parametrize("name", TREES)
-def test_names_of_columns_are_the_same_in_all_splits_and_survive_packing(name, root):
-    dataset = build(name, root)
-    splits = [items for split in SPLITS if (items := getattr(dataset, split))]
-    names = {tuple(item.columns or ()) for items in splits for item in items}
-    assert len(names) == 1
-    assert all(tuple(PackedItems.of(items).columns) == next(iter(names)) for items in splits)
+def test_names_of_columns_are_the_same_in_all_splits_and_survive_packing(new_root, subtests):
+    for name in TREES:
+        with subtests.test(name):
+            dataset = build(name, new_root())
+            splits = [items for split in SPLITS if (items := getattr(dataset, split))]
+            names = {tuple(item.columns or ()) for items in splits for item in items}
+            assert len(names) == 1
+            assert all(tuple(PackedItems.of(items).columns) == next(iter(names)) for items in splits)
 
 
 @pytest.mark.parametrize(
@@ -269,10 +270,13 @@ def test_identities_without_images_of_a_modality_raise(root):
     assert "no *.jpg file of the listed identities" in message(lambda: build_dataset("LLCM").query)
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if DATASET_REGISTRY.get(name).published_counts])
-def test_published_counts_name_existing_splits(name):
-    counts = DATASET_REGISTRY.get(name).published_counts
-    assert set(counts) <= set(SPLITS) and all(len(pair) == 2 and min(pair) >= 0 for pair in counts.values())
+def test_published_counts_name_existing_splits(subtests):
+    names = [name for name in TREES if DATASET_REGISTRY.get(name).published_counts]
+    assert len(names) == 19
+    for name in names:
+        with subtests.test(name):
+            counts = DATASET_REGISTRY.get(name).published_counts
+            assert set(counts) <= set(SPLITS) and all(len(pair) == 2 and min(pair) >= 0 for pair in counts.values())
 
 
 TOTALS = {
@@ -281,10 +285,10 @@ TOTALS = {
 }
 
 
-@pytest.mark.parametrize("name", TOTALS)
-def test_published_counts_add_up_to_the_published_total(name):
-    counts = DATASET_REGISTRY.get(name).published_counts
-    assert sum(images for images, _ in counts.values()) == TOTALS[name]
+def test_published_counts_add_up_to_the_published_total(subtests):
+    for name, total in TOTALS.items():
+        with subtests.test(name):
+            assert sum(images for images, _ in DATASET_REGISTRY.get(name).published_counts.values()) == total
 
 
 def test_identity_0_of_ltcc_is_a_person_and_not_a_distractor(root):
@@ -294,11 +298,14 @@ def test_identity_0_of_ltcc_is_a_person_and_not_a_distractor(root):
     assert sum("/query/" in item.path or "/test/" in item.path for item in part if item.pid == "ltcc_0") == 2
 
 
-@pytest.mark.parametrize("name", [name for name in TREES if DATASET_REGISTRY.get(name).protocols])
-def test_protocols_of_a_dataset_exist_and_have_their_columns(name, root):
-    dataset = build(name, root)
-    for rule in DATASET_REGISTRY.get(name).protocols:
-        assert set(PROTOCOL_REGISTRY.get(rule).columns) <= set(dataset.query[0].columns or ())
+def test_protocols_of_a_dataset_exist_and_have_their_columns(new_root, subtests):
+    names = [name for name in TREES if DATASET_REGISTRY.get(name).protocols]
+    assert len(names) == 20
+    for name in names:
+        with subtests.test(name):
+            dataset = build(name, new_root())
+            for rule in DATASET_REGISTRY.get(name).protocols:
+                assert set(PROTOCOL_REGISTRY.get(rule).columns) <= set(dataset.query[0].columns or ())
 
 
 @pytest.mark.parametrize("rule", ["sysu_all_single", "sysu_indoor_multi", "llcm", "prcc", "recall_at_k"])

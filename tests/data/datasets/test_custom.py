@@ -484,17 +484,18 @@ def test_paths_with_backslashes_are_explained(tmp_path):
         check_files(dataset.train, [dataset])
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"])
-@pytest.mark.parametrize("above", ["", "sep={}\n", '"sep={}"\r\n', "# photos, 2024\n#\n", "sep={}\n# photos; 2024\n"])
-@pytest.mark.parametrize("separator", [",", ";", "|", "\t"])
-def test_csv_files_of_other_programs_are_read(tmp_path, separator, above, encoding):
-    rows = ["path,pid,camid,split", "ä.png,ann,1,train", "# a comment", "b.png,bob,2,train"]
-    text = above.format(separator) + "\n".join(rows).replace(",", separator)
-    (tmp_path / "t.csv").write_bytes(text.encode(encoding))
-    dataset = build_dataset(f"csv:{tmp_path / 't.csv'}")
-    assert [Path(item.path).name for item in dataset.train] == ["ä.png", "b.png"]
-    assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
-    assert dataset.origin(dataset.train[1].path).endswith(f"line {4 + above.count(chr(10))}")
+def test_csv_files_of_other_programs_are_read(tmp_path, subtests):
+    for separator in (",", ";", "|", "\t"):
+        for above in ("", "sep={}\n", '"sep={}"\r\n', "# photos, 2024\n#\n", "sep={}\n# photos; 2024\n"):
+            for encoding in ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be"):
+                with subtests.test(f"{separator!r} {above!r} {encoding}"):
+                    rows = ["path,pid,camid,split", "ä.png,ann,1,train", "# a comment", "b.png,bob,2,train"]
+                    text = above.format(separator) + "\n".join(rows).replace(",", separator)
+                    (tmp_path / "t.csv").write_bytes(text.encode(encoding))
+                    dataset = build_dataset(f"csv:{tmp_path / 't.csv'}")
+                    assert [Path(item.path).name for item in dataset.train] == ["ä.png", "b.png"]
+                    assert [dataset.identity(item.pid) for item in dataset.train] == ["ann", "bob"]
+                    assert dataset.origin(dataset.train[1].path).endswith(f"line {4 + above.count(chr(10))}")
 
 
 def test_csv_header_and_names_may_begin_with_a_number_sign(tmp_path):

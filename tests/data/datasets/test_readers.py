@@ -19,6 +19,7 @@ from fastamp.utils.errors import ConfigError, DataError
 
 NAMES = sorted(TREES)
 MARKET = "Market-1501-v15.09.15"
+FILENAME_DATASETS = [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)]
 TRAINING_ONLY = [name for name, (_, _, query, _) in TREES.items() if query == []]
 
 
@@ -53,7 +54,7 @@ def build(name, root, **keys):
 
 
 def test_all_datasets_are_registered():
-    assert len(NAMES) == 54
+    assert (len(NAMES), len(FILENAME_DATASETS), len(TRAINING_ONLY)) == (54, 30, 15)
     assert {*NAMES, "CUHK03", "Demo"} <= set(DATASET_REGISTRY)
 
 
@@ -74,78 +75,91 @@ def test_dataset_names_and_folders_are_unique():
     assert {folder: count for folder, count in counts.items() if count > 1} == same_folder
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_reader_finds_images_identities_and_cameras(name, root):
-    files, train, query, gallery = TREES[name]
-    write(root, files)
-    dataset = build_dataset(name)
-    prefix = DATASET_REGISTRY.get(name).dataset_name
-    assert type(dataset) is DATASET_REGISTRY.get(name)
-    for items, expected in ((dataset.query, query), (dataset.gallery, gallery)):
-        assert expected is None or labels_of(items) == expected
-        assert all(type(item.pid) is int and item.camid >= 0 for item in items)
-    assert train is None or labels_of(dataset.train) == [(f"{prefix}_{pid}", camera) for pid, camera in train]
-    assert all(Path(item.path).is_file() for item in dataset.train + dataset.query + dataset.gallery)
-    assert all(type(item.path) is str and type(item.camid) is int for item in dataset.train)
+def test_every_reader_finds_images_identities_and_cameras(new_root, subtests):
+    for name in NAMES:
+        with subtests.test(name):
+            root = new_root()
+            files, train, query, gallery = TREES[name]
+            write(root, files)
+            dataset = build_dataset(name)
+            prefix = DATASET_REGISTRY.get(name).dataset_name
+            assert type(dataset) is DATASET_REGISTRY.get(name)
+            for items, expected in ((dataset.query, query), (dataset.gallery, gallery)):
+                assert expected is None or labels_of(items) == expected
+                assert all(type(item.pid) is int and item.camid >= 0 for item in items)
+            assert train is None or labels_of(dataset.train) == [(f"{prefix}_{pid}", camera) for pid, camera in train]
+            assert all(Path(item.path).is_file() for item in dataset.train + dataset.query + dataset.gallery)
+            assert all(type(item.path) is str and type(item.camid) is int for item in dataset.train)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_files_created_by_operating_systems_are_ignored(name, root):
-    files = TREES[name][0]
-    write(root, files)
-    before = build_dataset(name)
-    for path in [path for path, text in files.items() if not text]:
-        for other in ("Thumbs.db", ".DS_Store", f"._{Path(path).name}"):
-            (root / path).with_name(other).touch()
-    after = build_dataset(name)
-    assert (before.train, before.query, before.gallery) == (after.train, after.query, after.gallery)
+def test_files_created_by_operating_systems_are_ignored(new_root, subtests):
+    for name in NAMES:
+        with subtests.test(name):
+            root = new_root()
+            files = TREES[name][0]
+            write(root, files)
+            before = build_dataset(name)
+            for path in [path for path, text in files.items() if not text]:
+                for other in ("Thumbs.db", ".DS_Store", f"._{Path(path).name}"):
+                    (root / path).with_name(other).touch()
+            after = build_dataset(name)
+            assert (before.train, before.query, before.gallery) == (after.train, after.query, after.gallery)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_uppercase_suffixes_and_unicode_file_names_are_read(name, root):
-    write(root, TREES[name][0])
-    before = build_dataset(name)
-    for item in before.train + before.query:
-        file = Path(item.path)
-        if file.is_file():
-            file.rename(file.with_name(f"{file.stem}_é 子{file.suffix.upper()}"))
-    after = build_dataset(name)
-    assert (labels_of(before.train), labels_of(before.query)) == (labels_of(after.train), labels_of(after.query))
-    assert all("子" in item.path for item in after.train)
+def test_uppercase_suffixes_and_unicode_file_names_are_read(new_root, subtests):
+    for name in FILENAME_DATASETS:
+        with subtests.test(name):
+            root = new_root()
+            write(root, TREES[name][0])
+            before = build_dataset(name)
+            labels = labels_of(before.train), labels_of(before.query)
+            for item in before.train + before.query:
+                file = Path(item.path)
+                if file.is_file():
+                    file.rename(file.with_name(f"{file.stem}_é 子{file.suffix.upper()}"))
+            after = build_dataset(name)
+            assert (labels_of(after.train), labels_of(after.query)) == labels
+            assert all("子" in item.path for item in after.train)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_example_file_name_of_every_dataset_matches_its_layout(name, root):
-    write(root, TREES[name][0])
-    component = DATASET_REGISTRY.get(name)
-    example = component.example.split(" (")[0]
-    image = Path(build_dataset(name).train[0].path)
-    folder = image.parents[example.count("/")]
-    write(folder, {example: ""})
-    assert str(folder / example) in [item.path for item in first_images(name)]
+def test_example_file_name_of_every_dataset_matches_its_layout(new_root, subtests):
+    for name in FILENAME_DATASETS:
+        with subtests.test(name):
+            root = new_root()
+            write(root, TREES[name][0])
+            component = DATASET_REGISTRY.get(name)
+            example = component.example.split(" (")[0]
+            image = Path(build_dataset(name).train[0].path)
+            folder = image.parents[example.count("/")]
+            write(folder, {example: ""})
+            assert str(folder / example) in [item.path for item in first_images(name)]
 
 
 # ---- wrong layouts
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_missing_dataset_error_describes_layout(name, root):
-    text = message(lambda: build_dataset(name))
-    assert f"dataset {name} not found" in text
-    assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
-    assert "an empty folder" in text
-    assert f"    {folder_of(name)}/" in text.split("expected under the data root")[1]
+def test_missing_dataset_error_describes_layout(new_root, subtests):
+    for name in NAMES:
+        with subtests.test(name):
+            root = new_root()
+            text = message(lambda: build_dataset(name))
+            assert f"dataset {name} not found" in text
+            assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
+            assert "an empty folder" in text
+            assert f"    {folder_of(name)}/" in text.split("expected under the data root")[1]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("similar", ["{}-v2", "my {}", "lower"])
-def test_folder_with_similar_name_is_suggested(name, similar, root):
-    write(root, TREES[name][0])
-    available = root / folder_of(name)
-    renamed = root / ("a" + available.name.lower() if similar == "lower" else similar.format(available.name))
-    available.rename(renamed)
-    text = message(lambda: build_dataset(name))
-    assert f"found {renamed};" in text and f"rename it to {available}" in text
+def test_folder_with_similar_name_is_suggested(new_root, subtests):
+    for similar in ("{}-v2".format, "my {}".format, lambda folder: "a" + folder.lower()):
+        for name in NAMES:
+            with subtests.test(f"{name} {similar(name)}"):
+                root = new_root()
+                write(root, TREES[name][0])
+                available = root / folder_of(name)
+                renamed = root / similar(available.name)
+                available.rename(renamed)
+                text = message(lambda: build_dataset(name))
+                assert f"found {renamed};" in text and f"rename it to {available}" in text
 
 
 @pytest.mark.parametrize(
@@ -174,13 +188,15 @@ def test_folder_of_another_dataset_is_not_suggested(root):
     assert "hint" not in text and "Occluded_Duke/" in text
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "Shinpuhkan"])
-def test_folder_one_level_too_deep_is_suggested(name, root):
+def test_folder_one_level_too_deep_is_suggested(new_root, subtests):
     """Shinpuhkan is skipped because its images can be at any depth."""
-    folder = folder_of(name)
-    write(root / folder, TREES[name][0])
-    text = message(lambda: build_dataset(name).train)
-    assert str(root / folder / folder) in text
+    for name in [name for name in NAMES if name != "Shinpuhkan"]:
+        with subtests.test(name):
+            root = new_root()
+            folder = folder_of(name)
+            write(root / folder, TREES[name][0])
+            text = message(lambda: build_dataset(name).train)
+            assert str(root / folder / folder) in text
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "MSMT17", "VehicleID", "AirportALERT"])
@@ -202,13 +218,15 @@ def test_missing_dataset_error_lists_content_of_similarly_named_folder(root):
     assert f"{root / 'dukemtmc-reid'}, which contains test, train" in text
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if issubclass(DATASET_REGISTRY.get(name), FilenameDataset)])
-def test_dataset_folders_without_images_raise(name, root):
-    write(root, TREES[name][0])
-    for path in TREES[name][0]:
-        (root / path).rename((root / path).with_suffix(".txt"))
-    text = message(lambda: first_images(name))
-    assert f"no *{DATASET_REGISTRY.get(name).suffix} file in" in text and folder_of(name) in text
+def test_dataset_folders_without_images_raise(new_root, subtests):
+    for name in FILENAME_DATASETS:
+        with subtests.test(name):
+            root = new_root()
+            write(root, TREES[name][0])
+            for path in TREES[name][0]:
+                (root / path).rename((root / path).with_suffix(".txt"))
+            text = message(lambda: first_images(name))
+            assert f"no *{DATASET_REGISTRY.get(name).suffix} file in" in text and folder_of(name) in text
 
 
 @pytest.mark.parametrize(
@@ -263,10 +281,11 @@ def test_invalid_list_file_raises(name, file, text, part, root):
 # ---- one dataset each
 
 
-@pytest.mark.parametrize("name", TRAINING_ONLY)
-def test_training_only_datasets_have_no_test_images(name, root):
-    dataset = build(name, root)
-    assert dataset.query == [] and dataset.gallery == []
+def test_training_only_datasets_have_no_test_images(new_root, subtests):
+    for name in TRAINING_ONLY:
+        with subtests.test(name):
+            dataset = build(name, new_root())
+            assert dataset.query == [] and dataset.gallery == []
 
 
 def test_market1501_500k_distractors_are_added_to_gallery(root, caplog):
@@ -492,10 +511,11 @@ def test_camera_names_are_the_numbers_in_file_names(root):
     assert [dataset.camera(item.camid) for item in dataset.train] == ["1"]
 
 
-@pytest.mark.parametrize("name", [*NAMES, "CUHK03", "Demo"])
-def test_guide_lists_every_dataset_and_folder(name):
-    assert f"`{name}`" in GUIDE
-    assert name == "Demo" or f"`{DATASET_REGISTRY.get(name).folder}/" in GUIDE
+def test_guide_lists_every_dataset_and_folder(subtests):
+    for name in (*NAMES, "CUHK03", "Demo"):
+        with subtests.test(name):
+            assert f"`{name}`" in GUIDE
+            assert name == "Demo" or f"`{DATASET_REGISTRY.get(name).folder}/" in GUIDE
 
 
 def test_guide_lists_every_dataset_key():
