@@ -27,17 +27,6 @@ from fastamp.utils.resources import resource_folder
 # Folders and files whose tests are not divided into default and integration tests.
 UNDIVIDED = (
     # ---
-    "tests/data/",
-    "tests/engine/",
-    "tests/cli/",
-    "tests/compat/",
-    "tests/demo/",
-    "tests/inference/",
-    "tests/integrations/",
-    "tests/projects/",
-    "tests/serving/",
-    "tests/tools/",
-    "tests/tracking/",
 )
 UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
 guard = {"on": False}

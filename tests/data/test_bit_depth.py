@@ -81,6 +81,7 @@ def test_impossible_values_are_an_error(tmp_path, values, bit_depth):
     assert "BIT_DEPTH" in inspect_image(ImageItem(path, 0, 0), bit_depth=bit_depth).fault
 
 
+@pytest.mark.integration
 def test_the_bit_depth_is_part_of_the_features(checkpoint, tmp_path):
     path = write(tmp_path / "1.png", 12, np.uint16)
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["INPUT.BIT_DEPTH", "12"])

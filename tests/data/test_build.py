@@ -137,6 +137,7 @@ def test_cameras_of_another_csv_file_keep_their_numbers(tmp_path, cfg, write_ima
     build_reid_test_loader(trained.with_values({"MODEL.BACKBONE.SIE_CAMERAS": 0}), unknown)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("sampler", ["TrainingSampler", "NaiveIdentitySampler", "BalancedIdentitySampler"])
 def test_resumed_batches_are_bit_identical_for_any_number_of_workers(market, cfg, sampler):
     cfg.DATALOADER.SAMPLER_TRAIN = sampler
@@ -173,7 +174,7 @@ def test_batches_depend_on_the_seed(market, cfg):
     assert not equal_batches(take(build_reid_train_loader(cfg), 2), first)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.integration)])
 def test_loading_does_not_change_global_random_state(market, cfg, workers):
     cfg.DATALOADER.NUM_WORKERS = workers
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
@@ -225,7 +226,7 @@ def test_test_loader_returns_query_then_gallery_images_in_order(market, cfg):
     assert equal_batches(batches, again)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.integration)])
 def test_test_images_are_divided_among_ranks(market, cfg, workers):
     cfg.TEST.NUM_WORKERS = workers
     reference = torch.cat([batch["images"] for batch in build_reid_test_loader(cfg, "Market1501")[0]])
@@ -241,6 +242,7 @@ def test_test_set_with_fewer_images_than_processes_raises(market, cfg):
         build_reid_test_loader(cfg, "Market1501", rank=0, world_size=10)
 
 
+@pytest.mark.integration
 def test_test_loader_returns_same_batches_in_second_evaluation(market, cfg):
     cfg.TEST.NUM_WORKERS = 1
     loader, _ = build_reid_test_loader(cfg, "Market1501")
@@ -261,7 +263,9 @@ def test_non_integer_test_identity_raises(market, cfg, monkeypatch):
         build_reid_test_loader(cfg, "Market1501")
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize(
+    "workers", [0, pytest.param(1, marks=pytest.mark.integration), pytest.param(2, marks=pytest.mark.integration)]
+)
 def test_corrupt_image_error_names_file_without_traceback(market, cfg, workers):
     path = market / "bounding_box_train/0007_c2s1_000001_00.jpg"
     path.write_bytes(path.read_bytes()[:100])
@@ -273,6 +277,7 @@ def test_corrupt_image_error_names_file_without_traceback(market, cfg, workers):
     assert "fix: " in fix and "DATALOADER.ON_CORRUPT" in fix
 
 
+@pytest.mark.integration
 def test_unexpected_exception_in_worker_keeps_its_class(market, cfg, monkeypatch):
     def broken(path, channels, **options):
         raise ZeroDivisionError("bug")
@@ -322,6 +327,7 @@ except DataError as error:
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="needs sigwaitinfo to identify the sender of a signal")
 def test_workers_ignore_external_signals_and_exit_with_the_main_process(market, tmp_path):
     """The main process exits without stopping the workers."""
@@ -332,6 +338,7 @@ def test_workers_ignore_external_signals_and_exit_with_the_main_process(market, 
     assert not any(is_alive(int(pid)) for pid in run.stdout.split())
 
 
+@pytest.mark.integration
 def test_killed_worker_raises_data_error(market, tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(SIGNALLED + KILLED)
@@ -364,7 +371,7 @@ def test_errors_unrelated_to_lost_workers_are_reraised():
         raise EOFError
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_workers_exit_when_the_main_process_is_killed(market):
     code = SIGNALLED + "while True: next(batches)"

@@ -123,6 +123,7 @@ def build(items, results):
     results.put((read.count, int(images.sum())))
 
 
+@pytest.mark.integration
 def test_only_one_of_several_processes_builds_cache(items):
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -135,6 +136,7 @@ def test_only_one_of_several_processes_builds_cache(items):
     assert sorted(count for count, _ in outcomes) == [0, 0, 150] and len({total for _, total in outcomes}) == 1
 
 
+@pytest.mark.integration
 def test_killed_build_leaves_no_cache(items):
     context = multiprocessing.get_context("fork")
     process = context.Process(target=build, args=(items, context.Queue()))

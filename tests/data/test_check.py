@@ -103,6 +103,7 @@ def single_image(folder):
     edit(folder, "5_0.jpg,5,0,train", "5_0.jpg,500,0,train")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "plant, fault, example, is_error",
     [
@@ -144,6 +145,7 @@ def test_single_training_identity_is_reported_as_error(folder):
     assert findings_of(folder)[0]["only one training identity"].is_error
 
 
+@pytest.mark.integration
 def test_check_data_command_writes_contact_sheet_and_sets_exit_code(folder, tmp_path, capsys):
     output = tmp_path / "out"
     name = f"csv:{folder / 'set.csv'}"
@@ -198,6 +200,7 @@ def test_demo_dataset_has_no_errors(tmp_path):
     assert sum(report.sizes.values()) == sum(row[1] for row in report.rows) and Path(tmp_path).exists()
 
 
+@pytest.mark.integration
 def test_write_clean_excludes_the_bad_rows_and_the_file_trains(folder, tmp_path, capsys):
     import tiny
 
@@ -224,6 +227,7 @@ def test_write_clean_excludes_the_bad_rows_and_the_file_trains(folder, tmp_path,
                "DATALOADER.NUM_INSTANCE", "4", "SOLVER.IMS_PER_BATCH", "12")  # fmt: skip
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("protocol, kept", [("market1501", 35), ("cuhk03", 35), ("no_camera", 36), ("vehicleid", 36)])
 def test_queries_with_matches_of_the_same_camera_are_valid_if_the_protocol_ignores_cameras(
     folder, tmp_path, capsys, protocol, kept
@@ -245,6 +249,7 @@ def test_query_without_a_gallery_image_is_valid_only_if_the_protocol_draws_queri
     assert write_clean(dataset, report, folder / "clean.csv", protocol=protocol) == (36 - is_error, int(is_error))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("protocol", ["market1501", "no_camera"])
 def test_write_clean_of_test_images_of_one_camera(folder, tmp_path, caplog, protocol):
     rows = [line.split(",") for line in (folder / "set.csv").read_text().splitlines()[1:]]
@@ -267,6 +272,7 @@ def test_write_clean_of_test_images_of_one_camera(folder, tmp_path, caplog, prot
     assert not check_dataset(again, protocol=Protocol(rule=protocol)).has_errors
 
 
+@pytest.mark.integration
 def test_write_clean_keeps_the_cameras_if_each_test_image_has_its_own(folder, tmp_path):
     rows = [line.split(",") for line in (folder / "set.csv").read_text().splitlines()[1:]]
     lines = ["path,pid,camid", *(f"{path},{pid},c{number}" for number, (path, pid, *_) in enumerate(rows))]
@@ -319,6 +325,7 @@ def test_only_one_training_identity_is_reported_without_a_count():
     )
 
 
+@pytest.mark.integration
 def test_write_clean_writes_a_random_split_and_boxes(tmp_path):
     rng = np.random.default_rng(0)
     rows = ["path,pid,x0,y0,x1,y1"]
@@ -335,6 +342,7 @@ def test_write_clean_writes_a_random_split_and_boxes(tmp_path):
         }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "options, problem",
     [
@@ -356,6 +364,7 @@ def test_check_data_reports_what_would_stop_a_run(folder, tmp_path, capsys, opti
     assert ("would stop a run" in out) == (problem is not None) and (problem or "") in out
 
 
+@pytest.mark.integration
 def test_similar_images_are_not_all_near_duplicates(tmp_path):
     rng = np.random.default_rng(0)
     scene = np.asarray(Image.fromarray(rng.integers(0, 256, (12, 6, 3), dtype=np.uint8)).resize((64, 128)), float)
@@ -383,6 +392,7 @@ def test_similar_images_are_not_all_near_duplicates(tmp_path):
     assert none == 0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("copy", ["recompressed", "half the size", "brighter"])
 def test_copies_are_found_among_similar_images(tmp_path, copy):
     """The background is equal in all images."""
@@ -452,6 +462,7 @@ def test_text_without_any_font_is_escaped(monkeypatch):
 # ---- columns, published numbers and protocols
 
 
+@pytest.mark.integration
 def test_columns_of_a_csv_file_are_summarized(folder):
     lines = (folder / "set.csv").read_text().splitlines()
     extra = ["clothes,height,attributes", *(f'{n % 5},{"" if n % 4 else n / 2},"[1, {n % 2}]"' for n in range(36))]
@@ -509,6 +520,7 @@ def test_column_that_the_evaluation_needs_is_reported(protocol, column, tmp_path
     assert len(examples) == (column is not None) and (not examples or column in examples[0])
 
 
+@pytest.mark.integration
 def test_cameras_that_the_protocol_cannot_evaluate_are_reported(folder):
     dataset = build_dataset(f"csv:{folder / 'set.csv'}")
     for rule, found in (("market1501", False), ("sysu_all_single", True)):
@@ -544,6 +556,7 @@ def test_identities_without_gallery_images_are_reported(tmp_path, monkeypatch):
     assert "queries without a gallery image of their identity" in [each.fault for each in report.findings]
 
 
+@pytest.mark.integration
 def test_check_data_with_a_recipe_notes_repeats_and_events_beyond_the_end(folder, tmp_path, capsys):
     recipe = tmp_path / "recipe.yml"
     recipe.write_text(

@@ -57,13 +57,14 @@ def built(cells):
     return builder.build()
 
 
-@pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("limit", [1, 2**16])
-def test_type_of_csv_column_is_determined_by_its_values(name, limit, monkeypatch):
-    monkeypatch.setattr("fastamp.data.datasets.csv_columns._MAX_CATEGORIES", limit)
-    column = built(CELLS[name])
-    assert describe_type(column) == TYPES.get(name, name)
-    assert count_missing(column) == CELLS[name].count("")
+def test_type_of_csv_column_is_determined_by_its_values(monkeypatch, subtests):
+    for limit in (1, 2**16):
+        for name in CELLS:
+            with subtests.test(f"{limit} {name}"):
+                monkeypatch.setattr("fastamp.data.datasets.csv_columns._MAX_CATEGORIES", limit)
+                column = built(CELLS[name])
+                assert describe_type(column) == TYPES.get(name, name)
+                assert count_missing(column) == CELLS[name].count("")
 
 
 @pytest.mark.parametrize("cells", [["7", "", "x"], ["7", "", "x", "été"], []])

@@ -22,55 +22,59 @@ def pil(path, channels=3):
         return as_tensor(image, channels)
 
 
-@every_channels
-@pytest.mark.parametrize("name", ["a.png", "a.bmp", "a.tif", "a.webp", "name with space é 人.png"])
-@pytest.mark.parametrize("mode", ["RGB", "L", "P"])
-def test_decoded_lossless_images_equal_pil(tmp_path, write_image, name, mode, channels):
-    options = {"lossless": True} if name.endswith("webp") else {}
-    path = write_image(tmp_path / name, mode=mode, **options)
-    image = read_image(str(path), channels)
-    assert image.shape == (channels, 64, 32) and image.dtype == torch.uint8
-    assert torch.equal(image, pil(path, channels))
+def test_decoded_lossless_images_equal_pil(tmp_path, write_image, subtests):
+    for mode in ("RGB", "L", "P"):
+        for name in ("a.png", "a.bmp", "a.tif", "a.webp", "name with space é 人.png"):
+            for channels in MODES:
+                with subtests.test(f"{mode} {name} {channels}"):
+                    options = {"lossless": True} if name.endswith("webp") else {}
+                    path = write_image(tmp_path / name, mode=mode, **options)
+                    image = read_image(str(path), channels)
+                    assert image.shape == (channels, 64, 32) and image.dtype == torch.uint8
+                    assert torch.equal(image, pil(path, channels))
 
 
-@every_channels
-@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
-def test_decoded_jpeg_images_equal_pil(tmp_path, write_image, mode, channels):
-    path = write_image(tmp_path / "a.jpg", mode=mode, quality=95)
-    image = read_image(str(path), channels)
-    assert image.shape == (channels, 64, 32)
-    assert (image.int() - pil(path, channels).int()).abs().max() <= (3 if mode == "CMYK" else 0)
+def test_decoded_jpeg_images_equal_pil(tmp_path, write_image, subtests):
+    for mode in ("RGB", "L", "CMYK"):
+        for channels in MODES:
+            with subtests.test(f"{mode} {channels}"):
+                path = write_image(tmp_path / "a.jpg", mode=mode, quality=95)
+                image = read_image(str(path), channels)
+                assert image.shape == (channels, 64, 32)
+                assert (image.int() - pil(path, channels).int()).abs().max() <= (3 if mode == "CMYK" else 0)
 
 
-@every_channels
-@pytest.mark.parametrize(
-    ("mode", "name"),
-    [("1", "a.png"), ("L", "a.png"), ("LA", "a.png"), ("P", "a.png"), ("PA", "a.png"), ("RGBA", "a.png"),
-     ("I;16", "a.png"), ("CMYK", "a.tif"), ("YCbCr", "a.tif"), ("RGB", "a.jpg"), ("L", "a.jpg"), ("CMYK", "a.jpg")],
-)  # fmt: skip
-def test_image_from_pil_equals_read_image(tmp_path, mode, name, channels):
-    pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 4), dtype=np.uint8)
-    if mode == "I;16":
-        image = Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257)
-    elif mode == "PA":
-        image = Image.fromarray(pixels).quantize(16)  # a palette with transparency
-    else:
-        image = Image.fromarray(pixels if mode in ("LA", "RGBA") else pixels[:, :, :3]).convert(mode)
-    image.save(tmp_path / name)
-    expected = read_image(str(tmp_path / name), channels)
-    with Image.open(tmp_path / name) as opened:
-        found = image_from_pil(opened, channels)
-    assert found.shape == (channels, 24, 40) and found.dtype == torch.uint8
-    assert (found.int() - expected.int()).abs().max() <= (3 if (mode, name) == ("CMYK", "a.jpg") else 0)
+def test_image_from_pil_equals_read_image(tmp_path, subtests):
+    cases = [("1", "a.png"), ("L", "a.png"), ("LA", "a.png"), ("P", "a.png"), ("PA", "a.png"), ("RGBA", "a.png"),
+             ("I;16", "a.png"), ("CMYK", "a.tif"), ("YCbCr", "a.tif"), ("RGB", "a.jpg"), ("L", "a.jpg"),
+             ("CMYK", "a.jpg")]  # fmt: skip
+    for mode, name in cases:
+        for channels in MODES:
+            with subtests.test(f"{mode} {name} {channels}"):
+                pixels = np.random.default_rng(0).integers(0, 256, (24, 40, 4), dtype=np.uint8)
+                if mode == "I;16":
+                    image = Image.fromarray(pixels[:, :, 0].astype(np.uint16) * 257)
+                elif mode == "PA":
+                    image = Image.fromarray(pixels).quantize(16)  # a palette with transparency
+                else:
+                    image = Image.fromarray(pixels if mode in ("LA", "RGBA") else pixels[:, :, :3]).convert(mode)
+                image.save(tmp_path / name)
+                expected = read_image(str(tmp_path / name), channels)
+                with Image.open(tmp_path / name) as opened:
+                    found = image_from_pil(opened, channels)
+                assert found.shape == (channels, 24, 40) and found.dtype == torch.uint8
+                assert (found.int() - expected.int()).abs().max() <= (3 if (mode, name) == ("CMYK", "a.jpg") else 0)
 
 
-@every_channels
-@pytest.mark.parametrize("name", ["a.jpg", "a.png"])
-def test_pil_fallback_equals_torchvision_decoder(tmp_path, write_image, monkeypatch, name, channels):
-    path = str(write_image(tmp_path / name))
-    image = read_image(path, channels)
-    monkeypatch.setattr("fastamp.data.decode.torchvision_decode", None)
-    assert torch.equal(read_image(path, channels), image)
+def test_pil_fallback_equals_torchvision_decoder(tmp_path, write_image, monkeypatch, subtests):
+    for name in ("a.jpg", "a.png"):
+        for channels in MODES:
+            with subtests.test(f"{name} {channels}"):
+                path = str(write_image(tmp_path / name))
+                image = read_image(path, channels)
+                with monkeypatch.context() as patch:
+                    patch.setattr("fastamp.data.decode.torchvision_decode", None)
+                    assert torch.equal(read_image(path, channels), image)
 
 
 @every_channels
@@ -116,11 +120,12 @@ def test_alpha_is_kept_if_channels_is_4(tmp_path, name):
     assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1))
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "P", "RGB", "CMYK"])
-def test_missing_alpha_channel_is_filled_with_255(tmp_path, write_image, mode):
-    path = write_image(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), mode=mode)
-    image = read_image(str(path), channels=4)
-    assert torch.equal(image[:3], read_image(str(path))) and (image[3] == 255).all()
+def test_missing_alpha_channel_is_filled_with_255(tmp_path, write_image, subtests):
+    for mode in ("1", "L", "P", "RGB", "CMYK"):
+        with subtests.test(mode):
+            path = write_image(tmp_path / ("a.jpg" if mode == "CMYK" else "a.png"), mode=mode)
+            image = read_image(str(path), channels=4)
+            assert torch.equal(image[:3], read_image(str(path))) and (image[3] == 255).all()
 
 
 @pytest.mark.parametrize(("mode", "color"), [("L", 5), ("P", 5), ("RGB", (5, 6, 7))])
@@ -134,37 +139,41 @@ def test_png_pixels_with_the_transparent_color_have_alpha_0(tmp_path, write_imag
     assert image[3, 2, 3] == 0 and image[3].float().mean() > 200
 
 
-@every_channels
-@pytest.mark.parametrize("name", ["a.png", "a.tif"])
-def test_images_with_16_bit_channels_keep_the_upper_8_bits(tmp_path, name, channels):
-    pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
-    Image.fromarray(pixels).save(tmp_path / name)
-    expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()
-    # torchvision scales by 255 / 65535, which differs by one at most.
-    assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 1
+def test_images_with_16_bit_channels_keep_the_upper_8_bits(tmp_path, subtests):
+    for name in ("a.png", "a.tif"):
+        for channels in MODES:
+            with subtests.test(f"{name} {channels}"):
+                pixels = np.random.default_rng(0).integers(0, 2**16, (8, 6), dtype=np.uint16)
+                Image.fromarray(pixels).save(tmp_path / name)
+                expected = as_tensor(Image.fromarray((pixels >> 8).astype(np.uint8)), channels).int()
+                # torchvision scales by 255 / 65535, which differs by one at most.
+                assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 1
 
 
-@every_channels
-@pytest.mark.parametrize("name", ["a.jpg", "a.tif"])
-@pytest.mark.parametrize("orientation", range(1, 9))
-def test_exif_orientation_is_applied(tmp_path, name, orientation, channels):
-    ramp = np.linspace(0, 255, 48, dtype=np.uint8)[:, None] * np.linspace(0, 1, 32)[None]
-    image = Image.fromarray(np.stack([ramp] * 3, axis=2).astype(np.uint8))
-    exif = image.getexif()
-    exif[0x0112] = orientation
-    image.save(tmp_path / name, exif=exif, **({"quality": 95} if name == "a.jpg" else {}))
-    transposes = {
-        2: Image.Transpose.FLIP_LEFT_RIGHT,
-        3: Image.Transpose.ROTATE_180,
-        4: Image.Transpose.FLIP_TOP_BOTTOM,
-        5: Image.Transpose.TRANSPOSE,
-        6: Image.Transpose.ROTATE_270,
-        7: Image.Transpose.TRANSVERSE,
-        8: Image.Transpose.ROTATE_90,
-    }
-    upright = image if orientation == 1 else image.transpose(transposes[orientation])
-    expected = as_tensor(upright, channels).int()
-    assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 4
+TRANSPOSES = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+
+
+def test_exif_orientation_is_applied(tmp_path, subtests):
+    for orientation in range(1, 9):
+        for name in ("a.jpg", "a.tif"):
+            for channels in MODES:
+                with subtests.test(f"{orientation} {name} {channels}"):
+                    ramp = np.linspace(0, 255, 48, dtype=np.uint8)[:, None] * np.linspace(0, 1, 32)[None]
+                    image = Image.fromarray(np.stack([ramp] * 3, axis=2).astype(np.uint8))
+                    exif = image.getexif()
+                    exif[0x0112] = orientation
+                    image.save(tmp_path / name, exif=exif, **({"quality": 95} if name == "a.jpg" else {}))
+                    upright = image if orientation == 1 else image.transpose(TRANSPOSES[orientation])
+                    expected = as_tensor(upright, channels).int()
+                    assert (read_image(str(tmp_path / name), channels).int() - expected).abs().max() <= 4
 
 
 @every_channels
@@ -187,12 +196,13 @@ def corrupt(path, kind):
         path.write_bytes({"empty": b"", "text": b"not an image", "half": data[: len(data) // 2]}[kind])
 
 
-@every_channels
-@pytest.mark.parametrize("kind", ["missing", "folder", "empty", "text", "half"])
-@pytest.mark.parametrize("name", ["a.jpg", "a.png", "a.bmp"])
-def test_unreadable_file_error_is_one_line_with_path(tmp_path, write_image, name, kind, channels):
-    path = write_image(tmp_path / name)
-    corrupt(path, kind)
-    with pytest.raises(DataError) as raised:
-        read_image(str(path), channels)
-    assert str(path) in str(raised.value) and len(str(raised.value).splitlines()) == 1
+def test_unreadable_file_error_is_one_line_with_path(tmp_path, write_image, subtests):
+    for name in ("a.jpg", "a.png", "a.bmp"):
+        for kind in ("missing", "folder", "empty", "text", "half"):
+            for channels in MODES:
+                with subtests.test(f"{name} {kind} {channels}"):
+                    path = write_image(tmp_path / f"{kind} {channels}" / name)
+                    corrupt(path, kind)
+                    with pytest.raises(DataError) as raised:
+                        read_image(str(path), channels)
+                    assert str(path) in str(raised.value) and len(str(raised.value).splitlines()) == 1

@@ -56,6 +56,7 @@ def test_warning_names_the_file(folder, caplog, capfd):
     assert "Corrupt JPEG data" not in capfd.readouterr().err
 
 
+@pytest.mark.integration
 def test_worker_names_the_file(folder):
     handler = logging.FileHandler(folder / "log.txt")
     logger = logging.getLogger("fastamp")

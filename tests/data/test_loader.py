@@ -53,6 +53,7 @@ def take_until_error(batches):
     return str(raised.value)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("test_set", [False, True])
 def test_full_shared_memory_error_names_cause_and_fix(market, train_cfg, test_set):
     """The test limits file sizes, which has the same effect as a full /dev/shm."""
@@ -68,6 +69,7 @@ def test_full_shared_memory_error_names_cause_and_fix(market, train_cfg, test_se
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
 
 
+@pytest.mark.integration
 def test_shared_memory_filled_after_first_batch_raises_data_error(market, train_cfg):
     batches, worker = start_worker(build_reid_train_loader(train_cfg))
     resource.prlimit(worker, resource.RLIMIT_FSIZE, (100, 100))
@@ -75,6 +77,7 @@ def test_shared_memory_filled_after_first_batch_raises_data_error(market, train_
     assert "/dev/shm" in message and "--shm-size" in message and "NUM_WORKERS" in message
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("free", [0, 2, 8])
 def test_too_many_open_files_in_worker_raises_data_error(market, train_cfg, free):
     batches, worker = start_worker(build_reid_train_loader(train_cfg))
@@ -96,6 +99,7 @@ def test_too_many_open_files_error_is_not_treated_as_corrupt_image(market, cfg):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("free", range(0, 42, 7))
 def test_too_many_open_files_in_main_process_raises_data_error(market, train_cfg, free):
     """For any number of free file descriptors, the loader raises an error instead of waiting forever."""
@@ -176,6 +180,7 @@ sys.exit(run_command_line(lambda: DefaultTrainer(cfg).train()))
 """
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not can_mount(), reason="needs permission to mount file systems")
 @pytest.mark.parametrize("size", ["0k", "64k", "1m"])
 def test_training_with_too_small_dev_shm_exits_with_2(demo_root, tmp_path, size):
@@ -189,6 +194,7 @@ def test_training_with_too_small_dev_shm_exits_with_2(demo_root, tmp_path, size)
     assert "Traceback" not in run.stderr, run.stderr
 
 
+@pytest.mark.integration
 def test_batches_with_device_augmentation_do_not_depend_on_workers(market, train_cfg):
     """With INPUT.AUGMENT_ON device, batches contain nested augmentation parameters."""
     train_cfg.INPUT.AUGMENT_ON = "device"

@@ -141,11 +141,12 @@ def batches_of(case):
     return digest(training), digest([queries, *(describe(loader.dataset, batch) for batch in loader.batch_sampler)])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_packed_items_give_same_batches_as_tuples(tmp_path, monkeypatch, case):
+def test_packed_items_give_same_batches_as_tuples(tmp_path, monkeypatch, subtests):
     write_sets(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert list(batches_of(case)) == REFERENCE[case]
+    for case in CASES:
+        with subtests.test(case):
+            assert list(batches_of(case)) == REFERENCE[case]
 
 
 ITEMS = [

@@ -63,7 +63,7 @@ def equal_batches(expected, actual):
     )
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.integration)])
 def test_augmentation_in_workers_and_on_device_gives_equal_batches(root, tmp_path, workers):
     options = [
         *AUGMENTED,
@@ -96,6 +96,7 @@ def test_augmentation_on_cuda_matches_augmentation_in_workers(root, tmp_path):
         assert (difference > 2).float().mean() < 1e-3
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("cache", ["ram", "disk"])
 def test_cache_does_not_change_batches(root, tmp_path, cache):
     plain = batches(config(tmp_path))
@@ -113,7 +114,7 @@ def test_cache_does_not_change_batches(root, tmp_path, cache):
 
 
 @pytest.mark.parametrize("cache", ["none", "disk"])
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.integration)])
 def test_corrupt_image_raises_with_file_name(root, tmp_path, cache, workers):
     victim = sorted(root.rglob("bounding_box_train/*.jpg"))[7]
     victim.write_bytes(victim.read_bytes()[:100])

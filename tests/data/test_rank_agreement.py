@@ -6,6 +6,8 @@ from pathlib import Path
 import preloaded
 import pytest
 
+pytestmark = pytest.mark.integration
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 

@@ -152,10 +152,8 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
     assert len(take(sampler.epoch(0), 10)) == 10
 
 
-@pytest.mark.parametrize("name", ["naive", "balanced"])
-@pytest.mark.parametrize(
-    ("options", "error", "numbers"),
-    [
+def test_infeasible_batch_size_error_states_config_values(subtests):
+    for options, error, numbers in (
         ({"num_instances": -1}, ConfigError, ["NUM_INSTANCE", "got -1"]),
         ({"num_instances": 5}, ConfigError, ["IMS_PER_BATCH 12", "NUM_INSTANCE 5", "multiple of 5"]),
         ({"num_instances": 1}, DataError, ["has 7", "needs 12"]),
@@ -163,13 +161,13 @@ def test_balanced_sampler_falls_back_to_same_camera_then_repeats():
         ({"num_instances": 4, "world_size": 5}, ConfigError, ["IMS_PER_BATCH", "(5)", "got 12"]),
         ({"batch_size": 0}, ConfigError, ["IMS_PER_BATCH", "got 0"]),
         ({"batch_size": 2}, ConfigError, ["IMS_PER_BATCH 2", "NUM_INSTANCE 4"]),
-    ],
-)
-def test_infeasible_batch_size_error_states_config_values(name, options, error, numbers):
-    with pytest.raises(error) as raised:
-        make(name, **options)
-    for number in numbers:
-        assert number in str(raised.value)
+    ):
+        for name in ("naive", "balanced"):
+            with subtests.test(f"{options} {name}"):
+                with pytest.raises(error) as raised:
+                    make(name, **options)
+                for number in numbers:
+                    assert number in str(raised.value)
 
 
 def batches(sampler, count, **options):
@@ -185,14 +183,15 @@ def test_start_iter_gives_the_batches_of_an_uninterrupted_run(subtests):
                 assert batches(sampler, 10, start_iter=start) == batches(sampler, start + 10)[start:]
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_batches_of_all_ranks_form_single_process_batch(name, world_size):
-    sampler = make(name, world_size=world_size)[0]
-    expected_counts = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
-    combined = [list(itertools.chain(*parts)) for parts in zip(*expected_counts, strict=True)]
-    assert combined == batches(sampler, 8)
-    assert {len(part) for rank_batches in expected_counts for part in rank_batches} == {12 // world_size}
+def test_batches_of_all_ranks_form_single_process_batch(subtests):
+    for world_size in (1, 3):
+        for name in ALL:
+            with subtests.test(f"{world_size} {name}"):
+                sampler = make(name, world_size=world_size)[0]
+                expected_counts = [batches(sampler, 8, rank=rank, world_size=world_size) for rank in range(world_size)]
+                combined = [list(itertools.chain(*parts)) for parts in zip(*expected_counts, strict=True)]
+                assert combined == batches(sampler, 8)
+                assert {len(part) for rank_batches in expected_counts for part in rank_batches} == {12 // world_size}
 
 
 def test_sample_keys_are_epoch_position_and_index():

@@ -41,30 +41,28 @@ def fastreid_test_pipeline(cfg, interpolation):
     return v1.Compose(steps)
 
 
-@pytest.mark.parametrize("mode", sorted(MODES))
-@pytest.mark.parametrize(
-    "opts",
-    [
+def test_test_transforms_equal_fastreid_pipeline(subtests):
+    for opts in (
         ("INPUT.SIZE_TEST", "(64, 48)"),
         ("INPUT.SIZE_TEST", "(50,)"),
         ("INPUT.SIZE_TEST", "(0,)"),
         ("INPUT.SIZE_TEST", "(64, 64)", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(56, 41)"),
         ("INPUT.SIZE_TEST", "(50,)", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(45,)"),
         ("INPUT.SIZE_TEST", "(0,)", "INPUT.CROP", "True", "INPUT.CROP.SIZE", "(45,)"),  # larger than one of the images
-    ],
-)
-def test_test_transforms_equal_fastreid_pipeline(opts, mode):
-    cfg = get_cfg()
-    cfg.merge_from_list([*opts, "INPUT.INTERPOLATION", mode])
-    resize = build_transforms(cfg, is_train=False).resize
-    for image_ in sample_images():
-        expected = as_tensor(fastreid_test_pipeline(cfg, MODES[mode])(image_))
-        found = resize(as_tensor(image_))
-        assert found.shape == expected.shape
-        difference = (found.int() - expected.int()).abs()
-        # Halfway between two pixels, the result depends on PIL's float64 rounding.
-        fraction_different = (difference > (0 if mode == "nearest" else 2)).float().mean()
-        assert fraction_different <= (0.35 if mode == "nearest" else 0)
+    ):
+        for mode in sorted(MODES):
+            with subtests.test(f"{opts} {mode}"):
+                cfg = get_cfg()
+                cfg.merge_from_list([*opts, "INPUT.INTERPOLATION", mode])
+                resize = build_transforms(cfg, is_train=False).resize
+                for image_ in sample_images():
+                    expected = as_tensor(fastreid_test_pipeline(cfg, MODES[mode])(image_))
+                    found = resize(as_tensor(image_))
+                    assert found.shape == expected.shape
+                    difference = (found.int() - expected.int()).abs()
+                    # Halfway between two pixels, the result depends on PIL's float64 rounding.
+                    fraction_different = (difference > (0 if mode == "nearest" else 2)).float().mean()
+                    assert fraction_different <= (0.35 if mode == "nearest" else 0)
 
 
 @pytest.mark.parametrize("size", [(31, 17), (200, 150), (13, 90)])
@@ -162,6 +160,7 @@ ONE_NUMBER = [
 ]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("opts", ONE_NUMBER, ids=["no resize", "shorter side", "pad and crop"])
 def test_training_images_of_different_sizes_form_batches(market_mixed_sizes, tmp_path, opts):
     opts = (*opts, "INPUT.RPT", "True", "INPUT.AUTOAUG", "True", "INPUT.AUTOAUG.PROB", "0.5")
@@ -190,7 +189,7 @@ def test_size_0_loads_images_of_equal_size_without_resizing(market, tmp_path):
     assert all(batch["images"].shape[1:] == (3, 64, 32) for batch in loader)
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
+@pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.integration)])
 def test_error_for_images_of_different_sizes_names_config_key(market_mixed_sizes, tmp_path, workers):
     opts = ("DATALOADER.NUM_WORKERS", workers, "INPUT.PADDING", "False")
     with pytest.raises(DataError, match=r"INPUT\.SIZE_TRAIN \(32,\).*\n  fix: .*INPUT\.SIZE_T"):

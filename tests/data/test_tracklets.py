@@ -82,16 +82,17 @@ def test_even_frames_equal_a_loop():
         assert even_frames(count, frames).tolist() == naive_even_frames(count, frames)
 
 
-@pytest.mark.parametrize("select", [random_frames, restricted_frames])
-@pytest.mark.parametrize("count", [1, 2, 4, 5, 30])
-def test_random_selections_are_ascending_and_in_range(select, count):
-    rng = np.random.default_rng(0)
-    drawn = [select(count, 4, rng) for _ in range(200)]
-    assert all(len(each) == 4 and each.min() >= 0 and each.max() < count for each in drawn)
-    assert all((np.diff(each) >= 0).all() for each in drawn)
-    assert {int(frame) for each in drawn for frame in each} == set(range(count))
-    if count >= 4:
-        assert all(len(set(each.tolist())) == 4 for each in drawn)
+def test_random_selections_are_ascending_and_in_range(subtests):
+    for count in (1, 2, 4, 5, 30):
+        for select in (random_frames, restricted_frames):
+            with subtests.test(f"{count} {select.__name__}"):
+                rng = np.random.default_rng(0)
+                drawn = [select(count, 4, rng) for _ in range(200)]
+                assert all(len(each) == 4 and each.min() >= 0 and each.max() < count for each in drawn)
+                assert all((np.diff(each) >= 0).all() for each in drawn)
+                assert {int(frame) for each in drawn for frame in each} == set(range(count))
+                if count >= 4:
+                    assert all(len(set(each.tolist())) == 4 for each in drawn)
 
 
 def test_clips_equal_those_of_the_dense_sampling_of_cal():
@@ -102,15 +103,16 @@ def test_clips_equal_those_of_the_dense_sampling_of_cal():
     assert divide_into_clips(130, 0) == [range(130)]
 
 
-@pytest.mark.parametrize("count", [1, 7, 8, 31, 32, 100])
-def test_strided_frames_have_the_stride_in_long_tracklets_only(count):
-    rng = np.random.default_rng(0)
-    drawn = np.array([strided_frames(count, 8, 4, rng) for _ in range(1000)])
-    assert drawn.min() == 0 and drawn.max() == count - 1 and (np.diff(drawn) >= 0).all()
-    if count >= 32:
-        assert (np.diff(drawn) == 4).all() and set(drawn[:, 0].tolist()) == set(range(count - 28))
-    elif count >= 8:
-        assert (np.diff(drawn) >= 1).all()
+def test_strided_frames_have_the_stride_in_long_tracklets_only(subtests):
+    for count in (1, 7, 8, 31, 32, 100):
+        with subtests.test(count):
+            rng = np.random.default_rng(0)
+            drawn = np.array([strided_frames(count, 8, 4, rng) for _ in range(1000)])
+            assert drawn.min() == 0 and drawn.max() == count - 1 and (np.diff(drawn) >= 0).all()
+            if count >= 32:
+                assert (np.diff(drawn) == 4).all() and set(drawn[:, 0].tolist()) == set(range(count - 28))
+            elif count >= 8:
+                assert (np.diff(drawn) >= 1).all()
 
 
 def test_clips_are_drawn_like_tracklets():
@@ -191,27 +193,32 @@ def test_selected_test_frames_are_grouped_and_keep_query_and_gallery_apart():
     assert select_test_frames(tracklets, 1, 5).tolist() == [0, 1, 5, 7, 12]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("batch_size", [1, 4, 6, 100])
-def test_rank_and_batch_borders_never_cut_a_tracklet(world_size, batch_size):
-    counts, num_query = [3, 1, 4, 2, 9, 2, 2, 1], 8
-    tracklets = np.repeat([4, 8, 2, 4, 5, -1, 3, 9], counts)  # tracklet 4 is also in the gallery
-    border = np.repeat(np.arange(8), counts)
-    border[-5:-3] = [100, 101]
-    seen = []
-    for rank in range(world_size):
-        sampler = TrackletInferenceSampler(
-            tracklets=tracklets, num_query=num_query, batch_size=batch_size, rank=rank, world_size=world_size
-        )
-        batches = [[index for _, _, index in batch] for batch in sampler]
-        assert len(batches) == len(sampler)
-        assert [index for batch in batches for index in batch] == list(sampler.indices)
-        for batch in batches:
-            assert len(batch) <= batch_size or len(set(border[batch])) == 1
-            assert not (set(border[batch]) & set(np.delete(border, batch)))
-            assert len({index < num_query for index in batch}) == 1
-        seen += sampler.indices
-    assert seen == list(range(len(tracklets)))
+def test_rank_and_batch_borders_never_cut_a_tracklet(subtests):
+    for batch_size in (1, 4, 6, 100):
+        for world_size in (1, 2, 3, 7):
+            with subtests.test(f"{batch_size} {world_size}"):
+                counts, num_query = [3, 1, 4, 2, 9, 2, 2, 1], 8
+                tracklets = np.repeat([4, 8, 2, 4, 5, -1, 3, 9], counts)  # tracklet 4 is also in the gallery
+                border = np.repeat(np.arange(8), counts)
+                border[-5:-3] = [100, 101]
+                seen = []
+                for rank in range(world_size):
+                    sampler = TrackletInferenceSampler(
+                        tracklets=tracklets,
+                        num_query=num_query,
+                        batch_size=batch_size,
+                        rank=rank,
+                        world_size=world_size,
+                    )
+                    batches = [[index for _, _, index in batch] for batch in sampler]
+                    assert len(batches) == len(sampler)
+                    assert [index for batch in batches for index in batch] == list(sampler.indices)
+                    for batch in batches:
+                        assert len(batch) <= batch_size or len(set(border[batch])) == 1
+                        assert not (set(border[batch]) & set(np.delete(border, batch)))
+                        assert len({index < num_query for index in batch}) == 1
+                    seen += sampler.indices
+                assert seen == list(range(len(tracklets)))
 
 
 def test_fewer_tracklets_than_processes():
@@ -318,6 +325,7 @@ def test_check_data_reports_tracklets_with_several_cameras(video):
     assert sum("has several cameras" in problem for problem in problems) == 2
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pool", ["none", "avg", "attention"])
 def test_training_and_evaluation_on_tracklets(video, pool):
     cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", pool, "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "True")
@@ -329,6 +337,7 @@ def test_training_and_evaluation_on_tracklets(video, pool):
     assert sorted(set(re.findall(r"\d_1_0_\d\.png", page))) == [f"{pid}_1_0_0.png" for pid in range(6, 10)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pool", ["none", "attention"])
 def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
     cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", pool, "SOLVER.MAX_EPOCH", "1")
@@ -345,6 +354,7 @@ def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
         predictor.tracklet_features([])
 
 
+@pytest.mark.integration
 def test_extraction_has_features_of_images_and_figures_use_first_frames(video, monkeypatch):
     cfg = config(video, "MODEL.HEADS.TEMPORAL_POOL", "attention", "SOLVER.MAX_EPOCH", "1")
     DefaultTrainer(cfg).train()

@@ -60,17 +60,18 @@ def draw(transform, count, size=SIZE, seed=0):
     return parameters
 
 
-@pytest.mark.parametrize("source", [(128, 64), (256, 128), (97, 41), (300, 180), (20, 333)])
-def test_resize_equals_pil(source):
-    pixels = np.random.default_rng(0).integers(0, 256, (*source, 3), dtype=np.uint8)
-    smooth = np.asarray(Image.fromarray(pixels).resize((source[1] // 4, source[0] // 4)).resize(source[::-1]))
-    for array in (pixels, smooth):
-        actual = Resize(size=(256, 128))(torch.from_numpy(array.copy()).permute(2, 0, 1))
-        pil = np.asarray(Image.fromarray(array).resize((128, 256), Image.Resampling.BICUBIC))
-        assert actual.shape == (3, 256, 128) and actual.dtype == torch.uint8
-        difference = np.abs(actual.permute(1, 2, 0).numpy().astype(int) - pil)
-        # Both round after each direction, so that a difference of 1 can become 2.
-        assert difference.max() <= 2 and (difference > 1).mean() < 1e-3 and difference.mean() < 0.05
+def test_resize_equals_pil(subtests):
+    for source in ((128, 64), (256, 128), (97, 41), (300, 180), (20, 333)):
+        with subtests.test(source):
+            pixels = np.random.default_rng(0).integers(0, 256, (*source, 3), dtype=np.uint8)
+            smooth = np.asarray(Image.fromarray(pixels).resize((source[1] // 4, source[0] // 4)).resize(source[::-1]))
+            for array in (pixels, smooth):
+                actual = Resize(size=(256, 128))(torch.from_numpy(array.copy()).permute(2, 0, 1))
+                pil = np.asarray(Image.fromarray(array).resize((128, 256), Image.Resampling.BICUBIC))
+                assert actual.shape == (3, 256, 128) and actual.dtype == torch.uint8
+                difference = np.abs(actual.permute(1, 2, 0).numpy().astype(int) - pil)
+                # Both round after each direction, so that a difference of 1 can become 2.
+                assert difference.max() <= 2 and (difference > 1).mean() < 1e-3 and difference.mean() < 0.05
 
 
 def test_flip_mirrors_selected_images(images):
@@ -85,16 +86,17 @@ def test_flip_rate_matches_probability(prob):
     assert draw(RandomHorizontalFlip(prob=prob), 5000)["flip"].float().mean().item() == pytest.approx(prob, abs=0.02)
 
 
-@pytest.mark.parametrize("mode", ["constant", "edge", "reflect", "symmetric"])
-@pytest.mark.parametrize("padding", [0, 1, 10, 23])
-def test_pad_and_crop_equals_torchvision(images, mode, padding):
-    crop = PadAndRandomCrop(padding=padding, mode=mode)
-    parameters = draw(crop, len(images))
-    cropped = crop.apply(images, parameters)
-    for index, (before, after) in enumerate(zip(images, cropped, strict=True)):
-        pil = tvf.pad(tvf.to_pil_image(before), padding, padding_mode=mode)
-        top, left = parameters["top"][index].item(), parameters["left"][index].item()
-        assert torch.equal(after, tvf.crop(tvf.pil_to_tensor(pil), top, left, *SIZE))
+def test_pad_and_crop_equals_torchvision(images, subtests):
+    for padding in (0, 1, 10, 23):
+        for mode in ("constant", "edge", "reflect", "symmetric"):
+            with subtests.test(f"{padding} {mode}"):
+                crop = PadAndRandomCrop(padding=padding, mode=mode)
+                parameters = draw(crop, len(images))
+                cropped = crop.apply(images, parameters)
+                for index, (before, after) in enumerate(zip(images, cropped, strict=True)):
+                    pil = tvf.pad(tvf.to_pil_image(before), padding, padding_mode=mode)
+                    top, left = parameters["top"][index].item(), parameters["left"][index].item()
+                    assert torch.equal(after, tvf.crop(tvf.pil_to_tensor(pil), top, left, *SIZE))
 
 
 @pytest.mark.parametrize("size", [(5, 60), (70, 4), (46, 30)])
@@ -230,14 +232,17 @@ def test_color_jitter_equals_torchvision(channels):
     assert (jittered != images).float().mean() > 0.3
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("number", range(4))
-def test_each_color_operation_equals_torchvision(number, channels):
-    images, names = make_images(channels), list(JITTER)
-    jitter = ColorJitter(prob=1.0, **{name: JITTER[name] if i == number else 0.0 for i, name in enumerate(names)})
-    parameters = draw(jitter, len(images))
-    expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
-    assert (jitter.apply(images, parameters).int() - expected.int()).abs().max() <= 1
+def test_each_color_operation_equals_torchvision(subtests):
+    for number in range(4):
+        for channels in (1, 3):
+            with subtests.test(f"{number} {channels}"):
+                images, names = make_images(channels), list(JITTER)
+                jitter = ColorJitter(
+                    prob=1.0, **{name: JITTER[name] if i == number else 0.0 for i, name in enumerate(names)}
+                )
+                parameters = draw(jitter, len(images))
+                expected = torch.stack([as_torchvision(image, parameters, index) for index, image in enumerate(images)])
+                assert (jitter.apply(images, parameters).int() - expected.int()).abs().max() <= 1
 
 
 def test_hue_and_saturation_do_not_change_grayscale():
@@ -390,20 +395,21 @@ TORCHVISION_TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize(("name", "channels"), [*itertools.product(TORCHVISION_TRANSFORMS, (1, 3)), ("affine", 4)])
-def test_torchvision_transform_is_seeded_per_image(name, channels):
-    images = make_images(channels).repeat(8, 1, 1, 1)
-    actual, expected_values = TORCHVISION_TRANSFORMS[name]
-    parameters = draw(actual, len(images))
-    before = torch.get_rng_state()
-    changed = actual.apply(images, parameters)
-    assert torch.equal(torch.get_rng_state(), before)
-    for index, (image, after) in enumerate(zip(images, changed, strict=True)):
-        torch.manual_seed(parameters["seed"][index].item())
-        assert torch.equal(after, expected_values(image) if parameters["chosen"][index] else image)
-    assert not torch.equal(changed, images)
-    single = actual.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
-    assert torch.equal(single[0], changed[3])
+def test_torchvision_transform_is_seeded_per_image(subtests):
+    for name, channels in (*itertools.product(TORCHVISION_TRANSFORMS, (1, 3)), ("affine", 4)):
+        with subtests.test(f"{name} {channels}"):
+            images = make_images(channels).repeat(8, 1, 1, 1)
+            actual, expected_values = TORCHVISION_TRANSFORMS[name]
+            parameters = draw(actual, len(images))
+            before = torch.get_rng_state()
+            changed = actual.apply(images, parameters)
+            assert torch.equal(torch.get_rng_state(), before)
+            for index, (image, after) in enumerate(zip(images, changed, strict=True)):
+                torch.manual_seed(parameters["seed"][index].item())
+                assert torch.equal(after, expected_values(image) if parameters["chosen"][index] else image)
+            assert not torch.equal(changed, images)
+            single = actual.apply(images[3:4], {key: value[3:4] for key, value in parameters.items()})
+            assert torch.equal(single[0], changed[3])
 
 
 def build_all(*names):
@@ -417,25 +423,27 @@ def build_all(*names):
     return build_transforms(cfg).augment
 
 
-@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
-def test_augmentation_depends_only_on_epoch_position_and_seed(name, images):
-    augment, count = build_all(name), len(images)
-    results = []
-    for seed in (1, 2):  # the global generator has no effect and is not changed
-        torch.manual_seed(seed)
-        state = torch.get_rng_state()
-        results.append(augment.apply(images, augment.draw([3] * count, range(count), SIZE)))
-        assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(*results)
-    assert not torch.equal(results[0], augment.apply(images, augment.draw([4] * count, range(count), SIZE)))
+def test_augmentation_depends_only_on_epoch_position_and_seed(images, subtests):
+    for name in TRANSFORM_REGISTRY:
+        with subtests.test(name):
+            augment, count = build_all(name), len(images)
+            results = []
+            for seed in (1, 2):  # the global generator has no effect and is not changed
+                torch.manual_seed(seed)
+                state = torch.get_rng_state()
+                results.append(augment.apply(images, augment.draw([3] * count, range(count), SIZE)))
+                assert torch.equal(torch.get_rng_state(), state)
+            assert torch.equal(*results)
+            assert not torch.equal(results[0], augment.apply(images, augment.draw([4] * count, range(count), SIZE)))
 
 
-@pytest.mark.parametrize("name", list(TRANSFORM_REGISTRY))
-def test_applying_transforms_draws_no_random_numbers(name, images, monkeypatch):
-    augment = build_all(name)
-    parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
-    with NoDraws():
-        augment.apply(images, parameters)
+def test_applying_transforms_draws_no_random_numbers(images, subtests):
+    for name in TRANSFORM_REGISTRY:
+        with subtests.test(name):
+            augment = build_all(name)
+            parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
+            with NoDraws():
+                augment.apply(images, parameters)
 
 
 class NoDraws(TorchDispatchMode):
@@ -534,21 +542,22 @@ def test_grayscale_equals_torchvision(channels):
         assert torch.equal(after, expected)
 
 
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize("kernel_size", [3, 9])
-def test_blur_equals_torchvision(channels, kernel_size):
-    images = make_images(channels)
-    blur = GaussianBlur(prob=0.7, kernel_size=kernel_size, sigma=(0.1, 3.0))
-    parameters = draw(blur, len(images))
-    assert parameters["blur"].any() and not parameters["blur"].all()
-    changed = blur.apply(images, parameters)
-    for index, (before, after) in enumerate(zip(images, changed, strict=True)):
-        expected = before
-        if parameters["blur"][index]:
-            near, middle = parameters["kernel"][index][kernel_size // 2 - 1 : kernel_size // 2 + 1].double()
-            sigma = (1 / (2 * (middle / near).log())).sqrt().item()
-            expected = v2.functional.gaussian_blur(before, [kernel_size, kernel_size], [sigma, sigma])
-        assert (after.int() - expected.int()).abs().max() <= 1
+def test_blur_equals_torchvision(subtests):
+    for kernel_size in (3, 9):
+        for channels in (1, 3):
+            with subtests.test(f"{kernel_size} {channels}"):
+                images = make_images(channels)
+                blur = GaussianBlur(prob=0.7, kernel_size=kernel_size, sigma=(0.1, 3.0))
+                parameters = draw(blur, len(images))
+                assert parameters["blur"].any() and not parameters["blur"].all()
+                changed = blur.apply(images, parameters)
+                for index, (before, after) in enumerate(zip(images, changed, strict=True)):
+                    expected = before
+                    if parameters["blur"][index]:
+                        near, middle = parameters["kernel"][index][kernel_size // 2 - 1 : kernel_size // 2 + 1].double()
+                        sigma = (1 / (2 * (middle / near).log())).sqrt().item()
+                        expected = v2.functional.gaussian_blur(before, [kernel_size, kernel_size], [sigma, sigma])
+                    assert (after.int() - expected.int()).abs().max() <= 1
 
 
 def test_local_grayscale_changes_only_the_rectangle(images):

@@ -63,6 +63,7 @@ def test_forbidden_functions_include_those_that_create_a_context(gpu_not_to_be_u
         torch.cuda.synchronize()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_training_and_resuming_on_a_cpu_do_not_use_cuda(workers, demo, tmp_path, gpu_not_to_be_used):
     options = ["DATALOADER.NUM_WORKERS", workers, "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True"]

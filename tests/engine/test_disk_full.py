@@ -40,6 +40,7 @@ class FillDisk(HookBase):
                 self.checkpointer.save("model_0001")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, capsys, evaluated):
     """If no evaluation was run, the file ``model_best.pth`` of an earlier run is not named."""
@@ -59,6 +60,7 @@ def test_full_disk_error_names_only_a_valid_best_model(demo, tmp_path, capsys, e
     assert ("has been saved" in stderr) == (not evaluated)
 
 
+@pytest.mark.integration
 def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, capsys):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "4")
 

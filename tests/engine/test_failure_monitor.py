@@ -36,6 +36,7 @@ def run_all(*commands):
     return [run.returncode for run in runs], stderr
 
 
+@pytest.mark.integration
 def test_killed_process_ends_processes_on_another_machine():
     """Children of the killed process, e.g. data loader workers, do not keep its connections open."""
     url = f"tcp://127.0.0.1:{free_port()}"
@@ -47,6 +48,7 @@ def test_killed_process_ends_processes_on_another_machine():
     assert not any("Traceback" in each or "peer" in each for each in stderr), stderr
 
 
+@pytest.mark.integration
 def test_exception_under_torchrun_ends_blocked_rank_on_another_machine():
     """The rendezvous store is available until the other agent, which polls its ranks every two seconds, has exited."""
     endpoint = f"127.0.0.1:{free_port()}"
@@ -61,6 +63,7 @@ def test_exception_under_torchrun_ends_blocked_rank_on_another_machine():
         assert "Connection" not in each and "exitcode  : 1" in each
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_store_connection_count_excludes_own_agent_and_ranks(monkeypatch):
     code = "import socket, sys; s = socket.create_connection(('127.0.0.1', int(sys.argv[1]))); s.recv(1)"
@@ -87,6 +90,7 @@ def test_store_connection_count_excludes_own_agent_and_ranks(monkeypatch):
                 rank.kill()
 
 
+@pytest.mark.integration
 def test_ranks_exit_after_their_agent_is_killed(tmp_path):
     """The ranks on the other machine exit as well."""
     endpoint = f"127.0.0.1:{free_port()}"
@@ -129,6 +133,7 @@ def _send_pid_and_sleep(started):
     time.sleep(60)
 
 
+@pytest.mark.integration
 def test_launched_rank_exits_after_its_parent_is_killed(tmp_path):
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)

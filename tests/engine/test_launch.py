@@ -95,6 +95,7 @@ def test_invalid_timeout_is_a_config_error(value, tmp_path):
         tiny.tiny_config(tmp_path, "DIST_TIMEOUT_MINUTES", value)
 
 
+@pytest.mark.integration
 def test_process_that_others_wait_for_in_vain_is_named_after_the_timeout():
     """The default timeout, 30 minutes, exceeds that of the subprocesses."""
     cases = [("stopped", 1, 2), ("stopped", 0, 2), ("sleeping", 1, 3)]
@@ -108,6 +109,7 @@ def test_process_that_others_wait_for_in_vain_is_named_after_the_timeout():
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.integration
 def test_error_in_a_plugin_is_reported_once(tmp_path):
     plugin, file = tmp_path / "plugin.py", tmp_path / "tiny.yml"
     plugin.write_text("raise ValueError('an error in the plugin')\n")

@@ -53,6 +53,7 @@ def probe(demo_root, tmp_path_factory):
         return (folder, *run(folder))
 
 
+@pytest.mark.integration
 def test_frozen_backbone_has_no_graph_no_gradients_and_is_in_evaluation_mode(probe):
     folder, before, watch = probe
     assert watch.graphs and not any(watch.graphs)
@@ -63,6 +64,7 @@ def test_frozen_backbone_has_no_graph_no_gradients_and_is_in_evaluation_mode(pro
     assert changed and not any(name.startswith("backbone.") for name in changed)
 
 
+@pytest.mark.integration
 def test_resumed_probe_is_equal_bit_for_bit(probe, demo_root, tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(demo_root))
     folder, _, _ = probe

@@ -118,6 +118,7 @@ class Record(HookBase):
         self.states.append({name: t.clone() for name, t in self.trainer.model.state_dict().items()})
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("layers", [["backbone"], ["backbone.0", "backbone.1"]])
 def test_only_frozen_layers_stay_unchanged(demo, tmp_path, layers):
     options = ("MODEL.FREEZE_LAYERS", str(layers), "SOLVER.FREEZE_ITERS", "8", "TEST.EVAL_PERIOD", "1")
@@ -133,6 +134,7 @@ def test_only_frozen_layers_stay_unchanged(demo, tmp_path, layers):
     assert moved == set(record.start) - always_frozen
 
 
+@pytest.mark.integration
 def test_freeze_epochs_overrides_freeze_iters(demo, tmp_path, caplog):
     options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_EPOCHS", "1", "SOLVER.FREEZE_ITERS", "2")
     record = Record()
@@ -143,6 +145,7 @@ def test_freeze_epochs_overrides_freeze_iters(demo, tmp_path, caplog):
     assert "SOLVER.FREEZE_ITERS=2" in caplog.text and "SOLVER.FREEZE_EPOCHS=1" in caplog.text
 
 
+@pytest.mark.integration
 def test_classifier_is_frozen_in_the_last_iterations(demo, tmp_path):
     record = Record()
     run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "2", "SOLVER.FREEZE_FC_ITERS", "4"), record)
@@ -157,12 +160,14 @@ def test_freezing_an_unknown_module_raises(demo, tmp_path):
         DefaultTrainer(cfg)
 
 
+@pytest.mark.integration
 def test_freezing_all_parameters_raises(demo, tmp_path):
     options = ("MODEL.FREEZE_LAYERS", "['backbone', 'heads']", "SOLVER.FREEZE_ITERS", "8")
     with pytest.raises(TrainingError, match=r"MODEL.FREEZE_LAYERS .*backbone, heads"):
         run(tiny.tiny_config(tmp_path, *options))
 
 
+@pytest.mark.integration
 def test_frozen_layers_have_no_gradient_and_no_optimizer_state(demo, tmp_path):
     options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "100", "SOLVER.MAX_EPOCH", "1")
     trainer, _ = run(tiny.tiny_config(tmp_path, *options))
@@ -171,6 +176,7 @@ def test_frozen_layers_have_no_gradient_and_no_optimizer_state(demo, tmp_path):
     assert not any(p.requires_grad for p in trainer.model.backbone.parameters())
 
 
+@pytest.mark.integration
 def test_ema_is_evaluated_and_saved_as_the_best_model(demo, tmp_path):
     record = Record()
     cfg = tiny.tiny_config(tmp_path, "SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.8", "SOLVER.MAX_EPOCH", "2")
@@ -196,6 +202,7 @@ def test_ema_is_evaluated_and_saved_as_the_best_model(demo, tmp_path):
     assert weights == evaluate("final")
 
 
+@pytest.mark.integration
 def test_ema_starts_from_loaded_weights(demo, tmp_path):
     run(tiny.tiny_config(tmp_path / "first", "SOLVER.MAX_EPOCH", "1"))
     path = tmp_path / "first/model_final.pth"
@@ -206,6 +213,7 @@ def test_ema_starts_from_loaded_weights(demo, tmp_path):
         assert torch.equal(trainer.average.tensors()[name], weights[name]), name
 
 
+@pytest.mark.integration
 def test_ema_weights_are_not_evaluated_if_ema_evaluate_is_false(demo, tmp_path):
     options = ("SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0.01")
     plain = run(tiny.tiny_config(tmp_path / "plain", *options))[1]
@@ -214,6 +222,7 @@ def test_ema_weights_are_not_evaluated_if_ema_evaluate_is_false(demo, tmp_path):
     assert torch.load(tmp_path / "ema/model_final.pth", weights_only=True)["average"]["updates"] == 6
 
 
+@pytest.mark.integration
 def test_ema_excludes_skipped_steps(demo, tmp_path):
     class OneOverflow(HookBase):
         def before_step(self):
@@ -229,6 +238,7 @@ def test_ema_excludes_skipped_steps(demo, tmp_path):
     assert trainer.trainer.steps_taken == 5 and trainer.average.updates == 5
 
 
+@pytest.mark.integration
 def test_swa_averages_last_epochs_and_reestimates_bn_statistics(demo, tmp_path):
     record = Record()
     options = ("SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "1", "SOLVER.MAX_EPOCH", "4")
@@ -250,6 +260,7 @@ def test_swa_averages_last_epochs_and_reestimates_bn_statistics(demo, tmp_path):
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *options)) == results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("period", [1, 2])
 def test_swa_contains_the_initial_weights_with_their_fraction(demo, tmp_path, period):
     tiny.train(tmp_path / "source", "SOLVER.MAX_EPOCH", "1")
@@ -310,6 +321,7 @@ def test_precise_bn_matches_statistics_of_all_inputs(offset):
     assert torch.equal(random_state, torch.get_rng_state())
 
 
+@pytest.mark.integration
 def test_precise_bn_runs_before_each_evaluation(demo, tmp_path, caplog):
     logging.getLogger("fastamp").setLevel(logging.INFO)
     options = ("TEST.PRECISE_BN.ENABLED", "True", "TEST.PRECISE_BN.DATASET", "Demo", "TEST.PRECISE_BN.NUM_ITER", "4")
@@ -325,6 +337,7 @@ def test_precise_bn_runs_before_each_evaluation(demo, tmp_path, caplog):
     assert DefaultTrainer.test_weights(tiny.tiny_config(tmp_path / "eval", *weights)) == results
 
 
+@pytest.mark.integration
 def test_precise_bn_applies_when_evaluating_a_weights_file(demo, tmp_path):
     run(tiny.tiny_config(tmp_path / "run", "SOLVER.MAX_EPOCH", "1"))
     weights = ("MODEL.WEIGHTS", str(tmp_path / "run/model_final.pth"), "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0")
@@ -340,6 +353,7 @@ def test_incomplete_freeze_options_warn(demo, tmp_path, caplog, option):
     assert "MODEL.FREEZE_LAYERS" in caplog.text and "SOLVER.FREEZE_ITERS" in caplog.text
 
 
+@pytest.mark.integration
 def test_throughput_counts_images_of_all_accumulated_batches(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "SOLVER.ACCUM_STEPS", "4", "SOLVER.MAX_EPOCH", "1", "LOG_PERIOD", "1")
     trainer, _ = run(cfg)

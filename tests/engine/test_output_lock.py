@@ -14,6 +14,8 @@ from fastamp.utils import lock
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.lock import describe_lock_holder, lock_folder
 
+pytestmark = pytest.mark.integration
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 
 

@@ -45,7 +45,7 @@ def assert_equal_state(first: dict, second: dict) -> None:
     assert first["sampling"] == second["sampling"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.integration), 2])
 def test_resume_is_bit_identical(demo_root, tmp_path, processes):
     options = (*SAMPLED, "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True")
     assert run(demo_root, tmp_path / "straight", processes, *options).returncode == 0
@@ -60,7 +60,7 @@ def test_resume_is_bit_identical(demo_root, tmp_path, processes):
     assert straight["sampling"] == {"heads.partial_fc": straight["trainer"]["iteration"]}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize(("before", "now"), [(2, 1), (1, 2)])
 def test_run_continues_in_another_number_of_processes(demo_root, tmp_path, before, now):
     options = (*tiny.PLAIN, *FULL, "SOLVER.BASE_LR", "0.05", "SOLVER.AMP", "off")
@@ -76,6 +76,7 @@ def test_run_continues_in_another_number_of_processes(demo_root, tmp_path, befor
     assert straight.keys() == other.keys() and other["heads.weight"].shape == (16, tiny.WIDTH)
 
 
+@pytest.mark.integration
 def test_rate_1_trains_as_the_ordinary_head_and_their_weights_fit_each_other(demo, tmp_path):
     runs = {}
     for name, options in (("full", FULL), ("plain", PLAIN)):
@@ -96,6 +97,7 @@ def test_rate_1_trains_as_the_ordinary_head_and_their_weights_fit_each_other(dem
     assert trainer.trainer.start_iter == runs["full"]["trainer"]["iteration"]
 
 
+@pytest.mark.integration
 def test_evaluation_needs_no_centers(demo, tmp_path):
     tiny.train(tmp_path, *SAMPLED)
     state = content(tmp_path)["model"]
@@ -134,7 +136,7 @@ def test_unsupported_combinations(demo, tmp_path, words):
         DefaultTrainer(tiny.tiny_config(tmp_path, *SAMPLED, *words))
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_crash_dump_of_one_of_two_processes_can_be_replayed(demo_root, demo, tmp_path):
     options = (*SAMPLED, "SOLVER.AMP", "off", "SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "2")
     process = run(demo_root, tmp_path, 2, *options, flags=("--fault", "infinite images on rank 1"))

@@ -34,6 +34,7 @@ def losses(folder):
     return [(row["iteration"], row.get("total_loss")) for row in rows]
 
 
+@pytest.mark.integration
 def test_second_run_does_not_mix_with_the_first(demo, tmp_path):
     (tmp_path / "notes.txt").write_text("of the user")
     train(tmp_path)
@@ -57,6 +58,7 @@ def test_second_run_does_not_mix_with_the_first(demo, tmp_path):
     assert "training 3 epochs of 6 iterations, from iteration 13 of 18" in (previous / "log.txt").read_text()
 
 
+@pytest.mark.integration
 def test_resume_and_evaluation_keep_all_files(demo, tmp_path):
     train(tmp_path)
     before = losses(tmp_path)
@@ -68,6 +70,7 @@ def test_resume_and_evaluation_keep_all_files(demo, tmp_path):
     assert not (tmp_path / "previous-1").exists()
 
 
+@pytest.mark.integration
 def test_results_of_the_earlier_weights_are_moved(demo, tmp_path):
     """Files of fastamp eval, visualize and strip belong to the checkpoints that they were computed from."""
     train(tmp_path)
@@ -86,6 +89,7 @@ def test_results_of_the_earlier_weights_are_moved(demo, tmp_path):
     assert queries and {path: (tmp_path / "previous-1" / path).read_bytes() for path in queries} == earlier
 
 
+@pytest.mark.integration
 def test_run_that_was_killed_before_its_first_checkpoint_is_moved(demo, tmp_path):
     train(tmp_path)
     for path in (*tmp_path.glob("*.pth"), tmp_path / "last_checkpoint"):
@@ -94,6 +98,7 @@ def test_run_that_was_killed_before_its_first_checkpoint_is_moved(demo, tmp_path
     assert {"metrics.json", "log.txt"} <= names(tmp_path / "previous-1")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("spelling", ["../out", "../work/../out", "link"])
 def test_log_is_divided_for_each_spelling_of_the_folder(demo, tmp_path, monkeypatch, spelling):
     for name in ("work", "out"):
@@ -107,6 +112,7 @@ def test_log_is_divided_for_each_spelling_of_the_folder(demo, tmp_path, monkeypa
         assert log.count("training finished") == 1 and f"SEED: {seed}" in log
 
 
+@pytest.mark.integration
 def test_trainers_in_one_process_write_separate_logs(demo, tmp_path):
     """Without default_setup, each training opens its own log.txt."""
     for seed in ("1", "2"):
@@ -115,6 +121,7 @@ def test_trainers_in_one_process_write_separate_logs(demo, tmp_path):
         assert (folder / "log.txt").read_text().count("training 1 epoch of") == 1
 
 
+@pytest.mark.integration
 def test_link_with_the_name_of_the_new_folder_is_not_followed(demo, tmp_path):
     train(tmp_path / "run")
     (tmp_path / "elsewhere").mkdir()

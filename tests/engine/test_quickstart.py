@@ -14,7 +14,7 @@ from fastamp.solver import build_optimizer
 QUICKSTART = Path(__file__).parents[2] / "configs/Demo/quickstart.yml"
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("trainer_name, amp", [("SimpleTrainer", "off"), ("AMPTrainer", "bf16")])
 def test_quickstart_network_overfits_one_batch(trainer_name, amp):
     cfg = get_cfg()

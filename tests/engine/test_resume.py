@@ -75,6 +75,7 @@ def uninterrupted_run(demo_root, made_once):
     return folder
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 @pytest.mark.parametrize("sampler", ["NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler"])
 def test_resume_within_an_epoch_is_bit_identical(demo, tmp_path, precision, sampler):
@@ -151,6 +152,7 @@ def test_option_pairs_contain_every_option_once():
     assert sorted(name for pair in PAIRS for name in pair) == sorted(OPTIONS)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @pytest.mark.parametrize("precision", ["off", "fp16"])
 def test_resume_is_bit_identical_with_each_pair_of_options(demo, tmp_path, pair, precision):
@@ -186,6 +188,7 @@ MUCH = (
 )  # fmt: skip
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "fp16"])
 def test_resume_after_simulated_kill_within_an_epoch_is_bit_identical(demo, tmp_path, precision):
     """The iterations between the checkpoint and the kill are repeated with the same results."""
@@ -208,6 +211,7 @@ def test_resume_after_simulated_kill_within_an_epoch_is_bit_identical(demo, tmp_
     assert first["trainer"]["step"] == second["trainer"]["step"]  # includes the loss scale
 
 
+@pytest.mark.integration
 def test_resume_skips_damaged_checkpoints_and_uses_an_older_one(demo, tmp_path, caplog, uninterrupted_run):
     """The newest checkpoint is truncated, the second newest is corrupt, and the run resumes from the third newest."""
     logging.getLogger("fastamp").setLevel(logging.INFO)
@@ -231,6 +235,7 @@ def test_resume_skips_damaged_checkpoints_and_uses_an_older_one(demo, tmp_path, 
     assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
+@pytest.mark.integration
 def test_resume_with_changed_random_state_gives_different_weights(demo, tmp_path, uninterrupted_run):
     """Negative control: the dropout masks depend on the random state in the checkpoint."""
     cfg = tiny.tiny_config(tmp_path / "resumed", "SOLVER.MAX_EPOCH", "2")
@@ -245,6 +250,7 @@ def test_resume_with_changed_random_state_gives_different_weights(demo, tmp_path
         assert_same_weights(uninterrupted_run / "model_final.pth", tmp_path / "resumed/model_final.pth")
 
 
+@pytest.mark.integration
 def test_resume_keeps_the_best_score_and_best_model(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
     with pytest.raises(TrainingInterrupted):
@@ -259,11 +265,13 @@ def test_resume_keeps_the_best_score_and_best_model(demo, tmp_path):
     assert (tmp_path / "model_best.pth").read_bytes() == best
 
 
+@pytest.mark.integration
 def test_resume_without_a_checkpoint_starts_from_the_beginning(demo, tmp_path):
     trainer, results = run(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1"), resume=True)
     assert trainer.trainer.start_iter == 0 and results["mAP"] > 0
 
 
+@pytest.mark.integration
 def test_resuming_a_complete_run_keeps_the_final_weights(demo, tmp_path):
     cfg = tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "1")
     run(cfg)
@@ -273,6 +281,7 @@ def test_resuming_a_complete_run_keeps_the_final_weights(demo, tmp_path):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.integration
 def test_resume_repeats_a_failed_last_evaluation(demo, tmp_path):
     straight, cfg = (tiny.tiny_config(tmp_path / name, "SOLVER.MAX_EPOCH", "1") for name in ("straight", "failed"))
     trainer, results = run(straight)
@@ -312,6 +321,7 @@ def uninterrupted_process(demo_root, made_once):
     return folder
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("moment", ["step", "save", "evaluation"])
 def test_resume_in_new_process_after_sigkill_is_bit_identical(demo_root, tmp_path, uninterrupted_process, moment):
     killed = killable(tmp_path, moment, demo_root)

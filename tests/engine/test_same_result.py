@@ -11,6 +11,8 @@ import pytest
 import same_result
 import torch
 
+pytestmark = pytest.mark.integration
+
 HELPERS, TOOLS = Path(__file__).parents[1] / "helpers", Path(__file__).parents[2] / "tools"
 
 

@@ -22,6 +22,7 @@ def assert_same_weights(first, second):
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.integration
 def test_each_seed_is_the_same_run_as_a_separate_one(demo, tmp_path, capsys):
     assert main(["train", "--seeds", "3", "4", "--resume", *options(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -41,6 +42,7 @@ def test_each_seed_is_the_same_run_as_a_separate_one(demo, tmp_path, capsys):
     assert "results of 2 seeds" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.integration
 def test_resume_continues_with_the_missing_seeds(demo, tmp_path, capsys):
     assert main(["train", *options(tmp_path), "--seeds", "1"]) == 0
     before = (tmp_path / "seed1/metrics.json").read_bytes(), (tmp_path / "seed1/model_final.pth").read_bytes()
@@ -73,6 +75,7 @@ def test_summary_of_seeds_contains_numpy_floats_but_no_counts_and_booleans():
     assert summary.keys() == {"A/mAP"} and json.loads(json.dumps(summary))["A/mAP"]["mean"] == 1.5
 
 
+@pytest.mark.integration
 def test_test_set_that_is_listed_twice_is_summarized_once(demo, tmp_path):
     assert main(["train", "--seeds", "1", "2", *options(tmp_path, "DATASETS.TESTS", "('Demo', 'Demo')")]) == 0
     summary = json.loads((tmp_path / "seeds.json").read_text())

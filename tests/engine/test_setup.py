@@ -9,6 +9,8 @@ import pytest
 
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 
+pytestmark = pytest.mark.integration
+
 NAME = "CUBLAS_WORKSPACE_CONFIG"
 
 # PyTorch checks the variable on CUDA only at the first matrix product of the process, and then refuses later ones in

@@ -45,6 +45,7 @@ def run_ranks(folder, processes, case):
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "processes, case, iteration, saved",
     [
@@ -61,6 +62,7 @@ def test_signal_to_one_rank_stops_all_ranks_in_the_same_iteration(tmp_path, proc
     assert checkpoint["trainer"]["iteration"] == iteration + 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("processes", [2, 4])
 def test_stop_signal_and_checkpoint_minutes_need_no_collective_per_step(tmp_path, processes):
     """The all-reduce of the verdict is the only collective in a step, except for those of DDP."""
@@ -73,6 +75,7 @@ def test_stop_signal_and_checkpoint_minutes_need_no_collective_per_step(tmp_path
         assert epochs[0][-1] == ["all_reduce", "all_reduce"]  # after the evaluation: minutes and signal
 
 
+@pytest.mark.integration
 def test_custom_step_without_verdict_all_reduces_the_stop_signal(tmp_path):
     for rank in run_ranks(tmp_path, 2, "no verdict"):
         assert rank["collectives"][0] == ["all_reduce", "all_reduce"]  # signal and minutes

@@ -72,6 +72,7 @@ def iterations(cfg):
     return images // (cfg.SOLVER.IMS_PER_BATCH * cfg.SOLVER.ACCUM_STEPS)
 
 
+@pytest.mark.integration
 def test_recipes_reach_all_their_events():
     unreached = {}
     paths = sorted((ROOT / "configs").glob("*/*.yml"))

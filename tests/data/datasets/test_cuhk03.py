@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 
+import h5py
 import numpy as np
 import pytest
 from PIL import Image
@@ -31,7 +32,6 @@ def pixels(pair, person, shot, kind):
 
 def write_mat(file, shots):
     """Write images and splits in MATLAB 7.3 format, in which arrays are transposed and cells are references."""
-    h5py = pytest.importorskip("h5py")
     file.parent.mkdir(parents=True, exist_ok=True)
     with h5py.File(file, "w") as mat:
         cells = mat.create_group("#refs#")

@@ -49,10 +49,10 @@ def test_every_reader_has_the_same_rule(tmp_path, write_image, subtests):
             is_kept.append(len((root / "out.csv").read_text().splitlines()) == 13)
 
             class Listed(ImageDataset):
-                def __init__(self):
-                    super().__init__([("a.jpg", f"{self.name}_{name}", 0), ("b.jpg", f"{self.name}_1b", 0)], [], [])
+                def __init__(self, pid):
+                    super().__init__([("a.jpg", f"{self.name}_{pid}", 0), ("b.jpg", f"{self.name}_1b", 0)], [], [])
 
-            is_kept.append(len(Listed().train) == 2)
+            is_kept.append(len(Listed(name).train) == 2)
             if "/" not in name:
 
                 class Files(FilenameDataset):

@@ -31,9 +31,9 @@ def labels_of(items):
     return [(item.pid, item.camid) for item in items]
 
 
-def message(call):
+def message(call, *args):
     with pytest.raises(DataError) as raised:
-        call()
+        call(*args)
     return str(raised.value)
 
 
@@ -142,7 +142,7 @@ def test_missing_dataset_error_describes_layout(new_root, subtests):
     for name in NAMES:
         with subtests.test(name):
             root = new_root()
-            text = message(lambda: build_dataset(name))
+            text = message(build_dataset, name)
             assert f"dataset {name} not found" in text
             assert str(root / folder_of(name)) in text and "FASTAMP_DATASETS" in text
             assert "an empty folder" in text
@@ -158,7 +158,7 @@ def test_folder_with_similar_name_is_suggested(new_root, subtests):
                 available = root / folder_of(name)
                 renamed = root / similar(available.name)
                 available.rename(renamed)
-                text = message(lambda: build_dataset(name))
+                text = message(build_dataset, name)
                 assert f"found {renamed};" in text and f"rename it to {available}" in text
 
 
@@ -179,12 +179,12 @@ def test_folder_with_similar_name_is_suggested(new_root, subtests):
 def test_folder_with_common_alternative_name_is_suggested(name, similar, root):
     write(root, TREES[name][0])
     (root / folder_of(name)).rename(root / similar)
-    assert f"found {root / similar};" in message(lambda: build_dataset(name))
+    assert f"found {root / similar};" in message(build_dataset, name)
 
 
 def test_folder_of_another_dataset_is_not_suggested(root):
     write(root, TREES["OccludedDuke"][0] | TREES["Market1501"][0])
-    text = message(lambda: build_dataset("DukeMTMC"))
+    text = message(build_dataset, "DukeMTMC")
     assert "hint" not in text and "Occluded_Duke/" in text
 
 
@@ -195,7 +195,7 @@ def test_folder_one_level_too_deep_is_suggested(new_root, subtests):
             root = new_root()
             folder = folder_of(name)
             write(root / folder, TREES[name][0])
-            text = message(lambda: build_dataset(name).train)
+            text = message(first_images, name)
             assert str(root / folder / folder) in text
 
 
@@ -203,18 +203,18 @@ def test_folder_one_level_too_deep_is_suggested(new_root, subtests):
 def test_error_explains_that_data_root_is_the_dataset_folder(name, root, monkeypatch):
     write(root, TREES[name][0])
     monkeypatch.setenv("FASTAMP_DATASETS", str(root / folder_of(name)))
-    assert f"make {root} the data root" in message(lambda: build_dataset(name))
+    assert f"make {root} the data root" in message(build_dataset, name)
 
 
 @pytest.mark.parametrize("name", ["DukeMTMC", "LPW", "VeRiWild"])
 def test_missing_dataset_error_suggests_subfolder_of_data_root(name, root):
     write(root / "person", TREES[name][0])
-    assert f"or make {root / 'person'} the data root" in message(lambda: build_dataset(name))
+    assert f"or make {root / 'person'} the data root" in message(build_dataset, name)
 
 
 def test_missing_dataset_error_lists_content_of_similarly_named_folder(root):
     write(root, {"dukemtmc-reid/train/a.jpg": "", "dukemtmc-reid/test/a.jpg": ""})
-    text = message(lambda: build_dataset("DukeMTMC"))
+    text = message(build_dataset, "DukeMTMC")
     assert f"{root / 'dukemtmc-reid'}, which contains test, train" in text
 
 
@@ -225,7 +225,7 @@ def test_dataset_folders_without_images_raise(new_root, subtests):
             write(root, TREES[name][0])
             for path in TREES[name][0]:
                 (root / path).rename((root / path).with_suffix(".txt"))
-            text = message(lambda: first_images(name))
+            text = message(first_images, name)
             assert f"no *{DATASET_REGISTRY.get(name).suffix} file in" in text and folder_of(name) in text
 
 
@@ -405,7 +405,7 @@ def test_sensereid_reads_test_probe_or_test_prob(root, query):
 
 def test_sensereid_error_names_test_probe_and_test_prob(root):
     write(root, {"SenseReID/test_gallery/00012_1.jpg": ""})
-    assert "test_probe" in (text := message(lambda: build_dataset("SenseReID"))) and "test_prob," in text
+    assert "test_probe" in (text := message(build_dataset, "SenseReID")) and "test_prob," in text
 
 
 VARIANTS = [("VehicleID", "SmallVehicleID"), ("SmallVehicleID", "VehicleID", "LargeVehicleID"),

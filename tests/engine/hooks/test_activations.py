@@ -30,6 +30,7 @@ def scalars(output):
     return set(events.Tags()["scalars"])
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_training_writes_monitored_values_to_metrics_and_log(demo, tmp_path, precision):
     opts = (

@@ -125,6 +125,7 @@ def test_resume_keeps_the_best_score_unless_the_metric_changes(tmp_path, caplog)
     assert best_in(tmp_path) == {"metric": "mINP on A", "value": 5.0, "iteration": 2}
 
 
+@pytest.mark.integration
 def test_metric_names_of_evaluator_match_its_results(demo, tmp_path):
     options = ("TEST.ROC.ENABLED", "True", "TEST.ROC.FAR", "[1e-1, 0.05]", "TEST.RANKS", "[3]", "SOLVER.MAX_EPOCH", "1")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options, "SOLVER.BEST_METRIC", "Demo/TAR@FAR=0.05"))
@@ -146,6 +147,7 @@ def test_unknown_best_metric_exits_with_2_before_training(demo, tmp_path, capfd)
     assert {path.name for path in tmp_path.iterdir()} == {"log.txt"}
 
 
+@pytest.mark.integration
 def test_failed_evaluation_of_ema_saves_the_unaveraged_weights(demo, tmp_path):
     """During the failed evaluation, the model contains the averaged weights."""
     options = ("SOLVER.EMA.ENABLED", "True", "SOLVER.EMA.DECAY", "0.9", "SOLVER.MAX_EPOCH", "1")
