@@ -167,7 +167,7 @@ def test_dry_run_removes_temporary_files_and_restores_handler_after_signal(dry_r
     assert content(tmp_path / "scratch") == {} and not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_dry_run_with_two_processes_prints_one_report(demo_root, tmp_path):
     """`python -m fastamp` launches two processes; only rank 0 prints the report, and no folder is left behind."""
     (tmp_path / "scratch").mkdir()

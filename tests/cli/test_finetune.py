@@ -21,6 +21,7 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "metrics.json").read_text().splitlines()]
 
 
+@pytest.mark.integration
 def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(demo, source, tmp_path, caplog):
     out = tmp_path / "tuned"
     assert main(["finetune", str(source), "Demo", *SMALL, "SOLVER.MAX_EPOCH=5", f"OUTPUT_DIR={out}"]) == 0

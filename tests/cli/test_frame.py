@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 WITH_MODULE = [command for command in COMMANDS if command not in ("help", "version")]
 
 
+@pytest.mark.integration
 def test_help_and_unknown_commands_do_not_import_torch():
     code = (
         "import sys; from fastamp.cli import main\n"
@@ -29,6 +30,7 @@ def test_help_and_unknown_commands_do_not_import_torch():
     assert "'trian'" in done.stderr and "'train'" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.integration
 def test_command_help_and_invalid_arguments_do_not_import_torch():
     code = (
         "import runpy, sys; from fastamp.cli import main\n"
@@ -66,6 +68,7 @@ def run_with_closed_stdout(*command):
     return done.returncode, done.stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "argv, code",
     [
@@ -86,6 +89,7 @@ def test_closed_stdout_keeps_the_exit_code(argv, code):
     assert "Traceback" not in stderr and "BrokenPipe" not in stderr and "Exception ignored" not in stderr, stderr
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("read", [True, False])
 def test_broken_pipe_error_is_ignored_only_for_stdout(read, tmp_path):
     script = tmp_path / "command.py"
@@ -104,6 +108,7 @@ def test_broken_pipe_error_is_ignored_only_for_stdout(read, tmp_path):
         assert run_with_closed_stdout(script, "0") == (0, "")
 
 
+@pytest.mark.integration
 def test_logging_continues_after_stdout_is_closed(tmp_path):
     """If the console is closed during training, logging must neither raise nor print an error."""
     script = tmp_path / "log.py"
@@ -149,6 +154,7 @@ def test_fastamp_exits_with_0_on_success_and_2_for_invalid_input(demo, tmp_path,
     assert end.value.code == 2
 
 
+@pytest.mark.integration
 def test_exit_code_is_0_for_train_and_eval_and_2_if_weights_are_missing(demo, tmp_path):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", *options]) == 0

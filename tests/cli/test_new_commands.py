@@ -20,6 +20,7 @@ from fastamp.config.recipes import find_recipe, list_project_recipes, list_recip
 from fastamp.config.schema import HEADER
 
 
+@pytest.mark.integration
 def test_recipes_lists_names_and_prints_files_that_work_in_any_folder(elsewhere, capsys):
     assert main(["recipes"]) == 0
     assert capsys.readouterr().out.split() == [*list_recipes(), *list_project_recipes()]
@@ -45,6 +46,7 @@ def readme_commands(folder):
     return [shlex.split(line) for block in blocks for line in block.partition("```")[0].splitlines()]
 
 
+@pytest.mark.integration
 def test_init_writes_a_project_whose_readme_commands_run(demo, elsewhere, monkeypatch, capsys):
     assert main(["init", "my_project"]) == 0
     out = capsys.readouterr().out
@@ -98,6 +100,7 @@ def test_init_rejects_a_base_file(base, elsewhere, capsys):
     assert "unknown recipe" in capsys.readouterr().err and not Path("other").exists()
 
 
+@pytest.mark.integration
 def test_demo_trains_the_quickstart(demo, elsewhere):
     options = tiny.tiny_options("logs/demo", "SOLVER.MAX_EPOCH=1")
     assert main(["demo", *options]) == 0
@@ -127,6 +130,7 @@ def complete(script, *words):
     return subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.integration
 def test_completion_script_completes_commands_flags_recipes_and_keys(capsys):
     assert main(["completion"]) == 0
     script = capsys.readouterr().out

@@ -116,6 +116,7 @@ def test_training_config_of_a_run_folder_and_a_checkpoint(run_folder, checkpoint
         evaluation_config("", [], source=str(empty))
 
 
+@pytest.mark.integration
 def test_run_folder_continues_with_resume_and_a_checkpoint_does_not(demo, run_folder, tmp_path, capsys):
     run = shutil.copytree(run_folder, tmp_path / "moved")
     assert main(["train", str(run), "SOLVER.MAX_EPOCH=2", "--resume"]) == 0
@@ -126,6 +127,7 @@ def test_run_folder_continues_with_resume_and_a_checkpoint_does_not(demo, run_fo
     assert str(run / "model_best.pth") in err and f"fastamp train {run} --resume" in err
 
 
+@pytest.mark.integration
 def test_checkpoint_starts_a_new_run_with_its_config_and_weights(demo, checkpoint, tmp_path):
     output = tmp_path / "fine_tuned"
     assert main(["train", str(checkpoint), f"OUTPUT_DIR={output}", "SOLVER.MAX_EPOCH=1", "SOLVER.BASE_LR=0"]) == 0
@@ -133,6 +135,7 @@ def test_checkpoint_starts_a_new_run_with_its_config_and_weights(demo, checkpoin
     assert all(torch.equal(found[name], value) for name, value in expected.items() if name.endswith("0.weight"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("source", ["model_best.pth", ""])
 def test_training_on_another_dataset_has_its_number_of_classes(demo, run_folder, source, tmp_path, capsys):
     rows = [f"{path},{path.name[:4]}" for path in sorted(demo.glob("*/bounding_box_train/*.jpg"))]
@@ -206,6 +209,7 @@ def test_errors_name_the_argument_that_the_user_typed(demo, checkpoint, tmp_path
         assert part in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_check_data_checks_the_datasets_of_a_run(demo, run_folder, tmp_path, capsys):
     assert main(["check-data", str(run_folder), "--output", str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("Demo\n") and (tmp_path / "contact_sheet.png").exists()

@@ -11,6 +11,8 @@ from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 
+pytestmark = pytest.mark.integration
+
 TRAINING = [
     "DATALOADER.SAMPLER_TRAIN", "GroupIdentitySampler",
     "MODEL.HEADS.CLS_LAYER", "SubCenterArcSoftmax",

@@ -25,6 +25,7 @@ def draw(*words):
     return visualize.run(parser.parse_intermixed_args([str(word) for word in words]))
 
 
+@pytest.mark.integration
 def test_visualize_draws_all_figures_of_a_run_folder(demo, run_folder, tmp_path):
     options = ("--device", "cpu", "--num", 1, "--length", 2, "TEST.PROTOCOL")
     assert draw(run_folder, "--output", tmp_path, *options, "no_camera") == 0
@@ -43,6 +44,7 @@ def test_visualize_kind_option_draws_only_the_chosen_figure(demo, checkpoint, tm
     assert f"wrote {tmp_path}/Demo/cmc.png" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("file_format, start", [("pdf", b"%PDF"), ("svg", b"<?xml")])
 def test_visualize_writes_figures_for_papers(demo, checkpoint, tmp_path, file_format, start):
     options = ("--kind", "rank-lists", "cmc", "--num", 1, "--length", 2, "--output", tmp_path, "--device", "cpu")

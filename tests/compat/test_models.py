@@ -160,12 +160,14 @@ def test_head_with_config_constructor_equals_the_usual_head(cfg, name, layer):
     assert torch.equal(head.eval()(features), usual.eval()(features))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["OwnForward", "InheritedForward"])
 def test_model_with_such_a_head_is_trained(cfg, name):
     values = {"MODEL.HEADS.NAME": name, "MODEL.HEADS.CLS_LAYER": "CosSoftmax", "MODEL.HEADS.SCALE": 16.0}
     assert DefaultTrainer(cfg.with_values(values)).train()["mAP"] > 0
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "losses"),
     [
@@ -231,6 +233,7 @@ class AttributeTrainer(DefaultTrainer):
         return cls.build_test_loader(cfg, dataset_name), Accuracy()
 
 
+@pytest.mark.integration
 def test_model_with_an_own_loss_is_trained_on_several_labels_per_image(cfg):
     values = {"MODEL.META_ARCHITECTURE": "AttributeModel", "MODEL.HEADS.NAME": "Attributes"}
     values |= {"DATALOADER.SAMPLER_TRAIN": "TrainingSampler", "SOLVER.MAX_EPOCH": 12, "SOLVER.BASE_LR": 1e-2}

@@ -116,6 +116,7 @@ def test_seed_all_rng_repeats_random_numbers():
     seed_all_rng()
 
 
+@pytest.mark.integration
 def test_environment_names_the_version_of_pytorch():
     from fastamp.utils.collect_env import collect_env_info
 

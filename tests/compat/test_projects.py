@@ -76,6 +76,7 @@ class RecallTrainer(DefaultTrainer):
         return loader, Recall(cfg, num_query, output_dir)
 
 
+@pytest.mark.integration
 def test_test_set_with_string_identities_and_without_gallery_is_evaluated_by_own_evaluator(cfg, shop):
     cfg.DATASETS.NAMES = cfg.DATASETS.TESTS = (shop,)
     loader, num_query = build_reid_test_loader(cfg, shop)

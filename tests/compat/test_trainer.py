@@ -60,6 +60,7 @@ class SameTrainer(DefaultTrainer):
         return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("trainer", [StepTrainer, OldTrainer])
 def test_own_scheduler_sets_the_learning_rate_and_is_resumed(trainer, cfg):
     rates = rates_of(trainer, cfg.with_values({"SOLVER.MAX_EPOCH": 3}))
@@ -71,6 +72,7 @@ def test_own_scheduler_sets_the_learning_rate_and_is_resumed(trainer, cfg):
     assert resumed == pytest.approx([1e-5] * steps)
 
 
+@pytest.mark.integration
 def test_schedulers_of_build_lr_scheduler_equal_the_schedule(cfg):
     values = {"SOLVER.WARMUP_ITERS": 3, "SOLVER.STEPS": (1,), "SOLVER.GAMMA": 0.5, "SOLVER.MAX_EPOCH": 3}
     cfg = cfg.with_values(values)
@@ -94,6 +96,7 @@ class WriterTrainer(DefaultTrainer):
         return [JSONWriter(f"{self.cfg.OUTPUT_DIR}/own.json"), self.lines]
 
 
+@pytest.mark.integration
 def test_own_writers_without_parameter(cfg, tmp_path):
     trainer = WriterTrainer(cfg)
     trainer.train()
@@ -114,6 +117,7 @@ class TestTrainer(DefaultTrainer):
         return OrderedDict({"mine": torch.tensor(7.0), "metric": float(cls.calls), "mAP": results["mAP"], "of": "x"})
 
 
+@pytest.mark.integration
 def test_own_method_test_is_called_in_training(cfg, tmp_path):
     TestTrainer.calls = 0
     results = TestTrainer(cfg).train()
@@ -158,6 +162,7 @@ class HooksTrainer(DefaultTrainer):
         ]
 
 
+@pytest.mark.integration
 def test_hooks_with_fastreids_arguments(cfg, tmp_path):
     trainer = HooksTrainer(cfg)
     trainer.train()

@@ -47,7 +47,7 @@ def small(tmp_path_factory):
 
 
 @same_versions
-@pytest.mark.parametrize("size", ["small", pytest.param("default", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", ["small", pytest.param("default", marks=pytest.mark.integration)])
 def test_demo_images_and_manifest_match_the_recorded_digest(size, small, tmp_path):
     folder = small
     if size == "default":

@@ -71,6 +71,7 @@ def pictures(folder, split):
     return found
 
 
+@pytest.mark.integration
 def test_loading_the_demo_dataset_removes_abandoned_build_folders(small, tmp_path):
     """Loading an existing dataset removes the build folders of ended processes, but not those of running processes."""
     root = tmp_path / "root"
@@ -162,6 +163,7 @@ def test_interrupted_demo_generation_leaves_no_files(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.integration
 def test_killed_demo_generation_leaves_no_folder_and_next_one_succeeds(small, tmp_path):
     folder = tmp_path / "set"
     script = (

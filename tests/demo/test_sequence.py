@@ -17,6 +17,7 @@ def sequence(tmp_path_factory):
     return folder
 
 
+@pytest.mark.integration
 def test_same_arguments_write_identical_files(sequence, tmp_path):
     generate_sequence(tmp_path / "again", people=3, frames=40)
     for path in sorted(path for path in sequence.rglob("*") if path.is_file()):

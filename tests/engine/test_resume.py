@@ -1,6 +1,7 @@
 """Resumed runs are bit-identical to uninterrupted runs."""
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -65,6 +66,10 @@ class Interrupt(HookBase):
             signal.raise_signal(self.number)
 
 
+SAMPLERS = ("NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler")
+REPRESENTATIVE = ("bf16", "NaiveIdentitySampler")
+
+
 @pytest.fixture(scope="module")
 def uninterrupted_run(demo_root, made_once):
     """Folder of an uninterrupted run of two epochs."""
@@ -75,9 +80,13 @@ def uninterrupted_run(demo_root, made_once):
     return folder
 
 
-@pytest.mark.integration
-@pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
-@pytest.mark.parametrize("sampler", ["NaiveIdentitySampler", "BalancedIdentitySampler", "TrainingSampler"])
+@pytest.mark.parametrize(
+    ("precision", "sampler"),
+    [
+        pytest.param(*case, marks=pytest.mark.end_to_end if case == REPRESENTATIVE else pytest.mark.integration)
+        for case in itertools.product(("off", "bf16", "fp16"), SAMPLERS)
+    ],
+)
 def test_resume_within_an_epoch_is_bit_identical(demo, tmp_path, precision, sampler):
     options = ("SOLVER.AMP", precision, "DATALOADER.SAMPLER_TRAIN", sampler, "SOLVER.MAX_EPOCH", "2")
     run(tiny.tiny_config(tmp_path / "straight", *options))

@@ -11,8 +11,6 @@ import pytest
 import same_result
 import torch
 
-pytestmark = pytest.mark.integration
-
 HELPERS, TOOLS = Path(__file__).parents[1] / "helpers", Path(__file__).parents[2] / "tools"
 
 
@@ -62,6 +60,7 @@ def evaluations(folder):
     return [row for row in lines if "Demo/mAP" in row]
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize("way, count", [("gathered", 24), ("soft", 6)])
 def test_training_with_two_processes_matches_one_process(folders, way, count):
     one, two = (folder / way for folder in folders)
@@ -73,6 +72,7 @@ def test_training_with_two_processes_matches_one_process(folders, way, count):
     assert names[1] - names[0] == {"log.txt.rank1"} and not names[0] - names[1]
 
 
+@pytest.mark.integration
 def test_steps_differ_without_gathering_features_across_ranks(folders):
     """Negative control: if each rank mines triplets only among its own images, the loss changes."""
     one, local = steps(folders[0] / "gathered"), steps(folders[1] / "local")
@@ -80,6 +80,7 @@ def test_steps_differ_without_gathering_features_across_ranks(folders):
     assert difference > 1e-4
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", same_result.LOSSES)
 def test_gradients_of_every_loss_with_two_processes_match_one_process(folders, name):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True) for folder in folders)
@@ -94,6 +95,7 @@ def test_gradients_of_every_loss_with_two_processes_match_one_process(folders, n
     assert same == (name in ("FocalLoss", "CenterLoss", "adaptive smoothing"))
 
 
+@pytest.mark.integration
 def test_mgn_gradients_with_two_processes_match_one_process(folders):
     one, two = (torch.load(folder / "gradients.pth", weights_only=True)["MGN"] for folder in folders)
     assert one.keys() == two.keys() and len(one) > 100
@@ -101,6 +103,7 @@ def test_mgn_gradients_with_two_processes_match_one_process(folders):
         torch.testing.assert_close(two[name], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.integration
 def test_moco_queue_with_two_processes_matches_one_process(folders):
     """The model has no interaction between images of a batch. The third step is skipped."""
     paths = (folders[0] / "moco/rank0.pth", folders[1] / "moco/rank0.pth", folders[1] / "moco/rank1.pth")
@@ -115,6 +118,7 @@ def test_moco_queue_with_two_processes_matches_one_process(folders):
         assert not torch.equal(each[4]["key_encoder.backbone.0.weight"], each[3]["key_encoder.backbone.0.weight"])
 
 
+@pytest.mark.integration
 def test_all_ranks_skip_a_step_together(folders):
     folder = folders[1] / "skipped"
     for log in ("log.txt", "log.txt.rank1"):
@@ -124,17 +128,20 @@ def test_all_ranks_skip_a_step_together(folders):
     assert torch.load(folder / "model_final.pth", weights_only=True)["trainer"]["steps_taken"] == 5
 
 
+@pytest.mark.integration
 def test_preflight_has_no_side_effects_with_two_ranks(folders):
     first, second = (steps(folders[1] / name) for name in ("preflight", "no preflight"))
     assert all(torch.equal(a[name], b[name]) for a, b in zip(first, second, strict=True) for name in a)
 
 
+@pytest.mark.integration
 def test_parameters_without_gradient_raise_with_two_ranks(folders):
     for rank in (0, 1):
         message = (folders[1] / f"unreached/error{rank}.txt").read_text()
         assert "2 trainable parameters have no gradient, e.g. heads.weight" in message
 
 
+@pytest.mark.integration
 def test_all_ranks_report_a_preflight_failure_on_one_rank(folders):
     messages = [(folders[1] / f"broken/error{rank}.txt").read_text() for rank in (0, 1)]
     assert messages[0] == messages[1] and "fails on the first training batch in float32" in messages[0]
@@ -142,6 +149,7 @@ def test_all_ranks_report_a_preflight_failure_on_one_rank(folders):
     assert "amp_crash/iteration_1_rank_1.pth" in messages[0]
 
 
+@pytest.mark.integration
 def test_plain_training_loop_with_two_ranks_matches_the_trainer(folders):
     """The model is MoCo, whose key encoder is not synchronized by DDP."""
     first, second = (

@@ -62,6 +62,7 @@ def images_of(people, pid):
     return [f"{folder}{pid}_{camid}.png" for camid in range(4)]
 
 
+@pytest.mark.integration
 def test_calibration_uses_half_of_the_identities_and_measures_the_others(calibration, people):
     assert calibration.source == people and calibration.metric == "cosine"
     assert calibration.chosen.far.num_identities == calibration.measured.far.num_identities == 30
@@ -185,6 +186,7 @@ def test_calibration_survives_strip_and_package(calibrated, calibration, people,
     assert isinstance(Calibration.from_state(content["calibration"]), Calibration)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["model.onnx", "model.pt2"])
 def test_export_contains_the_calibration(calibrated, calibration, tmp_path, name):
     if name == "model.onnx":
@@ -218,6 +220,7 @@ def test_evaluation_measures_the_rates_of_the_other_identities(calibrated, calib
     assert "Open-set decisions" not in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.integration
 def test_calibrate_command_writes_a_copy_and_overwrites_nothing(run_folder, people, tmp_path, capsys, caplog):
     checkpoint = tmp_path / "model_best.pth"
     checkpoint.write_bytes((run_folder / "model_best.pth").read_bytes())

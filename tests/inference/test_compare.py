@@ -98,6 +98,7 @@ def test_compare_uses_euclidean_distance_if_configured(checkpoint, two):
     assert "nearer than 100.0 % of impostor pairs; farther than 50.0 % of genuine pairs" in text
 
 
+@pytest.mark.integration
 def test_only_checkpoints_written_after_evaluation_contain_pairs(demo, tmp_path):
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, "SOLVER.MAX_EPOCH", "3", "TEST.EVAL_PERIOD", "2"))
     trainer.train()

@@ -152,6 +152,7 @@ def test_inference_code_in_export_guide_reproduces_predictor_features(
     assert read_image("image.jpg").shape[1:] != (64, 32)  # preprocessing resized it
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
 def test_fp16_export_with_external_normalization_returns_unit_features(demo, checkpoint, suffix, tmp_path):
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
@@ -276,6 +277,7 @@ def test_openvino_export_keeps_training_statistics_and_instance_norm(tmp_path):
     assert max(each.difference for each in report.comparisons) < 1e-4
 
 
+@pytest.mark.integration
 def test_exported_model_selects_camera_embeddings_by_the_camids_input(tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)

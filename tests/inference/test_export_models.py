@@ -11,6 +11,8 @@ import fastamp
 from fastamp.inference.export import export
 from fastamp.modeling import build_model
 
+pytestmark = pytest.mark.integration
+
 _HIGHER = ("INPUT.SIZE_TRAIN", "(128, 64)", "INPUT.SIZE_TEST", "(128, 64)")
 MODELS = {backbone: (backbone, ()) for backbone in BACKBONES} | {
     "GeM": ("resnet 18x", ("MODEL.HEADS.POOL_LAYER", "GeneralizedMeanPoolingP")),

@@ -91,6 +91,7 @@ def test_features_of_images_of_any_size_equal_those_of_the_predictor(demo, predi
         assert torch.cosine_similarity(found, expected[[number]]).min() > 0.9999
 
 
+@pytest.mark.integration
 def test_exported_model_runs_the_preprocessing_inside(predictor, photos, tmp_path):
     pytest.importorskip("onnxruntime")
     expected = predictor.features(photos)

@@ -38,6 +38,7 @@ def tensorrt(monkeypatch):
     return fake
 
 
+@pytest.mark.integration
 def test_engine_is_built_from_the_onnx_file_with_a_dynamic_batch(predictor, tensorrt, tmp_path):
     report = export(predictor, tmp_path / "model.engine", precision="fp16", data="")
     assert {each.images for each in report.comparisons} == {f"random, batch of {size}" for size in (1, 3, 32)}
@@ -51,6 +52,7 @@ def test_engine_is_built_from_the_onnx_file_with_a_dynamic_batch(predictor, tens
     assert metadata["max_batch"] == 32 and metadata["precision"] == "fp16"
 
 
+@pytest.mark.integration
 def test_failures_of_tensorrt_are_reported_and_write_no_file(predictor, tensorrt, tmp_path):
     parser = tensorrt.OnnxParser.return_value
     parser.parse.return_value, parser.num_errors = False, 1

@@ -183,7 +183,7 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     assert all(len(each["quantization_parameters"]["scales"]) <= 1 for each in tensors)  # no weights
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.extras
 @needs_environment
 def test_instance_norm_and_slices_take_batches(tmp_path, caplog):
@@ -196,6 +196,7 @@ def test_instance_norm_and_slices_take_batches(tmp_path, caplog):
     assert "one image at a time" not in caplog.text
 
 
+@pytest.mark.integration
 def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(stand_in, predictor, tmp_path, caplog):
     path = tmp_path / "model.tflite"
     report = export(predictor, path, data="", precision="fp16")
@@ -209,6 +210,7 @@ def test_file_takes_batches_if_its_operators_do_not_contain_the_batch_size(stand
     assert unpacked(path.read_bytes())[0] == b"one" and "one image at a time" in caplog.text
 
 
+@pytest.mark.integration
 def test_int8_quantizes_the_layers_of_the_trunks(stand_in, demo, predictor, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("fastamp.inference.export.quantize.MAX_FLOAT", 0.4)
     path = tmp_path / "model.tflite"
@@ -224,6 +226,7 @@ def test_int8_quantizes_the_layers_of_the_trunks(stand_in, demo, predictor, tmp_
     assert "1 of 3 layers" in caplog.text and unpacked(path.read_bytes())[0] == b"int"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "path, cause",
     [("", "not set"), ("/nowhere/python", "/nowhere"), (sys.executable, "No package metadata"), ("/bin/true", "not")],
@@ -234,23 +237,27 @@ def test_message_names_the_commands_that_create_the_environment(predictor, tmp_p
         export(predictor, tmp_path / "model.tflite")
 
 
+@pytest.mark.integration
 def test_other_versions_in_the_environment_are_named(python, monkeypatch, caplog):
     python(versions=TESTED | {"torch": "2.4.0"})
     tflite_format.check_environment()
     assert "torch==2.4.0" in caplog.text and PACKAGES in caplog.text
 
 
+@pytest.mark.integration
 def test_cpu_build_of_the_tested_versions_is_accepted(python, caplog):
     python(versions=TESTED | {"torch": f"{TESTED['torch']}+cpu"})
     tflite_format.check_environment()
     assert not caplog.records
 
 
+@pytest.mark.integration
 def test_tflite_file_cannot_take_images_of_any_size(stand_in, predictor, tmp_path):
     with pytest.raises(ConfigError, match="--preprocess inside.*fixed size"):
         export(predictor, tmp_path / "model.tflite", preprocess="inside")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "worker, cause",
     [
@@ -267,12 +274,14 @@ def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp
     assert [each.name for each in tmp_path.iterdir()] == ["environment"]
 
 
+@pytest.mark.integration
 def test_python_that_has_vanished_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
     with pytest.raises(ExportError, match=f"python cannot be run.*No such file.*\n.*{VARIABLE}"):
         tflite_format.run_worker("run", tmp_path)
 
 
+@pytest.mark.integration
 def test_worker_is_stopped_if_the_export_is_interrupted(python, tmp_path, monkeypatch):
     python(f"echo $$ > {tmp_path}/pid; echo step; exec sleep 100")
 

@@ -201,6 +201,7 @@ def test_extraction_keeps_other_files_in_parts_folder(predictor, images, tmp_pat
     assert (parts / "features.npz").read_text() == elsewhere.read_text() == "mine"
 
 
+@pytest.mark.integration
 def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_path, monkeypatch):
     """The second extraction raises while the first is running, and resumes from its parts after it was killed."""
     monkeypatch.setattr(lock, "_WAIT_SECONDS", 0.0)
@@ -231,6 +232,7 @@ def test_concurrent_extraction_to_the_same_file_raises(predictor, images, tmp_pa
     assert len(extract(predictor, images, out)[0].paths) == 11 and len(computed) == 1
 
 
+@pytest.mark.integration
 def test_extraction_raises_on_or_skips_unreadable_images(predictor, images, tmp_path, capsys, checkpoint):
     bad = images / "a" / "zz.jpg"
     bad.write_text("not an image")

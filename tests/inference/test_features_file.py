@@ -98,6 +98,7 @@ def test_compressed_extractions_load_unless_they_are_damaged(tmp_path, method):
     assert refused > 20
 
 
+@pytest.mark.integration
 def test_reading_an_extraction_with_a_flipped_bit_raises_only_data_error(tmp_path):
     path, refused = tmp_path / "flipped.npz", 0
     for place in range(0, len(GALLERY), 11):

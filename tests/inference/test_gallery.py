@@ -204,7 +204,7 @@ def check_contents(folder, lines, stored):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_no_acknowledged_change_is_lost_if_the_process_is_killed(tmp_path):
     folder, stored, changes, random = tmp_path / "a.gallery", {}, 0, np.random.default_rng(0)
     for seed in range(KILLS):
@@ -214,7 +214,7 @@ def test_no_acknowledged_change_is_lost_if_the_process_is_killed(tmp_path):
     assert changes > 2 * KILLS
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_check_for_lost_changes_detects_a_lost_change(tmp_path):
     folder = tmp_path / "a.gallery"
     lines = kill_writer(folder, 0, 0.3)
@@ -448,6 +448,7 @@ def test_ids_do_not_depend_on_the_current_folder(photos, checkpoint, tmp_path, c
     assert len(MutableGallery(tmp_path / "a.gallery")) == 2
 
 
+@pytest.mark.integration
 def test_commands_with_an_exported_model(demo, predictor, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     images = [item.path for item in build_dataset("Demo").query[:3]]

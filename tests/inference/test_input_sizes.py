@@ -40,6 +40,7 @@ def by_hand(path):
     return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
 
 
+@pytest.mark.integration
 def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped_run, tmp_path):
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu", opts=["TEST.IMS_PER_BATCH", "8"])
     loader, _ = build_reid_test_loader(predictor.cfg, "Demo")
@@ -62,6 +63,7 @@ def test_inference_with_a_model_trained_on_crops_uses_center_crops(demo, cropped
     torch.testing.assert_close(model({"images": batch["images"].float()}), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.integration
 def test_evaluation_of_model_trained_on_crops_equals_evaluation_during_training(demo, cropped_run):
     line = json.loads((cropped_run / "metrics.json").read_text().splitlines()[-1])
     predictor = fastamp.Predictor(cropped_run / "model_best.pth", device="cpu")

@@ -94,6 +94,7 @@ def test_extraction_uses_the_column_of_a_csv_file(predictor, folder, tmp_path):
         extract(predictor, folder, tmp_path / "other.npz", num_workers=0)
 
 
+@pytest.mark.integration
 def test_search_of_a_visible_folder_by_an_infrared_image(checkpoint, folder, capsys):
     query = str(folder / "0.png")
     command = ["search", str(checkpoint), query, "--gallery", str(folder), "--device", "cpu", "--json"]
@@ -105,6 +106,7 @@ def test_search_of_a_visible_folder_by_an_infrared_image(checkpoint, folder, cap
     assert len({*folder.parent.glob("images.*.npz")}) == 2
 
 
+@pytest.mark.integration
 def test_exported_model_has_the_modality_as_input(predictor, checkpoint, tmp_path):
     report = export(predictor, tmp_path / "model.pt2", data="")
     assert report.metadata["modalities"] == ["visible", "infrared"]

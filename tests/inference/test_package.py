@@ -44,6 +44,7 @@ def test_package_contains_only_weights_config_and_card(packaged):
     assert not list(packaged.parent.glob(".*"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "options",
     [
@@ -142,6 +143,7 @@ def test_metrics_of_other_weights_are_not_in_the_card(run_folder, tmp_path, capl
     assert "model-index" not in read_card(tmp_path / "model")[0]
 
 
+@pytest.mark.integration
 def test_checkpoint_after_further_training_has_no_metrics(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.MAX_EPOCH", "3", "TEST.EVAL_PERIOD", "2")
     entries = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("model_*.pth")}
@@ -151,6 +153,7 @@ def test_checkpoint_after_further_training_has_no_metrics(demo, tmp_path):
     assert found["mAP"] == metrics_of(tmp_path)["Demo/mAP"]
 
 
+@pytest.mark.integration
 def test_swa_metrics_are_those_of_the_average_only_after_the_last_epoch(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.SWA.ENABLED", "True", "SOLVER.SWA.START_EPOCH", "0", "SOLVER.MAX_EPOCH", "2",
                "TEST.EVAL_PERIOD", "1")  # fmt: skip
@@ -197,6 +200,7 @@ def test_names_cannot_break_the_card(run_folder, tmp_path):
     assert "\n# Title" not in body and body.count("\n````\n") == 1
 
 
+@pytest.mark.integration
 def test_commands_accept_a_packaged_model(demo, run_folder, packaged, tmp_path, capsys):
     def metrics(source, name):
         assert main(["eval", str(source), "OUTPUT_DIR", str(tmp_path / name)]) == 0

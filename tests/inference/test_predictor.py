@@ -25,6 +25,7 @@ def evaluated(predictor):
         return extract_features(predictor.model, batch, predictor.policy, predictor.cfg.TEST.FLIP.ENABLED), batch
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("options", [("SOLVER.AMP", "bf16"), ("TEST.FLIP", "True", "SOLVER.EMA", "True"), ()])
 def test_predictor_features_equal_features_in_evaluation(demo, tmp_path, options):
     tiny.train(tmp_path, *options)
@@ -115,6 +116,7 @@ def test_predictor_and_trainer_load_the_same_weights(demo, checkpoint):
     assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
 
 
+@pytest.mark.integration
 def test_evaluation_reads_the_number_of_classes_from_the_checkpoint(demo, tmp_path):
     options = ("MODEL.HEADS.NAME", "ClasHead")
     tiny.train(tmp_path, *options)

@@ -79,6 +79,7 @@ def test_repr_is_one_line_with_file_model_and_precision(predictor, checkpoint):
     assert "\n" not in text and "object at" not in text
 
 
+@pytest.mark.integration
 def test_predictor_in_a_new_process_logs_and_shows_no_warnings(checkpoint):
     script = (
         "import sys, numpy, torch, PIL.Image, tiny, fastamp\n"
@@ -209,6 +210,7 @@ def test_long_extraction_shows_progress(predictor, picture, monkeypatch):
     assert titles == [("extracting features", 2)]
 
 
+@pytest.mark.integration
 def test_trainer_without_default_setup_logs_in_a_new_process(demo, tmp_path):
     script = (
         "import sys, tiny\nfrom pathlib import Path\nfrom fastamp.engine import DefaultTrainer\n"
@@ -224,6 +226,7 @@ def test_trainer_without_default_setup_logs_in_a_new_process(demo, tmp_path):
         assert done.stderr.count(text) == log.count(text) == 1, text
 
 
+@pytest.mark.integration
 def test_logging_of_the_user_receives_the_lines_of_the_trainer(demo, tmp_path, caplog):
     with caplog.at_level(logging.INFO, "fastamp"):
         tiny.train(tmp_path)

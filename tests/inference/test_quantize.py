@@ -77,6 +77,7 @@ def test_calibration_images_have_the_preprocessing_of_the_evaluation(predictor):
         assert torch.equal(image, predictor.preprocess(path))
 
 
+@pytest.mark.integration
 def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(predictor, tmp_path):
     path = tmp_path / "model.onnx"
     report = export(predictor, path, precision="int8", tolerance=100, calibration_images=40)
@@ -97,13 +98,14 @@ def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(pr
     assert str(tmp_path.parent).encode() not in content and b"/fastamp/" not in content  # no local paths
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_int8_export_takes_images_of_any_size_with_preprocessing_inside(predictor, tmp_path):
     options = {"preprocess": "inside", "color_order": "bgr", "calibration_images": 40, "tolerance": 100}
     report = export(predictor, tmp_path / "model.onnx", precision="int8", **options)
     assert report.comparisons[-1].mean_cosine > 0.98 and len(weight_scales(report.path)) == 2
 
 
+@pytest.mark.integration
 def test_int8_export_is_calibrated_with_the_cameras_of_the_training_images(demo, tmp_path, monkeypatch):
     depth = vit.Depth(vit.DEPTHS["base"].pretrained, width=32, blocks=1, heads=2)
     monkeypatch.setitem(vit.DEPTHS, "tiny", depth)
@@ -157,6 +159,7 @@ def test_range_of_a_saturated_input_ends_where_the_output_is_constant():
     assert torch.equal(F.hardsigmoid(images), F.hardsigmoid(images.clamp(*quantize._SATURATION["HardSigmoid"])))
 
 
+@pytest.mark.integration
 def test_layers_with_the_largest_errors_stay_in_float32(predictor, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(quantize, "MAX_ERROR", 1e-12)
     monkeypatch.setattr(quantize, "MAX_FLOAT", 1)
@@ -193,6 +196,7 @@ def test_int8_is_refused_without_test_images_or_training_images(predictor, tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.integration
 def test_int8_export_with_too_large_a_loss_writes_no_file(predictor, tmp_path, monkeypatch):
     path = tmp_path / "model.onnx"
     values = iter([80.0, 79.4])
@@ -205,7 +209,7 @@ def test_int8_export_with_too_large_a_loss_writes_no_file(predictor, tmp_path, m
     assert not path.exists()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("backbone", ["resnet 18x WITH_IBN", "osnet_ain x0_25"])
 def test_instance_norm_is_exported_in_evaluation_mode(demo, tmp_path, backbone):
     """The features of an image depend neither on the other images of the batch nor on its size."""

@@ -165,6 +165,7 @@ def test_comparison_and_search_equal_those_of_the_checkpoint(exported, predictor
         exported.require_attributes()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("size", ["(64, 32)", "(40,)"])
 def test_file_with_preprocessing_inside_crops_once(checkpoint, tmp_path, size):
     pytest.importorskip("onnxruntime")
@@ -179,6 +180,7 @@ def test_file_with_preprocessing_inside_crops_once(checkpoint, tmp_path, size):
     assert_close(model.features(arrays, color="bgr"), predictor.features(arrays, color="bgr"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("metric, l2, hashes_are_equal", [("cosine", True, True), ("euclidean", True, False)])
 def test_calibration_and_hash_in_the_file(predictor, tmp_path, monkeypatch, metric, l2, hashes_are_equal):
     pytest.importorskip("onnxruntime")

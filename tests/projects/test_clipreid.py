@@ -58,7 +58,7 @@ def batch_of(images, targets):
     return {"images": images, "targets": torch.tensor(targets)}
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 @pytest.mark.parametrize("case", ["vit_clipreid", "vit_clipreid clip_file"])
 def test_model_equals_the_original_program(case, tmp_path, without_initialization):
     from clipreid.losses import image_text_supcon
@@ -305,6 +305,7 @@ class StopAt(HookBase):
             raise InterruptedError
 
 
+@pytest.mark.integration
 def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypatch):
     from clipreid import trainer as module
 
@@ -370,7 +371,7 @@ def test_run_trains_both_stages_and_each_resumes_bit_for_bit(demo_root, monkeypa
         other.train()
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_run_in_bfloat16_with_side_information(demo_root):
     opts = ("SOLVER.AMP", "bf16", "MODEL.BACKBONE.SIE_CAMERAS", "3", "MODEL.BACKBONE.STRIDE_SIZE", "(12, 12)")
     trainer = DefaultTrainer(run_config(demo_root / "run", *opts))
@@ -444,6 +445,7 @@ def test_trainer_refuses_other_models(demo_root):
         DefaultTrainer(run_config(demo_root / "run", "MODEL.META_ARCHITECTURE", "Baseline"))
 
 
+@pytest.mark.integration
 def test_convert_clip_reads_a_torchscript_archive(tmp_path):
     module = nn.Sequential(nn.Linear(2, 3).half())
     torch.jit.save(torch.jit.trace(module.float(), torch.zeros(1, 2)), tmp_path / "clip.pt")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import preloaded
+import pytest
 import tiny
 import torch
 
@@ -24,6 +25,7 @@ def run(root, output, *argv):
     return preloaded.run(FOLDER / "train_net.py", *words, FASTAMP_DATASETS=str(root))
 
 
+@pytest.mark.integration
 def test_custom_components_example_trains_and_resumes(demo_root, tmp_path):
     process = run(demo_root, tmp_path)
     assert process.returncode == 0, process.stderr
@@ -36,6 +38,7 @@ def test_custom_components_example_trains_and_resumes(demo_root, tmp_path):
     assert run(demo_root, tmp_path, "--resume").returncode == 0
 
 
+@pytest.mark.integration
 def test_custom_components_example_with_eval_only_requires_model_weights(demo_root, tmp_path):
     process = run(demo_root, tmp_path, "--eval-only")
     assert process.returncode == 2 and "MODEL.WEIGHTS" in process.stderr

@@ -173,6 +173,7 @@ class StopAt(HookBase):
             raise InterruptedError
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("iteration", [16, 19])
 def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
     """Iteration 16 is the first of an epoch (16 identities), 19 is in the middle."""
@@ -195,7 +196,7 @@ def test_run_builds_a_graph_each_epoch_and_resumes_bit_for_bit(demo, iteration):
     assert Predictor(demo / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_two_processes_share_the_graph_which_is_that_of_one(demo):
     found = {}
     for count in (1, 2):
@@ -223,6 +224,7 @@ def test_graph_of_the_trainer_uses_the_matching_scores_without_augmentation(demo
     torch.testing.assert_close(found, -model.heads.matcher(maps, maps).detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.integration
 def test_graph_of_a_model_without_a_matcher(demo):
     opts = ("MODEL.META_ARCHITECTURE", "Baseline", "MODEL.HEADS.NAME", "EmbeddingHead", "MODEL.LOSSES.NAME",
             "[TripletLoss]", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")  # fmt: skip
@@ -275,6 +277,7 @@ def test_loss_without_scores():
         PairwiseMatchingLoss()({"features": torch.zeros(2, 3)}, torch.zeros(2))
 
 
+@pytest.mark.integration
 def test_other_training_set_on_resume(demo):
     trainer = trainer_of(demo / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")
     trainer.train()

@@ -184,6 +184,7 @@ def config(folder, *opts, recipe="FastAttr/Base-attribute", **arguments):
     )
 
 
+@pytest.mark.integration
 def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_more(tmp_path, capsys):
     cfg = config(tmp_path)
     results = DefaultTrainer(cfg).train()
@@ -211,6 +212,7 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
     assert [list(each.values()) for each in attributes] == features.tolist()
 
 
+@pytest.mark.integration
 def test_resumed_run_equals_an_uninterrupted_one(tmp_path):
     longer = ("SOLVER.MAX_EPOCH", "2", "SOLVER.CHECKPOINT_PERIOD", "1")
     torch.manual_seed(1)
@@ -236,6 +238,7 @@ JOINT = (
 )  # fmt: skip
 
 
+@pytest.mark.integration
 def test_joint_model_reports_both_kinds_of_metrics_and_outputs_features(tmp_path):
     trainer = DefaultTrainer(config(tmp_path, *JOINT))
     batch = {"images": torch.rand(4, 3, 32, 16), "targets": torch.tensor([0, 0, 1, 1])}
@@ -286,6 +289,7 @@ def test_values_other_than_0_and_1_are_an_error(tmp_path):
         DefaultTrainer(read_config("FastAttr/Base-attribute", opts))
 
 
+@pytest.mark.integration
 def test_test_set_without_the_attributes_is_an_error(tmp_path):
     data = write_table(tmp_path, both)
     other = tmp_path / "other"
@@ -356,6 +360,7 @@ def test_market_attributes_belong_to_identities_and_the_age_is_a_text(tmp_path):
     assert gallery[1]["age"] == "young" and gallery[0] == {"age": None, "backpack": None, "upred": None}
 
 
+@pytest.mark.integration
 def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     make_market(tmp_path)
@@ -365,6 +370,7 @@ def test_market_attributes_train_with_the_file_of_fastreid(tmp_path, monkeypatch
     assert 0 <= results["mA"] <= 100 and "27" in caplog.text
 
 
+@pytest.mark.integration
 def test_age_as_fastreid_reads_it_is_one_number(tmp_path, monkeypatch):
     from fastattr.attributes import with_attributes
     from fastattr.datasets import Market1501AttrFastReID
@@ -463,6 +469,7 @@ def joint(tmp_path_factory):
     return predictor, extraction, folder
 
 
+@pytest.mark.integration
 def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(joint):
     predictor, extraction, folder = joint
     paths = extraction.paths.tolist()
@@ -476,6 +483,7 @@ def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(join
     assert {"color", "hat", "probability.color=red", "probability.hat", "f511"} <= {*header}
 
 
+@pytest.mark.integration
 def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
     from fastamp.inference.extract import _marker_of, list_images
     from fastamp.utils.choices import EXTRACTED_SPLITS
@@ -485,6 +493,7 @@ def test_extraction_of_a_model_with_other_attributes_is_not_resumed(joint):
     assert marker["attributes"] == ["color=none", "color=red", "hat"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["flat", "ivf", "hnsw"])
 def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
     from fastamp.inference.index import build_index
@@ -506,6 +515,7 @@ def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
         index.search_attributes("red", 0)
 
 
+@pytest.mark.integration
 def test_search_by_attributes_from_the_command_line(joint, capsys):
     _, _, folder = joint
     command = ["search", str(folder / "run"), "--gallery", str(folder / "all.npz"), "--device", "cpu", "--top", "3"]
@@ -521,6 +531,7 @@ def test_search_by_attributes_from_the_command_line(joint, capsys):
     assert "probability.color=red" in capsys.readouterr().out
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "words, match",
     [
@@ -538,6 +549,7 @@ def test_invalid_attribute_search_exits_with_2(joint, capsys, caplog, words, mat
     assert match in output.err + output.out + caplog.text
 
 
+@pytest.mark.integration
 def test_search_by_attributes_requires_a_model_with_attributes(checkpoint, joint, capsys):
     _, _, folder = joint
     extracted = folder / "plain.npz"

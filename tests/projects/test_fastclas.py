@@ -67,6 +67,7 @@ def test_labels_of_training_and_test_images_agree(folder, tmp_path):
     assert batch["images"].shape[1:] == (3, 32, 32)  # resized by the shorter side, then cropped
 
 
+@pytest.mark.integration
 def test_training_evaluation_resume_and_prediction(folder, tmp_path):
     run = tmp_path / "run"
     trainer = DefaultTrainer(config(folder, run, "SOLVER.MAX_EPOCH", "4"))
@@ -105,6 +106,7 @@ def test_test_set_may_lack_a_class_but_not_have_another(folder, tmp_path):
         DefaultTrainer(cfg)
 
 
+@pytest.mark.integration
 def test_classes_of_several_training_sets_are_merged_by_name(folder, tmp_path, monkeypatch):
     other = tmp_path / "data/hymenoptera_data"
     for split in ("train", "val"):
@@ -159,6 +161,7 @@ def test_equal_logits_of_all_classes_are_not_accurate(folder, tmp_path):
     assert evaluator.evaluate()["Acc@1"] == 25.0
 
 
+@pytest.mark.integration
 def test_report_of_a_run_has_the_confusion_matrix_and_errors(folder, tmp_path):
     opts = ("SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", "TEST.REPORT", "True", "SOLVER.BASE_LR", "1e-6")
     DefaultTrainer(config(folder, tmp_path / "run", *opts)).train()
@@ -167,6 +170,7 @@ def test_report_of_a_run_has_the_confusion_matrix_and_errors(folder, tmp_path):
         assert text in report, text
 
 
+@pytest.mark.integration
 def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, tmp_path):
     run = tmp_path / "run"
     trainer = DefaultTrainer(config(folder, run, "SOLVER.MAX_EPOCH", "1"))
@@ -216,6 +220,7 @@ def test_empty_class_folders(folder, tmp_path):
         build_reid_train_loader(config(tmp_path / "empty", tmp_path / "run"))
 
 
+@pytest.mark.integration
 def test_head_without_logits_is_an_error(folder, tmp_path):
     with pytest.raises(
         ConfigError, match="expected logits of 3 classes, got 16 values from MODEL.HEADS.NAME=EmbeddingHead"

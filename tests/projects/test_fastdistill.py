@@ -272,6 +272,7 @@ def test_teacher_trained_by_overhaul_is_built_as_baseline(fastdistill, teacher, 
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in found.state_dict().items())
 
 
+@pytest.mark.integration
 def test_bfloat16_training_resume_and_evaluation_without_the_teacher(fastdistill, demo, tmp_path):
     files = write_teacher(tmp_path, *TEACHER, "MODEL.HEADS.NUM_CLASSES", "16")
     options = (

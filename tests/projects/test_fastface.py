@@ -45,6 +45,7 @@ def shapes(name):
     return json.loads(gzip.decompress((REFERENCE / f"methods/{name}_keys.json.gz").read_bytes()))["shapes"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name, depth", [("iresnet_if18", "18x"), ("iresnet_fastface50", "50x")])
 def test_features_equal_the_original_programs(name, depth):
     options = [
@@ -68,6 +69,7 @@ def test_features_equal_the_original_programs(name, depth):
     assert np.abs(features - expected).max() / np.abs(expected).max() < 1e-4
 
 
+@pytest.mark.integration
 def test_network_of_a_file_is_recognized():
     state = reference_weights.state_dict(shapes("iresnet_if18"))
     cfg = get_cfg().with_values({"PROJECTS": ["FastFace"]})
@@ -113,6 +115,7 @@ def tiny_recipe(output, *opts):
     ])  # fmt: skip
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("rate", [None, 0.5])
 def test_training_reports_the_accuracy_of_pairs_and_the_run_is_evaluated(tmp_path, monkeypatch, capsys, rate):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
@@ -171,6 +174,7 @@ def test_baselines_are_verified_like_the_features(demo):
     assert set(metrics["baselines"]) == {"raw pixels", "color histogram"}
 
 
+@pytest.mark.integration
 def test_test_set_without_pairs_is_a_data_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     make_faces(tmp_path)
@@ -189,6 +193,7 @@ def test_recipe_equals_the_file_of_fastreid(path, tmp_path):
         check_equal_to_fastreid(path, tmp_path)
 
 
+@pytest.mark.integration
 def test_images_that_are_not_resized_are_trained_with_the_configured_width(tmp_path, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     make_faces(tmp_path)
@@ -259,6 +264,7 @@ def unpack(*words):
     return preloaded.run(UNPACK, *words)
 
 
+@pytest.mark.integration
 def test_record_files_are_unpacked_without_the_records_of_identities(tmp_path):
     images = [encoded(shade) for shade in (10, 90, 200)]
     # Record 0: records 1 to 3 are images; the others describe identities.
@@ -332,6 +338,7 @@ def identical(batches, others):
         assert torch.equal(one["images"], other["images"]) and torch.equal(one["targets"], other["targets"])
 
 
+@pytest.mark.integration
 def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     make_faces(tmp_path)
@@ -409,6 +416,7 @@ def test_evaluator_requires_pairs_of_equal_labels(caplog):
     assert "2 pairs are verified in 2 folds instead of 10" in caplog.text
 
 
+@pytest.mark.integration
 def test_pairs_are_unpacked_to_a_set_that_lfw_reads(tmp_path, monkeypatch):
     images = [encoded(shade) for shade in (10, 20, 30, 40)]
     for protocol in (2, 4):
@@ -501,6 +509,7 @@ def test_damaged_bcolz_arrays_are_data_errors(tmp_path, blosc):
             list(read_images(folder))
 
 
+@pytest.mark.integration
 def test_bcolz_arrays_require_blosc(tmp_path):
     (tmp_path / "a").mkdir()
     process = unpack(tmp_path / "a", tmp_path / "lfw")
@@ -519,6 +528,7 @@ class Harmful:
         return Path.touch, (self.path,)
 
 
+@pytest.mark.integration
 def test_pairs_with_other_objects_are_refused_and_nothing_is_executed(tmp_path):
     source = tmp_path / "evil.bin"
     source.write_bytes(pickle.dumps(([Harmful(tmp_path / "touched")], [True])))
@@ -569,6 +579,7 @@ def test_templates_are_sums_of_the_means_of_their_media():
         pair_scores(numbers, pooled, np.array([8]), np.array([0]))
 
 
+@pytest.mark.integration
 def test_templates_are_verified_from_a_features_file(tmp_path):
     rng = np.random.default_rng(2)
     people = np.repeat(np.arange(6), 4)

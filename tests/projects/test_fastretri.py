@@ -120,6 +120,7 @@ def test_recalls_equal_reference(root, tmp_path, protocol, file):
         assert found == expected["query_gallery_cosine"] and metrics["metric"] == metrics["Recall@10"]
 
 
+@pytest.mark.integration
 def test_training_resume_and_evaluation(root, tmp_path):
     run = tmp_path / "run"
     DefaultTrainer(config("CUB", run, "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1")).train()
@@ -174,6 +175,7 @@ def largest_allocation(evaluate):
         tracemalloc.stop()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("protocol", ["market1501", "recall_at_k_first_hit"])
 def test_memory_of_recalls_is_less_than_a_byte_per_pair(root, tmp_path, protocol):
     from fastretri.retri_evaluator import RetriEvaluator
@@ -188,6 +190,7 @@ def test_memory_of_recalls_is_less_than_a_byte_per_pair(root, tmp_path, protocol
     assert largest_allocation(lambda: features @ features.T)[0] == 4 * count * count  # the check can fail
 
 
+@pytest.mark.integration
 def test_frozen_batch_norm_of_the_recipe_is_constant(root, tmp_path):
     options = (
         "MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.BACKBONE.PRETRAIN", "False",

@@ -16,6 +16,8 @@ from file_tracker import read_calls
 
 from fastamp.config import get_cfg
 
+pytestmark = pytest.mark.integration
+
 
 def config(output, *opts):
     cfg = get_cfg()

@@ -78,6 +78,7 @@ def test_lists_give_names_identities_and_splits_without_the_long_tail(root, name
         assert data.camera(1) == "gallery"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name, part", [("NAIC20_R1", "chusai"), ("NAIC20_R2", "fusai")])
 def test_images_with_exchanged_channels_are_further_identities(root, name, part):
     folder = root / f"naic/2020_NAIC/{part}/train"
@@ -109,6 +110,7 @@ def test_pairwise_cosface_equals_fastreid(margin, gamma):
     np.testing.assert_allclose(features.grad, gradient, rtol=0, atol=1e-6 * np.abs(gradient).max())
 
 
+@pytest.mark.integration
 def test_submission_has_the_nearest_names_of_each_query(tmp_path):
     rng = np.random.default_rng(0)
     features = rng.normal(size=(9, 4)).astype(np.float32)
@@ -133,6 +135,7 @@ def test_submission_has_the_nearest_names_of_each_query(tmp_path):
         assert result.returncode == 2 and f"{key} has no effect" in result.stderr and not (tmp_path / "t.json").exists()
 
 
+@pytest.mark.integration
 def test_submission_refuses_features_without_queries_and_repeated_names(tmp_path):
     columns = {
         "features": np.eye(3, dtype=np.float32), "paths": np.array(["a/1.png", "b/1.png", "2.png"]),
@@ -175,6 +178,7 @@ def test_recipe_equals_fastreid(path, tmp_path):
     check_equal_to_fastreid(path, tmp_path)
 
 
+@pytest.mark.integration
 def test_training_resume_evaluation_and_submission_of_an_ensemble(root, tmp_path, capfd):
     cfg = read_config("", tiny.tiny_options(
         tmp_path / "run", "PROJECTS", "[NAIC20]", "DATASETS.NAMES", "[NAIC20_R2, NAIC19]", "DATASETS.TESTS",

@@ -105,6 +105,7 @@ def test_distances_agree_with_reference(reference, unit, dsr):
     torch.testing.assert_close(out, reference["global_dist"], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.integration
 def test_results_with_and_without_reconstruction_agree_with_reference(reference, unit, dsr):
     expected = json.loads((REFERENCE / "methods/dsr1_results.json").read_text())
     n, features = 8, unit(reference["maps"])[0]
@@ -191,6 +192,7 @@ def test_images_of_different_sizes_are_a_config_error(dsr):
         file.append(torch.tensor([1]), torch.rand(1, 4, 9))
 
 
+@pytest.mark.integration
 def test_two_processes_give_the_scores_of_one(tmp_path):
     process = preloaded.run(Path(__file__).parents[1] / "helpers/dsr_ranks.py", tmp_path)
     assert process.returncode == 0, process.stderr
@@ -289,11 +291,13 @@ def rows(run):
     return [json.loads(line) for line in (run / "metrics.json").read_text().splitlines()]
 
 
+@pytest.mark.integration
 def test_training_reports_the_losses_of_both_branches(run):
     (trained, *_) = [row for row in rows(run) if "total_loss" in row]
     assert {"loss_cls", "loss_cls_fore", "loss_triplet", "loss_triplet_fore"} <= set(trained)
 
 
+@pytest.mark.integration
 def test_run_is_evaluated_resumed_and_used_without_a_plugin(run, demo, capsys):
     assert main(["eval", str(run)]) == 0
     output = capsys.readouterr()
@@ -304,12 +308,14 @@ def test_run_is_evaluated_resumed_and_used_without_a_plugin(run, demo, capsys):
     assert features.shape == (1, tiny.WIDTH)
 
 
+@pytest.mark.integration
 def test_evaluation_without_reconstruction_ranks_by_the_features(run, demo, capsys):
     assert main(["eval", str(run), "TEST.DSR.ENABLED", "False"]) == 0
     output = capsys.readouterr()
     assert "DSR with weight" not in output.out + output.err
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "opts",
     [
@@ -333,6 +339,7 @@ def test_unsupported_settings_are_config_errors(opts, run, demo, tmp_path, capsy
     assert opts[0] in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_other_model_with_this_evaluator_is_a_config_error(run, demo, tmp_path, capsys):
     opts = [
         "TEST.EVALUATOR",
@@ -346,6 +353,7 @@ def test_other_model_with_this_evaluator_is_a_config_error(run, demo, tmp_path, 
     assert "PartialBaseline" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_weight_is_chosen_on_held_out_identities_and_stored(run, demo, tmp_path):
     choose_weight = runpy.run_path(str(FOLDER / "choose_weight.py"))
     checkpoint, weight, rates = choose_weight["choose"](str(run))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import amp_doctor
 import amp_replay
+import pytest
 import train_net
 import yaml
 
@@ -22,6 +23,7 @@ def command(tool):
     return shlex.split(line)[2:]
 
 
+@pytest.mark.integration
 def test_doctor_suggests_float32_for_layer_with_planted_overflow(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert amp_doctor.cli([*command("amp_doctor"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 1
@@ -38,6 +40,7 @@ def test_doctor_reports_no_problem_without_planted_overflow(demo, tmp_path, capf
     assert "SOLVER.AMP (float16)" in capfd.readouterr().out
 
 
+@pytest.mark.integration
 def test_planted_overflow_stops_training_and_is_reproduced_by_replay(demo, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(FOLDER.parents[1])
     assert train_net.cli([*command("train_net"), "OUTPUT_DIR", str(tmp_path), *SMALL]) == 2

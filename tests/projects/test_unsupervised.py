@@ -153,6 +153,7 @@ def test_batches_are_full_with_few_or_small_clusters(labels, cameras):
         assert len(batch) == 16 and all(labels[row] >= 0 for row in batch)
 
 
+@pytest.mark.integration
 def test_two_processes_give_the_labels_and_the_memory_of_one(tmp_path, subtests):
     subprocess.run([sys.executable, cluster_ranks.__file__, tmp_path], check=True, timeout=120)
     one = cluster_ranks.labels_and_memories()
@@ -198,6 +199,7 @@ class Targets(HookBase):
         self.seen.append((self.trainer.epoch, batch["indices"].clone(), batch["targets"].clone()))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "iteration, method", [(4, "cluster contrast"), (6, "cluster contrast"), (6, "spcl"), (6, "cap")]
 )
@@ -239,6 +241,7 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration, method)
     assert Predictor(data / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 
+@pytest.mark.integration
 def test_report_and_tensorboard_show_the_clusters_of_hdbscan(data):
     opts = ("UNSUPERVISED.METHOD", "hdbscan", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", "TEST.REPORT", "True")
     trainer = trainer_of(data / "run", *opts)
@@ -251,6 +254,7 @@ def test_report_and_tensorboard_show_the_clusters_of_hdbscan(data):
     assert all(tag in events for tag in (b"clusters", b"outliers", b"purity", b"nmi", b"JFIF"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("method", METHODS)
 def test_skipped_step_leaves_the_memory_unchanged(data, method):
     memories = []
@@ -271,6 +275,7 @@ def test_skipped_step_leaves_the_memory_unchanged(data, method):
     assert not torch.equal(memories[2], memories[3])
 
 
+@pytest.mark.integration
 def test_accumulated_bfloat16_steps_update_the_memory(data):
     opts = ("SOLVER.AMP.ENABLED", "True", "SOLVER.AMP.DTYPE", "bfloat16", "SOLVER.ACCUM_STEPS", "2")
     trainer = trainer_of(data / "run", *opts, "UNSUPERVISED.UPDATE", "hard", "SOLVER.MAX_EPOCH", "1",
@@ -280,6 +285,7 @@ def test_accumulated_bfloat16_steps_update_the_memory(data):
     assert memory.dtype == torch.float32 and torch.allclose(memory.norm(dim=1), torch.ones(len(memory)))
 
 
+@pytest.mark.integration
 def test_training_set_without_identities(data):
     table = write_table(data, "unlabeled.csv", identities=False)
     trainer = trainer_of(data / "run", "DATASETS.NAMES", table, "SOLVER.MAX_EPOCH", "1")
@@ -287,6 +293,7 @@ def test_training_set_without_identities(data):
     assert trainer.trainer.history[0]["purity"] is None and trainer.trainer.history[0]["clusters"] > 1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "opts, message",
     [
@@ -325,6 +332,7 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
     assert (trainer.labels == cluster_features(kind, trainer.pseudo_labels.clustering)).all()
 
 
+@pytest.mark.integration
 def test_fewer_clusters_than_in_a_batch(data, caplog):
     opts = ("SOLVER.IMS_PER_BATCH", "64", "DATALOADER.NUM_INSTANCE", "2", "SOLVER.MAX_EPOCH", "1")
     trainer_of(data / "run", *opts, "UNSUPERVISED.K1", "12", "UNSUPERVISED.EPS", "0.7").train()
@@ -347,6 +355,7 @@ def test_unusable_settings(data, opts, message):
         trainer_of(data / "run", *opts)
 
 
+@pytest.mark.integration
 def test_other_training_set_on_resume(data):
     trainer = trainer_of(data / "run", "SOLVER.MAX_EPOCH", "1")
     trainer.train()

@@ -186,6 +186,7 @@ def test_domain_batch_norm_equals_two_batch_norms():
     torch.testing.assert_close(norm.eval()(images), unlabeled.eval()(images))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("method", METHODS)
 def test_adaptation_to_an_unlabeled_dataset(data, method):
     table = write_table(data, "target.csv", identities=False)
@@ -238,6 +239,7 @@ def test_odd_batches_cannot_be_halved(data):
         trainer_of(data / "run", *opts)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "opts, message",
@@ -251,6 +253,7 @@ def test_fewer_than_two_clusters_end_the_training(data, method, opts, message):
         trainer_of(data / "run", *METHODS[method], *opts).train()
 
 
+@pytest.mark.integration
 def test_no_reliable_cluster(data):
     trainer = trainer_of(data / "run", *METHODS["spcl"])
     trainer.trainer.pseudo_labels.set_threshold(-1.0)
@@ -258,6 +261,7 @@ def test_no_reliable_cluster(data):
         trainer.train()
 
 
+@pytest.mark.integration
 def test_other_loss_on_resume(data):
     trainer = trainer_of(data / "run", *METHODS["cap"], "SOLVER.MAX_EPOCH", "1")
     trainer.train()

@@ -31,6 +31,7 @@ def options(output, factor, *opts):
     return tiny.tiny_options(output, *backbone, "SOLVER.MAX_EPOCH", "2", *opts)
 
 
+@pytest.mark.integration
 def test_doctor_exits_with_0_and_writes_report_for_healthy_config(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1", "SOLVER.AMP", "bf16")) == 0
     out = capfd.readouterr().out
@@ -43,6 +44,7 @@ def test_doctor_exits_with_0_and_writes_report_for_healthy_config(demo, tmp_path
     assert report["untrained"] and report["machine"]["versions"]["torch"] == torch.__version__
 
 
+@pytest.mark.integration
 def test_doctor_finds_float16_overflow_and_suggests_config_that_trains(demo, tmp_path, capfd):
     assert amp_doctor.cli(options(tmp_path, "1e6", "SOLVER.AMP", "fp16")) == 1
     out = capfd.readouterr().out
@@ -67,6 +69,7 @@ def test_doctor_checks_config_with_amp_off_as_if_enabled(demo, tmp_path, capfd):
     assert "SOLVER.AMP True (" in capfd.readouterr().out
 
 
+@pytest.mark.integration
 def test_doctor_evaluates_weights_given_by_model_weights(demo, tmp_path, capfd):
     assert train_net.cli(options(tmp_path, "1", "SOLVER.AMP", "off")) == 0
     weights = ["MODEL.WEIGHTS", str(tmp_path / "model_final.pth")]
@@ -103,6 +106,7 @@ def build_rare_backbone(cfg):
     return nn.Sequential(*list(tiny.build_tiny_backbone(cfg))[:5], Rare(), *list(tiny.build_tiny_backbone(cfg))[5:])
 
 
+@pytest.mark.integration
 def test_doctor_finds_overflow_that_occurs_after_first_test_batch(demo, tmp_path, capfd):
     opts = ("MODEL.BACKBONE.NAME", "build_rare_backbone", "SOLVER.AMP", "fp16", "TEST.IMS_PER_BATCH", "30")
     assert amp_doctor.cli(["--dtypes", "fp16", *tiny.tiny_options(tmp_path, *opts)]) == 1
@@ -166,6 +170,7 @@ def build_my_backbone(cfg):
 """
 
 
+@pytest.mark.integration
 def test_doctor_loads_backbone_and_config_keys_from_plugin(demo, tmp_path, capfd):
     (tmp_path / "plugin.py").write_text(PARTS)
     opts = ("MODEL.BACKBONE.NAME", "build_my_backbone", "MODEL.BACKBONE.MINE", "2", "SOLVER.AMP", "bf16")

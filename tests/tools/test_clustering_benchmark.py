@@ -35,7 +35,7 @@ def test_variants_and_stages_give_the_same_labels(tmp_path, monkeypatch):
     assert found == [100] and again["labels"] == MODULE.measure("sparse", 400, 32)["labels"]
 
 
-@pytest.mark.slow
+@pytest.mark.integration
 def test_five_thousand_images(tmp_path):
     check(5000, 256, tmp_path)
 

@@ -72,6 +72,7 @@ def test_wrong_weights_are_config_errors(tmp_path):
             ensemble.main(args)
 
 
+@pytest.mark.integration
 def test_command_prints_the_metrics_of_each_file_and_of_the_ensemble(checkpoint, demo, tmp_path):
     from fastamp.cli import main
 

@@ -54,6 +54,7 @@ def fail(setup):
     raise ValueError("bad value")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
@@ -73,6 +74,7 @@ def test_gpu_benchmark_measurements_run_on_cpu_with_toy_sizes(gpu, setup, name, 
     assert all(value > 0 for figure, value in found.items() if not figure.startswith("cost of the read"))
 
 
+@pytest.mark.integration
 def test_second_gpu_benchmark_run_continues_with_missing_and_then_failed_measurements(gpu, plan, tmp_path):
     log = tmp_path / "calls"
 
@@ -94,6 +96,7 @@ def test_second_gpu_benchmark_run_continues_with_missing_and_then_failed_measure
     assert log.read_text() == "abcb"
 
 
+@pytest.mark.integration
 def test_measurement_and_its_processes_end_at_its_limit(gpu, plan, tmp_path):
     def hang(setup):
         (tmp_path / "child").write_text(str(os.fork()))
@@ -106,11 +109,13 @@ def test_measurement_and_its_processes_end_at_its_limit(gpu, plan, tmp_path):
     assert not child.exists() or "zombie" in child.read_text()
 
 
+@pytest.mark.integration
 def test_measurement_whose_process_dies_is_an_error(gpu, plan, tmp_path):
     plan(dies=lambda setup: os._exit(3))
     assert "3" in run(gpu, tmp_path / "gpu.json")[1]["dies"]["error"]
 
 
+@pytest.mark.integration
 def test_measurement_starts_only_if_its_limit_fits_into_the_budget(gpu, plan, tmp_path):
     plan(a=lambda setup: {"s": 1.0})
     gpu.main(["--device", "cpu", "--toy", "--budget", "4", "--output", str(tmp_path / "gpu.json")])
@@ -118,6 +123,7 @@ def test_measurement_starts_only_if_its_limit_fits_into_the_budget(gpu, plan, tm
     assert "a" in run(gpu, tmp_path / "gpu.json", "--budget", "20")[1]
 
 
+@pytest.mark.integration
 def test_figures_of_a_failed_measurement_are_kept(gpu, plan, tmp_path):
     def measure(setup):
         raise gpu.Failure("one test failed", {"failed": 1.0})
@@ -127,6 +133,7 @@ def test_figures_of_a_failed_measurement_are_kept(gpu, plan, tmp_path):
     assert code == 1 and results["tests"]["figures"] == {"failed": 1.0} and results["tests"]["error"]
 
 
+@pytest.mark.integration
 def test_gpu_benchmark_does_not_mix_results_of_two_devices_or_of_toy_runs(gpu, plan, tmp_path, monkeypatch):
     plan(a=lambda setup: {"s": 2.0})
     run(gpu, tmp_path / "gpu.json")
@@ -137,6 +144,7 @@ def test_gpu_benchmark_does_not_mix_results_of_two_devices_or_of_toy_runs(gpu, p
         run(gpu, tmp_path / "gpu.json")
 
 
+@pytest.mark.integration
 def test_gpu_benchmark_raises_for_a_missing_device_or_measurement(gpu, tmp_path):
     with pytest.raises(UserError, match="--device"):
         gpu.main(["--device", "unknown", "--output", str(tmp_path / "gpu.json")])
@@ -155,6 +163,7 @@ def test_plan_lists_all_measurements_in_ten_minutes_and_starts_none(gpu, tmp_pat
     assert 0 < sum(each.limit for each in gpu.MEASUREMENTS) <= 600
 
 
+@pytest.mark.integration
 def test_run_tests_counts_outcomes_and_other_reasons_to_skip(gpu, setup, tmp_path):
     file = tmp_path / "test_outcomes.py"
     marked = "import pytest\npytestmark = pytest.mark.cuda\n"

@@ -5,8 +5,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from fastamp.inference.features_file import write_arrays
+
+pytestmark = pytest.mark.integration
 
 ROOT = Path(__file__).parents[2]
 

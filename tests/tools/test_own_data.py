@@ -29,6 +29,7 @@ def train(name, output, *opts):
     return results(output)
 
 
+@pytest.mark.end_to_end
 def test_training_on_csv_dataset_gives_same_metrics_as_market1501(pictures, tmp_path, monkeypatch, capsys):
     lines = ["path,pid,camid,split"]
     for folder, split in (("bounding_box_train", "train"), ("query", "query"), ("bounding_box_test", "gallery")):
@@ -48,6 +49,7 @@ def test_training_on_csv_dataset_gives_same_metrics_as_market1501(pictures, tmp_
     assert mine[f"{name}/mAP"] == market["Market1501/mAP"] and mine[f"{name}/Rank-1"] == market["Market1501/Rank-1"]
 
 
+@pytest.mark.integration
 def test_training_on_folder_dataset_gives_nonzero_map(pictures, tmp_path, monkeypatch):
     for file in sorted(pictures.rglob("bounding_box_train/*.jpg")):
         person = tmp_path / "people" / f"person {file.name[:4]}"
@@ -62,6 +64,7 @@ def test_training_on_folder_dataset_gives_nonzero_map(pictures, tmp_path, monkey
     assert found[f"{name}/mAP"] > 0
 
 
+@pytest.mark.integration
 def test_resume_fails_if_labels_in_csv_dataset_have_changed(pictures, tmp_path, monkeypatch, capfd):
     files = sorted(pictures.rglob("bounding_box_train/*.jpg"))
     rows = [f"{file},{file.name[:4]},train" for file in files]

@@ -28,6 +28,7 @@ def test_plain_train_net_has_at_most_130_lines():
     assert len(Path(plain_train_net.__file__).read_text().splitlines()) <= 130
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("precision", ["off", "bf16", "fp16"])
 def test_final_weights_of_plain_train_net_equal_those_of_train_net(demo, tmp_path, precision):
     options = ("SOLVER.AMP", precision, "SOLVER.CLIP_GRADIENTS", "True", "SOLVER.MAX_EPOCH", "2")
@@ -74,6 +75,7 @@ def test_plain_train_net_rejects_unsupported_config_keys(demo, tmp_path, capfd, 
     assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
+@pytest.mark.integration
 def test_plain_train_net_exits_with_2_if_config_file_is_missing():
     process = subprocess.run(
         [sys.executable, "tools/plain_train_net.py", "--config-file", "nowhere.yml"],

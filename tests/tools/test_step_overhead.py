@@ -38,6 +38,7 @@ def overhead():
 CLIP = ("SOLVER.CLIP_GRADIENTS.ENABLED", "True")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("opts", [(), CLIP, ("--dtype", "float16", *CLIP, "SOLVER.AMP.INIT_SCALE", "64")])
 def test_both_loops_train_the_same_weights(overhead, monkeypatch, tmp_path, opts):
     models = []

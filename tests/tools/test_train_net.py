@@ -43,6 +43,7 @@ def assert_input_error(demo, tmp_path, capfd):
     return check
 
 
+@pytest.mark.integration
 def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, capfd):
     output = tmp_path / "run"
     config = tmp_path / "base.yml"
@@ -115,6 +116,7 @@ def last_map(output):
     return [row["Demo/mAP"] for row in rows if "Demo/mAP" in row][-1]
 
 
+@pytest.mark.integration
 def test_grayscale_training_needs_no_key_except_input_channels(demo, tmp_path, capfd):
     output = tmp_path / "run"
     jitter = ("INPUT.CJ.ENABLED", "True", "INPUT.CJ.PROB", "1.0", "TEST.BASELINES", "True", "SOLVER.AMP", "bf16")
@@ -135,6 +137,7 @@ def test_grayscale_training_needs_no_key_except_input_channels(demo, tmp_path, c
     assert code == 2 and "do not match the model" in stderr and "INPUT.CHANNELS" in stderr
 
 
+@pytest.mark.integration
 def test_model_uses_fourth_image_channel(demo_root, tmp_path, monkeypatch, capfd):
     """The fourth channel of RGBA images encodes the identity; without it the mAP drops."""
     root = tmp_path / "datasets"
@@ -159,6 +162,7 @@ def test_model_uses_fourth_image_channel(demo_root, tmp_path, monkeypatch, capfd
     assert results["mAP"] < last_map(output) - 20
 
 
+@pytest.mark.integration
 def test_evaluation_log_mentions_flip_test_and_baselines(demo, tmp_path, capfd):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.FLIP", "True", "TEST.BASELINES", "True")
     assert run(capfd, *options)[0] == 0
@@ -175,6 +179,7 @@ def test_train_net_exits_with_2_if_dataset_is_missing_or_empty(assert_input_erro
     assert_input_error(*market, message="Market-1501-v15.09.15")
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("workers", ["0", "1"])
 def test_train_net_error_names_corrupt_image(demo_root, tmp_path, monkeypatch, capfd, workers):
     root = tmp_path / "datasets"
@@ -303,6 +308,7 @@ def test_train_net_exits_with_2_for_several_machines_without_dist_url(assert_inp
     assert_input_error(argv=["--num-machines", "2"], message="--dist-url")
 
 
+@pytest.mark.integration
 def test_resume_with_another_model_exits_with_2_and_keeps_checkpoint(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     before = (tmp_path / "model_final.pth").read_bytes()
@@ -318,6 +324,7 @@ def test_train_net_accepts_a_flag_after_key_value_pairs(demo, tmp_path, capfd):
     assert not (tmp_path / "model_final.pth").exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -334,6 +341,7 @@ def test_resume_with_another_optimizer_or_batch_size_exits_with_2(demo, tmp_path
     assert (tmp_path / "config.yaml").read_text() == config
 
 
+@pytest.mark.integration
 def test_resume_with_another_weight_average_exits_with_2(demo, tmp_path, capfd):
     ema = ("SOLVER.EMA.ENABLED", "True")
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
@@ -347,6 +355,7 @@ def test_resume_with_another_weight_average_exits_with_2(demo, tmp_path, capfd):
     assert "weight average (ema)" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.integration
 def test_resume_applies_and_logs_changed_learning_rate(demo, tmp_path, capfd):
     assert run(capfd, *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1"))[0] == 0
     changed = ("SOLVER.MAX_EPOCH", "2", "SOLVER.BASE_LR", "1e-5", "SOLVER.WEIGHT_DECAY", "0.25")
@@ -366,6 +375,7 @@ def test_resume_exits_with_2_if_last_checkpoint_file_is_invalid(demo, tmp_path, 
     assert code == 2 and "last_checkpoint names" in stderr
 
 
+@pytest.mark.integration
 def test_resume_repeats_evaluation_that_failed_after_last_epoch(demo_root, tmp_path, monkeypatch, capfd):
     root = tmp_path / "datasets"
     shutil.copytree(demo_root, root)
@@ -381,6 +391,7 @@ def test_resume_repeats_evaluation_that_failed_after_last_epoch(demo_root, tmp_p
     assert "only evaluating" in (tmp_path / "run/log.txt").read_text()
 
 
+@pytest.mark.integration
 def test_list_config_flag_with_closed_stdout_prints_no_traceback():
     process = subprocess.run(
         f"{sys.executable} tools/train_net.py --list-config | head -1",
@@ -400,6 +411,7 @@ def test_list_config_flag_prints_config_keys_with_descriptions(capsys):
     assert "SOLVER" in capsys.readouterr().err
 
 
+@pytest.mark.integration
 def test_train_net_exits_with_2_without_traceback_if_config_file_is_missing():
     process = subprocess.run(
         [sys.executable, "tools/train_net.py", "--config-file", "nowhere.yml"], capture_output=True, text=True, cwd=ROOT
@@ -409,6 +421,7 @@ def test_train_net_exits_with_2_without_traceback_if_config_file_is_missing():
     assert "Traceback" not in process.stderr
 
 
+@pytest.mark.integration
 def test_train_net_exits_with_2_for_invalid_checkpoint_entries(demo, tmp_path, capfd):
     """Entries other than the weights are also validated; in an untrusted file they may have any type."""
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "SOLVER.EMA.ENABLED", "True")

@@ -34,6 +34,7 @@ def colors(crops):
     return np.stack(features)
 
 
+@pytest.mark.integration
 def test_appearance_gives_fewer_switches_than_motion(sequence):
     detections, truth = read_boxes(sequence / "det/det.txt"), read_boxes(sequence / "gt/gt.txt")
     random = np.random.default_rng(0)
