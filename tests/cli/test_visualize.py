@@ -62,7 +62,7 @@ def test_visualize_dpi_sets_the_size_of_the_image(demo, checkpoint, tmp_path):
         with Image.open(tmp_path / str(dpi) / "Demo" / "cmc.png") as image:
             sizes.append(image.size)
     assert sizes[1] == (2 * sizes[0][0], 2 * sizes[0][1])
-    with pytest.raises(ConfigError, match="--dpi must be in 20..1200, got 5"):
+    with pytest.raises(ConfigError, match=r"--dpi.* 5\b"):
         draw(checkpoint, "--dpi", 5)
 
 

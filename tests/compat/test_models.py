@@ -243,7 +243,7 @@ def test_model_with_an_own_loss_is_trained_on_several_labels_per_image(cfg):
 
 def test_labels_of_the_usual_losses_are_still_checked(cfg):
     model = build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2})).train()
-    with pytest.raises(ValueError, match="targets: expected a tensor"):
+    with pytest.raises(ValueError, match="targets"):
         model({"images": torch.zeros(2, 3, 64, 32), "targets": torch.zeros(2, 2)})
 
 

@@ -104,7 +104,7 @@ def test_open_cache_is_not_affected_by_changed_image_files(items):
 
 def test_cache_build_with_corrupt_image_raises_and_leaves_no_cache(items):
     Path(items[70].path).write_bytes(b"no image")
-    with pytest.raises(DataError, match="cannot read the image .*70 ü.png"):
+    with pytest.raises(DataError, match="70 ü.png"):
         ImageCache(items, SHAPE, Read(items), where="disk")
     folder = Path(os.environ["FASTAMP_DATASETS"]) / ".fastamp-cache"
     assert [file.suffix for file in folder.iterdir()] == [".lock"]
@@ -112,7 +112,7 @@ def test_cache_build_with_corrupt_image_raises_and_leaves_no_cache(items):
 
 def test_cache_build_with_missing_image_raises_with_path(items):
     os.unlink(items[5].path)
-    with pytest.raises(DataError, match="cannot read the image .*/5 ü.png: No such file"):
+    with pytest.raises(DataError, match="/5 ü.png.*No such file"):
         ImageCache(items, SHAPE, Read(items), where="disk")
 
 

@@ -122,7 +122,7 @@ def test_categories_fix_the_numbers_of_training_and_test_images():
 
 def test_missing_integers_and_negative_ones_are_an_error():
     assert encode([-1, -2]).values.tolist() == [-1, -2]
-    with pytest.raises(DataError, match="negative values such as -2"):
+    with pytest.raises(DataError, match="-2"):
         encode([None, -2])
 
 
@@ -133,7 +133,7 @@ def test_floats_that_float32_cannot_distinguish_are_reported(caplog):
 
 
 def test_reserved_names_are_an_error():
-    with pytest.raises(DataError, match="cannot be named targets"):
+    with pytest.raises(DataError, match="targets"):
         PackedItems.of([ImageItem("a.jpg", 1, 0, columns={"targets": 1})])
 
 
@@ -263,7 +263,7 @@ def test_balanced_epoch_counts_the_most_frequent_value_for_all():
 
 
 def test_column_without_values_is_an_error():
-    with pytest.raises(ConfigError, match="'side' of .* has no values"):
+    with pytest.raises(ConfigError, match="'side'"):
         integers_of("side", {"side": np.array([-1, -1])}, "DATALOADER.BALANCE_COLUMN", "the training set")
 
 

@@ -175,7 +175,7 @@ def test_batch_size_must_be_a_multiple(batch_size, world_size):
 
 
 def test_too_few_identities():
-    with pytest.raises(DataError, match="a batch needs 6"):
+    with pytest.raises(DataError, match=r"needs 6\b"):
         make(batch_size=48)
 
 
@@ -283,7 +283,7 @@ def test_interleaved_frames_of_a_csv_file_are_grouped(video):
 
 def test_missing_column_lists_the_available_ones(tmp_path):
     file = write_video(tmp_path, header="track")
-    with pytest.raises(ConfigError, match=r"no column 'tracklet'; available columns: camera, track\. Did you mean"):
+    with pytest.raises(ConfigError, match=r"'tracklet'.*camera, track\b"):
         build_reid_train_loader(config(file))
     loader, num_query = build_reid_test_loader(config(file, "TEST.TRACKLET.FRAMES", "2"), f"csv:{file}")
     assert len(loader.dataset) == 40 and num_query == 20
@@ -303,7 +303,7 @@ def test_tracklet_with_several_identities_or_cameras_is_named(video, build, colu
 
 def test_numbers_with_decimals_are_not_tracklets(video):
     file = lines_changed(video, tracklet=lambda name, _: name.replace("_", ".", 1).replace("_", ""))
-    with pytest.raises(DataError, match="must be text or integers"):
+    with pytest.raises(DataError, match="tracklet"):
         build_reid_train_loader(config(file))
 
 

@@ -140,7 +140,7 @@ def test_demo_dataset_without_attributes_csv_is_complete(small, tmp_path):
 
 
 def test_image_attributes_raises_if_folder_is_not_a_demo_dataset(tmp_path):
-    with pytest.raises(DataError, match="not a demo dataset"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         image_attributes(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

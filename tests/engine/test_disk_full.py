@@ -87,7 +87,7 @@ def test_failed_checkpoint_write_keeps_the_previous_checkpoint(demo, tmp_path, c
 def test_failed_atomic_write_keeps_the_old_file(tmp_path, room):
     path = tmp_path / "a.pth"
     write_atomically(path, lambda file: torch.save({"a": torch.zeros(3)}, file))
-    with full_disk(room), pytest.raises(WriteError, match="a.pth cannot be written: File too large"):
+    with full_disk(room), pytest.raises(WriteError, match=r"a\.pth.*File too large"):
         write_atomically(path, lambda file: torch.save({"a": torch.zeros(10_000)}, file))
     assert torch.load(path, weights_only=True)["a"].shape == (3,)
     assert [each.name for each in tmp_path.iterdir()] == ["a.pth"]
@@ -98,7 +98,7 @@ def test_failed_metrics_write_leaves_no_partial_line(tmp_path):
         path = writer._file.path
         writer.write(1, {"loss": 1.0})
         before = path.read_bytes()
-        with full_disk(len(before) + 10), pytest.raises(WriteError, match=rf"{path.name} cannot be written"):
+        with full_disk(len(before) + 10), pytest.raises(WriteError, match=path.name):
             writer.write(2, {"loss": 1.0})
         assert path.read_bytes() == before
         writer.write(3, {"loss": 1.0})

@@ -161,7 +161,7 @@ def test_read_only_output_dir_is_a_user_error(demo, tmp_path):
     tiny.train(tmp_path)
     tmp_path.chmod(0o500)
     try:
-        with pytest.raises(ConfigError, match="cannot be written"):
+        with pytest.raises(ConfigError, match=str(tmp_path)):
             tiny.train(tmp_path)
     finally:
         tmp_path.chmod(0o700)

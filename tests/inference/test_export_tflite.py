@@ -269,7 +269,7 @@ def test_tflite_file_cannot_take_images_of_any_size(stand_in, predictor, tmp_pat
 )
 def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp_path, worker, cause):
     python(worker)
-    with pytest.raises(ExportError, match=f"TFLite conversion failed.*{cause}"):
+    with pytest.raises(ExportError, match=cause):
         export(predictor, tmp_path / "model.tflite", data="")
     assert [each.name for each in tmp_path.iterdir()] == ["environment"]
 
@@ -277,7 +277,7 @@ def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp
 @pytest.mark.integration
 def test_python_that_has_vanished_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "python"))
-    with pytest.raises(ExportError, match=f"python cannot be run.*No such file.*\n.*{VARIABLE}"):
+    with pytest.raises(ExportError, match=f"No such file.*\n.*{VARIABLE}"):
         tflite_format.run_worker("run", tmp_path)
 
 
@@ -300,7 +300,7 @@ def test_worker_is_stopped_if_the_export_is_interrupted(python, tmp_path, monkey
 def test_exported_file_that_is_damaged_or_cannot_be_run_is_rejected(tmp_path):
     pytest.importorskip("ai_edge_litert")
     (tmp_path / "model.tflite").write_bytes(b"TFL3")
-    with pytest.raises(WeightsError, match="cannot be read as TFLite"):
+    with pytest.raises(WeightsError, match=r"model\.tflite.*TFLite"):
         ExportedModel(tmp_path / "model.tflite")
 
 
@@ -309,5 +309,5 @@ def test_file_with_a_zip_of_another_program_is_named_as_not_exported(tmp_path, m
         monkeypatch.setitem(sys.modules, name, mock.MagicMock())
     with zipfile.ZipFile(tmp_path / "model.tflite", "w") as archive:
         archive.writestr("labels.txt", "person")
-    with pytest.raises(WeightsError, match="not written by `fastamp export`"):
+    with pytest.raises(WeightsError, match="`fastamp export`"):
         ExportedModel(tmp_path / "model.tflite")

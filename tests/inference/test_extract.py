@@ -297,7 +297,7 @@ def test_commands_check_paths_before_the_model_is_loaded(command, words, images,
 
 def test_extraction_and_search_name_a_folder_that_is_not_writable(predictor, images, tmp_path, monkeypatch):
     monkeypatch.setattr("os.access", lambda path, mode: str(path) != str(tmp_path))
-    with pytest.raises(ConfigError, match=r"out\.npz: the folder is not writable"):
+    with pytest.raises(ConfigError, match=r"out\.npz"):
         extract(predictor, images, tmp_path / "out.npz")
     with pytest.raises(ConfigError, match=r"(?s)not writable.*--index"):
         open_gallery(images, of=predictor)
@@ -483,7 +483,7 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
             assert path.read_bytes() == content
     own.unlink()
     own.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(ConfigError, match="own.*No such file"):
         open_gallery(images, of=predictor, index=index)
 
 

@@ -298,9 +298,9 @@ def test_damaged_galleries_and_other_models_are_errors(tmp_path):
     (folder / "items.db").write_bytes(b"no database, but text that is long enough" * 100)
     with pytest.raises(DataError, match="damaged"):
         MutableGallery(folder)
-    with pytest.raises(DataError, match="not a gallery"):
+    with pytest.raises(DataError, match="items.db"):
         MutableGallery(tmp_path)
-    with pytest.raises(ConfigError, match="not a gallery"):
+    with pytest.raises(ConfigError, match=str(tmp_path)):
         create_or_open(tmp_path, model())
     with pytest.raises(WriteError):
         create_or_open(tmp_path / "missing" / "a.gallery", model())
@@ -315,11 +315,11 @@ def test_changes_after_the_files_were_removed_are_errors(tmp_path, replaced):
         if replaced:
             MutableGallery(folder, model()).close()
         # SQLite would write to the removed file, and the item would be lost.
-        with pytest.raises(WriteError, match="removed or replaced"):
+        with pytest.raises(WriteError, match=str(folder)):
             gallery.add([Item("b")], np.ones((1, WIDTH)))
         assert len(gallery) == 1
         for read in (lambda: gallery.search(np.ones((1, WIDTH))), lambda: gallery.picture("a"), gallery.refresh):
-            with pytest.raises(WriteError, match="removed or replaced"):
+            with pytest.raises(WriteError, match=str(folder)):
                 read()
 
 

@@ -258,7 +258,7 @@ def test_boxes_without_pixels_have_nan_features_and_log_a_warning(checkpoint, ca
     crops = predictor.features([frame[10:90, 10:40], empty, torch.zeros(3, 5, 0, dtype=torch.uint8)])
     assert crops.isnan().all(dim=1).tolist() == [False, True, True] and "1, 2" in caplog.text
     assert predictor.features(frame, boxes=bad).isnan().all()
-    with pytest.raises(DataError, match="image 1 has no pixels"):
+    with pytest.raises(DataError, match=r"\bimage 1\b"):
         predictor.compare(frame, empty)
 
 

@@ -403,7 +403,7 @@ def test_files_of_clip_set_image_tower_text_tower_and_words(tmp_path):
 
 
 def test_bad_input(tmp_path):
-    with pytest.raises(ConfigError, match="file not found.*\n.*bpe_simple_vocab"):
+    with pytest.raises(ConfigError, match="(?s)missing.gz.*bpe_simple_vocab"):
         build_model(demo("CLIPREID.VOCABULARY", str(tmp_path / "missing.gz")))
     (tmp_path / "damaged.gz").write_bytes(b"damaged")
     with pytest.raises(ConfigError, match="cannot read"):
@@ -430,7 +430,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(ConfigError, match="set CLIPREID.TEXT_WIDTH to 16"):
         build_model(demo(*opts, "CLIPREID.TEXT_WIDTH", "32"))
     opts = clip_file(tmp_path / "image.pth", **{"token_embedding.weight": None})
-    with pytest.raises(ConfigError, match="no text tower"):
+    with pytest.raises(ConfigError, match="image.pth"):
         build_model(demo(*opts))
     opts = clip_file(tmp_path / "wide.pth", **{"visual.proj": torch.zeros(128, 32)})
     with pytest.raises(WeightsError, match="proj: file .128, 32., model .128, 64."):

@@ -278,14 +278,14 @@ def test_all_columns_are_attributes_by_default_and_a_set_without_columns_is_an_e
     table = Path(data.removeprefix("csv:"))
     table.write_text("\n".join(line.rpartition(",")[0] for line in table.read_text().splitlines()) + "\n")
     opts = options(tmp_path / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", data, columns="[]")
-    with pytest.raises(ConfigError, match="has no columns"):
+    with pytest.raises(ConfigError, match="table.csv.*columns"):
         DefaultTrainer(read_config("FastAttr/Base-attribute", opts))
 
 
 def test_values_other_than_0_and_1_are_an_error(tmp_path):
     data = write_table(tmp_path, lambda index: f"red,{index}")
     opts = options(tmp_path / "run", "DATASETS.NAMES", data, "DATASETS.TESTS", data)
-    with pytest.raises(DataError, match=r"'hat' must have the values 0 and 1, or texts; found 2, 3"):
+    with pytest.raises(DataError, match=r"'hat'.* 2, 3"):
         DefaultTrainer(read_config("FastAttr/Base-attribute", opts))
 
 
@@ -390,7 +390,7 @@ def test_age_as_fastreid_reads_it_is_one_number(tmp_path, monkeypatch):
     assert trainer.model.attribute_loss.positive_rates.tolist() == [1.5, 0.5, 0.5]
     assert 0 <= trainer.train()["mA"] <= 100
     make_market(tmp_path, age=(1, 5))
-    with pytest.raises(DataError, match=r"'age' has the unexpected values \[5\]"):
+    with pytest.raises(DataError, match=r"'age'.*\[5\]"):
         list(Market1501AttrFastReID(tmp_path).train)
     assert folder.is_dir()
 
@@ -399,7 +399,7 @@ def test_missing_and_invalid_attribute_files_are_data_errors(tmp_path):
     from fastattr.datasets import Market1501Attr
 
     folder = make_market(tmp_path, age=(1, 5))
-    with pytest.raises(DataError, match=r"'age' has the unexpected values \[5\]"):
+    with pytest.raises(DataError, match=r"'age'.*\[5\]"):
         list(Market1501Attr(tmp_path).train)
     (folder / "market_attribute.mat").write_bytes(b"damaged")
     with pytest.raises(DataError, match="cannot read"):
@@ -436,7 +436,7 @@ def test_pa100k_reads_the_published_layout(tmp_path):
 
 def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint, tmp_path):
     make_image(tmp_path / "image.png")
-    with pytest.raises(ConfigError, match="does not recognize attributes"):
+    with pytest.raises(ConfigError, match="attributes"):
         Predictor(checkpoint).attributes(str(tmp_path / "image.png"))
 
 

@@ -102,7 +102,7 @@ def test_test_set_may_lack_a_class_but_not_have_another(folder, tmp_path):
     loader, _ = build_reid_test_loader(cfg, "ClassFolder")
     assert sorted(set(loader.dataset.labels.tolist())) == [0, 1]
     (tmp_path / "aside").rename(folder / "val" / "teal")
-    with pytest.raises(DataError, match="1 class without training images: 'teal'; the model has 3 classes"):
+    with pytest.raises(DataError, match="'teal'.*\\b3 classes"):
         DefaultTrainer(cfg)
 
 
@@ -186,9 +186,9 @@ def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, t
     )
     assert DefaultTrainer.test_weights(cfg) == expected
     image = Image.new("RGB", (50, 80), COLORS["blue"])
-    with pytest.raises(ConfigError, match="not a classifier with class names"):
+    with pytest.raises(ConfigError, match="class names"):
         Predictor(cfg).classify(image)
-    with pytest.raises(ConfigError, match="DATASETS.CLASSES has 2 names, but the model has 3 classes"):
+    with pytest.raises(ConfigError, match="DATASETS.CLASSES.* 2 .* 3 "):
         Predictor(cfg.with_values({"DATASETS.CLASSES": ("a", "b")})).classify(image)
     named = Predictor(cfg.with_values({"DATASETS.CLASSES": ORDER})).classify([image, image])
     assert named == Predictor(run / "model_final.pth").classify([image, image])
@@ -212,19 +212,17 @@ def test_invalid_settings(folder, demo, tmp_path, opts, error, message):
 
 def test_empty_class_folders(folder, tmp_path):
     (folder / "train" / "none").mkdir()
-    with pytest.raises(DataError, match="no images in .*none"):
+    with pytest.raises(DataError, match="/none"):
         build_reid_train_loader(config(folder, tmp_path / "run"))
     (tmp_path / "empty/train").mkdir(parents=True)
     (tmp_path / "empty/val").mkdir()
-    with pytest.raises(DataError, match="no class folders in"):
+    with pytest.raises(DataError, match="/empty"):
         build_reid_train_loader(config(tmp_path / "empty", tmp_path / "run"))
 
 
 @pytest.mark.integration
 def test_head_without_logits_is_an_error(folder, tmp_path):
-    with pytest.raises(
-        ConfigError, match="expected logits of 3 classes, got 16 values from MODEL.HEADS.NAME=EmbeddingHead"
-    ):
+    with pytest.raises(ConfigError, match="3 classes.* 16 .*MODEL.HEADS.NAME=EmbeddingHead"):
         DefaultTrainer(
             config(folder, tmp_path / "run", "MODEL.HEADS.NAME", "EmbeddingHead", "SOLVER.MAX_EPOCH", "1")
         ).train()

@@ -302,15 +302,15 @@ def test_bfloat16_training_resume_and_evaluation_without_the_teacher(fastdistill
 
 
 def test_invalid_teachers_are_errors(fastdistill, teacher, tmp_path):
-    with pytest.raises(ConfigError, match="DistillerOverhaul requires a teacher"):
+    with pytest.raises(ConfigError, match="DistillerOverhaul"):
         make(tmp_path)
-    with pytest.raises(ConfigError, match="MODEL.COMPILE=aot_eager is not supported"):
+    with pytest.raises(ConfigError, match="MODEL.COMPILE.*aot_eager"):
         make(tmp_path, *teacher, "MODEL.COMPILE", "aot_eager")
     opts = ("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH))
     other = write_teacher(tmp_path, *opts, name="other")
-    with pytest.raises(ConfigError, match="no stages of residual blocks.*\n.*build_resnet_backbone_distill"):
+    with pytest.raises(ConfigError, match="(?s)build_tiny_backbone.*build_resnet_backbone_distill"):
         make(tmp_path, *other)
-    with pytest.raises(ConfigError, match="no stages of residual blocks"):
+    with pytest.raises(ConfigError, match="stages"):
         make(tmp_path, *teacher, *opts)
     other = write_teacher(tmp_path, "MODEL.BACKBONE.LAST_STRIDE", "2", name="other")
     with pytest.raises(ConfigError, match=r"stage 2 are \(4, 2\).* \(3, 2\)"):
@@ -321,7 +321,7 @@ def test_teacher_with_another_number_of_stages_is_an_error(fastdistill, teacher,
     model = make(tmp_path, *teacher)
     one = nn.Module()
     one.layer1 = model.backbone.layer1
-    with pytest.raises(ConfigError, match="2 stages, but the teacher's Module has 1"):
+    with pytest.raises(ConfigError, match="\\b2 stages.*\\b1\\b"):
         model._build_connectors(one)
 
 

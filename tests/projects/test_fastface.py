@@ -199,7 +199,7 @@ def test_images_that_are_not_resized_are_trained_with_the_configured_width(tmp_p
     make_faces(tmp_path)
     sizes = ("INPUT.SIZE_TRAIN", "[0]", "INPUT.SIZE_TEST", "[0]")
     assert "Accuracy" in DefaultTrainer(tiny_recipe(tmp_path / "run", *sizes)).train()
-    with pytest.raises(ConfigError, match="outputs 512 values for a feature map of 512 x 1 x 1; expected 1024"):
+    with pytest.raises(ConfigError, match="512 x 1 x 1.*1024"):
         DefaultTrainer(tiny_recipe(tmp_path / "other", *sizes, "MODEL.BACKBONE.FEAT_DIM", "1024")).train()
 
 
@@ -383,7 +383,7 @@ def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeyp
 
     content = (tmp_path / "train.rec").read_bytes()
     (tmp_path / "train.rec").write_bytes(content[:-200])
-    with pytest.raises(DataError, match=r"record \d+ (is damaged or truncated|begins at byte)"):
+    with pytest.raises(DataError, match=r"record \d+"):
         DefaultTrainer(recipe("packed2"))
     (tmp_path / "train.idx").unlink()
     for missing in ("train.idx", "train.rec"):
@@ -394,7 +394,7 @@ def test_training_reads_a_record_file_like_the_unpacked_folder(tmp_path, monkeyp
 
 def test_record_file_that_no_training_set_reads_is_a_config_error(tmp_path, demo):
     opts = ("DATASETS.REC_PATH", "train.rec", "DATASETS.TESTS", "DemoFaces", "DATASETS.NAMES", "DemoFaces")
-    with pytest.raises(ConfigError, match="is not read by the training sets DemoFaces"):
+    with pytest.raises(ConfigError, match="DATASETS.REC_PATH.*train.rec.*DemoFaces"):
         DefaultTrainer(tiny_recipe(tmp_path / "run", *opts))
 
 
@@ -557,7 +557,7 @@ def test_true_accept_rates_equal_a_loop_over_all_thresholds():
     for scores in (rng.normal(size=400) + same, rng.integers(5, size=400) + 2.0 * same):
         rates = np.array([0, 0.001, 0.01, 0.1, 0.29, 0.5, 1])
         np.testing.assert_allclose(true_accept_rates(scores, same, rates), naive_rates(scores, same, rates))
-    with pytest.raises(DataError, match="of one and of different identities"):
+    with pytest.raises(DataError, match=r"\b3 and 0\b"):
         true_accept_rates(np.ones(3), np.ones(3, dtype=bool), np.array([0.1]))
 
 
@@ -575,7 +575,7 @@ def test_templates_are_sums_of_the_means_of_their_media():
     rows = dict(zip(numbers.tolist(), pooled, strict=True))
     expected = [rows[a] @ rows[b] for a, b in zip(first.tolist(), second.tolist(), strict=True)]
     np.testing.assert_allclose(pair_scores(numbers, pooled, first, second), expected)
-    with pytest.raises(DataError, match="1 templates of the pairs have no image, e.g. 8"):
+    with pytest.raises(DataError, match=r"\b1 templates.* 8\b"):
         pair_scores(numbers, pooled, np.array([8]), np.array([0]))
 
 
@@ -619,9 +619,9 @@ def test_damaged_lists_of_templates_are_data_errors(tmp_path, text):
 
     path = tmp_path / "list.txt"
     path.write_text(text)
-    with pytest.raises(DataError, match="expected rows of template, template, label"):
+    with pytest.raises(DataError, match="template, template, label"):
         read_table(path, ("template", "template", "label"))
-    with pytest.raises(DataError, match="expected rows of image, template, medium"):
+    with pytest.raises(DataError, match="image, template, medium"):
         read_table(path, ("image", "template", "medium"))
     path.write_text("0 1 1\n5 -7 0\n")
     columns = read_table(path, ("template", "template", "label"))

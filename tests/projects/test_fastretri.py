@@ -86,10 +86,10 @@ def test_own_files_of_a_dataset_are_preferred(root):
 @pytest.mark.parametrize("line", ["images/1.png", "images/1.png,", ",3"])
 def test_invalid_lines_are_errors(root, line):
     (root / "Cars_196/train.txt").write_text(f"{line}\n")
-    with pytest.raises(DataError, match=r"Cars196: expected lines such as 'images/0001.jpg,17' in .*train.txt"):
+    with pytest.raises(DataError, match=r"Cars196.*'images/0001.jpg,17'.*train.txt"):
         build_dataset("Cars196").train  # noqa: B018
     (root / "Cars_196/train.txt").write_text("gone.png,1\n")
-    with pytest.raises(DataError, match="image not found: .*gone.png"):
+    with pytest.raises(DataError, match="gone.png"):
         build_dataset("Cars196").train  # noqa: B018
     (root / "Cars_196/test.txt").unlink()
     with pytest.raises(DataError, match=r"test.txt"):

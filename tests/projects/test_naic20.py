@@ -163,7 +163,7 @@ def test_damaged_lists_are_named(root, content, message):
 
 def test_long_tail_without_other_identities_is_an_error(root):
     (root / "naic/2020_NAIC/chusai/train/label.txt").write_text("a.png:3\nb.png:4\n")
-    with pytest.raises(DataError, match=r"each of the 2 training identities[\s\S]*fix: set DATASETS.RM_LT False"):
+    with pytest.raises(DataError, match=r"\b2 training[\s\S]*DATASETS.RM_LT False"):
         load("NAIC20_R1").train  # noqa: B018
 
 
@@ -212,5 +212,5 @@ def test_ensemble_of_other_images_is_an_error(tmp_path):
             config_hash=np.array("0"), checkpoint=np.array("x"), metric=np.array("cosine"),
         )  # fmt: skip
     files = [str(tmp_path / f"{name}.npz") for name in ("a", "b")]
-    with pytest.raises(DataError, match="1 of them missing, e.g. 3.png"):
+    with pytest.raises(DataError, match=r"\b1 of .* 3\.png"):
         ensemble.main(ensemble.parse(["-o", str(tmp_path / "c.npz"), *files]))

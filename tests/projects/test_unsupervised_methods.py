@@ -235,7 +235,7 @@ def test_labeled_dataset_is_checked_by_itself(data):
 def test_odd_batches_cannot_be_halved(data):
     table = write_table(data, "target.csv", identities=False)
     opts = ("DATASETS.NAMES", f"[Demo, '{table}']", "UNSUPERVISED.LABELED", "[Demo]", "SOLVER.IMS_PER_BATCH", "15")
-    with pytest.raises(ConfigError, match="cannot be halved"):
+    with pytest.raises(ConfigError, match="SOLVER.IMS_PER_BATCH 15"):
         trainer_of(data / "run", *opts)
 
 
@@ -267,7 +267,7 @@ def test_other_loss_on_resume(data):
     trainer.train()
     state = trainer.trainer.state_dict()
     other = trainer_of(data / "other", *METHODS["spcl"])
-    with pytest.raises(ValueError, match="no memory of HybridMemoryLoss"):
+    with pytest.raises(ValueError, match="HybridMemoryLoss"):
         other.trainer.load_state_dict(state)
 
 

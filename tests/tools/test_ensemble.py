@@ -53,11 +53,11 @@ def test_distances_of_the_ensemble_are_the_weighted_mean(tmp_path, metric):
 
 def test_files_of_other_images_or_identities_are_data_errors(tmp_path):
     first = member(0)
-    with pytest.raises(DataError, match="20 images, 1 of them missing, e.g. 19.jpg"):
+    with pytest.raises(DataError, match=r"\b20 images, 1 .* 19\.jpg"):
         other = member(1)
         other.paths[19] = "x.jpg"
         ensemble.rows_of(first, other)
-    with pytest.raises(DataError, match="not of the images"):
+    with pytest.raises(DataError, match=r"\b20 and 10\b|\b10 and 20\b"):
         ensemble.rows_of(member(0, count=10), first)
     with pytest.raises(DataError, match="pids in"):
         other = member(1)

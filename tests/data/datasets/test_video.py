@@ -101,13 +101,13 @@ def test_cloth_changing_protocols_rank_tracklets_of_ccvid(root):
 
     found = evaluate("cloth_changing")
     assert (found["num_query"], found["num_gallery"], found["num_frames"]) == (1, 2, 4)
-    with pytest.raises(DataError, match="none of the 1 queries"):
+    with pytest.raises(DataError, match="1 queries"):
         evaluate("same_clothes")
 
 
 @pytest.mark.parametrize(("name", "key"), [("iLIDSVID", "ILIDSVID"), ("PRID2011", "PRID2011")])
 def test_unknown_split(name, key, root):
-    with pytest.raises(ConfigError, match=rf"DATASETS.{key}.SPLIT must be in 0..1, got 7"):
+    with pytest.raises(ConfigError, match=rf"DATASETS.{key}.SPLIT.* 7\b"):
         build(name, root, **{f"{key}__SPLIT": "7"})
 
 
