@@ -134,15 +134,16 @@ def test_version_option_lists_dependencies_and_gpu(capsys):
     assert all(f"\n{name} " in f"\n{out}" for name in ("fastamp", "Python", "torch", "torchvision")) and "GPU" in out
 
 
-@pytest.mark.parametrize("command", WITH_MODULE)
-def test_command_help_shows_usage_and_summary(command, capsys):
-    module = command_module(command)
-    with pytest.raises(SystemExit) as end:
-        main([command, "--help"])
-    out = capsys.readouterr().out
-    assert end.value.code == 0 and f"usage: fastamp {command}" in out
-    assert module.__doc__.splitlines()[0] in out
-    assert f"fastamp {command}" in out[out.index("\nexamples:") :]
+def test_command_help_shows_usage_and_summary(capsys, subtests):
+    for command in WITH_MODULE:
+        with subtests.test(command):
+            module = command_module(command)
+            with pytest.raises(SystemExit) as end:
+                main([command, "--help"])
+            out = capsys.readouterr().out
+            assert end.value.code == 0 and f"usage: fastamp {command}" in out
+            assert module.__doc__.splitlines()[0] in out
+            assert f"fastamp {command}" in out[out.index("\nexamples:") :]
 
 
 def test_fastamp_exits_with_0_on_success_and_2_for_invalid_input(demo, tmp_path, capsys):

@@ -44,9 +44,11 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module in NAMES for name in NAMES[module].split()])
-def test_name_exists(module, name):
-    assert getattr(importlib.import_module(f"fastamp.{module}"), name) is not None
+def test_name_exists(subtests):
+    for path, names in NAMES.items():
+        for name in names.split():
+            with subtests.test(f"{path} {name}"):
+                assert getattr(importlib.import_module(f"fastamp.{path}"), name) is not None
 
 
 def test_module_of_a_loss_does_not_replace_the_function():

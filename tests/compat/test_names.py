@@ -41,11 +41,6 @@ def cfg(demo, tmp_path):
     return config
 
 
-@pytest.fixture
-def model():
-    return nn.Linear(4, 2)
-
-
 def identities():
     """Two queries and three gallery images: distances, identities and cameras."""
     distances = np.array([[0.1, 0.2, 0.3], [0.3, 0.1, 0.2]], dtype=np.float32)
@@ -414,23 +409,31 @@ def check(name, found, cfg, model, tmp_path, image):
     return calls[name]()
 
 
-@pytest.mark.parametrize("module, name", [each for each in LIST if each[1] != "*"])
-def test_name_works_with_the_arguments_of_fastreid(module, name, cfg, model, tmp_path, monkeypatch):
-    image = tmp_path / "image.png"
-    Image.new("RGB", (32, 64), (200, 100, 50)).save(image)
-    found = load(module, name)
-    if (module, name) == ("fastreid.utils.checkpoint", "PeriodicCheckpointer"):
-        call_loop_checkpointer(found, load("fastreid.utils.checkpoint", "Checkpointer"), tmp_path)
-    elif (module, name) == ("fastreid.engine.hooks", "PeriodicCheckpointer"):
-        assert found(None, 3).period == 3
-    else:
-        assert check(name, found, cfg, model, tmp_path, image) in (True, None)
+def test_name_works_with_the_arguments_of_fastreid(cfg, tmp_path, subtests):
+    names = [(module, name) for module, name in LIST if name != "*"]
+    assert len(names) == 72
+    for number, (module, name) in enumerate(names):
+        with subtests.test(f"{module} {name}"):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            image = folder / "image.png"
+            Image.new("RGB", (32, 64), (200, 100, 50)).save(image)
+            found = load(module, name)
+            if (module, name) == ("fastreid.utils.checkpoint", "PeriodicCheckpointer"):
+                call_loop_checkpointer(found, load("fastreid.utils.checkpoint", "Checkpointer"), folder)
+            elif (module, name) == ("fastreid.engine.hooks", "PeriodicCheckpointer"):
+                assert found(None, 3).period == 3
+            else:
+                assert check(name, found, cfg.clone(), nn.Linear(4, 2), folder, image) in (True, None)
 
 
-@pytest.mark.parametrize("module", sorted({module for module, name in LIST if name == "*"}))
-def test_star_import_works(module):
-    module = importlib.import_module(module.replace("fastreid", "fastamp"))
-    assert all(hasattr(module, name) for name in module.__all__)
+def test_star_import_works(subtests):
+    modules = sorted({module for module, name in LIST if name == "*"})
+    assert modules
+    for name in modules:
+        with subtests.test(name):
+            module = importlib.import_module(name.replace("fastreid", "fastamp"))
+            assert all(hasattr(module, attribute) for attribute in module.__all__)
 
 
 def test_unknown_name_is_an_attribute_error():

@@ -192,22 +192,23 @@ def test_every_bias_has_the_rate_of_biases():
             assert rates[id(parameter)] == cfg.SOLVER.BASE_LR * (2 if "bias" in name else 1), name
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipes_load_with_the_published_settings(recipe):
-    cfg, (dataset, name) = read_config(f"CLIPReID/{recipe}", []), recipe.split("_", 1)
-    vit, vehicle = name.startswith("vit"), dataset in ("VeRi", "VehicleID")
-    assert cfg.PROJECTS == ("CLIPReID",) and (dataset,) == cfg.DATASETS.NAMES
-    assert tuple(cfg.INPUT.SIZE_TRAIN) == ((256, 256) if vehicle else (256, 128))
-    assert cfg.MODEL.PIXEL_MEAN[0] == (127.5 if vit else pytest.approx(0.485 * 255))
-    assert (120 if vit and not vehicle else 60) == cfg.CLIPREID.STAGE1.MAX_EPOCH
-    assert (256 if dataset == "VehicleID" else 64) == cfg.CLIPREID.STAGE1.IMS_PER_BATCH
-    assert (0.0 if recipe == "VehicleID_cnn_clipreid" else 0.1) == cfg.MODEL.LOSSES.CE.EPSILON
-    assert (0.25 if vit else 1.0) == cfg.MODEL.LOSSES.CE.SCALE
-    lr = (5e-5 if dataset == "VehicleID" else 5e-6) if vit else 3.5e-4
-    assert (lr, 60 if vit else 120) == (cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_EPOCH)
-    assert tuple(cfg.SOLVER.STEPS) == ((30, 50) if vit else (40, 70))
-    assert (1e-4 if vit else 5e-4) == cfg.SOLVER.WEIGHT_DECAY
-    assert ("vehicle" in cfg.CLIPREID.PROMPT) == vehicle
+def test_recipes_load_with_the_published_settings(subtests):
+    for recipe in RECIPES:
+        with subtests.test(recipe):
+            cfg, (dataset, name) = read_config(f"CLIPReID/{recipe}", []), recipe.split("_", 1)
+            vit, vehicle = name.startswith("vit"), dataset in ("VeRi", "VehicleID")
+            assert cfg.PROJECTS == ("CLIPReID",) and (dataset,) == cfg.DATASETS.NAMES
+            assert tuple(cfg.INPUT.SIZE_TRAIN) == ((256, 256) if vehicle else (256, 128))
+            assert cfg.MODEL.PIXEL_MEAN[0] == (127.5 if vit else pytest.approx(0.485 * 255))
+            assert (120 if vit and not vehicle else 60) == cfg.CLIPREID.STAGE1.MAX_EPOCH
+            assert (256 if dataset == "VehicleID" else 64) == cfg.CLIPREID.STAGE1.IMS_PER_BATCH
+            assert (0.0 if recipe == "VehicleID_cnn_clipreid" else 0.1) == cfg.MODEL.LOSSES.CE.EPSILON
+            assert (0.25 if vit else 1.0) == cfg.MODEL.LOSSES.CE.SCALE
+            lr = (5e-5 if dataset == "VehicleID" else 5e-6) if vit else 3.5e-4
+            assert (lr, 60 if vit else 120) == (cfg.SOLVER.BASE_LR, cfg.SOLVER.MAX_EPOCH)
+            assert tuple(cfg.SOLVER.STEPS) == ((30, 50) if vit else (40, 70))
+            assert (1e-4 if vit else 5e-4) == cfg.SOLVER.WEIGHT_DECAY
+            assert ("vehicle" in cfg.CLIPREID.PROMPT) == vehicle
 
 
 MERGES = "#version: tiny\np h\nph o\nt o</w>\npho to</w>\no f</w>\nx x\n"

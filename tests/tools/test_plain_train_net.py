@@ -63,16 +63,17 @@ def test_resume_of_finished_plain_training_evaluates_and_rejects_new_batch_size(
     assert "no checkpoint found in" in (tmp_path / "nothing/log.txt").read_text()
 
 
-@pytest.mark.parametrize("name", plain_train_net.UNSUPPORTED)
-def test_plain_train_net_rejects_unsupported_config_keys(demo, tmp_path, capfd, name):
-    values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
-    values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}
-    values |= {f"SOLVER.CHECKPOINT_{unit}": "3" for unit in ("ITERS", "MINUTES", "KEEP")}
-    values["SOLVER.AMP.ON_FAILURE"] = "float32"
-    key, _, value = name.partition(" ")
-    value = value or values.get(name, "True")
-    assert run(*tiny.tiny_options(tmp_path, key, value))[0] == 2
-    assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
+def test_plain_train_net_rejects_unsupported_config_keys(demo, tmp_path, capfd, subtests):
+    for name in plain_train_net.UNSUPPORTED:
+        with subtests.test(name):
+            values = {"SOLVER.ACCUM_STEPS": "2", "SOLVER.TRAINER": "AMPTrainer"}
+            values |= {f"SOLVER.FREEZE_{unit}": "3" for unit in ("ITERS", "EPOCHS", "FC_ITERS")}
+            values |= {f"SOLVER.CHECKPOINT_{unit}": "3" for unit in ("ITERS", "MINUTES", "KEEP")}
+            values["SOLVER.AMP.ON_FAILURE"] = "float32"
+            key, _, value = name.partition(" ")
+            value = value or values.get(name, "True")
+            assert run(*tiny.tiny_options(tmp_path, key, value))[0] == 2
+            assert re.search(rf"{name} .*tools/train_net.py", capfd.readouterr().err, re.DOTALL)
 
 
 @pytest.mark.integration

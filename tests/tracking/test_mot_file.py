@@ -15,14 +15,18 @@ def test_read_sorts_by_frame_and_keeps_the_lines(tmp_path):
     assert boxes.boxes[0].tolist() == [5.5, 6, 7, 8] and boxes.confidences.tolist() == [1, 0.5, 0.25]
 
 
-@pytest.mark.parametrize("separator", [",", ", ", ";", "\t", " ", "   "])
-@pytest.mark.parametrize("header", ["", "frame,id,bb_left,bb_top,bb_width,bb_height,conf\n", "# detector 3\n\n"])
-def test_separators_headers_and_comments(tmp_path, separator, header):
-    path = tmp_path / "det.txt"
-    rows = "1,-1,5.5,6,7,8,0.5\n2,-1,1,2,3,4,0.25,-1,-1,-1  # last\n"
-    path.write_text((header + rows).replace(",", separator))
-    boxes = read_boxes(path)
-    assert boxes.boxes.tolist() == [[5.5, 6, 7, 8], [1, 2, 3, 4]] and boxes.confidences.tolist() == [0.5, 0.25]
+def test_separators_headers_and_comments(tmp_path, subtests):
+    for header in ("", "frame,id,bb_left,bb_top,bb_width,bb_height,conf\n", "# detector 3\n\n"):
+        for separator in (",", ", ", ";", "\t", " ", "   "):
+            with subtests.test(f"{header} {separator}"):
+                path = tmp_path / "det.txt"
+                rows = "1,-1,5.5,6,7,8,0.5\n2,-1,1,2,3,4,0.25,-1,-1,-1  # last\n"
+                path.write_text((header + rows).replace(",", separator))
+                boxes = read_boxes(path)
+                assert boxes.boxes.tolist() == [[5.5, 6, 7, 8], [1, 2, 3, 4]] and boxes.confidences.tolist() == [
+                    0.5,
+                    0.25,
+                ]
 
 
 def test_written_boxes_can_be_read(tmp_path):
