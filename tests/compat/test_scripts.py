@@ -11,6 +11,8 @@ import tiny
 import yaml
 from PIL import Image
 
+pytestmark = pytest.mark.integration
+
 ROOT = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -43,7 +45,6 @@ def run(demo, tmp_path):
     return run
 
 
-@pytest.mark.integration
 def test_custom_dataset_script_runs(run, demo):
     for split, people in (("train", range(1, 9)), ("query", (20, 21)), ("gallery", (20, 21, 22))):
         folder = demo / "my_shop" / split
@@ -60,26 +61,22 @@ def test_custom_dataset_script_runs(run, demo):
     assert "IDENTITIES 8 CAMERAS 2" in out and "MyShop" in out and "mAP" in out
 
 
-@pytest.mark.integration
 def test_custom_backbone_head_and_model_script_runs(run):
     out = run("backbone", "MODEL.HEADS.CLS_LAYER", "CosSoftmax", "MODEL.HEADS.SCALE", "16", "MODEL.HEADS.MARGIN", "0.1")
     assert "loss_size" in out and "mAP" in out
 
 
-@pytest.mark.integration
 def test_custom_loss_script_runs(run):
     out = run("loss")
     assert "loss_contrastive" in out and "mAP" in out
 
 
-@pytest.mark.integration
 def test_custom_evaluator_script_runs(run):
     out = run("evaluator")
     assert "RECALL ['Recall@1', 'metric']" in out and "USUAL True" in out
     assert out.count("Recall@1") >= 2
 
 
-@pytest.mark.integration
 def test_custom_hook_and_trainer_script_runs(run, tmp_path):
     out = run("trainer")
     assert "STEPS True EPOCH 0" in out and "EVALUATED" in out

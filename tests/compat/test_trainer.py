@@ -14,6 +14,8 @@ from fastamp.evaluation import inference_on_dataset
 from fastamp.solver import build_lr_scheduler
 from fastamp.utils.events import JSONWriter
 
+pytestmark = pytest.mark.integration
+
 
 @pytest.fixture
 def cfg(demo, tmp_path):
@@ -60,7 +62,6 @@ class SameTrainer(DefaultTrainer):
         return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("trainer", [StepTrainer, OldTrainer])
 def test_own_scheduler_sets_the_learning_rate_and_is_resumed(trainer, cfg):
     rates = rates_of(trainer, cfg.with_values({"SOLVER.MAX_EPOCH": 3}))
@@ -72,7 +73,6 @@ def test_own_scheduler_sets_the_learning_rate_and_is_resumed(trainer, cfg):
     assert resumed == pytest.approx([1e-5] * steps)
 
 
-@pytest.mark.integration
 def test_schedulers_of_build_lr_scheduler_equal_the_schedule(cfg):
     values = {"SOLVER.WARMUP_ITERS": 3, "SOLVER.STEPS": (1,), "SOLVER.GAMMA": 0.5, "SOLVER.MAX_EPOCH": 3}
     cfg = cfg.with_values(values)
@@ -96,7 +96,6 @@ class WriterTrainer(DefaultTrainer):
         return [JSONWriter(f"{self.cfg.OUTPUT_DIR}/own.json"), self.lines]
 
 
-@pytest.mark.integration
 def test_own_writers_without_parameter(cfg, tmp_path):
     trainer = WriterTrainer(cfg)
     trainer.train()
@@ -117,7 +116,6 @@ class TestTrainer(DefaultTrainer):
         return OrderedDict({"mine": torch.tensor(7.0), "metric": float(cls.calls), "mAP": results["mAP"], "of": "x"})
 
 
-@pytest.mark.integration
 def test_own_method_test_is_called_in_training(cfg, tmp_path):
     TestTrainer.calls = 0
     results = TestTrainer(cfg).train()
@@ -162,7 +160,6 @@ class HooksTrainer(DefaultTrainer):
         ]
 
 
-@pytest.mark.integration
 def test_hooks_with_fastreids_arguments(cfg, tmp_path):
     trainer = HooksTrainer(cfg)
     trainer.train()

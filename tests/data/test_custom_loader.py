@@ -13,6 +13,8 @@ from fastamp.config import get_cfg
 from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.utils import comm
 
+pytestmark = pytest.mark.integration
+
 
 class Noise(Dataset):
     """Dataset whose images are random numbers."""
@@ -39,7 +41,6 @@ def first_images(*, seed=0, start=0):
     return next(iter(loader))["images"].flatten().tolist()
 
 
-@pytest.mark.integration
 def test_random_numbers_of_workers_depend_on_seed_rank_and_start(monkeypatch):
     reference = first_images()
     assert first_images() == reference
@@ -68,7 +69,6 @@ def test_each_pass_over_a_distributed_sampler_has_another_order(wrapped):
         assert [index for batch in batches for index in batch["targets"].tolist()] == expected[4 * start :]
 
 
-@pytest.mark.integration
 def test_wrapped_loader_calls_worker_init_fn():
     loader = DataLoader(Noise(), batch_size=4, num_workers=1, worker_init_fn=add)
     assert next(iter(CustomTrainLoader.wrap(loader, batch_size=4)))["added"].tolist() == [5.0] * 4
@@ -85,7 +85,6 @@ def loader_for(kind):
     return CustomTrainLoader.wrap(DataLoader(Noise(), batch_size=2, num_workers=1), batch_size=2)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["train", "wrapped", "test"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_workers_survive_signals_that_stop_the_main_process_after_the_step(kind, number):
@@ -95,7 +94,6 @@ def test_workers_survive_signals_that_stop_the_main_process_after_the_step(kind,
     assert len(list(itertools.islice(batches, 5))) == 5
 
 
-@pytest.mark.integration
 def test_iteration_over_test_loader_does_not_change_the_global_generator():
     before = torch.get_rng_state()
     assert len(list(loader_for("test"))) == 8

@@ -19,6 +19,8 @@ from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
+pytestmark = pytest.mark.integration
+
 HELPERS = Path(__file__).parents[1] / "helpers"
 FLOAT32 = (*tiny.PLAIN, "SOLVER.AMP", "off", "SOLVER.MAX_EPOCH", "1", "SOLVER.BASE_LR", "0.05")
 
@@ -28,7 +30,6 @@ def run(root, output, processes, *words, flags=()):
     return preloaded.run(HELPERS / "ranks.py", *flags, output, processes, *words, FASTAMP_DATASETS=str(root))
 
 
-@pytest.mark.integration
 def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
     """The run uses batch norm, dropout that differs between ranks, triplet loss, bfloat16 and a weight average."""
     options = ("SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True", "SOLVER.MAX_EPOCH", "1", "TEST.REPORT", "True")
@@ -49,7 +50,6 @@ def test_resume_with_two_processes_is_bit_identical(demo_root, tmp_path):
     assert not torch.equal(first["random"]["torch"], first["random"]["others"][0]["torch"])
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("before, now", [(2, 1), (1, 2)])
 def test_resume_with_different_process_count_matches_uninterrupted_run(demo_root, demo, tmp_path, before, now):
     """All processes skip the damaged checkpoint and resume from the previous checkpoint."""
@@ -79,7 +79,6 @@ def test_resume_with_different_process_count_matches_uninterrupted_run(demo_root
         torch.testing.assert_close(two[name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     "fault, message",
     [
@@ -99,7 +98,6 @@ def test_error_ends_all_processes_and_is_printed_once(demo_root, tmp_path, fault
     assert "Traceback" not in process.stderr
 
 
-@pytest.mark.integration
 def test_signal_to_parent_process_saves_checkpoint_and_stops_all_ranks(demo_root, tmp_path):
     command = [sys.executable, str(HELPERS / "ranks.py"), "--spawn", str(tmp_path), "2", *FLOAT32]
     command += ["SOLVER.MAX_EPOCH", "10000"]
@@ -120,7 +118,6 @@ def _raise_bug():
     raise AssertionError("a bug")
 
 
-@pytest.mark.integration
 def test_unexpected_exception_in_launched_processes_exits_with_1(capfd):
     with pytest.raises(SystemExit) as stop:
         launch(_raise_bug, 2)
@@ -144,7 +141,6 @@ def test_collectives_are_no_ops_in_a_single_process():
         launch(print, 0)
 
 
-@pytest.mark.integration
 def test_nonfinite_batch_on_one_rank_makes_every_rank_write_crash_dump(demo_root, tmp_path):
     """The images of rank 1 are infinite. All ranks skip the steps, and the error names rank 1."""
     limits = ("SOLVER.AMP.MAX_CONSECUTIVE_SKIPS", "1", "SOLVER.MAX_EPOCH", "2")

@@ -22,6 +22,8 @@ from fastamp.engine.command_line import TrainingInterrupted
 from fastamp.engine.loggers import check_loggers, in_group, without_trackers
 from fastamp.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.integration
+
 HELPERS = Path(file_tracker.__file__).parent
 TIMED = ("time", "data_time", "images_per_second", "eta_seconds", "peak_memory_mb")
 FILE = ("LOGGERS", "file", "SOLVER.MAX_EPOCH", "2", "TRACKING.TIMEOUT", "30")
@@ -77,7 +79,6 @@ def untracked(demo_root, tmp_path_factory):
     return folder
 
 
-@pytest.mark.integration
 def test_tracker_receives_config_metrics_and_files(demo, tmp_path, untracked):
     run(tmp_path, *FILE, "TEST.REPORT", "True", "TRACKING.TAGS", "a", "TRACKING.PROJECT", "cities")
     calls = read_calls(tmp_path)
@@ -93,7 +94,6 @@ def test_tracker_receives_config_metrics_and_files(demo, tmp_path, untracked):
     assert_same_run(tmp_path, untracked)
 
 
-@pytest.mark.integration
 def test_resume_continues_the_same_run_and_a_new_run_does_not(demo, tmp_path):
     options = (*FILE, "SOLVER.MAX_EPOCH", "4")
 
@@ -116,7 +116,6 @@ def test_resume_continues_the_same_run_and_a_new_run_does_not(demo, tmp_path):
     assert read_calls(tmp_path)[0][1]["run_id"] == "" and len(read_calls(tmp_path / "previous-1")) == len(calls)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     "fault",
     [
@@ -145,7 +144,6 @@ def test_failing_tracker_does_not_change_the_training(demo, tmp_path, untracked,
         assert read_calls(tmp_path)[-1] == ("finish", "finished")
 
 
-@pytest.mark.integration
 def test_tracker_with_an_unusable_folder(demo, tmp_path, untracked, caplog):
     (tmp_path / "tracking").write_text("a file")
     torch.manual_seed(0)
@@ -154,7 +152,6 @@ def test_tracker_with_an_unusable_folder(demo, tmp_path, untracked, caplog):
     assert len(tracker_warnings(caplog)) == 1
 
 
-@pytest.mark.integration
 def test_missing_package_is_a_warning(demo, tmp_path, untracked, caplog):
     torch.manual_seed(0)
     run(tmp_path, *FILE, "LOGGERS", "missing")
@@ -163,14 +160,12 @@ def test_missing_package_is_a_warning(demo, tmp_path, untracked, caplog):
     assert [each.levelname for each in found] == ["WARNING"]
 
 
-@pytest.mark.integration
 def test_tensorboard_does_not_change_the_training(demo, tmp_path, untracked):
     torch.manual_seed(0)
     run(tmp_path, *FILE, "LOGGERS", "tensorboard")
     assert_same_run(tmp_path, untracked)
 
 
-@pytest.mark.integration
 def test_interrupted_run_uploads_no_files(demo, tmp_path):
     class Interrupt(HookBase):
         def before_step(self):
@@ -183,7 +178,6 @@ def test_interrupted_run_uploads_no_files(demo, tmp_path):
     assert read_calls(tmp_path)[-1] == ("finish", "interrupted") and "log_file" not in methods
 
 
-@pytest.mark.integration
 def test_killed_run_is_marked_as_interrupted(demo, tmp_path):
     script = HELPERS / "killable_run.py"
     process = preloaded.run(script, tmp_path, "step", "LOGGERS", "file")
@@ -218,7 +212,6 @@ class PluginTracker(Tracker):
 """
 
 
-@pytest.mark.integration
 def test_plugin_registers_a_tracker(demo, tmp_path, capsys):
     (tmp_path / "plugin.py").write_text(PLUGIN)
     options = tiny.tiny_options(tmp_path / "run", *FILE, "LOGGERS", "plugin_tracker")
@@ -227,7 +220,6 @@ def test_plugin_registers_a_tracker(demo, tmp_path, capsys):
     assert lines == [*(str(row["iteration"]) for row in rows(tmp_path / "run")), "finished"]
 
 
-@pytest.mark.integration
 def test_seeds_are_one_group(demo, tmp_path):
     options = tiny.tiny_options(tmp_path / "study", *FILE, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", "--seeds", "1", "2", *options]) == 0
@@ -251,7 +243,6 @@ def test_unknown_names_are_errors(tmp_path, key, value):
         check_loggers(tiny.tiny_config(tmp_path, key, value))
 
 
-@pytest.mark.integration
 def test_no_process_remains_and_no_service_is_imported(demo, tmp_path):
     trainer = run(tmp_path, *FILE, "LOGGERS", "('file', 'tensorboard', 'file')", "SOLVER.MAX_EPOCH", "1")
     assert trainer.writers == [] and len([m for m, _ in read_calls(tmp_path) if m == "start"]) == 1

@@ -19,8 +19,9 @@ from fastamp.report import rank_list_image
 from fastamp.report.thumbnails import SIZE
 from fastamp.utils.errors import ConfigError, DataError
 
+pytestmark = pytest.mark.integration
 
-@pytest.mark.integration
+
 def test_training_and_evaluation_write_reports(demo, tmp_path, capfd):
     options = ("TEST.REPORT", "True", "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2")
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *options))
@@ -52,7 +53,6 @@ def test_training_and_evaluation_write_reports(demo, tmp_path, capfd):
     assert str(strange) in text and ">Losses<" not in text
 
 
-@pytest.mark.integration
 def test_failed_report_write_keeps_training_and_evaluation_results(demo, tmp_path, caplog):
     for name in ("report.html", "report_eval.html"):
         (tmp_path / name / "in_the_way").mkdir(parents=True)
@@ -72,7 +72,6 @@ def test_training_writes_no_report_by_default(run_folder):
     assert not (run_folder / "report.html").exists()
 
 
-@pytest.mark.integration
 def test_tensorboard_shows_config_hyperparameters_and_worst_queries(demo, tmp_path):
     options = ("TEST.REPORT", "True", "TEST.EVAL_PERIOD", "1", "SOLVER.MAX_EPOCH", "2", "TRACKING.TAGS", "a")
     cfg = tiny.tiny_config(tmp_path, *options)
@@ -110,7 +109,6 @@ def test_tensorboard_shows_config_hyperparameters_and_worst_queries(demo, tmp_pa
     assert any(red > 150 and green < 90 for red, green, _ in frames)  # wrong matches come first
 
 
-@pytest.mark.integration
 def test_tensorboard_shows_that_a_run_failed(demo, tmp_path):
     class Fail(HookBase):
         def after_step(self):
@@ -125,7 +123,6 @@ def test_tensorboard_shows_that_a_run_failed(demo, tmp_path):
     assert end.session_end_info.status == Status.Value("STATUS_FAILURE")
 
 
-@pytest.mark.integration
 def test_image_of_rank_lists_shows_unreadable_images_as_empty(demo, tmp_path, monkeypatch):
     runs = []
     monkeypatch.setattr("fastamp.engine.hooks.report.write_training_report", runs.append)

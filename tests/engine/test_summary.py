@@ -10,8 +10,9 @@ import tiny
 from fastamp.cli import main
 from fastamp.engine.summary import warn_below_baselines
 
+pytestmark = pytest.mark.integration
 
-@pytest.mark.integration
+
 def test_console_shows_differences_and_log_file_the_full_config(demo, tmp_path, capsys):
     assert main(["train", *tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "2", "TEST.REPORT", "True")]) == 0
     out = capsys.readouterr().out
@@ -27,7 +28,6 @@ def test_console_shows_differences_and_log_file_the_full_config(demo, tmp_path, 
     assert len(out.splitlines()) < 100
 
 
-@pytest.mark.integration
 def test_metrics_file_and_checkpoint_names_count_epochs_from_0(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.MAX_EPOCH", "2")
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
@@ -35,7 +35,6 @@ def test_metrics_file_and_checkpoint_names_count_epochs_from_0(demo, tmp_path):
     assert (tmp_path / "model_0000.pth").exists() and not (tmp_path / "model_0001.pth").exists()
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("plugin", [False, True])
 def test_summary_names_best_model_and_commands_that_work(plugin, demo, tmp_path, capsys, monkeypatch):
     folder, flags = tmp_path / "a run", []
@@ -69,7 +68,6 @@ def test_result_below_the_best_baseline_is_a_warning(score, warns, caplog):
     assert all(text in found[0] for text in ("A", "12.00", "raw pixels", "13.50", "fix:")) if warns else True
 
 
-@pytest.mark.integration
 def test_training_and_evaluation_warn_below_baselines(demo, tmp_path, capsys):
     options = tiny.tiny_options(tmp_path, "SOLVER.MAX_EPOCH", "1", "TEST.BASELINES", "True", "SOLVER.BASE_LR", "1e-6")
     assert main(["train", *options]) == 0

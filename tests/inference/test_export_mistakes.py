@@ -13,6 +13,8 @@ from fastamp.inference.export.preprocessing import Preprocessing
 from fastamp.modeling import BACKBONE_REGISTRY, build_model
 from fastamp.utils.errors import UserError
 
+pytestmark = pytest.mark.integration
+
 SIZE = (64, 32)
 needs_onnx = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7), reason="ONNX export needs PyTorch 2.7"
@@ -65,7 +67,6 @@ def refused(predictor, path, message, **options):
     assert not list(path.parent.iterdir())
 
 
-@pytest.mark.integration
 def test_model_in_training_mode_is_refused(predictor, tmp_path, monkeypatch):
     """Batch norm would normalize with the statistics of the batch."""
     model = predictor("tiny")
@@ -106,7 +107,6 @@ def test_instance_norm_with_the_statistics_of_the_batch_is_refused(predictor, tm
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.integration
 @needs_onnx
 def test_int8_with_one_scale_for_a_whole_tensor_is_refused(predictor, tmp_path, monkeypatch):
     """One scale for each output channel keeps the features, one for all rounds the smaller weights to zero."""
@@ -128,7 +128,6 @@ def test_int8_with_one_scale_for_a_whole_tensor_is_refused(predictor, tmp_path, 
     refused(model, tmp_path / "model.onnx", "mean cosine", **options)
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [pytest.param(".onnx", marks=needs_onnx), ".pt2", ".ts"])
 def test_fixed_batch_size_is_refused(predictor, tmp_path, monkeypatch, suffix):
     """The batch has two images in the tracing, and 1, 3 and 32 in the parity check."""
@@ -178,7 +177,6 @@ def with_swapped_channels(patch):
     patch.setattr(Preprocessing, "forward", lambda self, images: original(self, images.flip(3)))
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     "mistake",
     [without_antialiasing, with_another_cubic_coefficient, with_another_interpolation, with_swapped_channels],
@@ -190,7 +188,6 @@ def test_wrong_preprocessing_is_refused(predictor, mistake, color_order, tmp_pat
     refused(model, tmp_path / "model.pt2", "cosine", preprocess="inside", color_order=color_order, data="")
 
 
-@pytest.mark.integration
 def test_missing_crop_is_refused(predictor, tmp_path, monkeypatch):
     model = predictor("tiny", "INPUT.SIZE_TEST", "(80, 40)", "INPUT.CROP.ENABLED", "True", "INPUT.CROP.SIZE", str(SIZE))
     original = Preprocessing.__init__

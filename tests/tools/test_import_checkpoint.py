@@ -17,6 +17,8 @@ from fastamp.modeling import build_backbone, build_model
 from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import WeightsError
 
+pytestmark = pytest.mark.integration
+
 IMAGES = torch.randint(256, (3, 3, 64, 32), dtype=torch.uint8)
 RESNET18 = ("MODEL.BACKBONE.DEPTH", "18x", "MODEL.BACKBONE.FEAT_DIM", "512", "MODEL.HEADS.WITH_BNNECK", "True")
 OSNET = (
@@ -67,7 +69,6 @@ AGES = {
 }
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("age", AGES)
 def test_import_of_weights_from_each_fastreid_version_preserves_features(tmp_path, capsys, age):
     original = model(*RESNET18)
@@ -89,7 +90,6 @@ def test_import_of_weights_from_each_fastreid_version_preserves_features(tmp_pat
     assert "NUM_CLASSES: 5" in extra["config"]
 
 
-@pytest.mark.integration
 def test_import_rejects_file_with_more_tensors_than_any_backbone(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fastamp.modeling.infer_config._candidates", lambda *_: pytest.fail("it was searched"))
     extra = {f"backbone.extra.{number}": torch.zeros(1) for number in range(6000)}
@@ -97,7 +97,6 @@ def test_import_rejects_file_with_more_tensors_than_any_backbone(tmp_path, capsy
     assert "6100" in capsys.readouterr().err
 
 
-@pytest.mark.integration
 def test_import_rejects_circular_link_as_source_but_replaces_it_as_target(tmp_path, capsys):
     for name, target in (("a.pth", "b.pth"), ("b.pth", "a.pth")):
         (tmp_path / name).symlink_to(target)
@@ -157,7 +156,6 @@ def foreign_file(kind, backbone):
     return files[kind]
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("kind", ["DINO", "MoCo v2", "MoCo v3", "CLIP"])
 def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_path, capsys, resnet18, kind):
     content, prefixes = foreign_file(kind, resnet18)
@@ -170,7 +168,6 @@ def test_import_suggests_and_accepts_prefixes_of_backbones_in_foreign_files(tmp_
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("prefix", [(), ("--prefix", "state_dict.net.")], ids=["stripped", "given"])
 def test_import_of_a_lightning_checkpoint(tmp_path, resnet18, prefix):
     content, _ = foreign_file("Lightning", resnet18)
@@ -179,7 +176,6 @@ def test_import_of_a_lightning_checkpoint(tmp_path, resnet18, prefix):
     assert all(torch.equal(written[f"backbone.{name}"], value) for name, value in resnet18.items())
 
 
-@pytest.mark.integration
 def test_import_suggests_no_prefix_for_file_with_fastamp_names(tmp_path, capsys):
     state = model(*RESNET18).state_dict()
     assert run(tmp_path, state, "--config-file", "Market1501/sbs_R50-ibn") == 2
@@ -193,14 +189,12 @@ def test_import_error_for_unknown_prefix_lists_prefixes_in_file(tmp_path, capsys
     assert "Did you mean 'teacher.backbone.'?" in err and "found: student, teacher" in err
 
 
-@pytest.mark.integration
 def test_import_of_clip_weights_suggests_prefix_of_image_encoder(tmp_path, capsys):
     state = {"visual.transformer.resblocks.0.attn.in_proj_weight": torch.zeros(3, 1), "logit_scale": torch.zeros(())}
     assert run(tmp_path, state) == 2
     assert "--prefix visual.   (CLIP's image encoder)" in (err := capsys.readouterr().err) and "timm" in err
 
 
-@pytest.mark.integration
 def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path, capsys):
     cfg = get_cfg()
     cfg.merge_from_list(["MODEL.BACKBONE.NAME", "build_vit_backbone", "MODEL.BACKBONE.DEPTH", "deit_small"])
@@ -213,14 +207,12 @@ def test_import_of_dino_vit_weights_suggests_and_accepts_teacher_prefix(tmp_path
     assert "100% of the backbone's" in capsys.readouterr().out
 
 
-@pytest.mark.integration
 def test_import_reports_different_pixel_normalization(tmp_path, capsys):
     state = model(*RESNET18).state_dict() | {"pixel_mean": torch.full((1, 3, 1, 1), 127.5)}
     assert run(tmp_path, state) == 0
     assert "note: the weights were trained with MODEL.PIXEL_MEAN [127.5, 127.5, 127.5]" in capsys.readouterr().out
 
 
-@pytest.mark.integration
 def test_import_rejects_fastreid_reduction_head(tmp_path, capsys):
     state = model(*RESNET18, "MODEL.HEADS.EMBEDDING_DIM", "8").state_dict()
     state |= {f"heads.bnneck.{name}": torch.ones(8) for name in ("weight", "bias", "running_mean", "running_var")}
@@ -229,7 +221,6 @@ def test_import_rejects_fastreid_reduction_head(tmp_path, capsys):
     assert not (tmp_path / "out.pth").exists()
 
 
-@pytest.mark.integration
 def test_import_of_torchreid_osnet_with_fc_layer_preserves_features(tmp_path, capsys):
     opts = (*OSNET, "MODEL.HEADS.NAME", "FCHead", "MODEL.HEADS.EMBEDDING_DIM", "16")
     original = model(*opts)
@@ -257,7 +248,6 @@ def test_import_of_torchreid_osnet_with_fc_layer_preserves_features(tmp_path, ca
     assert "bicubic" in capsys.readouterr().out
 
 
-@pytest.mark.integration
 def test_import_of_repvgg_in_deploy_form_preserves_features(tmp_path):
     original = model(*REPVGG)
     assert run(tmp_path, original.state_dict(), "MODEL.BACKBONE.DEPLOY", "True") == 0
@@ -267,7 +257,6 @@ def test_import_of_repvgg_in_deploy_form_preserves_features(tmp_path):
     torch.testing.assert_close(features(deployed), expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
-@pytest.mark.integration
 def test_import_rejects_weights_with_matching_fraction_below_minimum(tmp_path, capsys):
     (tmp_path / "recipe.yml").write_text("MODEL: {BACKBONE: {DEPTH: 18x, FEAT_DIM: 512}, HEADS: {WITH_BNNECK: True}}")
     state = {name: value for name, value in model(*RESNET18).state_dict().items() if "layer4" not in name}
@@ -278,14 +267,12 @@ def test_import_rejects_weights_with_matching_fraction_below_minimum(tmp_path, c
     assert torch.load(tmp_path / "out.pth", weights_only=True)["model"]["heads.weight"].shape == (5, 512)
 
 
-@pytest.mark.integration
 def test_import_with_distiller_config_does_not_need_teacher_files(tmp_path):
     kd = ("MODEL.META_ARCHITECTURE", "Distiller", "KD.MODEL_CONFIG", "gone.yml", "KD.MODEL_WEIGHTS", "gone.pth")
     assert run(tmp_path, model(*RESNET18).state_dict(), *kd) == 0
     assert "META_ARCHITECTURE: Baseline" in torch.load(tmp_path / "out.pth", weights_only=True)["config"]
 
 
-@pytest.mark.integration
 def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys):
     torch.save({"a": torch.ones(3)}, tmp_path / "in.pth")
     for arguments, message in (
@@ -298,7 +285,6 @@ def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.integration
 def test_import_rejects_non_finite_weights_and_writes_no_file(tmp_path, capsys):
     state = model(*RESNET18).state_dict()
     state["backbone.conv1.weight"][0] = float("nan")
@@ -307,7 +293,6 @@ def test_import_rejects_non_finite_weights_and_writes_no_file(tmp_path, capsys):
     assert not (tmp_path / "out.pth").exists()
 
 
-@pytest.mark.integration
 def test_import_does_not_mistake_torchvision_classifier_for_fc_head(tmp_path, capsys):
     state = torchvision.models.resnet18().state_dict()
     assert run(tmp_path, state) == 0
@@ -334,7 +319,6 @@ KEPT = {
 }  # fmt: skip
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("name", KEPT)
 def test_infer_config_finds_keys_of_fastreid_and_transreid_weights(name):
     models = {}
@@ -346,7 +330,6 @@ def test_infer_config_finds_keys_of_fastreid_and_transreid_weights(name):
     assert keys["MODEL.HEADS.NUM_CLASSES"] == "751"
 
 
-@pytest.mark.integration
 def test_infer_config_raises_for_weights_of_unknown_model(tmp_path):
     with pytest.raises(WeightsError, match="x.pth"):
         infer_config({"encoder.0.weight": torch.zeros(3, 3)}, "x.pth")
@@ -357,7 +340,6 @@ def test_infer_config_ignores_scalar_classifier_weight():
     assert "MODEL.HEADS.NUM_CLASSES" not in infer_config(state, "x.pth")
 
 
-@pytest.mark.integration
 def test_import_recognizes_the_network_of_a_project(tmp_path):
     cfg = read_config("FastFace/demo", ["MODEL.DEVICE", "cpu", "MODEL.HEADS.NUM_CLASSES", "4"])
     torch.save(build_model(cfg).state_dict(), tmp_path / "in.pth")
@@ -370,7 +352,6 @@ def test_import_recognizes_the_network_of_a_project(tmp_path):
     assert written.MODEL.HEADS.POOL_LAYER == cfg.MODEL.HEADS.POOL_LAYER
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     "state, hint",
     [
