@@ -612,7 +612,7 @@ def test_all_transforms_are_built_in_order_of_application(cfg):
 @pytest.mark.parametrize(
     "key, value, message",
     [
-        ("BLUR.KERNEL_SIZE", 4, "KERNEL_SIZE must be odd, got 4"),
+        ("BLUR.KERNEL_SIZE", 4, r"KERNEL_SIZE.* 4\b"),
         ("BLUR.KERNEL_SIZE", 301, "at most 31"),
         ("BLUR.SIGMA", "(2.0, 1.0)", "INPUT.BLUR.SIGMA"),
         ("CROP.SCALE", "(0.5, 0.2)", "INPUT.CROP.SCALE"),

@@ -197,10 +197,10 @@ def test_checkpoint_of_fastreid_is_evaluated_and_used_with_class_names(folder, t
 @pytest.mark.parametrize(
     "opts, error, message",
     [
-        (("DATASETS.CLASS_FOLDER", ""), ConfigError, "DATASETS.CLASS_FOLDER is empty"),
+        (("DATASETS.CLASS_FOLDER", ""), ConfigError, "DATASETS.CLASS_FOLDER"),
         (("DATASETS.CLASS_FOLDER", "/nowhere"), DataError, "nowhere"),
-        (("DATASETS.CLASSES", "[red, blue]"), ConfigError, "DATASETS.CLASSES differs from the 3 classes"),
-        (("DATASETS.COMBINEALL", "True"), ConfigError, "DATASETS.COMBINEALL is not supported by ClassFolder"),
+        (("DATASETS.CLASSES", "[red, blue]"), ConfigError, "DATASETS.CLASSES.*3 classes"),
+        (("DATASETS.COMBINEALL", "True"), ConfigError, "DATASETS.COMBINEALL.*ClassFolder"),
         (("MODEL.HEADS.NUM_CLASSES", "2"), ConfigError, "MODEL.HEADS.NUM_CLASSES is 2"),
         (("DATASETS.NAMES", "[ClassFolder, Demo]"), ConfigError, "cannot be combined"),
     ],

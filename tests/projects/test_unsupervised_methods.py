@@ -214,11 +214,11 @@ def test_adaptation_to_an_unlabeled_dataset(data, method):
 @pytest.mark.parametrize(
     "opts, message",
     [
-        (("UNSUPERVISED.LABELED", "[Market1501]"), "Market1501 is not in DATASETS.NAMES"),
-        (("UNSUPERVISED.LABELED", "[Demo]"), "all of DATASETS.NAMES are labeled"),
-        (("MODEL.HEADS.NORM", "DomainBN"), "UNSUPERVISED.LABELED is empty"),
-        (("UNSUPERVISED.EPS", "0.01", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02 is too large"),
-        (("UNSUPERVISED.EPS", "0.99", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02 is too large"),
+        (("UNSUPERVISED.LABELED", "[Market1501]"), "Market1501.*DATASETS.NAMES"),
+        (("UNSUPERVISED.LABELED", "[Demo]"), "DATASETS.NAMES"),
+        (("MODEL.HEADS.NORM", "DomainBN"), "UNSUPERVISED.LABELED"),
+        (("UNSUPERVISED.EPS", "0.01", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02"),
+        (("UNSUPERVISED.EPS", "0.99", "UNSUPERVISED.EPS_GAP", "0.02"), "UNSUPERVISED.EPS_GAP 0.02"),
         (("UNSUPERVISED.INTER_CAMERA.NEGATIVES", "0"), "UNSUPERVISED.INTER_CAMERA.NEGATIVES"),
     ],
 )
