@@ -101,6 +101,7 @@ def loaded(path):
     return FORMATS[path.suffix].runner({path.suffix: path.read_bytes()}), metadata
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2"])
 def test_inference_code_in_export_guide_reproduces_predictor_features(
     demo, checkpoint, predictor, suffix, tmp_path, capfd, monkeypatch
@@ -328,6 +329,7 @@ def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoin
     assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
 
 
+@pytest.mark.integration
 def test_export_fails_if_map_decreases_by_more_than_tolerance(demo, checkpoint, tmp_path, monkeypatch, capsys):
     path = tmp_path / "model.pt2"
     monkeypatch.setitem(check.MIN_COSINE, "float32", -1.0)

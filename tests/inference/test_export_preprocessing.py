@@ -78,6 +78,7 @@ def test_order_of_the_two_passes_matters():
     assert (transposed != expected).float().mean() > 0.1
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2", ".ts", pytest.param(".xml", marks=pytest.mark.extras)])
 def test_features_of_images_of_any_size_equal_those_of_the_predictor(demo, predictor, photos, suffix, tmp_path):
     report = export(predictor, tmp_path / f"model{suffix}", preprocess="inside")

@@ -483,7 +483,7 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
             assert path.read_bytes() == content
     own.unlink()
     own.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match="own.*No such file"):
+    with pytest.raises(ConfigError, match=rf"{own.name}.*No such file"):
         open_gallery(images, of=predictor, index=index)
 
 
