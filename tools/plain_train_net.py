@@ -52,17 +52,13 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     set_class_counts(model, loader)
     comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank
     optimizers, schedule = build_optimizers(cfg, model), build_lr_schedule(cfg, loader.iters_per_epoch)
-    groups = [
-        group for optimizer in optimizers.values() for group in optimizer.param_groups if group.get("scheduled", True)
-    ]
+    groups = [group for opt in optimizers.values() for group in opt.param_groups if group.get("scheduled", True)]
     policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
     logger.info("precision: %s", policy.describe())
     step = OptimizationStep.from_config(cfg, model, list(optimizers.values()), policy, build_gradient_clipping(cfg))
     precision_diagnostics = PrecisionDiagnostics.from_config(cfg)
     progress = Progress(iteration=0, steps_taken=0, iters_per_epoch=loader.iters_per_epoch)
-    parts = {name: OptimizerState(optimizer, model) for name, optimizer in optimizers.items()} | {
-        "random": RandomState()
-    }
+    parts = {name: OptimizerState(opt, model) for name, opt in optimizers.items()} | {"random": RandomState()}
     parts |= {"step": step, "progress": progress, "config": ConfigText(cfg)}
     checks: dict[str, Any] = {"min_match": cfg.MODEL.WEIGHTS_MIN_MATCH, "policy": policy, "check": check_finite}
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)

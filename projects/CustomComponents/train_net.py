@@ -4,8 +4,7 @@
 import argparse
 import sys
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import CfgNode, get_cfg
@@ -32,7 +31,7 @@ class FeatureNorm(nn.Module):  # MODEL.LOSSES.NAME: penalizes the distance of fe
         return cls(scale=cfg.MODEL.LOSSES.FEATURE_NORM.SCALE)
 
     @force_fp32
-    def forward(self, outputs: dict[str, torch.Tensor], targets: torch.Tensor):
+    def forward(self, outputs: dict[str, Tensor], targets: Tensor):
         return self.scale * (outputs["features"].norm(dim=1) - 1).square().mean()
 
 

@@ -308,7 +308,7 @@ def test_invalid_teachers_are_errors(fastdistill, teacher, tmp_path):
         make(tmp_path, *teacher, "MODEL.COMPILE", "aot_eager")
     opts = ("MODEL.BACKBONE.NAME", "build_tiny_backbone", "MODEL.BACKBONE.FEAT_DIM", str(tiny.WIDTH))
     other = write_teacher(tmp_path, *opts, name="other")
-    with pytest.raises(ConfigError, match="(?s)build_tiny_backbone.*build_resnet_backbone_distill"):
+    with pytest.raises(ConfigError, match="build_resnet_backbone_distill"):
         make(tmp_path, *other)
     with pytest.raises(ConfigError, match="stages"):
         make(tmp_path, *teacher, *opts)
