@@ -45,7 +45,8 @@ def assert_equal_state(first: dict, second: dict) -> None:
     assert first["sampling"] == second["sampling"]
 
 
-@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.integration), 2])
+@pytest.mark.integration
+@pytest.mark.parametrize("processes", [1, 2])
 def test_resume_is_bit_identical(demo_root, tmp_path, processes):
     options = (*SAMPLED, "SOLVER.AMP", "bf16", "SOLVER.EMA.ENABLED", "True")
     assert run(demo_root, tmp_path / "straight", processes, *options).returncode == 0
