@@ -59,6 +59,7 @@ def test_boxes_without_pixels_and_no_boxes(predictor, frame):
     assert UltralyticsReID(predictor)(frame, np.zeros((0, 4))) == []
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".xml", marks=pytest.mark.extras)])
 @pytest.mark.parametrize("normalization", [True, False])
 def test_exported_file_gives_the_same_features(predictor, frame, tmp_path, suffix, normalization):

@@ -130,6 +130,7 @@ def test_command_with_a_model_equals_features_by_hand(sequence, checkpoint, tmp_
     assert found.ids.tolist() == expected.ids.tolist() and len(found) > 30
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("suffix", [".onnx", pytest.param(".xml", marks=pytest.mark.extras)])
 def test_command_with_an_exported_model_gives_the_tracks_of_the_checkpoint(suffix, sequence, checkpoint, tmp_path):
     pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino"}[suffix])
