@@ -1,8 +1,9 @@
 """Fine-tune a re-identification model on your own images.
 
 The recipe is finetune/small_set. The model and the size of its images are those of FILE: of its config, or inferred
-from the tensors of a file of another program; the size is then that of the recipe. The model is evaluated before the
-first step, and model_best.pth is never below it.
+from the tensors of a file of another program; the size is then that of the recipe. Before the training, both halves of
+the training identities are held out in turn: if the fine-tuned weights, or their mean with the initial weights, are not
+better on them, model_final.pth keeps the initial weights.
 
 examples:
   fastamp finetune model.pth csv:mine.csv
@@ -11,6 +12,7 @@ examples:
 """
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from fastamp.cli import train
@@ -31,6 +33,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("weights", metavar="FILE", help="checkpoint, run folder, or weights file of another program")
     parser.add_argument("data", metavar="DATA", help="dataset: csv:FILE, folder:FOLDER or a registered name")
     parser.add_argument("--dry-run", action="store_true", help="estimate time and memory, and exit")
+    parser.add_argument(
+        "--always",
+        action="store_true",
+        help="use the fine-tuned weights without the comparison on held-out identities, in half of the time",
+    )
     parser.add_argument("--resume", action="store_true", help="continue an interrupted run")
     add_launch_arguments(parser)
     add_plugin_argument(parser)
@@ -49,7 +56,25 @@ def run(args: argparse.Namespace) -> int:
     data = [item for key in ("DATASETS.NAMES", "DATASETS.TESTS") for item in (key, [args.data])]
     weights = ["MODEL.WEIGHTS", start.checkpoint]
     opts = [*model_keys(start.checkpoint, args.plugin), *weights, *data, *args.opts]
-    return train.run(argparse.Namespace(**vars(args) | {"opts": opts}))
+    args = argparse.Namespace(**vars(args) | {"opts": opts})
+    return train.run(args) if args.always else train.run(args, main)
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Choose by held-out identities how much of the initial weights to keep, train, and return the metrics."""
+    from fastamp.config import read_config
+    from fastamp.engine.held_out import average_keys, choose_initial_weight
+
+    cfg = train.training_config(args)
+    recorded = Path(cfg.OUTPUT_DIR) / "config.yaml"
+    if args.resume and recorded.is_file():
+        swa = read_config(str(recorded), plugin=args.plugin).SOLVER.SWA
+        weight = swa.INITIAL_WEIGHT if swa.ENABLED else 0.0
+    else:
+        weight = choose_initial_weight(cfg)
+    keys = average_keys(cfg, weight) if weight else {}
+    opts = [*args.opts, *(item for pair in keys.items() for item in pair)]
+    return train.main(argparse.Namespace(**vars(args) | {"opts": opts}))
 
 
 def model_keys(checkpoint: str, plugin: str) -> list[Any]:

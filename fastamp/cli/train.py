@@ -13,7 +13,7 @@ examples:
 
 import argparse
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -116,8 +116,13 @@ def run_dry(args: argparse.Namespace, folder: str) -> None:
     dry_run(training_config(args), folder, resume=args.resume)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Launch the training, evaluation or dry run."""
+def run(args: argparse.Namespace, train: Callable[[argparse.Namespace], dict[str, Any]] | None = None) -> int:
+    """Launch the training, evaluation or dry run.
+
+    Args:
+        args: arguments of the command line.
+        train: function of ``args`` that trains in each process. Default: ``main``, or ``main_seeds`` with --seeds.
+    """
     if args.list_config is not None:
         from fastamp.config import describe_config
 
@@ -142,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         minutes = cfg.DIST_TIMEOUT_MINUTES
         options = {"device": cfg.MODEL.DEVICE, "timeout": timedelta(minutes=minutes) if minutes else None}
     if not args.dry_run:
-        launch(main_seeds if args.seeds else main, *processes, args=(args,), **options)
+        launch(train or (main_seeds if args.seeds else main), *processes, args=(args,), **options)
         return 0
     # Created in the parent process: a failing child process is killed without time for cleanup.
     with _exit_on_signals(), TemporaryDirectory(prefix="fastamp_dry_run_", ignore_cleanup_errors=True) as folder:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fastamp.data.datasets.base import ImageItem
+from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.utils.errors import ConfigError, DataError
 
 
@@ -76,3 +76,33 @@ def query_and_gallery(items: Sequence[ImageItem]) -> tuple[list[ImageItem], list
             query += images[:num_queries]
             gallery += images[num_queries:]
     return query, gallery
+
+
+_PARTS: dict[str, dict[str, Sequence[ImageItem]]] = {}
+"""Registered name -> splits of the last call with this name in this process."""
+
+
+def register_part(
+    name: str,
+    *,
+    train: Sequence[ImageItem] = (),
+    query: Sequence[ImageItem] = (),
+    gallery: Sequence[ImageItem] = (),
+) -> str:
+    """Register images as a dataset in this process, for DATASETS.NAMES and DATASETS.TESTS, and return its name.
+
+    Args:
+        name: name of the dataset; images that were registered with it before are replaced.
+        train, query, gallery: images of each split. Default: none.
+    """
+    _PARTS[name] = {"train": train, "query": query, "gallery": gallery}
+
+    def build(root: str) -> ImageDataset:
+        class Part(ImageDataset):
+            dataset_name = name
+
+        return Part(**_PARTS[name])
+
+    if name not in DATASET_REGISTRY:
+        DATASET_REGISTRY.register(name)(build)
+    return name

@@ -307,8 +307,9 @@ class DefaultTrainer(FastReIDMethods):
 
         The weights are the EMA weights if ``SOLVER.EMA.EVALUATE`` is True, the SWA weights after the last epoch, and
         the trained weights otherwise. On entry, the batch-norm statistics are re-estimated if ``TEST.PRECISE_BN`` is
-        enabled or SWA weights are evaluated. On exit, the trained weights are restored. Statistics that were
-        re-estimated for averaged weights are stored in the average; for trained weights, they remain in the model.
+        enabled or SWA weights are evaluated, unless these are the initial weights. On exit, the trained weights are
+        restored. Statistics that were re-estimated for averaged weights are stored in the average; for trained weights,
+        they remain in the model.
         """
         cfg, average = self.cfg, self.average
         last = self.trainer.epoch + 1 == cfg.SOLVER.MAX_EPOCH
@@ -323,7 +324,7 @@ class DefaultTrainer(FastReIDMethods):
                 update_bn_statistics(
                     self.model, self.precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=self.policy
                 )
-            elif averaged and average.kind == "swa":
+            elif averaged and average.kind == "swa" and cfg.SOLVER.SWA.INITIAL_WEIGHT < 1:
                 # The batch-norm statistics were collected with other weights than the average.
                 update_bn_statistics(
                     self.model,

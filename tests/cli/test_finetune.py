@@ -24,7 +24,7 @@ def rows_of(folder):
 @pytest.mark.integration
 def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(demo, source, tmp_path, caplog):
     out = tmp_path / "tuned"
-    assert main(["finetune", str(source), "Demo", *SMALL, "SOLVER.MAX_EPOCH=5", f"OUTPUT_DIR={out}"]) == 0
+    assert main(["finetune", str(source), "Demo", "--always", *SMALL, "SOLVER.MAX_EPOCH=5", f"OUTPUT_DIR={out}"]) == 0
     cfg = read_config(str(out / "config.yaml"))
     before = read_config(str(source.parent / "config.yaml"))
     recipe = read_config("finetune/small_set")
@@ -38,6 +38,22 @@ def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(d
     assert evaluated[0]["Demo/mAP"] == pytest.approx(start_of(source, tmp_path), abs=1e-3)
     best = torch.load(out / "model_best.pth", weights_only=True)["best"]
     assert best["value"] >= (evaluated[0]["Demo/mAP"] + evaluated[0]["Demo/Rank-1"]) / 2 - 1e-6
+
+
+def test_initial_weights_are_the_result_if_held_out_identities_choose_them(demo, source, tmp_path, monkeypatch):
+    out, calls = tmp_path / "tuned", []
+    monkeypatch.setattr("fastamp.engine.held_out.choose_initial_weight", lambda cfg: calls.append(cfg) or 1.0)
+    command = ["finetune", str(source), "Demo", *SMALL, "SOLVER.MAX_EPOCH=2", f"OUTPUT_DIR={out}"]
+    assert main(command) == 0
+    first, last = (row for row in rows_of(out) if "Demo/mAP" in row)
+    assert [last[key] for key in ("Demo/mAP", "Demo/mINP")] == [first[key] for key in ("Demo/mAP", "Demo/mINP")]
+    start, final = (torch.load(path, weights_only=True) for path in (source, out / "model_final.pth"))
+    backbone = [name for name in start["model"] if name.startswith("backbone.")]
+    assert backbone and all(torch.equal(final["average"]["model"][name], start["model"][name]) for name in backbone)
+    assert any(not torch.equal(final["model"][name], start["model"][name]) for name in backbone)
+    assert main([*command, "--resume"]) == 0  # the choice is that of the run
+    assert len(calls) == 1
+    assert read_config(str(out / "config.yaml")).SOLVER.SWA.INITIAL_WEIGHT == 1
 
 
 def start_of(source, folder):

@@ -182,9 +182,9 @@ KEYS = (
         "SOLVER.SWA.INITIAL_WEIGHT",
         0.0,
         "Fraction of the weights at the start of training in the final average; 0.5 keeps more of what a pretrained "
-        "model has learned (WiSE-FT, Wortsman et al. 2022).",
+        "model has learned (WiSE-FT, Wortsman et al. 2022), and 1 keeps the initial weights.",
         low=0,
-        high=0.99,
+        high=1,
     ),
     Key(
         "SOLVER.SWA.LR_FACTOR",

@@ -60,7 +60,7 @@ class SWA(HookBase):
         average: the average to update.
         start: number of epochs at the start of training that are excluded from averaging.
         period: update period in epochs, counted from ``start``. The average is also updated after the last epoch.
-        initial_weight: fraction of the weights at the start of training in the final average, 0..0.99. Default 0.
+        initial_weight: fraction of the weights at the start of training in the final average, 0..1. Default 0.
     """
 
     def __init__(self, average: WeightAverage, *, start: int, period: int, initial_weight: float = 0.0) -> None:
@@ -77,6 +77,6 @@ class SWA(HookBase):
         done = self.trainer.epoch + 1 - self.start
         if done > 0 and (done % self.period == 0 or self.trainer.epoch + 1 == self.trainer.max_epoch):
             updates = -(-(self.trainer.max_epoch - self.start) // self.period)
-            # The initial weights count as much as this number of updates.
-            initial = updates * self.initial_weight / (1 - self.initial_weight)
-            self.average.update(1 / (initial + self.average.updates + 1))
+            kept = 1 - self.initial_weight
+            # The initial weights count as much as updates * initial_weight / kept updates.
+            self.average.update(kept / (updates * self.initial_weight + kept * (self.average.updates + 1)))

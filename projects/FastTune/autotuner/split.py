@@ -2,8 +2,8 @@
 
 from fastamp.config import CfgNode
 from fastamp.data.build import build_dataset
-from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
-from fastamp.data.split import hold_out
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.split import hold_out, register_part
 from fastamp.data.training_images import training_items
 
 VAL_FRACTION = "TUNE.VAL_FRACTION"
@@ -46,26 +46,7 @@ def register_split(cfg: CfgNode, fraction: float, seed: int) -> tuple[str, str]:
     training, query, gallery = split_training(cfg, fraction, seed)
     title = "+".join(cfg.DATASETS.NAMES)
     # The title comes last, because a name that starts with csv: or folder: is a path.
-    parts = {
-        f"training part of {title}": (training, [], []),
-        f"validation part of {title}": ([], query, gallery),
-    }
-    for name, images in parts.items():
-        _register(name, images)
-    return tuple(parts)
-
-
-_PARTS: dict[str, tuple[list[ImageItem], list[ImageItem], list[ImageItem]]] = {}
-"""Registered name -> training, query and gallery images of the last search in this process."""
-
-
-def _register(name: str, images: tuple[list[ImageItem], list[ImageItem], list[ImageItem]]) -> None:
-    def build(root: str) -> ImageDataset:
-        class Part(ImageDataset):
-            dataset_name = name
-
-        return Part(*_PARTS[name])
-
-    _PARTS[name] = images
-    if name not in DATASET_REGISTRY:
-        DATASET_REGISTRY.register(name)(build)
+    return (
+        register_part(f"training part of {title}", train=training),
+        register_part(f"validation part of {title}", query=query, gallery=gallery),
+    )

@@ -1,0 +1,157 @@
+"""Comparison of pretrained and fine-tuned weights on training identities that the fine-tuning did not see."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from fastamp.config import CfgNode
+from fastamp.data.build import build_dataset
+from fastamp.data.datasets.base import ImageItem
+from fastamp.data.split import query_and_gallery, register_part
+from fastamp.data.training_images import training_items
+from fastamp.engine.defaults import DefaultTrainer
+from fastamp.engine.setup import default_setup
+from fastamp.evaluation import ReidEvaluator, inference_on_dataset
+from fastamp.evaluation.rank import RankingResult
+from fastamp.evaluation.run_comparison import compare_rankings
+from fastamp.utils import comm
+from fastamp.utils.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "held_out"
+_AVERAGE = 0.5
+
+
+def choose_initial_weight(cfg: CfgNode) -> float:
+    """Choose by held-out identities how much of the initial weights the final weights of a fine-tuning keep.
+
+    The training identities are divided into two random halves. The model is fine-tuned on each half and evaluated on
+    the other one: each image is a query against all others. The trained weights, or their mean with the initial weights
+    (WiSE-FT, Wortsman et al. 2022, arXiv:2109.01903), are chosen by the higher mAP over both halves, but only if the
+    95 % confidence interval of the gain over the initial weights, by ``compare_rankings``, is above 0. The test set is
+    not used. Must be called on every rank.
+
+    Args:
+        cfg: config of the fine-tuning, with MODEL.WEIGHTS. The trainings write to ``OUTPUT_DIR/held_out``.
+            With SOLVER.EMA or SOLVER.SWA, only the weights that it evaluates are compared with the initial weights.
+
+    Returns:
+        Fraction of the initial weights: 1, 0.5 or 0. It is 0, with a warning, if the identities are too few.
+
+    Raises:
+        UserError: if a training fails.
+    """
+    averaged = cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED
+    candidates = (0.0,) if averaged else (0.0, _AVERAGE)
+    items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
+    identities = np.random.default_rng(cfg.SEED).permutation(sorted({str(item.pid) for item in items})).tolist()
+    halves = [set(identities[::2]), set(identities[1::2])]
+    rankings: list[list[RankingResult]] = []
+    pids: list[np.ndarray] = []
+    for number, held_out in enumerate(halves):
+        logger.info("held-out identities, half %d of 2: training on the others", number + 1)
+        try:
+            trainer = _trainer(cfg, items, held_out, number)
+        except UserError as error:
+            logger.warning(
+                "the initial weights are not compared with the fine-tuned ones, because half of the training "
+                "identities are too few: %s\n  fix: add images of other identities, or compare the evaluations before "
+                "and after the training on a validation set",
+                str(error).splitlines()[0],
+            )
+            return 0.0
+        rankings.append([_rank(trainer)])
+        trainer.train()
+        if not averaged:
+            rankings[-1].append(_rank(trainer))
+        with trainer.evaluated_weights():
+            rankings[-1].append(_rank(trainer))
+        [(loader, count)] = trainer.test_loaders.values()
+        pids.append(loader.dataset.labels[:count] + number * len(identities))
+    chosen = 0.0
+    if comm.is_main_process():
+        chosen = choose([_concatenate(each) for each in zip(*rankings, strict=True)], candidates, np.concatenate(pids))
+    return comm.broadcast_scalar(chosen)
+
+
+def choose(rankings: Sequence[RankingResult], candidates: Sequence[float], pids: np.ndarray) -> float:
+    """Return the fraction of the initial weights by the results on held-out identities.
+
+    Args:
+        rankings: results with the initial weights, and with each of ``candidates``, in the same order of queries.
+        candidates: fraction of the initial weights in the other weights.
+        pids: (Q,) identity of each query.
+    """
+    start, *others = rankings
+    found = {weight: compare_rankings(start, each, pids)[0] for weight, each in zip(candidates, others, strict=True)}
+    for weight, each in found.items():
+        logger.info(
+            "held-out identities: mAP %.2f with the initial weights, %.2f after the training, whose result has the "
+            "fraction %g of them: difference %.2f, 95 %% confidence interval %.2f to %.2f",
+            *(each.first, each.second, weight, each.difference, each.low, each.high),
+        )
+    best = max(found, key=lambda weight: found[weight].difference)
+    if found[best].low > 0:
+        logger.info("the final weights contain the fraction %g of the initial weights", best)
+        return best
+    logger.warning(
+        "the training does not certainly improve the results on held-out identities: the initial weights are kept as "
+        "the result (SOLVER.SWA.INITIAL_WEIGHT 1)\n"
+        "  fix: add images of other identities, or use the trained weights with --always"
+    )
+    return 1.0
+
+
+def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], number: int) -> DefaultTrainer:
+    """Build the trainer of the other identities, with the initial weights and the held-out ones as its test set."""
+    title = "+".join(cfg.DATASETS.NAMES)
+    query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out])
+    test = [*query, *gallery]
+    train = register_part(f"training half {number} of {title}", train=[i for i in items if str(i.pid) not in held_out])
+    tested = register_part(f"held-out half {number} of {title}", query=test, gallery=test)
+    values = {
+        "DATASETS.NAMES": (train,),
+        "DATASETS.TESTS": (tested,),
+        "DATASETS.COMBINEALL": False,
+        "MODEL.HEADS.NUM_CLASSES": 0,
+        "OUTPUT_DIR": str(Path(cfg.OUTPUT_DIR) / FOLDER / str(number)),
+        "LOGGERS": (),
+        "SOLVER.CHECKPOINT_PERIOD": cfg.SOLVER.MAX_EPOCH,
+        "TEST.PROTOCOL": "market1501",
+        "TEST.EVAL_START": False,
+        "TEST.EVAL_PERIOD": cfg.SOLVER.MAX_EPOCH,
+        "TEST.BASELINES": False,
+        "TEST.REPORT": False,
+    }
+    if not (cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED):
+        values |= average_keys(cfg, _AVERAGE)
+    part = cfg.with_values(values)
+    default_setup(part)
+    trainer = DefaultTrainer(part)
+    trainer.resume_or_load(resume=False)
+    return trainer
+
+
+def average_keys(cfg: CfgNode, weight: float) -> dict[str, object]:
+    """Return config keys that average the last weights with the fraction ``weight`` of the initial ones."""
+    keys = {"ENABLED": True, "START_EPOCH": cfg.SOLVER.MAX_EPOCH - 1, "INITIAL_WEIGHT": weight}
+    return {"SOLVER.EMA.ENABLED": False} | {f"SOLVER.SWA.{key}": value for key, value in keys.items()}
+
+
+def _rank(trainer: DefaultTrainer) -> RankingResult | None:
+    """Rank all held-out images for each of them; an image is junk for itself. None on ranks other than 0."""
+    [(loader, count)] = trainer.test_loaders.values()
+    evaluator = ReidEvaluator(trainer.cfg, count)
+    policy = trainer.policy.for_evaluation(trainer.cfg.SOLVER.AMP.EVAL_DTYPE)
+    inference_on_dataset(trainer.model, loader, evaluator, trainer.cfg.TEST.FLIP.ENABLED, policy=policy)
+    return evaluator.ranking
+
+
+def _concatenate(rankings: Sequence[RankingResult]) -> RankingResult:
+    return RankingResult(
+        *(torch.cat([getattr(each, name) for each in rankings]) for name in ("ap", "inp", "first_match"))
+    )

@@ -1,0 +1,80 @@
+"""Choice between the weights before and after a fine-tuning by held-out training identities."""
+
+import numpy as np
+import pytest
+import tiny
+import torch
+
+from fastamp.data import build_reid_train_loader
+from fastamp.engine import held_out
+from fastamp.evaluation.rank import RankingResult
+
+PIDS = np.repeat(np.arange(20), 2)
+
+
+def ranking_of(ap):
+    ap = torch.as_tensor(ap, dtype=torch.float64)
+    return RankingResult(ap, ap, torch.zeros(len(ap), 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(
+    ("trained", "average", "expected"),
+    [
+        (0.2, 0.1, 0.0),
+        (0.1, 0.2, 0.5),
+        (-0.1, 0.2, 0.5),
+        (-0.2, -0.1, 1.0),
+        (0.0, 0.0, 1.0),
+    ],
+)
+def test_weights_with_the_higher_map_are_chosen_unless_it_is_below_the_start(trained, average, expected):
+    noise = np.random.default_rng(0).normal(0, 0.02, (3, len(PIDS)))
+    rankings = [ranking_of(0.5 + gain + each) for gain, each in zip((0, trained, average), noise, strict=True)]
+    if trained == average == 0:
+        rankings = rankings[:1] * 3
+    assert held_out.choose(rankings, (0.0, 0.5), PIDS) == expected
+
+
+def test_gain_of_few_identities_is_not_enough():
+    start = np.full(len(PIDS), 0.5)
+    after = start.copy()
+    after[:2] = 1  # one identity of 20
+    assert held_out.choose([ranking_of(start), ranking_of(after)], (0.0,), PIDS) == 1
+    after[:30] = 1
+    assert held_out.choose([ranking_of(start), ranking_of(after)], (0.0,), PIDS) == 0
+
+
+@pytest.fixture
+def cfg(demo, run_folder, tmp_path):
+    return tiny.tiny_config(
+        tmp_path / "run", "MODEL.WEIGHTS", str(run_folder / "model_final.pth"), "SOLVER.MAX_EPOCH", "1"
+    )
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(cfg, averaged, monkeypatch):
+    cfg = cfg.with_values({"SOLVER.EMA.ENABLED": averaged})
+    seen, trained = [], []
+    build = held_out._trainer
+    monkeypatch.setattr(held_out, "_trainer", lambda *args: trained.append(build(*args)) or trained[-1])
+    monkeypatch.setattr(held_out, "choose", lambda *args: seen.append(args) or 0.5)
+    assert held_out.choose_initial_weight(cfg) == 0.5
+    [(rankings, candidates, pids)] = seen
+    whole = build_reid_train_loader(cfg).dataset
+    assert len(pids) == len(whole) and len(np.unique(pids)) == whole.num_classes
+    assert candidates == ((0.0,) if averaged else (0.0, 0.5)) and len(rankings) == 1 + len(candidates)
+    assert all(len(each.ap) == len(whole) and each.num_valid for each in rankings)
+    assert not torch.equal(rankings[0].ap, rankings[1].ap)
+    paths = []
+    for trainer in trained:
+        [(test, _)] = trainer.test_loaders.values()
+        paths.append([{item.path for item in each.dataset.items} for each in (trainer.data_loader, test)])
+    assert paths[0] == paths[1][::-1] and not paths[0][0] & paths[0][1]
+    assert paths[0][0] | paths[0][1] == {item.path for item in whole.items}
+
+
+def test_too_few_identities_keep_nothing_of_the_start(cfg, caplog):
+    identities = build_reid_train_loader(cfg).dataset.num_classes
+    cfg = cfg.with_values({"DATALOADER.NUM_INSTANCE": 1, "SOLVER.IMS_PER_BATCH": identities})
+    assert held_out.choose_initial_weight(cfg) == 0
+    assert any("fix:" in each.getMessage() for each in caplog.records if each.name == held_out.__name__)
