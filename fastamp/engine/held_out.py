@@ -18,7 +18,7 @@ from fastamp.evaluation import ReidEvaluator, inference_on_dataset
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.run_comparison import compare_rankings
 from fastamp.utils import comm
-from fastamp.utils.errors import UserError
+from fastamp.utils.errors import DataError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def choose_initial_weight(cfg: CfgNode) -> float:
     items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
     identities = np.random.default_rng(cfg.SEED).permutation(sorted({str(item.pid) for item in items})).tolist()
     halves = [set(identities[::2]), set(identities[1::2])]
-    rankings: list[list[RankingResult]] = []
+    rankings: list[list[RankingResult | None]] = []
     pids: list[np.ndarray] = []
     for number, held_out in enumerate(halves):
         logger.info("held-out identities, half %d of 2: training on the others", number + 1)
@@ -72,9 +72,13 @@ def choose_initial_weight(cfg: CfgNode) -> float:
             rankings[-1].append(_rank(trainer))
         [(loader, count)] = trainer.test_loaders.values()
         pids.append(loader.dataset.labels[:count] + number * len(identities))
+        if comm.is_main_process():
+            for path in trainer.checkpointer.save_dir.glob("*.pth"):
+                path.unlink()  # a checkpoint is several times as large as the model
     chosen = 0.0
     if comm.is_main_process():
-        chosen = choose([_concatenate(each) for each in zip(*rankings, strict=True)], candidates, np.concatenate(pids))
+        pairs = zip(*rankings, strict=True)  # of both halves
+        chosen = choose([_concatenate(pair) for pair in pairs], candidates, np.concatenate(pids))
     return comm.broadcast_scalar(chosen)
 
 
@@ -87,15 +91,15 @@ def choose(rankings: Sequence[RankingResult], candidates: Sequence[float], pids:
         pids: (Q,) identity of each query.
     """
     start, *others = rankings
-    found = {weight: compare_rankings(start, each, pids)[0] for weight, each in zip(candidates, others, strict=True)}
-    for weight, each in found.items():
+    gains = {weight: compare_rankings(start, other, pids)[0] for weight, other in zip(candidates, others, strict=True)}
+    for weight, gain in gains.items():
         logger.info(
             "held-out identities: mAP %.2f with the initial weights, %.2f after the training, whose result has the "
             "fraction %g of them: difference %.2f, 95 %% confidence interval %.2f to %.2f",
-            *(each.first, each.second, weight, each.difference, each.low, each.high),
+            *(gain.first, gain.second, weight, gain.difference, gain.low, gain.high),
         )
-    best = max(found, key=lambda weight: found[weight].difference)
-    if found[best].low > 0:
+    best = max(gains, key=lambda weight: gains[weight].difference)
+    if gains[best].low > 0:
         logger.info("the final weights contain the fraction %g of the initial weights", best)
         return best
     logger.warning(
@@ -110,6 +114,8 @@ def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], numbe
     """Build the trainer of the other identities, with the initial weights and the held-out ones as its test set."""
     title = "+".join(cfg.DATASETS.NAMES)
     query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out])
+    if len({item.pid for item in query}) < 2:
+        raise DataError(f"{title}: fewer than two held-out identities have images from several cameras")
     test = [*query, *gallery]
     train = register_part(f"training half {number} of {title}", train=[i for i in items if str(i.pid) not in held_out])
     tested = register_part(f"held-out half {number} of {title}", query=test, gallery=test)
@@ -151,7 +157,6 @@ def _rank(trainer: DefaultTrainer) -> RankingResult | None:
     return evaluator.ranking
 
 
-def _concatenate(rankings: Sequence[RankingResult]) -> RankingResult:
-    return RankingResult(
-        *(torch.cat([getattr(each, name) for each in rankings]) for name in ("ap", "inp", "first_match"))
-    )
+def _concatenate(rankings: Sequence[RankingResult | None]) -> RankingResult:
+    parts = [ranking for ranking in rankings if ranking is not None]
+    return RankingResult(*(torch.cat([getattr(part, name) for part in parts]) for name in ("ap", "inp", "first_match")))

@@ -73,8 +73,8 @@ def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(c
     assert paths[0][0] | paths[0][1] == {item.path for item in whole.items}
 
 
-def test_too_few_identities_keep_nothing_of_the_start(cfg, caplog):
-    identities = build_reid_train_loader(cfg).dataset.num_classes
-    cfg = cfg.with_values({"DATALOADER.NUM_INSTANCE": 1, "SOLVER.IMS_PER_BATCH": identities})
+def test_halves_without_a_batch_keep_nothing_of_the_start(cfg, caplog):
+    images = len(build_reid_train_loader(cfg).dataset)
+    cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": images})
     assert held_out.choose_initial_weight(cfg) == 0
-    assert any("fix:" in each.getMessage() for each in caplog.records if each.name == held_out.__name__)
+    assert any("fix:" in record.getMessage() for record in caplog.records if record.name == held_out.__name__)
