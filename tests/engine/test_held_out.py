@@ -1,11 +1,14 @@
 """Choice between the weights before and after a fine-tuning by held-out training identities."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tiny
 import torch
 
 from fastamp.data import build_reid_train_loader
+from fastamp.data.training_images import training_items
 from fastamp.engine import held_out
 from fastamp.evaluation.rank import RankingResult
 
@@ -73,8 +76,20 @@ def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(c
     assert paths[0][0] | paths[0][1] == {item.path for item in whole.items}
 
 
-def test_halves_without_a_batch_keep_nothing_of_the_start(cfg, caplog):
+def test_halves_without_a_batch_keep_nothing_of_the_start(cfg):
     images = len(build_reid_train_loader(cfg).dataset)
     cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": images})
     assert held_out.choose_initial_weight(cfg) == 0
-    assert any("fix:" in record.getMessage() for record in caplog.records if record.name == held_out.__name__)
+    log = (Path(cfg.OUTPUT_DIR) / held_out.FOLDER / "0/log.txt").read_text()
+    assert "WARNING" in log and "fix:" in log and "SOLVER.IMS_PER_BATCH" in log
+
+
+def test_identities_seen_by_one_camera_each_keep_nothing_of_the_start(cfg, monkeypatch):
+    def one_camera_each(datasets):
+        items = training_items(datasets)
+        numbers = {pid: number for number, pid in enumerate(sorted({item.pid for item in items}))}
+        return [item._replace(camid=f"camera{numbers[item.pid] % 2}") for item in items]
+
+    monkeypatch.setattr(held_out, "training_items", one_camera_each)
+    monkeypatch.setattr(held_out, "DefaultTrainer", None)  # no training
+    assert held_out.choose_initial_weight(cfg) == 0
