@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from fastamp import compat
+from fastamp import fastreid
 
 __version__ = "0.1.0"
 __all__ = ["Predictor", "__version__", "from_pretrained"]
 
-compat.install()
+fastreid.install()
 
 
 def __dir__() -> list[str]:

@@ -43,9 +43,9 @@ PACKAGES = {
     "tracking": ("tracking of detections, and its metrics", ["tracking", "tracking.track", "tracking.frames"]),
     "report": ("report.html", ["report"]),
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),
-    "compat": (
+    "fastreid": (
         "names of FastReID's Python API",
-        [f"compat.{path.stem}" for path in sorted((ROOT / "fastamp/compat").glob("*.py")) if path.stem != "__init__"],
+        [f"fastreid.{path.stem}" for path in sorted((ROOT / "fastamp/fastreid").glob("[!_]*.py"))],
     ),
 }
 

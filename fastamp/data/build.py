@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.compat import data as compat_data  # fastamp.compat.data imports fastamp.data
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
 from fastamp.data.columns import CAMERA, EncodedColumn
@@ -25,6 +24,7 @@ from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, IdentityS
 from fastamp.data.tracklets import TrackletInferenceSampler, TrackletSampler, select_test_frames, tracklets_of
 from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
+from fastamp.fastreid import data as fastreid_data  # fastamp.fastreid.data imports fastamp.data
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
 from fastamp.utils.files import expand
@@ -76,7 +76,7 @@ def build_reid_train_loader(
         datasets = [build_dataset(name, cfg, **kwargs) for name in cfg.DATASETS.NAMES]
         parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
         transforms = transforms or build_transforms(cfg, is_train=True)
-        train_set = compat_data.CommDataset([item for part in parts for item in part], transforms)
+        train_set = fastreid_data.CommDataset([item for part in parts for item in part], transforms)
     if train_set is not None:
         return build_custom_train_loader(cfg, train_set, sampler, pin_memory=_device(cfg).type == "cuda")
     if sampler is not None:
@@ -326,7 +326,7 @@ def build_reid_test_loader(
         source = build_dataset(dataset_name, cfg, **kwargs)
         transforms = transforms or build_transforms(cfg, is_train=False)
         query, gallery = source.test_items()
-        test_set, num_query = compat_data.CommDataset([*query, *gallery], transforms, relabel=False), len(query)
+        test_set, num_query = fastreid_data.CommDataset([*query, *gallery], transforms, relabel=False), len(query)
     if test_set is not None:
         return build_custom_test_loader(cfg, test_set, num_query)
     rank, world_size = _rank_and_world_size(rank, world_size)

@@ -46,6 +46,8 @@ def resume_command() -> str:
         program, command = ["-m", "fastamp"], [arguments.pop(0)]  # `--resume` follows the subcommand
     elif spec is not None:  # python -m package.module
         program = ["-m", spec.name.removesuffix(".__main__")]
+        if os.path.abspath(script) != spec.origin:  # the module runs a script
+            program.append(script)
     elif script.endswith(".py") or not os.access(script, os.X_OK):
         program = [script]
     else:  # console script of a project

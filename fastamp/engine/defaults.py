@@ -17,14 +17,6 @@ from fastamp.amp.checks import NonFiniteParameters, check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.entries import is_training_recorded
 from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
-from fastamp.compat.trainer import (
-    FastReIDMethods,
-    as_train_loader,
-    build_writers_of,
-    only_optimizer,
-    overrides,
-    results_by_dataset,
-)
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_categories, with_num_classes
@@ -66,6 +58,14 @@ from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
 from fastamp.evaluation import update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
+from fastamp.fastreid.trainer import (
+    FastReIDMethods,
+    as_train_loader,
+    build_writers_of,
+    only_optimizer,
+    overrides,
+    results_by_dataset,
+)
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts
 from fastamp.report import Run

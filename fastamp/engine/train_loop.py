@@ -71,7 +71,7 @@ class TrainerBase:
     def storage(self) -> Any:
         """FastReID's ``EventStorage`` of this run, created on first access."""
         if self._storage is None:
-            from fastamp.compat.events import EventStorage
+            from fastamp.fastreid.events import EventStorage
 
             self._storage = EventStorage(self.iter, metrics=self.metrics)
             self._record_losses()

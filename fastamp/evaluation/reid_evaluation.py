@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from fastamp.amp import to_float32
-from fastamp.compat.evaluator import FastReIDAttributes
 from fastamp.evaluation.baselines import color_histogram, raw_pixels
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.calibration_check import CalibrationCheck, check_calibration
@@ -23,6 +22,7 @@ from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
+from fastamp.fastreid.evaluator import FastReIDAttributes
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, writing

@@ -66,7 +66,7 @@ class UnwrittenMetrics:
 
     def write_to(self, writer: Any) -> None:
         """Write the metrics recorded since the last call, by iteration."""
-        from fastamp.compat.events import get_event_storage
+        from fastamp.fastreid.events import get_event_storage
 
         rows: dict[int, dict[str, float]] = {}
         for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(self._window_size).items():

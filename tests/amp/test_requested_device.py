@@ -7,10 +7,10 @@ import tiny
 import torch
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.compat.trainer import as_train_loader
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data import build_reid_train_loader
 from fastamp.engine import default_setup
+from fastamp.fastreid.trainer import as_train_loader
 from fastamp.utils.errors import ConfigError
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.compat.data import CommDataset
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import build_transforms
 from fastamp.evaluation import ReidEvaluator
+from fastamp.fastreid.data import CommDataset
 from fastamp.utils.logger import setup_logger
 
 

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fastamp.compat.config import configurable
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.fastreid.config import configurable
 from fastamp.modeling import build_model
 from fastamp.modeling.heads import EmbeddingHead
 from fastamp.modeling.heads.build import REID_HEADS_REGISTRY

@@ -13,10 +13,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from fastamp.compat.datasets import ImageDataset
-from fastamp.compat.events import EventStorage, get_event_storage
 from fastamp.config import CfgNode, get_cfg
 from fastamp.engine import DefaultTrainer
+from fastamp.fastreid.datasets import ImageDataset
+from fastamp.fastreid.events import EventStorage, get_event_storage
 from fastamp.layers import classifier
 from fastamp.utils.errors import ConfigError, DataError
 

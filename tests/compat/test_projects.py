@@ -10,14 +10,14 @@ from fastamp.evaluation.testing import flatten_results_dict
 from fastamp.utils.checkpoint import Checkpointer, PeriodicCheckpointer
 from PIL import Image
 
-from fastamp.compat.data import CommDataset
-from fastamp.compat.datasets import ImageDataset
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.datasets import DATASET_REGISTRY
 from fastamp.data.transforms import ToTensor, build_transforms
 from fastamp.engine import DefaultTrainer
 from fastamp.evaluation import DatasetEvaluator, print_csv_format
+from fastamp.fastreid.data import CommDataset
+from fastamp.fastreid.datasets import ImageDataset
 from fastamp.utils.errors import ConfigError, DataError
 
 

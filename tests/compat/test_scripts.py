@@ -1,4 +1,4 @@
-"""Scripts written as FastReID's documentation teaches; only the package name in their imports is changed."""
+"""Scripts written as FastReID's documentation teaches, run without a change or with other imports."""
 
 import os
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import yaml
 from PIL import Image
 
@@ -19,12 +20,15 @@ SCRIPTS = Path(__file__).parent / "scripts"
 
 @pytest.fixture
 def run(demo, tmp_path):
-    """Function that renames the imports of a script, runs it for one epoch, and returns its output."""
+    """Function that runs a script for one epoch, and returns its output.
 
-    def run(name, *opts):
+    With ``renamed``, the package name in its imports is changed; otherwise, the script is run as it is.
+    """
+
+    def run(name, *opts, renamed=False, args=()):
         text = (SCRIPTS / f"{name}.py").read_text()
         assert "import" in text and "fastamp" not in text
-        (tmp_path / f"{name}.py").write_text(text.replace("from fastreid", "from fastamp"))
+        (tmp_path / f"{name}.py").write_text(text.replace("from fastreid", "from fastamp") if renamed else text)
         words = tiny.tiny_options(tmp_path / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", *opts)
         config = dict(zip(words[::2], words[1::2], strict=True)) | {"MODEL.BACKBONE.NAME": "build_resnet_backbone"}
         config |= {"MODEL.BACKBONE.DEPTH": "18x", "MODEL.BACKBONE.FEAT_DIM": "512", "INPUT.SIZE_TRAIN": "(32, 16)"}
@@ -36,7 +40,8 @@ def run(demo, tmp_path):
                 node = node.setdefault(part, {})
             node[key.split(".")[-1]] = yaml.safe_load(value) if not value.startswith("(") else value
         (tmp_path / "config.yml").write_text(yaml.safe_dump(tree))
-        command = [sys.executable, str(tmp_path / f"{name}.py"), "--config-file", str(tmp_path / "config.yml")]
+        script = [str(tmp_path / f"{name}.py"), *args, "--config-file", str(tmp_path / "config.yml")]
+        command = [sys.executable, *(() if renamed else ("-m", "fastamp.fastreid")), *script]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "FASTREID_DATASETS": str(demo)}
         found = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
         assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-3000:]
@@ -66,8 +71,9 @@ def test_custom_backbone_head_and_model_script_runs(run):
     assert "loss_size" in out and "mAP" in out
 
 
-def test_custom_loss_script_runs(run):
-    out = run("loss")
+@pytest.mark.parametrize("renamed", [False, True])
+def test_custom_loss_script_runs(run, renamed):
+    out = run("loss", renamed=renamed)
     assert "loss_contrastive" in out and "mAP" in out
 
 
@@ -83,6 +89,45 @@ def test_custom_hook_and_trainer_script_runs(run, tmp_path):
     words = out[out.index("BEGUN") :].split()
     assert words[1] == words[3] and int(words[5]) == int(words[1]) - 1 and words[6] == "True"
     assert '"twice"' in (tmp_path / "run" / "metrics.json").read_text()
+
+
+def test_unchanged_script_starts_two_processes(run):
+    out = run("loss", args=("--num-gpus", "2"))
+    assert "loss_contrastive" in out and "mAP" in out
+
+
+@pytest.mark.parametrize(
+    ("code", "word"),
+    [
+        ("from fastreid.config import nothing", "nothing"),
+        ("import fastreid.nothing", "fastreid.nothing"),
+        ("import torch; torch.zeros(1).cuda()", "MODEL.DEVICE"),
+    ],
+)
+def test_script_that_cannot_run_gives_one_message(code, word, tmp_path):
+    if "cuda" in code and torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA device")
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    found = subprocess.run(
+        [sys.executable, "-m", "fastamp.fastreid", str(script)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert found.returncode == 2 and word in found.stderr and "fix:" in found.stderr
+    assert "Traceback" not in found.stderr and "script.py" in found.stderr
+
+
+def test_fastamp_takes_the_place_of_an_installed_fastreid(tmp_path):
+    (tmp_path / "fastreid").mkdir()
+    (tmp_path / "fastreid/__init__.py").write_text("")
+    script = tmp_path / "script.py"
+    script.write_text("import fastreid, sys; print(fastreid.__file__, *sys.argv[1:], sys.path[0])")
+    installed = str(tmp_path / "fastreid/__init__.py")
+    command = [sys.executable, "-m", "fastamp.fastreid"]
+    found = subprocess.run([*command, str(script), "--a"], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.split() == [str(ROOT / "fastamp/__init__.py"), "--a", str(tmp_path)]
+    assert installed in found.stderr
+    found = subprocess.run([*command, "--installed", str(script)], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.split()[0] == installed
 
 
 def test_method_that_is_never_called_gives_a_warning():

@@ -7,10 +7,10 @@ import pytest
 import tiny
 import torch
 
-from fastamp.compat.events import EventWriter, get_event_storage
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, HookBase, hooks
 from fastamp.evaluation import inference_on_dataset
+from fastamp.fastreid.events import EventWriter, get_event_storage
 from fastamp.solver import build_lr_scheduler
 from fastamp.utils.events import JSONWriter
 

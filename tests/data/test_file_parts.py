@@ -8,12 +8,12 @@ import torch
 from PIL import Image
 
 from fastamp.cli import main
-from fastamp.compat.data import read_image as read_with_pil
 from fastamp.data.cache import ImageCache
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.decode import read_image
 from fastamp.data.file_parts import file_of, read_bytes
 from fastamp.data.missing_images import missing_files, unreadable_files
+from fastamp.fastreid.data import read_image as read_with_pil
 from fastamp.utils.errors import DataError
 
 

@@ -156,4 +156,4 @@ def test_architecture_shows_all_packages_in_the_import_order():
     expected = [frames.get(name, name) for name in reversed(order.split(" < "))]
     assert chain.split(" --> ") == expected
     shown = set(re.findall(r"^ +(\w+)\[", PAGES["docs/architecture.md"].partition("## Data flow")[0], re.MULTILINE))
-    assert shown == {path.parent.name for path in (ROOT / "fastamp").glob("*/__init__.py")} - {"compat"}
+    assert shown == {path.parent.name for path in (ROOT / "fastamp").glob("*/__init__.py")} - {"fastreid"}

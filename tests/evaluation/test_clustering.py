@@ -12,7 +12,6 @@ from scipy.sparse import csr_matrix
 from sklearn.cluster import DBSCAN
 from sklearn.metrics import normalized_mutual_info_score
 
-from fastamp.compat.evaluation import compute_jaccard_distance
 from fastamp.evaluation.clustering import (
     OUTLIER,
     Clustering,
@@ -23,6 +22,7 @@ from fastamp.evaluation.clustering import (
     jaccard_distances,
 )
 from fastamp.evaluation.rerank import ReRanking, reciprocal_weights
+from fastamp.fastreid.evaluation import compute_jaccard_distance
 from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference/methods"

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import numpy as np
 from tabulate import tabulate
 
-from fastamp.compat.dataset_methods import FastReIDDataset
 from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_boxes
 from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
+from fastamp.fastreid.dataset_methods import FastReIDDataset
 from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
 

@@ -14,13 +14,13 @@ class LRScheduler(HookBase):
     Args:
         schedule: computes the learning rate from the base learning rate, the epoch, and the number of applied steps.
 
-    ``LRScheduler(optimizer, schedulers)`` returns FastReID's hook; see ``fastamp.compat.hooks.SchedulerHook``.
+    ``LRScheduler(optimizer, schedulers)`` returns FastReID's hook; see ``fastamp.fastreid.hooks.SchedulerHook``.
     """
 
     def __new__(cls, schedule: Any, schedulers: Any = None) -> Any:
         if schedulers is None:
             return super().__new__(cls)
-        from fastamp.compat.hooks import SchedulerHook  # fastamp.compat.hooks imports fastamp.engine.hooks
+        from fastamp.fastreid.hooks import SchedulerHook  # fastamp.fastreid.hooks imports fastamp.engine.hooks
 
         return SchedulerHook(schedule, schedulers)
 

@@ -23,13 +23,13 @@ class PeriodicWriter(HookBase):
         images_per_iteration: mean number of images per iteration, used to compute the throughput.
         device: device of the model, whose peak memory use is logged.
 
-    ``PeriodicWriter(writers, period)`` returns FastReID's hook; see ``fastamp.compat.hooks.EventWriterHook``.
+    ``PeriodicWriter(writers, period)`` returns FastReID's hook; see ``fastamp.fastreid.hooks.EventWriterHook``.
     """
 
     def __new__(cls, period: Any, *arguments: Any, **options: Any) -> Any:
         if isinstance(period, int):
             return super().__new__(cls)
-        from fastamp.compat.hooks import EventWriterHook  # fastamp.compat.hooks imports fastamp.engine.hooks
+        from fastamp.fastreid.hooks import EventWriterHook  # fastamp.fastreid.hooks imports fastamp.engine.hooks
 
         return EventWriterHook(period, *arguments, **options)
 

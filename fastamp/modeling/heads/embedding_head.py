@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.compat.heads import accepts_config
+from fastamp.fastreid.heads import accepts_config
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS

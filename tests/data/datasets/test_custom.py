@@ -7,7 +7,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fastamp.compat.data import CommDataset
 from fastamp.config import get_cfg
 from fastamp.data.build import build_dataset
 from fastamp.data.dataset import ReidDataset
@@ -18,6 +17,7 @@ from fastamp.data.image_summary import inspect_image
 from fastamp.data.missing_images import check_files
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
+from fastamp.fastreid.data import CommDataset
 from fastamp.utils.errors import ConfigError, DataError
 
 HEADER = "path,pid,camid,split"

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fastamp.compat.config import configurable
+from fastamp.fastreid.config import configurable
 
 
 def accepts_config(init: Callable[..., None]) -> Callable[..., None]:
@@ -20,7 +20,7 @@ def accepts_config(init: Callable[..., None]) -> Callable[..., None]:
         configured(self, *args, **kwargs)
         if type(self).__module__.partition(".")[0] == "fastamp":
             return
-        from fastamp.compat import any_softmax
+        from fastamp.fastreid import any_softmax
 
         layer = getattr(any_softmax, type(self.cls_layer).__name__, None)
         if layer is not None:

@@ -35,93 +35,96 @@ MODULES = {
         "wildtracker",
     )
 } | {
-    "fastamp.data.common": "fastamp.compat.data",
-    "fastamp.data.data_utils": "fastamp.compat.data",
-    "fastamp.data.datasets.bases": "fastamp.compat.datasets",
+    "fastamp.data.common": "fastamp.fastreid.data",
+    "fastamp.data.data_utils": "fastamp.fastreid.data",
+    "fastamp.data.datasets.bases": "fastamp.fastreid.datasets",
     "fastamp.data.datasets.AirportALERT": "fastamp.data.datasets.airportalert",
-    "fastamp.evaluation.clas_evaluator": "fastamp.compat.evaluation",
-    "fastamp.evaluation.testing": "fastamp.compat.evaluation",
-    "fastamp.layers.activation": "fastamp.compat.layers",
-    "fastamp.layers.any_softmax": "fastamp.compat.any_softmax",
-    "fastamp.layers.batch_norm": "fastamp.compat.layers",
-    "fastamp.layers.drop": "fastamp.compat.layers",
-    "fastamp.layers.helpers": "fastamp.compat.layers",
-    "fastamp.layers.non_local": "fastamp.compat.layers",
+    "fastamp.evaluation.clas_evaluator": "fastamp.fastreid.evaluation",
+    "fastamp.evaluation.testing": "fastamp.fastreid.evaluation",
+    "fastamp.layers.activation": "fastamp.fastreid.layers",
+    "fastamp.layers.any_softmax": "fastamp.fastreid.any_softmax",
+    "fastamp.layers.batch_norm": "fastamp.fastreid.layers",
+    "fastamp.layers.drop": "fastamp.fastreid.layers",
+    "fastamp.layers.helpers": "fastamp.fastreid.layers",
+    "fastamp.layers.non_local": "fastamp.fastreid.layers",
     "fastamp.layers.se_layer": "fastamp.layers.attention",
-    "fastamp.layers.weight_init": "fastamp.compat.layers",
+    "fastamp.layers.weight_init": "fastamp.fastreid.layers",
     "fastamp.modeling.backbones.mobilenetv3": "fastamp.modeling.backbones.mobilenet",
     "fastamp.modeling.backbones.vision_transformer": "fastamp.modeling.backbones.vit",
     "fastamp.modeling.losses.circle_loss": "fastamp.modeling.losses.pairwise_cosine",
     "fastamp.modeling.losses.cross_entroy_loss": "fastamp.modeling.losses.cross_entropy",
     "fastamp.modeling.losses.focal_loss": "fastamp.modeling.losses.focal",
     "fastamp.modeling.losses.triplet_loss": "fastamp.modeling.losses.triplet",
-    "fastamp.modeling.losses.utils": "fastamp.compat.modeling",
+    "fastamp.modeling.losses.utils": "fastamp.fastreid.modeling",
     "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
-    "fastamp.utils.collect_env": "fastamp.compat.tools",
-    "fastamp.utils.compute_dist": "fastamp.compat.evaluation",
-    "fastamp.utils.file_io": "fastamp.compat.files",
-    "fastamp.utils.history_buffer": "fastamp.compat.events",
-    "fastamp.utils.params": "fastamp.compat.solver",
-    "fastamp.utils.precision_bn": "fastamp.compat.tools",
-    "fastamp.utils.timer": "fastamp.compat.tools",
-    "fastamp.utils.visualizer": "fastamp.compat.visualizer",
+    "fastamp.utils.collect_env": "fastamp.fastreid.tools",
+    "fastamp.utils.compute_dist": "fastamp.fastreid.evaluation",
+    "fastamp.utils.file_io": "fastamp.fastreid.files",
+    "fastamp.utils.history_buffer": "fastamp.fastreid.events",
+    "fastamp.utils.params": "fastamp.fastreid.solver",
+    "fastamp.utils.precision_bn": "fastamp.fastreid.tools",
+    "fastamp.utils.timer": "fastamp.fastreid.tools",
+    "fastamp.utils.visualizer": "fastamp.fastreid.visualizer",
 }
 """Module of FastReID -> module that provides its names."""
 
 NAMES = {
     "fastamp.checkpoint.checkpointer": {
-        "PathManager": "fastamp.compat.files.PathManager",
-        "PeriodicCheckpointer": "fastamp.compat.checkpoint.PeriodicCheckpointer",
-        "get_missing_parameters_message": "fastamp.compat.checkpoint.get_missing_parameters_message",
-        "get_unexpected_parameters_message": "fastamp.compat.checkpoint.get_unexpected_parameters_message",
+        "PathManager": "fastamp.fastreid.files.PathManager",
+        "PeriodicCheckpointer": "fastamp.fastreid.checkpoint.PeriodicCheckpointer",
+        "get_missing_parameters_message": "fastamp.fastreid.checkpoint.get_missing_parameters_message",
+        "get_unexpected_parameters_message": "fastamp.fastreid.checkpoint.get_unexpected_parameters_message",
     },
-    "fastamp.config": {"configurable": "fastamp.compat.config.configurable"},
-    "fastamp.config.config": {"configurable": "fastamp.compat.config.configurable"},
-    "fastamp.data": {"CommDataset": "fastamp.compat.data.CommDataset"},
+    "fastamp.config": {"configurable": "fastamp.fastreid.config.configurable"},
+    "fastamp.config.config": {"configurable": "fastamp.fastreid.config.configurable"},
+    "fastamp.data": {"CommDataset": "fastamp.fastreid.data.CommDataset"},
     "fastamp.data.build": {
-        "CommDataset": "fastamp.compat.data.CommDataset",
-        "_root": "fastamp.compat.data._root",
-        "fast_batch_collator": "fastamp.compat.data.fast_batch_collator",
+        "CommDataset": "fastamp.fastreid.data.CommDataset",
+        "_root": "fastamp.fastreid.data._root",
+        "fast_batch_collator": "fastamp.fastreid.data.fast_batch_collator",
     },
-    "fastamp.data.transforms": {"ToTensor": "fastamp.compat.data.ToTensor"},
-    "fastamp.engine": {"DefaultPredictor": "fastamp.compat.engine.DefaultPredictor"}
-    | {name: f"fastamp.compat.hooks.{name}" for name in ("CallbackHook", "IterationTimer", "LayerFreeze", "PreciseBN")}
+    "fastamp.data.transforms": {"ToTensor": "fastamp.fastreid.data.ToTensor"},
+    "fastamp.engine": {"DefaultPredictor": "fastamp.fastreid.engine.DefaultPredictor"}
+    | {
+        name: f"fastamp.fastreid.hooks.{name}"
+        for name in ("CallbackHook", "IterationTimer", "LayerFreeze", "PreciseBN")
+    }
     | {
         name: f"fastamp.engine.hooks.{name}"
         for name in ("EvalHook", "LRScheduler", "PeriodicCheckpointer", "PeriodicWriter")
     },
     "fastamp.engine.defaults": {
-        "DefaultPredictor": "fastamp.compat.engine.DefaultPredictor",
+        "DefaultPredictor": "fastamp.fastreid.engine.DefaultPredictor",
         "AMPTrainer": "fastamp.engine.train_loop.AMPTrainer",
         "SimpleTrainer": "fastamp.engine.train_loop.SimpleTrainer",
         "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
         "default_setup": "fastamp.engine.setup.default_setup",
     },
     "fastamp.engine.hooks": {
-        "CallbackHook": "fastamp.compat.hooks.CallbackHook",
-        "IterationTimer": "fastamp.compat.hooks.IterationTimer",
-        "LayerFreeze": "fastamp.compat.hooks.LayerFreeze",
-        "PreciseBN": "fastamp.compat.hooks.PreciseBN",
-        "flatten_results_dict": "fastamp.compat.evaluation.flatten_results_dict",
-        "get_bn_modules": "fastamp.compat.tools.get_bn_modules",
+        "CallbackHook": "fastamp.fastreid.hooks.CallbackHook",
+        "IterationTimer": "fastamp.fastreid.hooks.IterationTimer",
+        "LayerFreeze": "fastamp.fastreid.hooks.LayerFreeze",
+        "PreciseBN": "fastamp.fastreid.hooks.PreciseBN",
+        "flatten_results_dict": "fastamp.fastreid.evaluation.flatten_results_dict",
+        "get_bn_modules": "fastamp.fastreid.tools.get_bn_modules",
     },
     "fastamp.evaluation": {
-        "ClasEvaluator": "fastamp.compat.evaluation.ClasEvaluator",
-        "aqe": "fastamp.compat.evaluation.aqe",
-        "inference_context": "fastamp.compat.evaluation.inference_context",
-        "evaluate_rank": "fastamp.compat.evaluation.evaluate_rank",
-        "print_csv_format": "fastamp.compat.evaluation.print_csv_format",
+        "ClasEvaluator": "fastamp.fastreid.evaluation.ClasEvaluator",
+        "aqe": "fastamp.fastreid.evaluation.aqe",
+        "inference_context": "fastamp.fastreid.evaluation.inference_context",
+        "evaluate_rank": "fastamp.fastreid.evaluation.evaluate_rank",
+        "print_csv_format": "fastamp.fastreid.evaluation.print_csv_format",
     },
     "fastamp.evaluation.evaluator": {
         "ReidEvaluator": "fastamp.evaluation.reid_evaluation.ReidEvaluator",
-        "inference_context": "fastamp.compat.evaluation.inference_context",
+        "inference_context": "fastamp.fastreid.evaluation.inference_context",
     },
-    "fastamp.evaluation.query_expansion": {"aqe": "fastamp.compat.evaluation.aqe"},
+    "fastamp.evaluation.query_expansion": {"aqe": "fastamp.fastreid.evaluation.aqe"},
     "fastamp.evaluation.rank": {
-        name: f"fastamp.compat.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")
+        name: f"fastamp.fastreid.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")
     },
-    "fastamp.evaluation.rerank": {"re_ranking": "fastamp.compat.evaluation.re_ranking"},
-    "fastamp.layers": {"any_softmax": "fastamp.compat.any_softmax"}
+    "fastamp.evaluation.rerank": {"re_ranking": "fastamp.fastreid.evaluation.re_ranking"},
+    "fastamp.layers": {"any_softmax": "fastamp.fastreid.any_softmax"}
     | {
         name: f"fastamp.layers.pooling.{name}"
         for name in (
@@ -136,7 +139,7 @@ NAMES = {
         )
     }
     | {
-        name: f"fastamp.compat.layers.{name}"
+        name: f"fastamp.fastreid.layers.{name}"
         for name in (
             "DropPath",
             "FastGlobalAvgPool",
@@ -156,10 +159,10 @@ NAMES = {
             "weights_init_kaiming",
         )
     },
-    "fastamp.layers.norm": {"get_norm": "fastamp.compat.layers.get_norm"},
-    "fastamp.layers.pooling": {"FastGlobalAvgPool": "fastamp.compat.layers.FastGlobalAvgPool"},
+    "fastamp.layers.norm": {"get_norm": "fastamp.fastreid.layers.get_norm"},
+    "fastamp.layers.pooling": {"FastGlobalAvgPool": "fastamp.fastreid.layers.FastGlobalAvgPool"},
     "fastamp.modeling.backbones": {
-        f"build_{name}_backbone": f"fastamp.compat.modeling.build_{name}_backbone"
+        f"build_{name}_backbone": f"fastamp.fastreid.modeling.build_{name}_backbone"
         for name in (
             "effnet",
             "mobilenetv2",
@@ -179,32 +182,44 @@ NAMES = {
         "pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"
     },
     "fastamp.modeling.losses": {"pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"},
-    "fastamp.solver": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
-    "fastamp.solver.build": {"build_lr_scheduler": "fastamp.compat.solver.build_lr_scheduler"},
+    "fastamp.solver": {"build_lr_scheduler": "fastamp.fastreid.solver.build_lr_scheduler"},
+    "fastamp.solver.build": {"build_lr_scheduler": "fastamp.fastreid.solver.build_lr_scheduler"},
     "fastamp.utils.comm": {
-        name: f"fastamp.compat.comm.{name}"
+        name: f"fastamp.fastreid.comm.{name}"
         for name in ("gather", "get_local_rank", "get_local_size", "reduce_dict", "shared_random_seed")
     },
-    "fastamp.utils.env": {"seed_all_rng": "fastamp.compat.tools.seed_all_rng"},
+    "fastamp.utils.env": {"seed_all_rng": "fastamp.fastreid.tools.seed_all_rng"},
     "fastamp.utils.events": {
-        name: f"fastamp.compat.events.{name}"
+        name: f"fastamp.fastreid.events.{name}"
         for name in ("CommonMetricPrinter", "EventStorage", "EventWriter", "get_event_storage")
     },
-    "fastamp.utils.logger": {"PathManager": "fastamp.compat.files.PathManager"},
+    "fastamp.utils.logger": {"PathManager": "fastamp.fastreid.files.PathManager"},
 }
 """Module of fastamp -> name in FastReID -> module and name of the object."""
 
 
 class _ModuleAliases(MetaPathFinder, Loader):
-    """Import hook that maps the names in ``MODULES`` to the module objects imported under fastamp's names."""
+    """Import hook that maps module names to the module objects imported under other names.
+
+    Args:
+        module_of: returns the name of the module for a name, or None if the name is not an alias.
+    """
+
+    def __init__(self, module_of: Callable[[str], str | None]) -> None:
+        self.module_of = module_of
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        return spec_from_loader(fullname, self) if fullname in MODULES else None
+        return spec_from_loader(fullname, self) if self.module_of(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(MODULES[spec.name])
+        try:
+            module = importlib.import_module(str(self.module_of(spec.name)))
+        except ModuleNotFoundError as error:
+            if error.name != self.module_of(spec.name):
+                raise
+            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name) from None
         spec.loader_state = module.__spec__
         return module
 
@@ -258,6 +273,14 @@ def resolve(path: str) -> Any:
 
 def install() -> None:
     """Install the import hooks. They must be installed before the modules in ``NAMES`` are imported."""
-    for hook in (_ModuleAliases, _AddedNames):
-        if not any(isinstance(finder, hook) for finder in sys.meta_path):
-            sys.meta_path.insert(0, hook())
+    if not any(isinstance(finder, _AddedNames) for finder in sys.meta_path):
+        sys.meta_path[:0] = [_AddedNames(), _ModuleAliases(MODULES.get)]
+
+
+def provide_fastreid() -> None:
+    """Let ``import fastreid`` import fastamp in this process, also if FastReID is installed."""
+
+    def module_of(name: str) -> str | None:
+        return f"fastamp{name[8:]}" if name.partition(".")[0] == "fastreid" else None
+
+    sys.meta_path.insert(0, _ModuleAliases(module_of))

@@ -11,8 +11,8 @@ import torch
 from torch.optim import Optimizer
 
 from fastamp.amp import requested_device, resolve_device
-from fastamp.compat.solver import build_lr_scheduler
 from fastamp.data.custom_loader import CustomTrainLoader
+from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class FastReIDMethods:
 
     @property
     def storage(self) -> Any:
-        """Metrics of the run; see ``fastamp.compat.events.EventStorage``."""
+        """Metrics of the run; see ``fastamp.fastreid.events.EventStorage``."""
         return self.trainer.storage
 
     @classmethod
@@ -120,8 +120,8 @@ class FastReIDMethods:
         """Replace the ``LRScheduler`` in ``hooks`` if the class of this trainer overrides ``build_lr_scheduler``."""
         if not overrides(self, "build_lr_scheduler", FastReIDMethods):
             return list(hooks)
-        from fastamp.compat.hooks import SchedulerHook  # fastamp.engine imports this module
         from fastamp.engine.hooks import LRScheduler
+        from fastamp.fastreid.hooks import SchedulerHook  # fastamp.engine imports this module
 
         scheduler_hook = SchedulerHook(self.optimizer, self.scheduler)
         return [scheduler_hook if isinstance(hook, LRScheduler) else hook for hook in hooks]

@@ -6,10 +6,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.compat.tools import get_bn_modules
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.freeze import FreezeLayers
 from fastamp.evaluation.precise_bn import update_bn_statistics
+from fastamp.fastreid.tools import get_bn_modules
 
 
 class CallbackHook(HookBase):
@@ -124,7 +124,7 @@ class SchedulerHook(HookBase):
 
 
 class EventWriterHook(HookBase):
-    """Call ``write()`` of FastReID's writers periodically; see ``fastamp.compat.events.EventWriter``.
+    """Call ``write()`` of FastReID's writers periodically; see ``fastamp.fastreid.events.EventWriter``.
 
     Args:
         writers: writers with ``write()`` and ``close()``.

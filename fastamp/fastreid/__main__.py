@@ -1,0 +1,8 @@
+"""Run a script written for FastReID without a change; see ``fastamp.fastreid.script``."""
+
+import sys
+
+from fastamp.engine import run_command_line
+from fastamp.fastreid.script import run
+
+sys.exit(run_command_line(run))
