@@ -24,10 +24,6 @@ from fastamp.engine import DefaultTrainer
 from fastamp.utils import registry
 from fastamp.utils.resources import resource_folder
 
-# Folders and files whose tests are not divided into default and integration tests.
-UNDIVIDED = (
-    # ---
-)
 UNGUARDED_MARKS = {"end_to_end", "integration", "slow", "tune", "export", "extras", "cuda"}
 guard = {"on": False}
 
@@ -57,7 +53,7 @@ def pytest_configure():
 def pytest_runtest_protocol(item):
     """Guard a default test and its fixtures."""
     marks = {mark.name for mark in item.iter_markers()}
-    guard["on"] = not marks & UNGUARDED_MARKS and not item.nodeid.startswith(UNDIVIDED)
+    guard["on"] = not marks & UNGUARDED_MARKS
     try:
         return (yield)
     finally:

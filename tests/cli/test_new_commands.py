@@ -100,7 +100,7 @@ def test_init_rejects_a_base_file(base, elsewhere, capsys):
     assert "unknown recipe" in capsys.readouterr().err and not Path("other").exists()
 
 
-@pytest.mark.integration
+@pytest.mark.end_to_end
 def test_demo_trains_the_quickstart(demo, elsewhere):
     options = tiny.tiny_options("logs/demo", "SOLVER.MAX_EPOCH=1")
     assert main(["demo", *options]) == 0

@@ -43,7 +43,7 @@ def assert_input_error(demo, tmp_path, capfd):
     return check
 
 
-@pytest.mark.integration
+@pytest.mark.end_to_end
 def test_training_writes_files_and_eval_only_reproduces_metrics(demo, tmp_path, capfd):
     output = tmp_path / "run"
     config = tmp_path / "base.yml"
