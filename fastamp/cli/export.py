@@ -1,4 +1,4 @@
-"""Export a trained model to ONNX, OpenVINO, torch.export, TorchScript, TFLite or TensorRT, and compare it with PyTorch.
+"""Export a trained model to ONNX, OpenVINO, torch.export, TorchScript or TFLite, and compare it with PyTorch.
 
 examples:
   fastamp export logs/run model.onnx
@@ -22,7 +22,6 @@ FORMATS = {
     "torch-export": ".pt2",
     "torchscript": ".ts",
     "tflite": ".tflite",
-    "engine": ".engine",
 }
 
 

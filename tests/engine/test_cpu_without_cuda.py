@@ -113,12 +113,7 @@ def test_only_modules_that_choose_a_device_ask_for_a_gpu():
         for file in package.rglob("*.py")
         if "cuda.is_available" in file.read_text()
     }
-    assert asking == {
-        "amp/policy.py",
-        "diagnostics/environment_queries.py",
-        "engine/launch.py",
-        "inference/export/tensorrt_format.py",
-    }
+    assert asking == {"amp/policy.py", "diagnostics/environment_queries.py", "engine/launch.py"}
 
 
 def test_out_of_memory_on_a_cpu_does_not_use_cuda(gpu_not_to_be_used):

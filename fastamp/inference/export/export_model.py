@@ -53,11 +53,11 @@ def export(
     """Export a model to a file of one of several formats if its features pass a parity check.
 
     Inputs of the exported model: ``images``: (B, C, H, W) float32, of size ``INPUT.SIZE_TEST``, or ``INPUT.CROP.SIZE``
-    if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic,
-    in a TensorRT file at most 32; a TFLite file takes one image at a time if its operators contain the batch size.
-    Models with camera or view embeddings have the additional inputs ``camids`` and ``viewids``: (B,) int64. Models with
-    a stem for each modality have the additional input ``modality``: (B,) int64, 0 visible, 1 infrared; with
-    MODEL.BACKBONE.MODALITY, the file is for this modality.
+    if ``INPUT.CROP`` is on; with ``preprocess="inside"``: (B, H, W, C) uint8 of any size. The batch size B is dynamic;
+    a TFLite file takes one image at a time if its operators contain the batch size. Models with camera or view
+    embeddings have the additional inputs ``camids`` and ``viewids``: (B,) int64. Models with a stem for each modality
+    have the additional input ``modality``: (B,) int64, 0 visible, 1 infrared; with MODEL.BACKBONE.MODALITY, the file is
+    for this modality.
     Output: ``features``: (B, D) float32, averaged over the image and its mirror image if ``TEST.FLIP`` is on.
 
     The parity check compares the exported model with the PyTorch model in float32, on random images in batches of 1, 3
@@ -67,8 +67,7 @@ def export(
     Args:
         predictor: trained model.
         path: output file; its name must end in .onnx, .pt2, .xml (OpenVINO, with the weights in a .bin file next to
-            it), .ts (TorchScript), .tflite or .engine (TensorRT, with the metadata in a
-            .engine.json file).
+            it), .ts (TorchScript) or .tflite.
         precision: ``"float32"`` (default); ``"fp16"``: weights and computation in float16, except for modules
             that require float32 (``to_float16``); or ``"int8"``: weights and activations of the trunk in 8 bits, for
             ONNX, OpenVINO and TFLite (``fastamp.inference.export.quantize``), which requires a test set.
@@ -125,8 +124,6 @@ def export(
     metadata["feature_width"] = source.feature_width
     if calibration is not None:
         source, metadata["quantization"] = _quantized(format, source, calibration, predictor, metadata, opset)
-    if format.max_batch is not None:
-        metadata["max_batch"] = format.max_batch
     files = format.content(source, metadata, opset)
     report = ExportReport(path, format.title, metadata, sum(map(len, files.values())))
     actual = exported_features(format.runner(files), predictor, metadata)

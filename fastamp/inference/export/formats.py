@@ -12,7 +12,6 @@ from fastamp.inference.export import (
     onnx_format,
     openvino_format,
     quantize,
-    tensorrt_format,
     tflite_format,
     tflite_quantize,
     torch_formats,
@@ -43,7 +42,6 @@ class Format:
         check_environment: function that raises ConfigError if the format requires something else that is missing.
         computes_float16: False if fp16 is a precision of the weights only, which ``content`` converts.
         any_size: False if the images have a fixed size. Default: True.
-        max_batch: largest batch. Default: None, any.
     """
 
     title: str
@@ -56,7 +54,6 @@ class Format:
     check_environment: Callable[[], None] | None = None
     computes_float16: bool = True
     any_size: bool = True
-    max_batch: int | None = None
 
     def check(self, opset: int | None, precision: str) -> None:
         """Raise ConfigError if a package is missing or too old, or the opset or the precision is not supported."""
@@ -126,16 +123,6 @@ FORMATS = {
         check_environment=tflite_format.check_environment,
         computes_float16=False,
         any_size=False,
-    ),
-    ".engine": Format(
-        "TensorRT",
-        _ONNX,
-        tensorrt_format.content,
-        tensorrt_format.runner,
-        lowest_torch=_ONNX_TORCH,
-        check_environment=tensorrt_format.check_environment,
-        any_size=False,
-        max_batch=tensorrt_format.MAX_BATCH,
     ),
 }
 """File suffix -> format."""
