@@ -5,8 +5,6 @@ markings. As in real catalogs, some animals have many encounters and most have f
 """
 
 import csv
-import json
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date, timedelta
@@ -15,8 +13,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from fastamp.demo.generate import MANIFEST, check_folder, move_into_place, read_manifest
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.demo.generate import has_all_images, write_dataset
 
 # Part of the default folder name: increment it with every change of the images.
 ANIMALS_VERSION = "2"
@@ -68,7 +65,6 @@ def generate_animals(
     """
     if individuals < 2 or image_size < 32 or seed < 0:
         raise ValueError(f"individuals {individuals}, image_size {image_size} and seed {seed}: expected 2, 32 and 0")
-    folder = Path(folder).absolute()
     settings = {
         "variant": "animals",
         "version": ANIMALS_VERSION,
@@ -76,14 +72,9 @@ def generate_animals(
         "image_size": image_size,
         "individuals": individuals,
     }
-    check_folder(folder, settings)
-    if animals_are_complete(folder):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    build = temporary_path(folder)
-    try:
-        (build / "images").mkdir(parents=True)
+
+    def write(build: Path) -> dict:
+        (build / "images").mkdir()
         rows = _plan(individuals, seed)
         for number, (path, name, species, side, _, encounter) in enumerate(rows):
             picture = _draw(name, species, side, encounter, number % _FRAMES, image_size, seed)
@@ -92,18 +83,14 @@ def generate_animals(
                 progress(number + 1, len(rows))
         with (build / ANIMALS_TABLE).open("w", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerows([_COLUMNS, *rows])
-        manifest = json.dumps({**settings, "images": len(rows)}, indent=2)
-        (build / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        move_into_place(build, folder, animals_are_complete)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+        return {"images": len(rows)}
+
+    write_dataset(folder, settings, animals_are_complete, write)
 
 
 def animals_are_complete(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many images of this version as its manifest states."""
-    manifest = read_manifest(Path(folder)) or {}
-    images = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
-    return manifest.get("version") == ANIMALS_VERSION and manifest.get("images") == images
+    return has_all_images(folder, "images", "images", version=ANIMALS_VERSION)
 
 
 def _plan(individuals: int, seed: int) -> list[tuple[str, ...]]:

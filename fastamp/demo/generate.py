@@ -5,6 +5,7 @@ existing folder is complete even if processes are killed or run concurrently.
 """
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -18,8 +19,11 @@ from fastamp.demo.attributes import ImageAttributes, describe_person, describe_p
 from fastamp.demo.camera import make_camera
 from fastamp.demo.picture import compose, draw_picture
 from fastamp.demo.wardrobe import Appearance, draw_appearance, draw_lookalike, draw_people
+from fastamp.utils import comm
 from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 from fastamp.utils.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 # Part of the default folder name: increment it with every change of the images.
 DEMO_VERSION = "1"
@@ -95,7 +99,6 @@ def generate_demo(
         seed=(seed, 0),
         workers=(1 if workers is None else workers, 1),
     )
-    folder = Path(folder).absolute()
     settings = {
         "version": DEMO_VERSION,
         "seed": seed,
@@ -106,24 +109,16 @@ def generate_demo(
         "distractors": distractors,
         "cameras": cameras,
     }
-    check_folder(folder, settings)
-    if is_complete(folder):
-        return
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    build = temporary_path(folder)
-    try:
+    def write(build: Path) -> dict:
         for split in SPLITS:
-            (build / split).mkdir(parents=True)
+            (build / split).mkdir()
         shots = _plan(settings)
         _draw_all(shots, build, seed, image_size, workers, progress)
-        counts = {split: sum(shot.path.startswith(split) for shot in shots) for split in SPLITS}
         write_csv(_attributes(shots, settings), build / ATTRIBUTES)
-        (build / MANIFEST).write_text(json.dumps({**settings, "images": counts}, indent=2) + "\n", encoding="utf-8")
-        move_into_place(build, folder, is_complete)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+        return {"images": {split: sum(shot.path.startswith(split) for shot in shots) for split in SPLITS}}
+
+    write_dataset(folder, settings, is_complete, write)
 
 
 def is_complete(folder: str | Path) -> bool:
@@ -306,6 +301,71 @@ def check_folder(folder: Path, settings: dict) -> None:
             f"{folder} contains a demo dataset with different settings: {differences}.\n"
             "  fix: delete this folder, or choose another folder"
         )
+
+
+def has_all_images(folder: str | Path, subfolder: str, count: str, **entries: str) -> bool:
+    """Return True if the manifest has ``entries``, and its entry ``count`` is the number of images in ``subfolder``."""
+    manifest = read_manifest(Path(folder)) or {}
+    images = sum(1 for _ in (Path(folder) / subfolder).glob("*.jpg"))
+    return manifest.items() >= {**entries, count: images}.items()
+
+
+def ensure_dataset(
+    folder: Path, title: str, is_complete: Callable[[Path], bool], generate: Callable[[Path], None]
+) -> None:
+    """Generate a dataset unless it is complete, in the main process first.
+
+    Args:
+        folder: folder of the dataset.
+        title: description of the dataset, for messages.
+        is_complete: function (folder) -> True if the dataset exists.
+        generate: function that writes the dataset to a folder.
+
+    Raises:
+        DataError: if the folder is not writable; see also ``write_dataset``.
+    """
+    with comm.main_process_first():
+        remove_abandoned(folder)
+        if not is_complete(folder):
+            logger.info("writing the %s to %s", title, folder.absolute())
+            try:
+                generate(folder)
+            except OSError as error:
+                raise DataError(
+                    f"cannot write the {title} to {folder.absolute()}: {error.strerror or error}\n"
+                    "  fix: set FASTAMP_DATASETS to a writable folder"
+                ) from error
+
+
+def write_dataset(
+    folder: str | Path, settings: dict, is_complete: Callable[[Path], bool], write: Callable[[Path], dict]
+) -> None:
+    """Write a generated dataset to ``folder`` at once, unless it is complete there.
+
+    Args:
+        folder: folder of the dataset; parents are created.
+        settings: entries of the manifest that determine the content.
+        is_complete: function (folder) -> True if the dataset exists.
+        write: function that writes the files to an empty folder, and returns the other entries of the manifest.
+
+    Raises:
+        DataError: if ``folder`` contains other files, or a demo dataset with different settings.
+        OSError: if the files cannot be written.
+    """
+    folder = Path(folder).absolute()
+    check_folder(folder, settings)
+    if is_complete(folder):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(folder)
+    build = temporary_path(folder)
+    try:
+        build.mkdir()
+        manifest = json.dumps({**settings, **write(build)}, indent=2)
+        (build / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        move_into_place(build, folder, is_complete)
+    finally:
+        shutil.rmtree(build, ignore_errors=True)
 
 
 def move_into_place(build: Path, folder: Path, is_complete: Callable[[Path], bool]) -> None:

@@ -3,9 +3,7 @@
 The layout is that of the MOT Challenge: ``img1/000001.jpg``, ``det/det.txt``, ``gt/gt.txt`` and ``seqinfo.ini``.
 """
 
-import json
 import math
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,11 @@ from PIL import Image
 
 from fastamp.demo.camera import expose, make_camera
 from fastamp.demo.figure import draw_person
-from fastamp.demo.generate import MANIFEST, check_folder, move_into_place, read_manifest
+from fastamp.demo.generate import has_all_images, write_dataset
 from fastamp.demo.picture import SUPERSAMPLING, composite
 from fastamp.demo.pose import Gait, draw_gait, walking_pose
 from fastamp.demo.scene import paint_scene
 from fastamp.demo.wardrobe import Appearance, draw_people
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 
 # Increment it with every change of the images.
 SEQUENCE_VERSION = "1"
@@ -93,33 +90,20 @@ def generate_sequence(
     """
     if min(people, frames) < 1 or seed < 0:
         raise ValueError("at least 1 person, 1 frame and a seed of 0 are required")
-    folder = Path(folder).absolute()
     settings = {"variant": "sequence", "version": SEQUENCE_VERSION, "seed": seed, "people": people, "frames": frames}
-    check_folder(folder, settings)
-    if is_complete_sequence(folder):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    build = temporary_path(folder)
-    try:
+
+    def write(build: Path) -> dict:
         for name in ("img1", "det", "gt"):
-            (build / name).mkdir(parents=True)
+            (build / name).mkdir()
         _write(build, people, frames, seed, progress)
-        (build / MANIFEST).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-        move_into_place(build, folder, is_complete_sequence)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+        return {}
+
+    write_dataset(folder, settings, is_complete_sequence, write)
 
 
 def is_complete_sequence(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many frames of this version as its manifest states."""
-    manifest = read_manifest(Path(folder)) or {}
-    frames = sum(1 for _ in (Path(folder) / "img1").glob("*.jpg"))
-    return (
-        manifest.get("variant") == "sequence"
-        and manifest.get("version") == SEQUENCE_VERSION
-        and manifest.get("frames") == frames
-    )
+    return has_all_images(folder, "img1", "frames", variant="sequence", version=SEQUENCE_VERSION)
 
 
 def _write(build: Path, people: int, frames: int, seed: int, progress: Callable[[int, int], None] | None) -> None:

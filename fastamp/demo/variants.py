@@ -5,9 +5,7 @@ written last.
 """
 
 import csv
-import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,11 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from fastamp.demo.camera import make_camera
-from fastamp.demo.generate import ATTRIBUTES, MANIFEST, check_folder, move_into_place, read_manifest
+from fastamp.demo.generate import ATTRIBUTES, has_all_images, write_dataset
 from fastamp.demo.picture import OCCLUDERS, Shot, draw_picture
 from fastamp.demo.pose import Gait, Pose, draw_gait, walking_pose
 from fastamp.demo.wardrobe import Appearance, change_clothes, draw_appearance, draw_body, draw_people, in_infrared
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
 
 # Part of the default folder names: increment it with every change of the images of any variant.
 VARIANTS_VERSION = "2"
@@ -74,7 +71,6 @@ def generate_variant(
         raise ValueError(f"unknown variant {variant!r}; choices: {', '.join(_PLANS)}")
     if min(train_identities, test_identities) < 1 or image_size[0] < 32 or image_size[1] < 16 or seed < 0:
         raise ValueError("at least 1 identity per split, images of 32 x 16 pixels and a seed of 0 are required")
-    folder = Path(folder).absolute()
     settings = {
         "variant": variant,
         "version": VARIANTS_VERSION,
@@ -83,14 +79,9 @@ def generate_variant(
         "train_identities": train_identities,
         "test_identities": test_identities,
     }
-    check_folder(folder, settings)
-    if is_complete_variant(folder):
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(folder)
-    build = temporary_path(folder)
-    try:
-        (build / "images").mkdir(parents=True)
+
+    def write(build: Path) -> dict:
+        (build / "images").mkdir()
         images = list(_PLANS[variant](seed, train_identities, test_identities))
         rows = []
         for number, image in enumerate(images):
@@ -108,18 +99,14 @@ def generate_variant(
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
             writer.writerows(rows)
-        manifest = json.dumps({**settings, "images": len(rows)}, indent=2)
-        (build / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        move_into_place(build, folder, is_complete_variant)
-    finally:
-        shutil.rmtree(build, ignore_errors=True)
+        return {"images": len(rows)}
+
+    write_dataset(folder, settings, is_complete_variant, write)
 
 
 def is_complete_variant(folder: str | Path) -> bool:
     """Return True if ``folder`` has as many images of this version as its manifest states."""
-    manifest = read_manifest(Path(folder)) or {}
-    images = sum(1 for _ in (Path(folder) / "images").glob("*.jpg"))
-    return manifest.get("version") == VARIANTS_VERSION and "variant" in manifest and manifest.get("images") == images
+    return has_all_images(folder, "images", "images", version=VARIANTS_VERSION)
 
 
 def _infrared(seed: int, train: int, test: int) -> Iterator[_Image]:

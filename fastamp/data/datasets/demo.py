@@ -6,9 +6,7 @@ from pathlib import Path
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.filename_dataset import MarketStyleDataset
 from fastamp.demo import DEMO_VERSION, generate_demo, is_complete
-from fastamp.utils import comm
-from fastamp.utils.atomic_dir import remove_abandoned
-from fastamp.utils.errors import DataError
+from fastamp.demo.generate import ensure_dataset
 from fastamp.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -29,16 +27,11 @@ class Demo(MarketStyleDataset):
     folder = f"fastamp-demo-v{DEMO_VERSION}"
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        folder = Path(root) / self.folder
-        with comm.main_process_first():
-            remove_abandoned(folder)
-            if not is_complete(folder):
-                self._generate(folder)
+        ensure_dataset(Path(root) / self.folder, "demo dataset", is_complete, self._generate)
         super().__init__(root)
 
     @staticmethod
     def _generate(folder: Path) -> None:
-        logger.info("generating the demo dataset in %s", folder.absolute())
         bar: ProgressBar | None = None
 
         def show(done: int, total: int) -> None:
@@ -50,11 +43,6 @@ class Demo(MarketStyleDataset):
 
         try:
             generate_demo(folder, progress=show)
-        except OSError as error:
-            raise DataError(
-                f"cannot write the demo dataset to {folder.absolute()}: {error.strerror or error}\n"
-                f"  fix: set FASTAMP_DATASETS to a writable folder"
-            ) from error
         finally:
             if bar is not None:
                 bar.close()

@@ -1,15 +1,11 @@
 """Generated photographs of animals."""
 
-import logging
 from pathlib import Path
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import CsvDataset
 from fastamp.demo.animals import ANIMALS_TABLE, ANIMALS_VERSION, animals_are_complete, generate_animals
-from fastamp.utils import comm
-from fastamp.utils.errors import DataError
-
-logger = logging.getLogger(__name__)
+from fastamp.demo.generate import ensure_dataset
 
 _SPLIT = "split.csv"
 _IDENTITY = ("pid", "side")
@@ -31,25 +27,24 @@ class DemoAnimals(CsvDataset):
     """
 
     def __init__(self, root: str | Path = "datasets") -> None:
-        from fastamp.data.split_table import SplitOptions, split_table  # imports the datasets
-
         folder = Path(root) / f"fastamp-demo-animals-v{ANIMALS_VERSION}"
-        with comm.main_process_first():
-            try:
-                if not animals_are_complete(folder):
-                    logger.info("generating the demo dataset of animals in %s", folder.absolute())
-                    generate_animals(folder)
-                if not (folder / _SPLIT).exists():
-                    options = SplitOptions("encounter", identity=_IDENTITY, train=0.5, unknown=0.2, validation=0.25)
-                    split_table(folder / ANIMALS_TABLE, folder / _SPLIT, options)
-            except OSError as error:
-                raise DataError(
-                    f"cannot write the demo dataset to {folder.absolute()}: {error.strerror or error}\n"
-                    "  fix: set FASTAMP_DATASETS to a writable folder"
-                ) from error
+        ensure_dataset(folder, "demo dataset of animals", _is_complete, _generate)
         super().__init__(folder / _SPLIT, identity=_IDENTITY, name="demoanimals")
 
     @classmethod
     def from_config(cls, cfg: object, root: str | Path, **unused: object) -> "DemoAnimals":
         """Build the dataset in the data root."""
         return cls(root)
+
+
+def _is_complete(folder: Path) -> bool:
+    return animals_are_complete(folder) and (folder / _SPLIT).exists()
+
+
+def _generate(folder: Path) -> None:
+    from fastamp.data.split_table import SplitOptions, split_table  # imports the datasets
+
+    generate_animals(folder)
+    if not (folder / _SPLIT).exists():
+        options = SplitOptions("encounter", identity=_IDENTITY, train=0.5, unknown=0.2, validation=0.25)
+        split_table(folder / ANIMALS_TABLE, folder / _SPLIT, options)

@@ -1,18 +1,14 @@
 """Generated pedestrians with columns: infrared images, clothes, tracklets and aerial images."""
 
 import csv
-import logging
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, ImageItem
 from fastamp.data.datasets.csv_columns import parse_values
+from fastamp.demo.generate import ensure_dataset
 from fastamp.demo.variants import VARIANTS_VERSION, generate_variant, is_complete_variant
-from fastamp.utils import comm
-from fastamp.utils.atomic_dir import remove_abandoned
-from fastamp.utils.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 
 class DemoVariant(ImageDataset):
@@ -33,10 +29,8 @@ class DemoVariant(ImageDataset):
 
     def __init__(self, root: str | Path = "datasets") -> None:
         self.dataset_dir = Path(root) / f"fastamp-demo-{self.variant}-v{VARIANTS_VERSION}"
-        with comm.main_process_first():
-            remove_abandoned(self.dataset_dir)
-            if not is_complete_variant(self.dataset_dir):
-                self._generate()
+        generate = partial(generate_variant, self.variant, train_identities=self.train_identities)
+        ensure_dataset(self.dataset_dir, f"demo dataset {self.title}", is_complete_variant, generate)
         super().__init__(
             lambda: self._add_name_prefix(self._read("train")),
             lambda: self._read("query"),
@@ -46,17 +40,6 @@ class DemoVariant(ImageDataset):
     def camera(self, camid: int | str) -> str:
         """Return the number of the camera, from 1."""
         return str(camid + 1) if isinstance(camid, int) else super().camera(camid)
-
-    def _generate(self) -> None:
-        folder = self.dataset_dir.absolute()
-        logger.info("generating the dataset %s in %s", self.title, folder)
-        try:
-            generate_variant(self.variant, folder, train_identities=self.train_identities)
-        except OSError as error:
-            raise DataError(
-                f"cannot write the demo dataset to {folder}: {error.strerror or error}\n"
-                f"  fix: set FASTAMP_DATASETS to a writable folder"
-            ) from error
 
     def _read(self, split: str) -> list[ImageItem]:
         with (self.dataset_dir / "attributes.csv").open(newline="", encoding="utf-8") as file:

@@ -1,20 +1,13 @@
 """Generated occluded images: the images of the dataset Demo, partly covered by parts of its distractor images."""
 
-import json
-import logging
-import shutil
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
 from fastamp.demo import DEMO_VERSION
-from fastamp.demo.generate import MANIFEST, SPLITS, check_folder, move_into_place, read_manifest
-from fastamp.utils import comm
-from fastamp.utils.atomic_dir import remove_abandoned, temporary_path
+from fastamp.demo.generate import SPLITS, ensure_dataset, read_manifest, write_dataset
 from fastamp.utils.errors import DataError
-
-logger = logging.getLogger(f"fastamp.{__name__}")
 
 # Part of the folder names: increment it with every change of the images.
 OCCLUDED_VERSION = "1"
@@ -63,17 +56,7 @@ class OccludedDemo:
     def __init__(self, demo: Path, seed: int) -> None:
         self.demo, self.seed = demo, seed
         self.folder = demo.with_name(f"fastamp-demo-occluded-v{OCCLUDED_VERSION}-seed{seed}")
-        with comm.main_process_first():
-            remove_abandoned(self.folder)
-            if not self._is_complete(self.folder):
-                logger.info("writing the occluded demo images to %s", self.folder.absolute())
-                try:
-                    self._write()
-                except OSError as error:
-                    raise DataError(
-                        f"cannot write the occluded demo images to {self.folder.absolute()}: "
-                        f"{error.strerror or error}\n  fix: set FASTAMP_DATASETS to a writable folder"
-                    ) from error
+        ensure_dataset(self.folder, "occluded demo images", self._is_complete, self._generate)
 
     def path(self, image: str) -> str:
         """Return the path of the occluded version of an image of ``Demo``."""
@@ -86,9 +69,10 @@ class OccludedDemo:
     def _is_complete(self, folder: Path) -> bool:
         return read_manifest(folder) == self._settings()
 
-    def _write(self) -> None:
-        check_folder(self.folder, self._settings())
-        build = temporary_path(self.folder)
+    def _generate(self, folder: Path) -> None:
+        write_dataset(folder, self._settings(), self._is_complete, self._write)
+
+    def _write(self, build: Path) -> dict:
         train, query, gallery = SPLITS
         distractors = sorted((self.demo / gallery).glob("0000_*.jpg"))
         if not distractors:
@@ -96,16 +80,10 @@ class OccludedDemo:
                 f"{self.demo} has no distractor images (0000_*.jpg), which occlude the others.\n"
                 "  fix: delete this folder, so that it is generated again"
             )
-        try:
-            for stream, split in enumerate((train, query)):
-                (build / split).mkdir(parents=True)
-                for number, file in enumerate(sorted((self.demo / split).glob("*.jpg"))):
-                    rng = np.random.default_rng([self.seed, stream, number])
-                    with Image.open(file) as image, Image.open(distractors[rng.integers(len(distractors))]) as other:
-                        occlude(image.convert("RGB"), other.convert("RGB"), rng).save(
-                            build / split / file.name, quality=90
-                        )
-            (build / MANIFEST).write_text(json.dumps(self._settings(), indent=2) + "\n", encoding="utf-8")
-            move_into_place(build, self.folder, self._is_complete)
-        finally:
-            shutil.rmtree(build, ignore_errors=True)
+        for stream, split in enumerate((train, query)):
+            (build / split).mkdir()
+            for number, file in enumerate(sorted((self.demo / split).glob("*.jpg"))):
+                rng = np.random.default_rng([self.seed, stream, number])
+                with Image.open(file) as image, Image.open(distractors[rng.integers(len(distractors))]) as other:
+                    occlude(image.convert("RGB"), other.convert("RGB"), rng).save(build / split / file.name, quality=90)
+        return {}
