@@ -18,13 +18,19 @@ LayerGroups = list[list[nn.Module | nn.Parameter]]
 """Layers of a backbone with L blocks: modules and parameters of each block, and those after the last block."""
 
 
-def choose_depth(cfg: Any, depths: Mapping[str, Depth]) -> Depth:
-    """Return the entry of ``depths`` for ``MODEL.BACKBONE.DEPTH``.
+def choose_depth(cfg: Any, depths: Mapping[str, Depth], *, supported: tuple[str, ...] = ()) -> Depth:
+    """Return the entry of ``depths`` for ``MODEL.BACKBONE.DEPTH``; warn of options that the backbone ignores.
+
+    Args:
+        cfg: the config.
+        depths: supported values of the key, each with the structure of the network.
+        supported: those of ``WITH_IBN``, ``WITH_SE`` and ``WITH_NL`` that are not ignored. Default: none.
 
     Raises:
         ConfigError: if the depth is unknown; the message lists the choices and suggests the nearest one.
     """
     check_choice("MODEL.BACKBONE.DEPTH", cfg.MODEL.BACKBONE.DEPTH, tuple(depths))
+    warn_ignored_options(cfg, *(name for name in ("WITH_IBN", "WITH_SE", "WITH_NL") if name not in supported))
     return depths[cfg.MODEL.BACKBONE.DEPTH]
 
 

@@ -16,7 +16,6 @@ from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
     choose_depth,
-    warn_ignored_options,
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.position_grid import PositionGrid
@@ -425,7 +424,6 @@ def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ClipVisionTransformer(
         depth=depth,
         image_size=size_of_training_images(cfg, (PATCH, PATCH)),

@@ -13,7 +13,6 @@ from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
     choose_depth,
-    warn_ignored_options,
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.clip import PATCH, image_tower, resize_clip_positions
@@ -230,7 +229,6 @@ def build_clip_resnet_backbone(cfg: Any) -> ClipResNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ClipResNet(
         depth=depth,
         image_size=size_of_training_images(cfg, (PATCH, PATCH)),

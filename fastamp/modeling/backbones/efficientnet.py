@@ -10,7 +10,7 @@ from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
 
@@ -188,7 +188,6 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = EfficientNet(
         stem=depth.stem,
         widths=depth.widths,

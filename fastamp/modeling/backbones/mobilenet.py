@@ -15,7 +15,7 @@ from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 
 WIDTHS = {"1.0x": 1.0, "0.75x": 0.75, "0.5x": 0.5, "0.35x": 0.35, "0.25x": 0.25, "0.1x": 0.1}
 
@@ -127,7 +127,6 @@ def build_mobilenetv2_backbone(cfg: Any) -> MobileNetV2:
     """
     backbone = cfg.MODEL.BACKBONE
     width = choose_depth(cfg, WIDTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = MobileNetV2(width=width, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, PRETRAINED_V2[backbone.DEPTH])
 
@@ -142,9 +141,8 @@ def build_mobilenetv3_backbone(cfg: Any) -> MobileNetV3:
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
-    name = choose_depth(cfg, V3_MODELS)
-    # WITH_SE is not ignored: the network has squeeze-and-excitation, as in the paper.
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_NL")
+    # The network has squeeze-and-excitation, as in the paper.
+    name = choose_depth(cfg, V3_MODELS, supported=("WITH_SE",))
     model = MobileNetV3(model=name, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     # ImageNet weights do not contain the last convolution, which stays randomly initialized.
     return with_pretrained_weights(model, cfg, TorchvisionWeights(name), without=("conv.*",))

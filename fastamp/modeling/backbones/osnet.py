@@ -8,7 +8,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 
 # Channels of the stem and of the three stages.
 CHANNELS = {
@@ -230,7 +230,6 @@ def build_osnet_backbone(cfg: Any) -> OSNet:
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
-    channels = choose_depth(cfg, CHANNELS)
-    warn_ignored_options(cfg, "WITH_SE", "WITH_NL")
+    channels = choose_depth(cfg, CHANNELS, supported=("WITH_IBN",))
     model = OSNet(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM, ibn=backbone.WITH_IBN)
     return with_pretrained_weights(model, cfg, PRETRAINED.get((backbone.DEPTH, backbone.WITH_IBN)))

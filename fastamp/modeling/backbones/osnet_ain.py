@@ -10,7 +10,7 @@ from torch import nn
 
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.osnet import (
     CHANNELS,
     ChannelGate,
@@ -119,6 +119,5 @@ def build_osnet_ain_backbone(cfg: Any) -> OSNetAIN:
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = OSNetAIN(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, PRETRAINED[backbone.DEPTH])

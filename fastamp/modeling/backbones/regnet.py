@@ -11,7 +11,7 @@ from fastamp.checkpoint.pretrained import Download
 from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 from fastamp.modeling.backbones.pycls import PYCLS, SqueezeExcite, Stem
 
@@ -214,7 +214,6 @@ def build_regnet_backbone(cfg: Any) -> RegNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = RegNet(
         stages=compute_stages(depth),
         se=backbone.DEPTH.endswith("y"),

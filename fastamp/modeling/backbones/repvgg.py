@@ -13,7 +13,7 @@ from fastamp.checkpoint.load_state import State
 from fastamp.config import Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.utils.errors import ConfigError, WeightsError
 
 logger = logging.getLogger(__name__)
@@ -308,7 +308,6 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.DEPLOY:
         _check_norm(build_norm(backbone.NORM, 64))
         logger.warning(

@@ -9,7 +9,7 @@ from torch import nn
 from fastamp.checkpoint.pretrained import Download
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.init import init_convolutions
 
 EXPANSION = 4
@@ -195,7 +195,6 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ResNeSt(
         blocks=depth.blocks,
         stem_width=depth.stem_width,

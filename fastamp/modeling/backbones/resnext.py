@@ -4,7 +4,7 @@ from typing import Any
 
 from fastamp.checkpoint.pretrained import Download, TorchvisionWeights
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.resnet import Bottleneck, Depth, ResNet
 
 DEPTHS = {
@@ -34,8 +34,7 @@ def build_resnext_backbone(cfg: Any) -> ResNet:
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
-    depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_SE")
+    depth = choose_depth(cfg, DEPTHS, supported=("WITH_IBN", "WITH_NL"))
     model = ResNet(
         block=depth.block,
         blocks=depth.blocks,

@@ -12,7 +12,7 @@ from torch import nn
 
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 
 # Channels of the three stages and of the last convolution.
 CHANNELS = {
@@ -124,6 +124,5 @@ def build_shufflenetv2_backbone(cfg: Any) -> ShuffleNetV2:
     """
     backbone = cfg.MODEL.BACKBONE
     channels = choose_depth(cfg, CHANNELS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = ShuffleNetV2(channels=channels, in_channels=cfg.INPUT.CHANNELS, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, None)

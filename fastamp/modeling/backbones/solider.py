@@ -14,7 +14,7 @@ from fastamp.checkpoint.state_dict_conversion import rename_modules
 from fastamp.config import Key
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 from fastamp.modeling.backbones.swin import DEPTHS, Swin
 
 KEYS = (
@@ -207,7 +207,6 @@ def build_solider_backbone(cfg: Any) -> SoliderSwin:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = SoliderSwin(
         semantic_weight=backbone.SEMANTIC_WEIGHT,
         width=depth.width,

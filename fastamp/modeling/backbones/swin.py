@@ -14,7 +14,6 @@ from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
     choose_depth,
-    warn_ignored_options,
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.transformer import run_block
@@ -158,7 +157,6 @@ def build_swin_backbone(cfg: Any) -> Swin:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     model = Swin(
         width=depth.width,
         blocks=depth.blocks,

@@ -19,7 +19,6 @@ from fastamp.modeling.backbones.build_utils import (
     LayerGroups,
     choose_depth,
     layers_in_order,
-    warn_ignored_options,
     with_pretrained_weights,
 )
 from fastamp.modeling.backbones.position_grid import COMMON_STRIDES, REID_SIZES
@@ -469,7 +468,6 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL")
     if backbone.STEM_CONV and tuple(backbone.STRIDE_SIZE) != (PATCH, PATCH):
         raise ConfigError(
             f"MODEL.BACKBONE.STEM_CONV=True requires MODEL.BACKBONE.STRIDE_SIZE ({PATCH}, {PATCH}), but it is "

@@ -9,7 +9,7 @@ from fastamp.config import Key
 from fastamp.layers import build_norm
 from fastamp.modeling.backbones import BACKBONE_REGISTRY
 from fastamp.modeling.backbones.build import variants
-from fastamp.modeling.backbones.build_utils import choose_depth, warn_ignored_options, with_pretrained_weights
+from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
 
 KEYS = (
     Key(
@@ -143,9 +143,8 @@ def build_iresnet_backbone(cfg: Any) -> IResNet:
         WeightsError: if the pretrained weights cannot be read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
-    warn_ignored_options(cfg, "WITH_IBN", "WITH_NL")
     model = IResNet(
-        choose_depth(cfg, BLOCKS),
+        choose_depth(cfg, BLOCKS, supported=("WITH_SE",)),
         in_channels=cfg.INPUT.CHANNELS,
         norm=backbone.NORM,
         with_se=backbone.WITH_SE,
