@@ -80,9 +80,9 @@ def _count(count: int, fault: str) -> str:
     return f"{count} {' '.join(words)}"
 
 
-def _histogram(report: "Report", *, lines: int = 8) -> str:
+def _histogram(report: "Report") -> str:
     """Format the histogram of image sizes as text."""
-    total, common = sum(report.sizes.values()), report.sizes.most_common(lines)
+    total, common = sum(report.sizes.values()), report.sizes.most_common(8)
     rest = total - sum(count for _, count in common)
     rows = [(f"{width} x {height}", count) for (width, height), count in common]
     rows += [(f"{len(report.sizes) - len(common)} other sizes", rest)] if rest else []

@@ -30,20 +30,15 @@ class ImageSummary:
     fingerprint: Fingerprint | None = None
 
 
-def read_fingerprints(items: Sequence[ImageItem], *, max_pixels: int = MAX_PIXELS) -> list[Fingerprint]:
+def read_fingerprints(items: Sequence[ImageItem]) -> list[Fingerprint]:
     """Read images and compute their fingerprints.
 
     Raises:
         DataError: if an image cannot be read.
     """
     with ThreadPoolExecutor(available_cores()) as pool:
-        fingerprints = list(
-            track(
-                pool.map(partial(inspect_image, max_pixels=max_pixels, bit_depth=None), items),
-                len(items),
-                "reading images",
-            )
-        )
+        images = pool.map(partial(inspect_image, bit_depth=None), items)
+        fingerprints = list(track(images, len(items), "reading images"))
     for item, digests in zip(items, fingerprints, strict=True):
         if digests.fingerprint is None:
             raise DataError(f"{item.path}: {digests.fault}.\n  fix: restore the file, or remove it from the table")

@@ -33,35 +33,21 @@ def philox(counters: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack((c0, c1, c2, c3), axis=-1)
 
 
-def keyed_uniform(*, seed: int, stream: str, epochs: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:
-    """Draw ``count`` uniform random numbers for each (epoch, position) pair.
+def keyed_uniforms(
+    *, seed: int, counts: Mapping[str, int], epochs: np.ndarray, positions: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Draw uniform random numbers of several streams for each (epoch, position) pair.
 
     The numbers of a pair do not depend on the batch, worker or rank, so that a resumed run repeats them exactly.
 
     Args:
         seed: any integer; the low 64 bits are used.
-        stream: name of the random stream; streams with different names are independent.
+        counts: name of each stream -> number of random numbers per pair. Streams with different names are independent.
         epochs: (B,) integers in 0..2**32-1, epoch of each sample.
         positions: (B,) integers in 0..2**32-1, position of each sample in its epoch.
-        count: number of random numbers per pair.
 
     Returns:
-        (B, count) float64 in [0, 1), multiples of 2**-32.
-    """
-    return keyed_uniforms(seed=seed, counts={stream: count}, epochs=epochs, positions=positions)[stream]
-
-
-def keyed_uniforms(
-    *, seed: int, counts: Mapping[str, int], epochs: np.ndarray, positions: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Draw the random numbers of several streams; see ``keyed_uniform``. One pass is faster than one pass per stream.
-
-    Args:
-        seed, epochs, positions: see ``keyed_uniform``.
-        counts: name of each stream -> number of random numbers per pair.
-
-    Returns:
-        Name of each stream -> (B, count) float64.
+        Name of each stream -> (B, count) float64 in [0, 1), multiples of 2**-32.
     """
     blocks = [-(-count // 4) for count in counts.values()]
     counters = np.empty((len(positions), sum(blocks), 4), dtype=np.uint64)

@@ -60,9 +60,9 @@ def _is_whole(value: Any, low: int, high: int) -> bool:
     return type(value) is int and low <= value <= high
 
 
-def _is_size(value: Any, low: int = 1) -> bool:
+def _is_size(value: Any) -> bool:
     """Return True for a list of height and width."""
-    return isinstance(value, list) and len(value) == 2 and all(_is_whole(edge, low, _LARGEST_SIDE) for edge in value)
+    return isinstance(value, list) and len(value) == 2 and all(_is_whole(edge, 1, _LARGEST_SIDE) for edge in value)
 
 
 def _is_resize(value: Any) -> bool:

@@ -217,13 +217,13 @@ class MutableGallery(GalleryIndex):
             )
 
     def search_where(
-        self, features: Tensor | np.ndarray, k: int, conditions: dict[str, Any], *, exact: bool = False
+        self, features: Tensor | np.ndarray, k: int, conditions: dict[str, Any]
     ) -> tuple[SearchResult, int]:
         """Search among the items that meet ``conditions``, see ``rows_where``; also return how many these are."""
         with self._lock:  # no change between the two steps
             self.refresh()
             rows = self.rows_where(**conditions) if conditions else None
-            return self.search(features, k, rows=rows, exact=exact), len(self) if rows is None else len(rows)
+            return self.search(features, k, rows=rows), len(self) if rows is None else len(rows)
 
     @property
     def wants_candidates(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 
 # Maximum number of points per line.
 _MAX_POINTS = 300
+_TICKS = 5
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,12 @@ class Panel:
         )
 
 
-def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
-    """Reduce a line to about ``most`` points: keep the first, minimum, maximum and last point of each segment."""
-    if len(line.x) <= most:
+def thinned(line: Line) -> Line:
+    """Reduce a line to about 300 points: keep the first, minimum, maximum and last point of each segment."""
+    if len(line.x) <= _MAX_POINTS:
         return line
     kept: set[int] = set()
-    for part in np.array_split(np.arange(len(line.x)), max(1, most // 4)):
+    for part in np.array_split(np.arange(len(line.x)), _MAX_POINTS // 4):
         finite = part[np.isfinite(line.y[part])]
         kept |= {int(part[0]), int(part[-1])}
         if len(finite):
@@ -91,22 +92,21 @@ def thinned(line: Line, most: int = _MAX_POINTS) -> Line:
     return Line(line.name, line.x[order], line.y[order], line.steps, line.filled, line.dots)
 
 
-def ticks(low: float, high: float, *, log: bool = False, count: int = 5) -> list[float]:
-    """Choose about ``count`` round numbers in ``low``..``high`` as ticks.
+def ticks(low: float, high: float, *, log: bool = False) -> list[float]:
+    """Choose about five round numbers in ``low``..``high`` as ticks.
 
     A logarithmic axis has ticks at powers of ten if its range contains at least two.
 
     Args:
         low, high: range of the axis; positive for a logarithmic axis.
         log: if True, the axis is logarithmic. Default: False.
-        count: desired number of ticks. Default: 5.
     """
     if log:
         first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
         if last > first:
-            step = -(-(last - first) // max(1, count))
+            step = -(-(last - first) // _TICKS)
             return [10.0**power for power in range(first, last + 1, step)]
-    raw = (high - low) / max(1, count)
+    raw = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= raw * (1 - 1e-9))
     begin = math.ceil(low / step - 1e-9)

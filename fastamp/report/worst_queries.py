@@ -11,18 +11,19 @@ _BORDER, _GAP = 3, 4
 _GRAY, _GREEN, _RED = "#57606a", "#1a7f37", "#cf222e"
 
 
-def rank_list_image(test_set: EvaluatedSet, kind: str = "worst") -> Image.Image | None:
-    """Draw rank lists as rows: the query, then gallery images framed in green (same identity) or red (other).
+def rank_list_image(test_set: EvaluatedSet) -> Image.Image | None:
+    """Draw the rank lists of the worst queries as rows: the query, then gallery images framed by correctness.
+
+    The frame is green for images of the same identity, else red.
 
     Args:
         test_set: test set with its result.
-        kind: kind of rank lists in the result. Default ``"worst"``: queries with the lowest average precision.
 
     Returns:
         RGB image; None if the result contains no such rank lists.
     """
     examples = test_set.result.examples if test_set.result is not None else None
-    lists = examples.lists.get(kind, []) if examples is not None else []
+    lists = examples.lists.get("worst", []) if examples is not None else []
     queries, gallery = images_of(test_set)
     if not lists or not gallery:
         return None

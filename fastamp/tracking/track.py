@@ -24,6 +24,8 @@ from fastamp.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
+_SHEET_ROWS, _SHEET_COLUMNS = 40, 12  # tracks of a contact sheet, and crops of a track
+
 Embed = Callable[[list[Frame]], NDArray[np.float32]]
 """Function: list of N images (H, W, 3) uint8 RGB -> (N, D) float32 features."""
 
@@ -188,23 +190,20 @@ def write_csv(path: Path, tracks: Boxes) -> None:
     write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
 
-def write_sheet(
-    path: Path, frames: Iterable[tuple[int, Frame]], tracks: Boxes, *, rows: int = 40, columns: int = 12
-) -> None:
-    """Write a PNG with one row of crops for each of the longest tracks, at even intervals of time.
+def write_sheet(path: Path, frames: Iterable[tuple[int, Frame]], tracks: Boxes) -> None:
+    """Write a PNG with one row of up to 12 crops, at even intervals of time, for each of the 40 longest tracks.
 
     Args:
         path: PNG file.
         frames: number and pixels of the frames, at least those that ``sheet_rows`` selects.
         tracks: tracks.
-        rows, columns: largest number of tracks, and crops per track. Default 40 and 12.
 
     Raises:
         WriteError: if the file cannot be written.
     """
     width, height, gap, line = 48, 96, 4, 14
-    shown = sheet_rows(tracks, rows=rows, columns=columns)
-    sheet = Image.new("RGB", (columns * (width + gap) + gap, len(shown) * (height + gap + line) + gap), "white")
+    shown = sheet_rows(tracks)
+    sheet = Image.new("RGB", (_SHEET_COLUMNS * (width + gap) + gap, len(shown) * (height + gap + line) + gap), "white")
     draw = ImageDraw.Draw(sheet)
     cells = {
         row: (line_number, column)
@@ -231,11 +230,11 @@ def write_sheet(
     write_atomically(path, lambda file: sheet.save(file, format="PNG"))
 
 
-def sheet_rows(tracks: Boxes, *, rows: int = 40, columns: int = 12) -> list[list[int]]:
+def sheet_rows(tracks: Boxes) -> list[list[int]]:
     """Select the detections of a contact sheet: those of each shown track; see ``write_sheet``."""
     numbers, counts = np.unique(tracks.ids, return_counts=True)
-    shown = sorted(numbers[np.argsort(-counts, kind="stable")[:rows]].tolist())
-    members = [np.flatnonzero(tracks.ids == number) for number in shown]
+    shown = sorted(numbers[np.argsort(-counts, kind="stable")[:_SHEET_ROWS]].tolist())
+    members = (np.flatnonzero(tracks.ids == number) for number in shown)
     return [
-        member[np.linspace(0, len(member) - 1, min(columns, len(member))).astype(int)].tolist() for member in members
+        rows[np.linspace(0, len(rows) - 1, min(_SHEET_COLUMNS, len(rows))).astype(int)].tolist() for rows in members
     ]

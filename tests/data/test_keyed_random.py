@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from fastamp.data.keyed_random import keyed_uniform, keyed_uniforms, philox
+from fastamp.data.keyed_random import keyed_uniforms, philox
 
 
 @pytest.mark.parametrize(
@@ -22,7 +22,8 @@ def test_philox_matches_reference_vectors(counter, key, expected):
 
 
 def draw(seed=1, stream="flip", epochs=(0,), positions=(0,), count=5):
-    return keyed_uniform(seed=seed, stream=stream, epochs=np.array(epochs), positions=np.array(positions), count=count)
+    pairs = {"epochs": np.array(epochs), "positions": np.array(positions)}
+    return keyed_uniforms(seed=seed, counts={stream: count}, **pairs)[stream]
 
 
 def test_keyed_uniform_does_not_depend_on_batch():
