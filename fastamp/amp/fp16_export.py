@@ -51,9 +51,7 @@ def _is_norm(module: nn.Module) -> bool:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast all floating-point tensors in a nested structure to ``dtype``."""
     return tree_map(
-        lambda argument: (
-            argument.to(dtype) if isinstance(argument, torch.Tensor) and argument.is_floating_point() else argument
-        ),
+        lambda item: item.to(dtype) if isinstance(item, torch.Tensor) and item.is_floating_point() else item,
         value,
     )
 

@@ -227,9 +227,6 @@ def _parts(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _dense_parameters(module: nn.Module) -> list[nn.Parameter]:
     sparse = {
-        id(p)
-        for submodule in module.modules()
-        if getattr(submodule, "sparse_gradients", False)
-        for p in submodule.parameters()
+        id(p) for layer in module.modules() if getattr(layer, "sparse_gradients", False) for p in layer.parameters()
     }
     return [p for p in module.parameters() if id(p) not in sparse and (p.grad is None or not p.grad.is_sparse)]

@@ -273,9 +273,8 @@ def _describe_damage(path: Path) -> str:
 
 
 def _damaged_file_error(path: Path, cause: str, error: Exception | None = None) -> WeightsError:
-    description = (
-        str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]
-    )  # without the advice to disable weights_only
+    # Without the advice to disable weights_only.
+    description = str(error).partition("\n")[0].partition(". In PyTorch 2.6")[0]
     with path.open("rb") as file:
         start = file.read(24)
     if start[:2] not in (
@@ -371,7 +370,7 @@ def tensors_by_path(content: Any) -> dict[str, torch.Tensor]:
             tensors[name] = value
         elif isinstance(value, dict):
             children = [
-                (f"{name}.{key}" if name else key, child) for key, child in value.items() if isinstance(key, str)
+                (f"{name}.{key}" if name else key, inner) for key, inner in value.items() if isinstance(key, str)
             ]
             stack += reversed(children)
     return tensors

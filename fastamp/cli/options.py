@@ -113,9 +113,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str]) -> arg
     if subcommands and argv and argv[0] in subcommands.choices:
         args = parse_arguments(subcommands.choices[argv[0]], argv[1:])
         return argparse.Namespace(**vars(args) | {subcommands.dest: argv[0]})
-    with_lists = {
-        name: action for action in parser._actions if action.nargs in ("+", "*") for name in action.option_strings
-    }
+    with_lists = {name: item for item in parser._actions if item.nargs in ("+", "*") for name in item.option_strings}
     words: list[str] = []
     lists: list[list[str]] = []  # flags with several values
     in_list = False

@@ -268,12 +268,8 @@ def _encode_floats(name: str, values: Sequence[Any], inverse: np.ndarray, title:
 
 def _encode_lists(values: Sequence[Any], inverse: np.ndarray) -> EncodedColumn:
     lists = [() if _is_missing(value) else value for value in values]
-    elements = [element for members in lists for element in members]
-    if (
-        len({len(members) for members in lists}) == 1
-        and elements
-        and all(isinstance(element, Real) for element in elements)
-    ):
+    elements = [element for part in lists for element in part]
+    if len({len(part) for part in lists}) == 1 and elements and all(isinstance(element, Real) for element in elements):
         dtype = np.int64 if all(isinstance(element, Integral) for element in elements) else np.float32
         return EncodedColumn(np.array(lists, dtype=dtype)[inverse])
     return EncodedColumn([lists[row] for row in inverse.tolist()])

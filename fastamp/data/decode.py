@@ -430,9 +430,7 @@ def _pil_pixels(image: Image.Image, mode: str, path: str, bit_depth: int | None)
     if image.mode.startswith("I"):  # PIL would clip 16-bit values at 255
         image = Image.fromarray(reduce_bits(np.asarray(image), path, bit_depth))
     elif is_reduced and bit_depth is not None:
-        _warn_if_dark(
-            256 * max(extrema[1] for extrema in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits"
-        )  # type: ignore[index]
+        _warn_if_dark(256 * max(band[1] for band in image.getextrema()[:3]), path, bit_depth, "save it with 8 bits")  # type: ignore[index]
     pixels = np.asarray(image.convert(mode))
     return torch.from_numpy(pixels.copy()).permute(2, 0, 1)
 

@@ -201,9 +201,7 @@ def _exclude_unlabeled(table: Table, options: SplitOptions, report: SplitReport)
         )
     excluded = [name == options.unlabeled or is_unknown_identity(name) for name in names]
     kept = [row for row, is_excluded in enumerate(excluded) if not is_excluded]
-    note = log_excluded(
-        Counter(name for name, is_excluded in zip(names, excluded, strict=True) if is_excluded), str(table.file)
-    )
+    note = log_excluded(Counter(name for name, out in zip(names, excluded, strict=True) if out), str(table.file))
     report.notes += [note] * bool(note)
     if not kept:
         raise DataError(f"{table.file}: all images are of unknown identities ({note}).\n  fix: add identities")

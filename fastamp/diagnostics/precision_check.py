@@ -131,9 +131,7 @@ def check_float32(
     problem, location = "", None
     if not (trained.finite and all_finite(features)):
         find = locate_in_evaluation if trained.finite else locate_in_training
-        location, note = try_locate(
-            model, slice_batch(batch, count), lambda candidate: find(candidate, float32), frozen=frozen
-        )
+        location, note = try_locate(model, slice_batch(batch, count), lambda copy: find(copy, float32), frozen=frozen)
         cause = "the features in evaluation are not finite" if trained.finite else _not_finite(trained)
         problem = (
             "the model fails on the first training batch in float32: an error in the model or the data, not in mixed "

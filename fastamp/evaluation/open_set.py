@@ -252,10 +252,7 @@ class SetScores:
         """Compare predicted probabilities with the observed fractions of genuine pairs."""
         pairs = [self.genuine, self.impostor]
         predicted = [curve.at(scores) for scores in pairs]
-        bins = [
-            np.minimum((probabilities * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1)
-            for probabilities in predicted
-        ]
+        bins = [np.minimum((part * _RELIABILITY_BINS).astype(np.int64), _RELIABILITY_BINS - 1) for part in predicted]
         counts, sums = (
             [
                 np.bincount(where, weights, minlength=_RELIABILITY_BINS) / len(where)

@@ -245,10 +245,7 @@ def _common_order(first: QueryResults, second: QueryResults, folders: tuple[Path
     Raises:
         DataError: if the queries differ, or several have the same path but another order.
     """
-    keys = [
-        list(zip(_below_common_folder(ranking.paths), ranking.pids.tolist(), strict=True))
-        for ranking in (first, second)
-    ]
+    keys = [list(zip(_below_common_folder(run.paths), run.pids.tolist(), strict=True)) for run in (first, second)]
     if keys[0] == keys[1]:
         return np.arange(len(keys[0]))
     counts = [Counter(key) for key in keys]

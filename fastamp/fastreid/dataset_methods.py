@@ -55,9 +55,7 @@ class FastReIDDataset:
 
 def _accepts_combineall(init: Callable[..., None]) -> bool:
     parameters = inspect.signature(init).parameters
-    return "combineall" in parameters or any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
-    )
+    return "combineall" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _with_combineall(init: Callable[..., None]) -> Callable[..., None]:

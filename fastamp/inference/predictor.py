@@ -605,9 +605,7 @@ class Predictor(FeatureModel):
                 f"{f', or {count}' if count > 1 else ''}; got {', '.join(map(str, given[:_MAX_LISTED])) or 'none'}.\n"
                 "  fix: pass the modality of the images (--modality, modality=...), or set MODEL.BACKBONE.MODALITY"
             )
-        return batch | {
-            self.modality_column: torch.tensor([names.index(modality) for modality in given], dtype=torch.int64)
-        }
+        return batch | {self.modality_column: torch.tensor([names.index(name) for name in given], dtype=torch.int64)}
 
 
 def feature_values(cfg: CfgNode) -> dict[str, Any]:

@@ -69,9 +69,8 @@ def lock_folder(folder: str | os.PathLike[str], key: str) -> None:
             return
         if locked and os.fstat(file.fileno()).st_nlink:
             break
-        holder_text = (
-            "" if locked else _read_holder(file)
-        )  # locked, but its former holder has removed the file: try again
+        # If it is locked here, its former holder has removed the file: try again.
+        holder_text = "" if locked else _read_holder(file)
         file.close()
         if holder_text and time.monotonic() > deadline:
             raise ConfigError(

@@ -219,9 +219,7 @@ def setup_logger(
         if isinstance(handler, (ConsoleHandler, _LogFile)):
             logger.removeHandler(handler)
             handler.close()
-    if rank == 0 and not any(
-        getattr(handler, "stream", None) in (sys.stdout, sys.stderr) for handler in logger.handlers
-    ):
+    if rank == 0 and not any(getattr(other, "stream", None) in (sys.stdout, sys.stderr) for other in logger.handlers):
         console = ConsoleHandler(sys.stdout)
         console.setFormatter(_Formatter(_FORMAT, datefmt="%H:%M:%S"))
         logger.addHandler(console)

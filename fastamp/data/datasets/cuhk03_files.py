@@ -76,9 +76,7 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
         DataError: if the file is corrupt.
     """
     with _open_mat(mat_file) as mat, _data_errors(mat_file):
-        test_sets = [
-            {tuple(map(int, row)) for row in mat[reference][()].T} for reference in mat["testsets"][()].ravel()
-        ]
+        test_sets = [{tuple(map(int, row)) for row in mat[key][()].T} for key in mat["testsets"][()].ravel()]
     images: dict[tuple[int, int], list[str]] = defaultdict(list)
     for name in names:
         pair, person, *_ = _parse_name(name)

@@ -152,9 +152,7 @@ class FilenameDataset(ImageDataset):
     ) -> list[_Found]:
         name, expected = type(self).__name__, f"names such as {self.example}"
         images, unmatched, num_excluded, num_other_cameras, unknown = [], [], 0, 0, Counter[str]()
-        for file, match in (
-            file_match for folder in folders for file_match in _walk(name, folder, layout, self.suffix)
-        ):
+        for file, match in (pair for folder in folders for pair in _walk(name, folder, layout, self.suffix)):
             if match is None:
                 unmatched.append(file)
                 continue

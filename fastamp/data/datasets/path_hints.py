@@ -44,12 +44,8 @@ def path_hint(
         if subfolder.name not in other_folders
     }
     similar = sorted(
-        (
-            candidate
-            for candidate in similarity
-            if similarity[candidate] >= _MIN_SIMILARITY and candidate.name != folder
-        ),
-        key=lambda candidate: -similarity[candidate],
+        (path for path in similarity if similarity[path] >= _MIN_SIMILARITY and path.name != folder),
+        key=lambda path: -similarity[path],
     )
     for candidate in similar:
         complete_folder = next((path for path in (candidate, *_subfolders(candidate)) if is_complete(path)), None)

@@ -136,9 +136,7 @@ def exported_features(run: Run, predictor: Predictor, metadata: dict[str, Any]) 
         labels = {column: batch[column] for column in label_inputs(predictor).values()}
         return for_each_size(
             batch["images"],
-            lambda images, rows: features(
-                {"images": images} | {name: numbers[rows] for name, numbers in labels.items()}
-            ),
+            lambda images, rows: features({"images": images} | {name: label[rows] for name, label in labels.items()}),
         )
 
     return features_of_sizes if metadata["preprocess"] == "inside" else features

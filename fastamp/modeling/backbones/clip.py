@@ -378,7 +378,7 @@ def image_tower(state: State) -> State:
             prefix.
     """
     prefix = next(
-        (candidate for candidate in ("visual.", "image_encoder.") if any(key.startswith(candidate) for key in state)),
+        (start for start in ("visual.", "image_encoder.") if any(key.startswith(start) for key in state)),
         "",
     )
     if not prefix:

@@ -140,9 +140,7 @@ class MGN(MultiBranchModel):
         trunk = self.feature_maps(batch)
         maps = {branch: self.get_submodule(branch)(trunk) for branch in BRANCHES}
         if self.has_branch_norms:
-            maps = {
-                branch: self.get_submodule(f"heads_extra_bn_{branch}")(features) for branch, features in maps.items()
-            }
+            maps = {branch: self.get_submodule(f"heads_extra_bn_{branch}")(value) for branch, value in maps.items()}
         return maps | self._split_height("b2", maps["b2"], 2) | self._split_height("b3", maps["b3"], 3)
 
     @staticmethod

@@ -57,9 +57,7 @@ class MultiBranchModel(ImageModel):
         inputs = self.head_inputs(batch)
         if not self.training:
             features = [self._head(name)(inputs[name]) for name in self.head_names]
-            return torch.cat(
-                [F.normalize(feature, dim=1) for feature in features] if self.normalize_heads else features, 1
-            )
+            return torch.cat([F.normalize(part, dim=1) for part in features] if self.normalize_heads else features, 1)
         targets = self.targets(batch)
         outputs = {name: self._head(name)(inputs[name], targets) for name in self.head_names}
         pair_losses = {name: loss for name, loss in self.losses.items() if over_pairs(loss)}
