@@ -15,185 +15,115 @@ from importlib.util import spec_from_loader
 from types import ModuleType
 from typing import Any
 
+_PROVIDERS = {
+    "data.datasets.catalog": (
+        "data.datasets.caviara data.datasets.cuhk_sysu data.datasets.dukemtmcreid data.datasets.grid "
+        "data.datasets.iLIDS data.datasets.lpw data.datasets.pes3d data.datasets.pku data.datasets.prai "
+        "data.datasets.prid data.datasets.saivt data.datasets.shinpuhkan data.datasets.sysu_mm "
+        "data.datasets.thermalworld data.datasets.wildtracker"
+    ),
+    "fastreid.data": "data.common data.data_utils",
+    "fastreid.datasets": "data.datasets.bases",
+    "data.datasets.airportalert": "data.datasets.AirportALERT",
+    "fastreid.evaluation": "evaluation.clas_evaluator evaluation.testing utils.compute_dist",
+    "fastreid.layers": (
+        "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.weight_init"
+    ),
+    "fastreid.any_softmax": "layers.any_softmax",
+    "layers.attention": "layers.se_layer",
+    "modeling.backbones.mobilenet": "modeling.backbones.mobilenetv3",
+    "modeling.backbones.vit": "modeling.backbones.vision_transformer",
+    "modeling.losses.pairwise_cosine": "modeling.losses.circle_loss",
+    "modeling.losses.cross_entropy": "modeling.losses.cross_entroy_loss",
+    "modeling.losses.focal": "modeling.losses.focal_loss",
+    "modeling.losses.triplet": "modeling.losses.triplet_loss",
+    "fastreid.modeling": "modeling.losses.utils",
+    "checkpoint.checkpointer": "utils.checkpoint",
+    "fastreid.tools": "utils.collect_env utils.precision_bn utils.timer",
+    "fastreid.files": "utils.file_io",
+    "fastreid.events": "utils.history_buffer",
+    "fastreid.solver": "utils.params",
+    "fastreid.visualizer": "utils.visualizer",
+}
+"""Module of fastamp -> modules of FastReID whose names it provides, both without the package."""
+
 MODULES = {
-    f"fastamp.data.datasets.{name}": "fastamp.data.datasets.catalog"
-    for name in (
-        "caviara",
-        "cuhk_sysu",
-        "dukemtmcreid",
-        "grid",
-        "iLIDS",
-        "lpw",
-        "pes3d",
-        "pku",
-        "prai",
-        "prid",
-        "saivt",
-        "shinpuhkan",
-        "sysu_mm",
-        "thermalworld",
-        "wildtracker",
-    )
-} | {
-    "fastamp.data.common": "fastamp.fastreid.data",
-    "fastamp.data.data_utils": "fastamp.fastreid.data",
-    "fastamp.data.datasets.bases": "fastamp.fastreid.datasets",
-    "fastamp.data.datasets.AirportALERT": "fastamp.data.datasets.airportalert",
-    "fastamp.evaluation.clas_evaluator": "fastamp.fastreid.evaluation",
-    "fastamp.evaluation.testing": "fastamp.fastreid.evaluation",
-    "fastamp.layers.activation": "fastamp.fastreid.layers",
-    "fastamp.layers.any_softmax": "fastamp.fastreid.any_softmax",
-    "fastamp.layers.batch_norm": "fastamp.fastreid.layers",
-    "fastamp.layers.drop": "fastamp.fastreid.layers",
-    "fastamp.layers.helpers": "fastamp.fastreid.layers",
-    "fastamp.layers.non_local": "fastamp.fastreid.layers",
-    "fastamp.layers.se_layer": "fastamp.layers.attention",
-    "fastamp.layers.weight_init": "fastamp.fastreid.layers",
-    "fastamp.modeling.backbones.mobilenetv3": "fastamp.modeling.backbones.mobilenet",
-    "fastamp.modeling.backbones.vision_transformer": "fastamp.modeling.backbones.vit",
-    "fastamp.modeling.losses.circle_loss": "fastamp.modeling.losses.pairwise_cosine",
-    "fastamp.modeling.losses.cross_entroy_loss": "fastamp.modeling.losses.cross_entropy",
-    "fastamp.modeling.losses.focal_loss": "fastamp.modeling.losses.focal",
-    "fastamp.modeling.losses.triplet_loss": "fastamp.modeling.losses.triplet",
-    "fastamp.modeling.losses.utils": "fastamp.fastreid.modeling",
-    "fastamp.utils.checkpoint": "fastamp.checkpoint.checkpointer",
-    "fastamp.utils.collect_env": "fastamp.fastreid.tools",
-    "fastamp.utils.compute_dist": "fastamp.fastreid.evaluation",
-    "fastamp.utils.file_io": "fastamp.fastreid.files",
-    "fastamp.utils.history_buffer": "fastamp.fastreid.events",
-    "fastamp.utils.params": "fastamp.fastreid.solver",
-    "fastamp.utils.precision_bn": "fastamp.fastreid.tools",
-    "fastamp.utils.timer": "fastamp.fastreid.tools",
-    "fastamp.utils.visualizer": "fastamp.fastreid.visualizer",
+    f"fastamp.{alias}": f"fastamp.{module}" for module, aliases in _PROVIDERS.items() for alias in aliases.split()
 }
 """Module of FastReID -> module that provides its names."""
 
+_SOURCES: dict[str, dict[str, str]] = {
+    "checkpoint.checkpointer": {
+        "fastreid.files": "PathManager",
+        "fastreid.checkpoint": "PeriodicCheckpointer get_missing_parameters_message get_unexpected_parameters_message",
+    },
+    "config": {"fastreid.config": "configurable"},
+    "config.config": {"fastreid.config": "configurable"},
+    "data": {"fastreid.data": "CommDataset"},
+    "data.build": {"fastreid.data": "CommDataset _root fast_batch_collator"},
+    "data.transforms": {"fastreid.data": "ToTensor"},
+    "engine": {
+        "fastreid.engine": "DefaultPredictor",
+        "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
+        "engine.hooks": "EvalHook LRScheduler PeriodicCheckpointer PeriodicWriter",
+    },
+    "engine.defaults": {
+        "fastreid.engine": "DefaultPredictor",
+        "engine.train_loop": "AMPTrainer SimpleTrainer",
+        "utils.arguments": "default_argument_parser",
+        "engine.setup": "default_setup",
+    },
+    "engine.hooks": {
+        "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
+        "fastreid.evaluation": "flatten_results_dict",
+        "fastreid.tools": "get_bn_modules",
+    },
+    "evaluation": {"fastreid.evaluation": "ClasEvaluator aqe inference_context evaluate_rank print_csv_format"},
+    "evaluation.evaluator": {"evaluation.reid_evaluation": "ReidEvaluator", "fastreid.evaluation": "inference_context"},
+    "evaluation.query_expansion": {"fastreid.evaluation": "aqe"},
+    "evaluation.rank": {"fastreid.evaluation": "eval_cuhk03 eval_market1501 evaluate_rank"},
+    "evaluation.rerank": {"fastreid.evaluation": "re_ranking"},
+    "layers": {
+        "fastreid": "any_softmax",
+        "layers.pooling": (
+            "AdaptiveAvgMaxPool ClipGlobalAvgPool Flatten GeneralizedMeanPooling GeneralizedMeanPoolingP "
+            "GlobalAvgPool GlobalMaxPool Identity"
+        ),
+        "fastreid.layers": (
+            "DropPath FastGlobalAvgPool FrozenBatchNorm GELU MemoryEfficientSwish Mish Non_local Swish SyncBatchNorm "
+            "drop_path get_norm make_divisible to_2tuple trunc_normal_ weights_init_classifier weights_init_kaiming"
+        ),
+    },
+    "layers.norm": {"fastreid.layers": "get_norm"},
+    "layers.pooling": {"fastreid.layers": "FastGlobalAvgPool"},
+    "modeling.backbones": {
+        "fastreid.modeling": (
+            "build_effnet_backbone build_mobilenetv2_backbone build_mobilenetv3_backbone build_osnet_backbone "
+            "build_regnet_backbone build_repvgg_backbone build_resnest_backbone build_resnet_backbone "
+            "build_shufflenetv2_backbone build_vit_backbone"
+        ),
+    },
+    "solver": {"fastreid.solver": "build_lr_scheduler"},
+    "solver.build": {"fastreid.solver": "build_lr_scheduler"},
+    "utils.comm": {"fastreid.comm": "gather get_local_rank get_local_size reduce_dict shared_random_seed"},
+    "utils.env": {"fastreid.tools": "seed_all_rng"},
+    "utils.events": {"fastreid.events": "CommonMetricPrinter EventStorage EventWriter get_event_storage"},
+    "utils.logger": {"fastreid.files": "PathManager"},
+}
+"""Module of fastamp -> module -> names that it adds, both without the package."""
+
 NAMES = {
-    "fastamp.checkpoint.checkpointer": {
-        "PathManager": "fastamp.fastreid.files.PathManager",
-        "PeriodicCheckpointer": "fastamp.fastreid.checkpoint.PeriodicCheckpointer",
-        "get_missing_parameters_message": "fastamp.fastreid.checkpoint.get_missing_parameters_message",
-        "get_unexpected_parameters_message": "fastamp.fastreid.checkpoint.get_unexpected_parameters_message",
-    },
-    "fastamp.config": {"configurable": "fastamp.fastreid.config.configurable"},
-    "fastamp.config.config": {"configurable": "fastamp.fastreid.config.configurable"},
-    "fastamp.data": {"CommDataset": "fastamp.fastreid.data.CommDataset"},
-    "fastamp.data.build": {
-        "CommDataset": "fastamp.fastreid.data.CommDataset",
-        "_root": "fastamp.fastreid.data._root",
-        "fast_batch_collator": "fastamp.fastreid.data.fast_batch_collator",
-    },
-    "fastamp.data.transforms": {"ToTensor": "fastamp.fastreid.data.ToTensor"},
-    "fastamp.engine": {"DefaultPredictor": "fastamp.fastreid.engine.DefaultPredictor"}
-    | {
-        name: f"fastamp.fastreid.hooks.{name}"
-        for name in ("CallbackHook", "IterationTimer", "LayerFreeze", "PreciseBN")
+    f"fastamp.{module}": {
+        name: f"fastamp.{source}.{name}" for source, names in sources.items() for name in names.split()
     }
-    | {
-        name: f"fastamp.engine.hooks.{name}"
-        for name in ("EvalHook", "LRScheduler", "PeriodicCheckpointer", "PeriodicWriter")
-    },
-    "fastamp.engine.defaults": {
-        "DefaultPredictor": "fastamp.fastreid.engine.DefaultPredictor",
-        "AMPTrainer": "fastamp.engine.train_loop.AMPTrainer",
-        "SimpleTrainer": "fastamp.engine.train_loop.SimpleTrainer",
-        "default_argument_parser": "fastamp.utils.arguments.default_argument_parser",
-        "default_setup": "fastamp.engine.setup.default_setup",
-    },
-    "fastamp.engine.hooks": {
-        "CallbackHook": "fastamp.fastreid.hooks.CallbackHook",
-        "IterationTimer": "fastamp.fastreid.hooks.IterationTimer",
-        "LayerFreeze": "fastamp.fastreid.hooks.LayerFreeze",
-        "PreciseBN": "fastamp.fastreid.hooks.PreciseBN",
-        "flatten_results_dict": "fastamp.fastreid.evaluation.flatten_results_dict",
-        "get_bn_modules": "fastamp.fastreid.tools.get_bn_modules",
-    },
-    "fastamp.evaluation": {
-        "ClasEvaluator": "fastamp.fastreid.evaluation.ClasEvaluator",
-        "aqe": "fastamp.fastreid.evaluation.aqe",
-        "inference_context": "fastamp.fastreid.evaluation.inference_context",
-        "evaluate_rank": "fastamp.fastreid.evaluation.evaluate_rank",
-        "print_csv_format": "fastamp.fastreid.evaluation.print_csv_format",
-    },
-    "fastamp.evaluation.evaluator": {
-        "ReidEvaluator": "fastamp.evaluation.reid_evaluation.ReidEvaluator",
-        "inference_context": "fastamp.fastreid.evaluation.inference_context",
-    },
-    "fastamp.evaluation.query_expansion": {"aqe": "fastamp.fastreid.evaluation.aqe"},
-    "fastamp.evaluation.rank": {
-        name: f"fastamp.fastreid.evaluation.{name}" for name in ("eval_cuhk03", "eval_market1501", "evaluate_rank")
-    },
-    "fastamp.evaluation.rerank": {"re_ranking": "fastamp.fastreid.evaluation.re_ranking"},
-    "fastamp.layers": {"any_softmax": "fastamp.fastreid.any_softmax"}
-    | {
-        name: f"fastamp.layers.pooling.{name}"
-        for name in (
-            "AdaptiveAvgMaxPool",
-            "ClipGlobalAvgPool",
-            "Flatten",
-            "GeneralizedMeanPooling",
-            "GeneralizedMeanPoolingP",
-            "GlobalAvgPool",
-            "GlobalMaxPool",
-            "Identity",
-        )
-    }
-    | {
-        name: f"fastamp.fastreid.layers.{name}"
-        for name in (
-            "DropPath",
-            "FastGlobalAvgPool",
-            "FrozenBatchNorm",
-            "GELU",
-            "MemoryEfficientSwish",
-            "Mish",
-            "Non_local",
-            "Swish",
-            "SyncBatchNorm",
-            "drop_path",
-            "get_norm",
-            "make_divisible",
-            "to_2tuple",
-            "trunc_normal_",
-            "weights_init_classifier",
-            "weights_init_kaiming",
-        )
-    },
-    "fastamp.layers.norm": {"get_norm": "fastamp.fastreid.layers.get_norm"},
-    "fastamp.layers.pooling": {"FastGlobalAvgPool": "fastamp.fastreid.layers.FastGlobalAvgPool"},
-    "fastamp.modeling.backbones": {
-        f"build_{name}_backbone": f"fastamp.fastreid.modeling.build_{name}_backbone"
-        for name in (
-            "effnet",
-            "mobilenetv2",
-            "mobilenetv3",
-            "osnet",
-            "regnet",
-            "repvgg",
-            "resnest",
-            "resnet",
-            "shufflenetv2",
-            "vit",
-        )
-    },
+    for module, sources in _SOURCES.items()
+} | {
     "fastamp.modeling.heads": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
     "fastamp.modeling.heads.build": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"},
     "fastamp.modeling.losses.pairwise_cosine": {
         "pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"
     },
     "fastamp.modeling.losses": {"pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"},
-    "fastamp.solver": {"build_lr_scheduler": "fastamp.fastreid.solver.build_lr_scheduler"},
-    "fastamp.solver.build": {"build_lr_scheduler": "fastamp.fastreid.solver.build_lr_scheduler"},
-    "fastamp.utils.comm": {
-        name: f"fastamp.fastreid.comm.{name}"
-        for name in ("gather", "get_local_rank", "get_local_size", "reduce_dict", "shared_random_seed")
-    },
-    "fastamp.utils.env": {"seed_all_rng": "fastamp.fastreid.tools.seed_all_rng"},
-    "fastamp.utils.events": {
-        name: f"fastamp.fastreid.events.{name}"
-        for name in ("CommonMetricPrinter", "EventStorage", "EventWriter", "get_event_storage")
-    },
-    "fastamp.utils.logger": {"PathManager": "fastamp.fastreid.files.PathManager"},
 }
 """Module of fastamp -> name in FastReID -> module and name of the object."""
 
