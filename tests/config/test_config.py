@@ -234,6 +234,8 @@ def test_invalid_config_value_error_names_source_key_and_value(cfg, subtests):
         ("SOLVER.STEPS", [40, None], "null"),
         ("SOLVER.STEPS", [[40]], "[40] (list)"),
         ("SOLVER.STEPS", [40, -1], "(40, -1)"),
+        ("SOLVER.AMP.MIN_SCALE", 0, "got 0"),
+        ("INPUT.CROP.SCALE", [0, 1], "got (0.0, 1.0)"),
         ("SOLVER.STEPS", "[40, 90", "'[40, 90'"),
         ("SOLVER.STEPS", None, "null"),
         ("MODEL.BACKBONE.STRIDE_SIZE", [1, 2, 3], "2 numbers"),
@@ -446,6 +448,7 @@ def test_copied_config_keeps_values_validation_and_frozen_state(copied, cfg):
         result.defrost()
         result.SOLVER.BASE_LR = 1
         assert cfg.SOLVER.BASE_LR == 3e-4
+        assert result.is_set("SOLVER.BASE_LR") and not cfg.is_set("SOLVER.BASE_LR")
         with pytest.raises(ConfigError, match=r"SOLVER.BASE_LT"):
             result.SOLVER.BASE_LT = 1
 

@@ -19,6 +19,16 @@ from fastamp.modeling.losses import (
 )
 
 
+def test_no_gradient_flows_through_adaptive_smoothing():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, 2, 3, 4, 0])
+    cross_entropy_loss(logits, targets, epsilon=-1.0, alpha=0.2).backward()
+    probabilities = logits.detach().softmax(1)
+    eps = 0.2 * probabilities.gather(1, targets[:, None])
+    labels = (eps / 4).expand(-1, 5).scatter(1, targets[:, None], 1 - eps)
+    torch.testing.assert_close(logits.grad, (probabilities - labels) / 6)
+
+
 def test_cross_entropy_without_smoothing_equals_pytorch():
     logits, targets = torch.randn(8, 10), torch.randint(10, (8,))
     torch.testing.assert_close(cross_entropy_loss(logits, targets), F.cross_entropy(logits, targets))
