@@ -129,7 +129,7 @@ def config_of(
     if resolved.kind == RUN:
         complete, cfg = cfg, defaults.clone()
         cfg.defrost()
-        cfg.merge_from_other_cfg(CfgNode.load_cfg(complete.dump()))
+        cfg.merge_from_other_cfg(CfgNode.load_cfg(complete.saved_text()))
     return cfg
 
 

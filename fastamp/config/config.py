@@ -14,7 +14,7 @@ import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
 from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
-from fastamp.config.files import parse_yaml, read_layers
+from fastamp.config.files import FOLDERS_KEY, FORMAT, parse_yaml, read_layers
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.projects import (
     PLUGINS_KEY,
@@ -27,6 +27,7 @@ from fastamp.config.projects import (
 from fastamp.config.releases import hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
+from fastamp.utils.files import FORMAT_KEY
 from fastamp.utils.plugins import load_installed_plugins, naming_distribution
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,19 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         """
         text: str = yaml.safe_dump(_to_builtin(self), **options)
         return text
+
+    def saved_text(self) -> str:
+        """Serialize the config of a run as YAML: ``dump``, the number of the format, and folders.
+
+        Relative paths in the config hold in the folders: the current one, and then those of ``saved_in``.
+        """
+        folders = list(dict.fromkeys((os.getcwd(), *self.saved_in())))
+        return f"{yaml.safe_dump({FORMAT_KEY: FORMAT, FOLDERS_KEY: folders})}{self.dump()}"
+
+    def saved_in(self) -> tuple[str, ...]:
+        """Return the folders in which the runs were started that saved this config, the last one first."""
+        folders: tuple[str, ...] = self.__dict__.get("_folders", ())
+        return folders
 
     # ---- changing
 
@@ -335,6 +349,10 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
 
     def _mapping_edits(self, mapping: Mapping[Any, Any], source: str) -> Iterator[Edit]:
         for name, value in mapping.items() if self._path else projects_first(mapping):
+            if not self._path and name in (FORMAT_KEY, FOLDERS_KEY):
+                if name == FOLDERS_KEY:
+                    yield self._set_folders(value, source)
+                continue
             is_default = isinstance(mapping, CfgNode) and name in mapping._keys and name not in mapping._assigned
             for edit in self._edits(name, value, source):
                 yield partial(edit, mark=False) if is_default and isinstance(edit, partial) else edit
@@ -404,6 +422,14 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         return partial(_assign, self, name, converted)
+
+    def _set_folders(self, value: Any, source: str) -> Edit:
+        """Return the edit that sets the folders of ``saved_in``."""
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) and "\0" not in each for each in value):
+            raise ConfigError(
+                f"{source}: {FOLDERS_KEY}: expected a list of folders, got {brief(value)}.\n  fix: remove {FOLDERS_KEY}"
+            )
+        return lambda: self.__dict__.update(_folders=tuple(value))
 
     def _load_projects(self, names: Iterable[str]) -> tuple[str, ...]:
         """Import the plugins of projects and declare their keys; return the names of all projects of this config."""

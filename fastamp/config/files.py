@@ -9,9 +9,13 @@ import yaml
 
 from fastamp.config.recipes import find_recipe, list_recipes, recipe_name
 from fastamp.utils.errors import ConfigError, did_you_mean
-from fastamp.utils.files import check_not_device
+from fastamp.utils.files import FORMAT_KEY, check_format, check_not_device
 
 BASE_KEY = "_BASE_"
+FOLDERS_KEY = "fastamp_folders"
+"""Entry of a saved config: the folders in which its runs were started."""
+FORMAT = 1
+"""Number of the format of the config of a run; a change that earlier releases cannot read increases it."""
 LARGEST = 2**17
 """Maximum size of a config file in bytes (parsed in a few seconds), and maximum number of values after expanding its
 YAML aliases.
@@ -66,8 +70,8 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         source: name of the file, for messages.
 
     Raises:
-        ConfigError: if the text is not valid YAML (with the line), has a tag such as ``!!python/...``, or is not a
-            mapping.
+        ConfigError: if the text is not valid YAML (with the line), has a tag such as ``!!python/...``, is not a
+            mapping, or is the config of a run in another format.
     """
     if len(text) > LARGEST:
         raise ConfigError(
@@ -94,6 +98,7 @@ def parse_yaml(text: str, source: str) -> dict[str, Any]:
         raise ConfigError(
             f"{source}: expected a mapping of config keys, got {type(content).__name__}.\n  fix: write KEY: VALUE lines"
         )
+    check_format(content.get(FORMAT_KEY, FORMAT), FORMAT, source, ConfigError)
     return content
 
 

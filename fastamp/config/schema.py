@@ -4,9 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, SHORTHANDS
-from fastamp.config.files import BASE_KEY
+from fastamp.config.files import BASE_KEY, FOLDERS_KEY, FORMAT
 from fastamp.config.key import Key
 from fastamp.config.releases import old_names
+from fastamp.utils.files import FORMAT_KEY
 
 SCHEMA_FILE = "fastamp.schema.json"
 HEADER = f"# yaml-language-server: $schema={SCHEMA_FILE}\n"
@@ -56,7 +57,15 @@ def build_schema(
         "type": ["string", "array"],
         "items": {"type": "string"},
     }
-    root["properties"] = {BASE_KEY: base} | root["properties"]
+    saved = {
+        FORMAT_KEY: {"description": "Number of the format of the config of a run.", "const": FORMAT},
+        FOLDERS_KEY: {
+            "description": "Folders in which the runs of a saved config were started.",
+            "type": "array",
+            "items": {"type": "string"},
+        },
+    }
+    root["properties"] = {BASE_KEY: base} | saved | root["properties"]
     return {"$schema": "http://json-schema.org/draft-07/schema#", "title": "Config of fastamp"} | root
 
 

@@ -190,7 +190,7 @@ class DefaultTrainer(FastReIDMethods):
             move_earlier_run(output_dir)
         if comm.is_main_process():
             self.checkpointer.remove_leftovers()
-            write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.dump().encode()))
+            write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.saved_text().encode()))
             self.writers += build_writers_of(self, start)
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         if start >= total:

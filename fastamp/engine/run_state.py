@@ -60,7 +60,7 @@ class ConfigText:
     """
 
     def __init__(self, cfg: CfgNode) -> None:
-        self.cfg, self.text = cfg, cfg.dump()
+        self.cfg, self.text = cfg, cfg.saved_text()
 
     def state_dict(self) -> str:
         return self.text

@@ -19,7 +19,7 @@ from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME, write
 from fastamp.checkpoint.strip import without_training_state
 from fastamp.checkpoint.weights_file import read_checkpoint
 from fastamp.config import CfgNode, read_config
-from fastamp.config.files import parse_yaml
+from fastamp.config.files import FOLDERS_KEY, parse_yaml
 from fastamp.config.read import split_plugins
 from fastamp.inference.model_card import model_card
 from fastamp.inference.predictor import Predictor, feature_values
@@ -35,7 +35,7 @@ _FLOAT32 = ("SOLVER.AMP", "off", "SOLVER.AMP.EVAL_DTYPE", "float32")
 # Keys of the machine that trained and of its experiment trackers.
 _REMOVED_KEYS = (
     *("OUTPUT_DIR", "DATALOADER.CACHE", "DATALOADER.CACHE_DIR", "DIST_TIMEOUT_MINUTES", "MODEL.WEIGHTS"),
-    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.LORA.BASE", "MODEL.DEVICE", "LOGGERS", "TRACKING"),
+    *("MODEL.BACKBONE.PRETRAIN_PATH", "MODEL.LORA.BASE", "MODEL.DEVICE", "LOGGERS", "TRACKING", FOLDERS_KEY),
 )
 _LOCAL_PATH = re.compile(r"(csv:|folder:)?(?:[/~]|[A-Za-z]:[/\\]).*[/\\]([^/\\]+)[/\\]?", re.DOTALL)
 

@@ -98,6 +98,7 @@ class CsvDataset(ImageDataset):
         identity: columns whose values together are the identity. Default ``("pid",)``.
         name: ``dataset_name``. Default "": ``csv:`` and the path.
         cameras: names of cameras in the order of their numbers; others have higher ones. Default ().
+        folders: where a relative path is looked for after the current folder. Default ().
 
     Attributes:
         file: CSV file.
@@ -122,9 +123,10 @@ class CsvDataset(ImageDataset):
         identity: Sequence[str] = ("pid",),
         name: str = "",
         cameras: Sequence[str] = (),
+        folders: Sequence[str] = (),
     ) -> None:
         self.dataset_name = name or f"csv:{path}"
-        self.file = file = _resolve_path(self.dataset_name, path)
+        self.file = file = _resolve_path(self.dataset_name, path, folders)
         table = read_table(file, identity)
         self.invalid_lines = table.invalid
         if table.invalid and not skip_invalid:
@@ -218,6 +220,7 @@ class CsvDataset(ImageDataset):
             skip_invalid=skip_invalid,
             identity=cfg.DATASETS.CSV.IDENTITY,
             cameras=cfg.DATASETS.CAMERAS,
+            folders=cfg.saved_in(),
         )
 
     def identity(self, pid: int | str) -> str:
@@ -251,6 +254,7 @@ class FolderDataset(ImageDataset):
         test_fraction: fraction of identities used for testing. 0 uses all identities for training, 1 uses all
             identities for testing. Default 0.5.
         seed: seed of the random choice of identities. Default 0.
+        folders: where a relative path is looked for after the current folder. Default ().
 
     Attributes:
         has_cameras: True if gallery images from the query's camera are excluded from the evaluation.
@@ -264,9 +268,17 @@ class FolderDataset(ImageDataset):
     has_distractors = False
     related_identities = True
 
-    def __init__(self, path: str | Path, *, camera: str = "", test_fraction: float = 0.5, seed: int = 0) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        camera: str = "",
+        test_fraction: float = 0.5,
+        seed: int = 0,
+        folders: Sequence[str] = (),
+    ) -> None:
         self.dataset_name = f"folder:{path}"
-        folder = _resolve_path(self.dataset_name, path)
+        folder = _resolve_path(self.dataset_name, path, folders)
         pattern = _compile_camera_pattern(camera)
         if not folder.is_dir():
             raise DataError(
@@ -351,7 +363,13 @@ class FolderDataset(ImageDataset):
     def from_config(cls, cfg: Any, path: str) -> "FolderDataset":
         """Build the dataset from its path and the config section ``DATASETS.FOLDER``."""
         settings = cfg.DATASETS.FOLDER
-        return cls(path, camera=settings.CAMERA, test_fraction=settings.TEST_FRACTION, seed=settings.SEED)
+        return cls(
+            path,
+            camera=settings.CAMERA,
+            test_fraction=settings.TEST_FRACTION,
+            seed=settings.SEED,
+            folders=cfg.saved_in(),
+        )
 
 
 def _describe_split(
@@ -474,11 +492,11 @@ def _list_first(examples: Sequence[str], count: int) -> str:
     return "; ".join(examples[:_MAX_LISTED]) + (f"; and {rest} more" if rest > 0 else "")
 
 
-def _resolve_path(name: str, path: str | Path) -> Path:
-    """Return the first path that exists: ``path`` itself, or ``path`` relative to the data root."""
+def _resolve_path(name: str, path: str | Path, folders: Sequence[str] = ()) -> Path:
+    """Return the first path that exists: ``path`` itself, or relative to one of ``folders``, or to the data root."""
     if not str(path):
         raise DataError(f"{name!r}: empty path; expected a name such as {name}/data/custom.\n  fix: add the path")
-    candidates = [expand(path), data_root() / path]
+    candidates = [Path(folder) / each for each in (expand(path), data_root() / path) for folder in ("", *folders)]
     for candidate in candidates:
         if candidate.exists():
             return candidate

@@ -48,7 +48,7 @@ def write_results(outcomes: Sequence[Outcome], cfg: CfgNode, space: Space, folde
     if winner:
         # A new training must not overwrite the files of the search.
         best = space.apply(cfg, winner.values).with_values({"OUTPUT_DIR": str(folder / "trained")})
-        content["best_config.yaml"] = best.dump()
+        content["best_config.yaml"] = best.saved_text()
     for name, value in content.items():
         write_atomically(folder / name, lambda file, value=value: file.write(value.encode()))
     return [folder / name for name in content]
