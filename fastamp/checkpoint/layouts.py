@@ -120,7 +120,8 @@ LAYOUTS = (
             "vision_model.pre_layrnorm.weight",
             "vision_model.encoder.layers.0.self_attn.q_proj.weight",
         ),
-        "build_clip_vit_backbone, which loads OpenAI's or open_clip's file of the same model, not this one",
+        "build_clip_vit_backbone for ViT-B/16; timm/vit_SIZE_patchN_clip_224 with OpenAI's or open_clip's file for the "
+        "others, e.g. ViT-L/14",
     ),
     Layout(
         "CLIP-ReID",

@@ -18,6 +18,7 @@ from fastamp.config import get_cfg
 from fastamp.modeling import build_model
 from fastamp.modeling.backbones import build_backbone
 from fastamp.modeling.backbones.clip_resnet import AttentionPool
+from fastamp.modeling.infer_config import infer_config
 from fastamp.utils.errors import ConfigError, WeightsError
 
 REFERENCE = Path(__file__).parents[1] / "reference"
@@ -178,6 +179,65 @@ def test_files_of_clip_load_as_pretrained_backbone(tmp_path, name, suffix, caplo
     assert "resized from 2 x 2 to 4 x 2" in caplog.text
     torch.testing.assert_close(backbone.conv1.weight.data, state["visual.conv1.weight"].float())
     assert backbone.conv1.weight.dtype == torch.float32
+
+
+def transformers_state(tower):
+    """Name the state dict of an image tower as Hugging Face's transformers does."""
+    names = {
+        "class_embedding": "embeddings.class_embedding", "conv1.weight": "embeddings.patch_embedding.weight",
+        "positional_embedding": "embeddings.position_embedding.weight", "ln_pre": "pre_layrnorm",
+        "ln_post": "post_layernorm", "transformer.resblocks": "encoder.layers", "attn.out_proj": "self_attn.out_proj",
+        "ln_1": "layer_norm1", "ln_2": "layer_norm2", "c_fc": "fc1", "c_proj": "fc2",
+    }  # fmt: skip
+    state = {"vision_model.embeddings.position_ids": torch.arange(len(tower["positional_embedding"]))[None]}
+    for key, value in tower.items():
+        block, packed, kind = key.partition("attn.in_proj_")
+        parts = {f"{block}self_attn.{part}_proj.{kind}": each for part, each in zip("qkv", value.chunk(3), strict=True)}
+        for name, each in parts.items() if packed else [(key, value)]:
+            for own, theirs in names.items():
+                name = name.replace(own, theirs)
+            state[f"vision_model.{name}"] = each.clone()
+    if "proj" in tower:
+        state["visual_projection.weight"] = state.pop("vision_model.proj").t().contiguous()
+    return state
+
+
+@pytest.mark.parametrize("projection", [True, False])
+@pytest.mark.parametrize("model", ["CLIPModel", "CLIPVisionModelWithProjection", "CLIPVisionModel"])
+def test_files_of_transformers_load_to_equal_outputs(tmp_path, projection, model):
+    torch.manual_seed(0)
+    options = ("MODEL.BACKBONE.PROJECTION", str(projection))
+    source = build_backbone(config(*options)).eval()
+    for each in source.parameters():
+        nn.init.normal_(each, std=0.1)
+    state = transformers_state(source.state_dict())
+    if model == "CLIPVisionModel":  # of transformers 5
+        state = {key.removeprefix("vision_model."): value for key, value in state.items()}
+    elif model == "CLIPModel":
+        names = ("text_model.encoder.layers.0.self_attn.q_proj.weight", "text_model.final_layer_norm.weight")
+        state |= {name: torch.ones(3, 3) for name in (*names, "text_projection.weight", "logit_scale")}
+    save_file(state, tmp_path / "model.safetensors")
+    pretrained = (
+        "MODEL.BACKBONE.PRETRAIN",
+        "True",
+        "MODEL.BACKBONE.PRETRAIN_PATH",
+        str(tmp_path / "model.safetensors"),
+    )
+    loaded = build_backbone(config(*options, *pretrained)).eval()
+    images = torch.randn(2, 3, 64, 32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(images), source(images), rtol=0, atol=0)
+    keys = infer_config(state, "model.safetensors")
+    found = [keys.get(f"MODEL.BACKBONE.{name}", "False") for name in ("NAME", "DEPTH", "PROJECTION")]
+    assert found == ["build_clip_vit_backbone", "tiny", str(projection)]
+
+
+def test_incomplete_attention_of_a_transformers_file_is_missing():
+    source = build_backbone(config())
+    state = transformers_state(source.state_dict())
+    del state["vision_model.encoder.layers.3.self_attn.k_proj.bias"]
+    report = load_model_state(source, state, source="file", backbone_prefix="")
+    assert report.missing == ["transformer.resblocks.3.attn.in_proj_bias"]
 
 
 def test_torchscript_archive_is_read_without_its_code(tmp_path):

@@ -44,6 +44,20 @@ KEYS = (
 )
 
 PATCH = 16
+# Names of the image tower in Hugging Face's transformers, without its prefix, and in CLIP.
+_TRANSFORMERS_NAMES = {
+    "embeddings.class_embedding": "class_embedding",
+    "embeddings.patch_embedding.": "conv1.",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "pre_layrnorm.": "ln_pre.",  # spelled so
+    "post_layernorm.": "ln_post.",
+    "encoder.layers.": "transformer.resblocks.",
+    ".self_attn.out_proj.": ".attn.out_proj.",
+    ".layer_norm1.": ".ln_1.",
+    ".layer_norm2.": ".ln_2.",
+    ".mlp.fc1.": ".mlp.c_fc.",
+    ".mlp.fc2.": ".mlp.c_proj.",
+}
 
 
 @dataclass(frozen=True)
@@ -361,7 +375,7 @@ class ClipVisionTransformer(TokenBackbone):
         return last
 
     def convert_state_dict(self, state: State, notes: list[str]) -> State:
-        """Convert the names of a file of CLIP, open_clip or CLIP-ReID; resize the position embedding to this grid."""
+        """Convert the names of a file of CLIP, open_clip, CLIP-ReID or transformers; resize the position embedding."""
         state = image_tower(state)
         embedding = state.pop("cv_embed", None)
         if embedding is not None:
@@ -374,9 +388,10 @@ def image_tower(state: State) -> State:
     """Select the image tower of a file, and name the other tensors ``other.<name>``; CLIP-ReID's ``cv_embed`` stays.
 
     Args:
-        state: file of CLIP or open_clip (``visual.``), of CLIP-ReID (``image_encoder.``), or an image tower without a
-            prefix.
+        state: file of CLIP or open_clip (``visual.``), of CLIP-ReID (``image_encoder.``), of Hugging Face's
+            transformers, or an image tower without a prefix.
     """
+    state = _from_transformers(state)
     prefix = next(
         (start for start in ("visual.", "image_encoder.") if any(key.startswith(start) for key in state)),
         "",
@@ -387,6 +402,31 @@ def image_tower(state: State) -> State:
         key.removeprefix(prefix) if key.startswith(prefix) or key == "cv_embed" else f"other.{key}": value
         for key, value in state.items()
     }
+
+
+def _from_transformers(state: State) -> State:
+    """Convert a file of transformers' CLIP, with or without the text tower, to CLIP's names; others are unchanged."""
+    prefixes = ("vision_model.", "")  # without it: CLIPVisionModel of transformers 5
+    prefix = next((name for name in prefixes if f"{name}embeddings.class_embedding" in state), None)
+    if prefix is None:
+        return state
+    converted: State = {}
+    for key, value in state.items():
+        if key == "visual_projection.weight":
+            converted["visual.proj"] = value.t()
+        elif not key.startswith(prefix):
+            converted[key] = value
+        elif ".self_attn.q_proj." in key:
+            parts = [state.get(key.replace("q_proj", name)) for name in ("q_proj", "k_proj", "v_proj")]
+            if all(part is not None for part in parts):
+                block, _, kind = key.removeprefix(f"{prefix}encoder.layers.").partition(".self_attn.q_proj.")
+                converted[f"visual.transformer.resblocks.{block}.attn.in_proj_{kind}"] = torch.cat(parts)
+        elif not any(part in key for part in (".self_attn.k_proj.", ".self_attn.v_proj.", ".position_ids")):
+            name = key.removeprefix(prefix)
+            for theirs, own in _TRANSFORMERS_NAMES.items():
+                name = name.replace(theirs, own)
+            converted[f"visual.{name}"] = value
+    return converted
 
 
 def resize_clip_positions(state: State, key: str, model: PositionGrid, notes: list[str]) -> State:
@@ -415,7 +455,7 @@ def _keys_of(trunk: State) -> dict[str, str]:
 def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
     """Build CLIP's ViT configured in ``MODEL.BACKBONE``; load ``PRETRAIN_PATH`` if ``PRETRAIN`` is True.
 
-    The file is a state dict of CLIP, open_clip or CLIP-ReID, .pth or .safetensors.
+    The file is a state dict of CLIP, open_clip, CLIP-ReID or Hugging Face's transformers, .pth or .safetensors.
 
     Raises:
         ConfigError: if ``DEPTH`` is unknown, images are smaller than a patch or have no fixed size, or ``PRETRAIN`` is
