@@ -10,7 +10,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fastamp.data.datasets.base import ImageItem, data_root
 from fastamp.data.file_parts import file_of
-from fastamp.utils.env import available_cores
+from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.utils.errors import DataError
 from fastamp.utils.files import expand
 from fastamp.utils.progress import track
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _VERSION = 2
 _SUFFIX, _PARTIAL_SUFFIX = ".images", ".unfinished"
-_CHUNK = 64
+_AT_ONCE = 512
 _SHARED_MEMORY = Path("/dev/shm")
 
 
@@ -82,7 +81,7 @@ class ImageCache:
             while file is None:  # another process may remove it first
                 if not self._is_complete(size):
                     _remove_unused(base, f"{name}-*")
-                    self._build(size, read)
+                    self._build(size, read, items)
                 file = self._open()
         logger.info("reading %d images of %s from the cache %s", len(items), "x".join(map(str, shape[1:])), self.path)
         self.images = torch.from_numpy(np.memmap(file, dtype=np.uint8, mode="c", shape=size))
@@ -107,7 +106,7 @@ class ImageCache:
         """
         self._release()
 
-    def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor]) -> None:
+    def _build(self, size: tuple[int, ...], read: Callable[[int], Tensor], items: Sequence[ImageItem]) -> None:
         count = int(np.prod(size))
         logger.info("decoding %d images into the cache %s (%.2f GB)", size[0], self.path, count / 1e9)
         unfinished = self.path.with_suffix(_PARTIAL_SUFFIX)
@@ -121,7 +120,7 @@ class ImageCache:
                 reserve = getattr(os, "posix_fallocate", lambda number, start, length: os.truncate(number, length))
                 reserve(file.fileno(), 0, count)
                 mapped = np.memmap(file, dtype=np.uint8, mode="r+", shape=size)
-                self._fill(torch.from_numpy(mapped), read)
+                self._fill(torch.from_numpy(mapped), read, items)
                 mapped.flush()
                 # The mapping duplicates the descriptor; a traceback that refers to it would keep the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
@@ -136,21 +135,15 @@ class ImageCache:
         finally:
             unfinished.unlink(missing_ok=True)
 
-    def _fill(self, images: Tensor, read: Callable[[int], Tensor]) -> None:
-        def fill(start: int) -> int:
-            for number in range(start, min(start + _CHUNK, len(images))):
-                images[number] = read(number)
-            return start
+    def _fill(self, images: Tensor, read: Callable[[int], Tensor], items: Sequence[ImageItem]) -> None:
+        def fill(number: int) -> None:
+            images[number] = read(number)
 
-        # Decoding and resizing release the GIL.
-        with ThreadPoolExecutor(available_cores()) as pool:
-            starts = range(0, len(images), _CHUNK)
-            try:
-                for _ in track(pool.map(fill, starts), len(starts), "decoding"):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        starts = range(0, len(images), _AT_ONCE)
+        with decoding_pool() as pool:  # decoding and resizing release the GIL
+            for start in track(starts, len(starts), "decoding"):
+                block = range(start, min(start + _AT_ONCE, len(images)))
+                read_in_threads(pool, fill, block, lambda number: items[number].path)
 
 
 def _fingerprint(items: Sequence[ImageItem], shape: tuple[int, int, int], kind: str) -> tuple[str, str]:

@@ -6,7 +6,6 @@ import logging
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,11 @@ from fastamp.data.datasets.custom import (
     path_fix,
 )
 from fastamp.data.datasets.items import PackedItems
-from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS, read_image
+from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS
 from fastamp.data.image_summary import ImageSummary, inspect_image
-from fastamp.data.jpeg_warnings import damaged_files
+from fastamp.data.jpeg_warnings import decoding_pool, read_all
 from fastamp.data.near_duplicates import Fingerprint, NearestImages
 from fastamp.data.training_images import LEAK_FIX, leaked_identities
-from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.plural import plural
@@ -38,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 # Pairs from which the threshold of near-duplicates is estimated.
 _SAMPLED_PAIRS = 20_000
+_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,15 @@ def check_dataset(
     if splits:
         report.columns += summarize_columns(PackedItems.concat([PackedItems.of(items) for items in splits.values()]))
     report.notes += [note for note in (dataset.split_note, dataset.excluded_note) if note]
-    images = {(item.path, item.box): item for items in splits.values() for item in items}
-    with ThreadPoolExecutor(available_cores()) as pool:
-        inspected = track(
-            pool.map(partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth), images.values()),
-            len(images),
-            "reading images",
-        )
-        summaries = dict(zip(images, inspected, strict=True))
+    images = list({(item.path, item.box): item for items in splits.values() for item in items}.values())
+    inspect, inspected, damaged = partial(inspect_image, max_pixels=max_pixels, bit_depth=bit_depth), [], {}
+    starts = range(0, len(images), _AT_ONCE)
+    with decoding_pool() as pool:
+        for start in track(starts, len(starts), "reading images"):
+            block, warnings = read_all(pool, inspect, images[start : start + _AT_ONCE])
+            inspected += block
+            damaged |= {images[start + number].path: warning for number, warning in warnings.items()}
+    summaries = {(item.path, item.box): summary for item, summary in zip(images, inspected, strict=True)}
     report.sizes.update(summary.size for summary in summaries.values() if not summary.fault)
     checked = _CheckedDataset(dataset, splits, summaries, protocol)
     report.findings += [
@@ -132,7 +132,7 @@ def check_dataset(
         *_find_unpublished_counts(dataset, report.rows),
         *_find_other_protocol(dataset, protocol),
         *checked.find_unreadable(),
-        *checked.find_damaged(max_pixels),
+        *checked.find_damaged(damaged),
         *checked.find_shared_identities(),
         *checked.find_unmatched_queries(),
         *checked.find_duplicates(near_duplicate_bits, report.notes),
@@ -379,20 +379,15 @@ class _CheckedDataset:
             excluded=(row for row, _ in bad),
         )
 
-    def find_damaged(self, max_pixels: int) -> Iterable[Finding]:
-        """Find JPEG files a part of which is damaged, but which are decoded."""
-        files = {
-            item.path: row
-            for row, item, summary in self.rows()
-            if not summary.fault and item.path.lower().endswith((".jpg", ".jpeg"))
-        }
-        damaged = damaged_files(list(files), partial(read_image, max_pixels=max_pixels))
+    def find_damaged(self, damaged: Mapping[str, str]) -> Iterable[Finding]:
+        """Report the JPEG files that are damaged in part, but are decoded: path -> warning."""
+        files = {item.path: row for row, item, summary in self.rows() if not summary.fault and item.path in damaged}
         yield from _findings(
             "images that are damaged in part",
-            [f"{self.label(files[path])}: {warning}" for path, warning in damaged.items()],
+            [f"{self.label(row)}: {damaged[path]}" for path, row in files.items()],
             is_error=False,
             fix="restore the files; --write-clean OUT.csv excludes them",
-            excluded=(row for row, item, _ in self.rows() if item.path in damaged),
+            excluded=(row for row, item, _ in self.rows() if item.path in files),
         )
 
     def find_shared_identities(self) -> Iterable[Finding]:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 # PIL's fixed-point luma (ITU-R BT.601). All sums are exact in float32, so every machine rounds them equally.
 _LUMA_WEIGHTS = (19595 / 2**16, 38470 / 2**16, 7471 / 2**16)
-_JPEG = b"\xff\xd8"
+JPEG_START = b"\xff\xd8"
 _START_OF_FRAME = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _PROGRESSIVE = {0xC2, 0xC6, 0xCA, 0xCE}
 _START_OF_IMAGE, _END_OF_IMAGE, _START_OF_SCAN, _TEMPORARY = 0xD8, 0xD9, 0xDA, 0x01
@@ -156,7 +156,7 @@ def _decode_full_image(
     if not content:
         raise DataError(f"cannot read the image {path}: the file is empty")
     width, height = 0, 0
-    if content[:2] == _JPEG:
+    if content[:2] == JPEG_START:
         width, height, _ = check_jpeg(content, path)
         check_pixels(path, width, height, max_pixels)
     if width * height <= _MAX_FULL_SIZE_PIXELS or least_side is None or min(width, height) < 2 * least_side:
@@ -303,8 +303,8 @@ def open_with_pil(source: str | os.PathLike[str] | Any) -> Image.Image:
     if isinstance(source, str | os.PathLike):
         source = io.BytesIO(read_bytes(source))
     start = source.tell()
-    if source.read(len(_JPEG)) == _JPEG:
-        check_jpeg(_JPEG + source.read(), name)
+    if source.read(len(JPEG_START)) == JPEG_START:
+        check_jpeg(JPEG_START + source.read(), name)
     source.seek(start)
     Image.init()  # registers the formats
     # Warning filters are global: two threads must not replace and restore them concurrently.
@@ -400,7 +400,7 @@ def cause_of(error: Exception) -> str:
 def format_fault(path: str) -> str:
     """Return the cause if the first bytes of a file identify none of the supported image formats; otherwise ""."""
     with open(path, "rb") as file:
-        if file.read(len(_JPEG)) == _JPEG:
+        if file.read(len(JPEG_START)) == JPEG_START:
             return ""  # much faster than PIL
     try:
         open_with_pil(path).close()

@@ -12,7 +12,17 @@ from PIL import Image, ImageOps
 
 from fastamp.data.boxes import clip_box
 from fastamp.data.datasets.base import ImageItem
-from fastamp.data.decode import BIT_DEPTH, MAX_PIXELS, cause_of, check_mode, check_pixels, open_with_pil, reduce_bits
+from fastamp.data.decode import (
+    BIT_DEPTH,
+    JPEG_START,
+    MAX_PIXELS,
+    cause_of,
+    check_mode,
+    check_pixels,
+    decode_image,
+    open_with_pil,
+    reduce_bits,
+)
 from fastamp.data.file_parts import read_bytes
 from fastamp.data.near_duplicates import Fingerprint
 from fastamp.utils.env import available_cores
@@ -49,16 +59,21 @@ def inspect_image(item: ImageItem, *, max_pixels: int = MAX_PIXELS, bit_depth: i
     """Read an image; see ``read_image`` for the arguments."""
     try:
         content = read_bytes(item.path)
-        with open_with_pil(io.BytesIO(content)) as image:
-            check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
-            check_mode(image)
-            image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
-            upright = ImageOps.exif_transpose(image)
+        if content[:2] == JPEG_START:  # decoded as in training, which prints warnings of damage
+            pixels = decode_image(content, name=item.path, max_pixels=max_pixels)
+            upright = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        else:
+            with open_with_pil(io.BytesIO(content)) as image:
+                check_pixels(item.path, *image.size, max_pixels)  # type: ignore[call-arg]
+                check_mode(image)
+                image.load()  # decode all of it: unlike other decoders, PIL raises on truncated files
+                upright = ImageOps.exif_transpose(image)
         if upright.mode.startswith("I"):  # more than 8 bits
             reduce_bits(np.asarray(upright), item.path, bit_depth)
             upright = Image.fromarray(reduce_bits(np.asarray(upright), item.path, None))
     except Exception as error:  # PIL's plugins raise many exception types on corrupt files
-        return ImageSummary(fault=cause_of(error))
+        cause = error.__cause__ if isinstance(error, DataError) else error
+        return ImageSummary(fault=cause_of(cause if isinstance(cause, Exception) else error))
     if item.box is not None:
         box = clip_box(item.box, *upright.size)
         if box is None:

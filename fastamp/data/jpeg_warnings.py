@@ -8,18 +8,19 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 
 from fastamp.utils.env import available_cores
-from fastamp.utils.errors import DataError
-from fastamp.utils.progress import track
 
 logger = logging.getLogger(__name__)
 
 _WARNING = re.compile(r"(?:Corrupt JPEG data|Premature end of JPEG file|Invalid SOS parameters)[^\n]*\n?")
-_AT_ONCE = 64
+_POOL = "fastamp-decode"
+
+S, T = TypeVar("S"), TypeVar("T")
 
 
 @contextmanager
@@ -34,34 +35,58 @@ def named_warnings(path: str) -> Iterator[None]:
     with _captured() as warnings:
         yield
     if warnings:
-        logger.warning("the image %s is damaged, and a part of it is wrong: %s", path, warnings[0])
+        _log(path, warnings[0])
 
 
-def damaged_files(paths: Sequence[str], read: Callable[[str], object]) -> dict[str, str]:
-    """Decode files and return the warnings of libjpeg by path, for files that are decoded nevertheless.
+def decoding_pool() -> ThreadPoolExecutor:
+    """Return a pool of threads for ``read_in_threads``."""
+    return ThreadPoolExecutor(available_cores(), _POOL)
+
+
+def read_in_threads(
+    pool: ThreadPoolExecutor, read: Callable[[S], T], items: Sequence[S], name: Callable[[S], str]
+) -> list[T]:
+    """Call ``read`` for each item in a ``decoding_pool``, and log the warnings of libjpeg with the name of the file.
+
+    Only if the process has no threads other than the caller and such pools: stderr belongs to the whole process.
 
     Args:
-        paths: image files.
-        read: function that decodes a file; must be thread-safe.
+        pool: see ``decoding_pool``.
+        read: thread-safe function that decodes the file of an item; called again to find a damaged file.
+        items: what to read.
+        name: function that returns the file of an item, for messages.
+
+    Returns:
+        Result for each item.
     """
+    others = [thread for thread in threading.enumerate() if not thread.name.startswith(_POOL)]
+    if len(others) > 1:
+        return list(pool.map(read, items))
+    results, damaged = read_all(pool, read, items)
+    for number, warning in damaged.items():
+        _log(name(items[number]), warning)
+    return results
 
-    def try_to_read(path: str) -> None:
-        with suppress(DataError):  # reported as unreadable
-            read(path)
 
-    damaged: dict[str, str] = {}
-    starts = range(0, len(paths), _AT_ONCE)
-    with ThreadPoolExecutor(available_cores()) as pool:
-        for start in track(starts, len(starts), "looking for damaged images"):
-            block = paths[start : start + _AT_ONCE]
-            with _captured() as any_of_block:
-                list(pool.map(try_to_read, block))
-            for path in block if any_of_block else ():
-                with _captured() as warnings:
-                    try_to_read(path)
-                if warnings:
-                    damaged[path] = warnings[0]
-    return damaged
+def read_all(pool: ThreadPoolExecutor, read: Callable[[S], T], items: Sequence[S]) -> tuple[list[T], dict[int, str]]:
+    """Call ``read`` for each item in a pool while stderr is captured, also if the process has other threads.
+
+    Returns:
+        ``(results, damaged)``: result for each item, and the index of each damaged file -> first warning of libjpeg.
+    """
+    with _captured() as any_of_all:
+        results = list(pool.map(read, items))
+    damaged: dict[int, str] = {}
+    for number, item in enumerate(items) if any_of_all else ():
+        with _captured() as warnings:
+            read(item)
+        if warnings:
+            damaged[number] = warnings[0]
+    return results, damaged
+
+
+def _log(path: str, warning: str) -> None:
+    logger.warning("the image %s is damaged, and a part of it is wrong: %s", path, warning)
 
 
 @functools.lru_cache(maxsize=1)

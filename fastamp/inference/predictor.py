@@ -4,7 +4,6 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from fastamp.amp import to_float32
 from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
+from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
 from fastamp.data.transforms import Resize, build_transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.evaluator import extract_features
@@ -27,7 +27,6 @@ from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
 from fastamp.inference.index import GalleryIndex
 from fastamp.modeling import load_model
 from fastamp.modeling.heads import ClasHead
-from fastamp.utils.env import available_cores
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
@@ -362,10 +361,15 @@ class Predictor(FeatureModel):
                 raise DataError(f"image {number}: {error}" if len(images) > 1 else str(error)) from error
             return self._transforms.resize(pixels) if pixels.numel() else None
 
-        with torch.inference_mode(), ThreadPoolExecutor(available_cores()) as pool:
+        def name(number: int) -> str:
+            image = images[number]
+            return os.fspath(image) if isinstance(image, str | os.PathLike) else f"number {number}"
+
+        with torch.inference_mode(), decoding_pool() as pool:
             starts = range(0, len(images), size)
             for start in track(starts, len(starts), "extracting features") if len(starts) > 1 else starts:
-                loaded = dict(enumerate(pool.map(load, range(start, min(start + size, len(images)))), start=start))
+                numbers = range(start, min(start + size, len(images)))
+                loaded = dict(zip(numbers, read_in_threads(pool, load, numbers, name), strict=True))
                 readable = {number: image for number, image in loaded.items() if image is not None}
                 rows = list(readable)
                 if rows:

@@ -8,11 +8,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny import tiny_config
 
+from fastamp.data import image_summary
 from fastamp.data.build import build_dataset
+from fastamp.data.cache import ImageCache
 from fastamp.data.check import check_dataset
+from fastamp.data.datasets.base import ImageItem
 from fastamp.data.decode import read_image
-from fastamp.data.jpeg_warnings import damaged_files, named_warnings
+from fastamp.data.jpeg_warnings import decoding_pool, named_warnings, read_all, read_in_threads
+from fastamp.inference.predictor import Predictor
+from fastamp.modeling import build_model
 
 
 @pytest.fixture
@@ -83,5 +89,69 @@ def test_other_output_is_printed(capfd):
         os.write(2, b"other\n")
         os.write(2, b"Corrupt JPEG data: 3 extraneous bytes\n")
     assert capfd.readouterr().err == "other\n"
-    assert damaged_files(["a", "b"], lambda path: os.write(2, f"{path} is read\n".encode())) == {}
+    with decoding_pool() as pool:
+        assert read_all(pool, lambda path: os.write(2, f"{path} is read\n".encode()), ["a", "b"]) == ([10, 10], {})
     assert sorted(capfd.readouterr().err.splitlines()) == ["a is read", "b is read"]
+
+
+@pytest.fixture
+def only_decoding_threads(monkeypatch):
+    """Other tests may leave threads."""
+    alive = threading.enumerate
+    mine = (threading.current_thread(),)
+    monkeypatch.setattr(
+        threading, "enumerate", lambda: [each for each in alive() if each in mine or each.name.startswith("fastamp")]
+    )
+
+
+@pytest.mark.usefixtures("only_decoding_threads")
+@pytest.mark.parametrize("where", ["cache", "Predictor", "Predictor, bytes"])
+def test_threads_name_the_file(where, folder, caplog, capfd, tmp_path):
+    files = [folder / f"{number}.jpg" for number in range(4)]
+    if where == "cache":
+        items = [ImageItem(str(file), 0, 0) for file in files]
+        cache = ImageCache(
+            items, (3, 128, 64), lambda number: read_image(items[number].path), where="disk", folder=str(tmp_path / "c")
+        )
+        assert torch.equal(cache.images[1], read_image(str(files[1]))) and cache.images[2].any()
+    else:
+        images = [file.read_bytes() for file in files] if "bytes" in where else files
+        cfg = tiny_config(tmp_path)
+        torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
+        assert Predictor(tmp_path / "model.pth", device="cpu")(images).isfinite().all()
+    (message,) = [each for each in caplog.messages if "damaged" in each]
+    assert ("number 2" if "bytes" in where else str(files[2])) in message and "Corrupt JPEG data" in message
+
+
+def test_stderr_is_not_captured_among_other_threads(folder, caplog, capfd):
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    try:
+        with decoding_pool() as pool:
+            images = read_in_threads(pool, read_image, [str(folder / f"{number}.jpg") for number in range(4)], str)
+    finally:
+        stop.set()
+        other.join()
+    assert len(images) == 4 and caplog.messages == [] and "Corrupt JPEG data" in capfd.readouterr().err
+
+
+def test_check_decodes_each_file_once(folder, monkeypatch):
+    decoded = []
+    decode = image_summary.decode_image
+    monkeypatch.setattr(
+        image_summary, "decode_image", lambda *args, **kw: decoded.append(kw["name"]) or decode(*args, **kw)
+    )
+    (folder / "2.jpg").write_bytes((folder / "1.jpg").read_bytes())
+    check_dataset(build_dataset(f"csv:{folder}/list.csv"))
+    assert sorted(decoded) == [str(folder / f"{number}.jpg") for number in range(4)]
+
+
+def test_check_reports_truncated_files_as_unreadable(folder):
+    content = (folder / "1.jpg").read_bytes()
+    for number, length in ((1, len(content) // 2), (2, 200), (3, len(content) - 2)):
+        (folder / f"{number}.jpg").write_bytes(content[:length])
+    report = check_dataset(build_dataset(f"csv:{folder}/list.csv"))
+    (finding,) = (each for each in report.findings if "unreadable" in each.fault)
+    assert {row for _, row in finding.excluded} >= {1, 2}
+    assert all("cannot read the image" not in each for each in finding.examples)
