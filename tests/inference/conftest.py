@@ -2,7 +2,7 @@
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print the table of tested models in docs/guides/export.md from the results of test_export_models.py."""
+    """Print a table of the differences that test_export_models.py measured."""
     passed = terminalreporter.stats.get("passed", [])
     found = [value for report in passed for name, value in report.user_properties if name == "export"]
     if len(found) < 8:  # most of them are only run with -m export
