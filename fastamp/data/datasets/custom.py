@@ -496,12 +496,14 @@ def _resolve_path(name: str, path: str | Path, folders: Sequence[str] = ()) -> P
     """Return the first path that exists: ``path`` itself, or relative to one of ``folders``, or to the data root."""
     if not str(path):
         raise DataError(f"{name!r}: empty path; expected a name such as {name}/data/custom.\n  fix: add the path")
-    candidates = [Path(folder) / each for each in (expand(path), data_root() / path) for folder in ("", *folders)]
-    for candidate in candidates:
+    places = [(folder, Path(folder) / file) for file in (expand(path), data_root() / path) for folder in ("", *folders)]
+    for folder, candidate in places:
         if candidate.exists():
+            if folder:
+                logger.info("%s: using %s, relative to the folder in which the run was started", name, candidate)
             return candidate
     hint = "; to use several datasets, write \"('csv:a.csv', 'csv:b.csv')\"" if "," in str(path) else ""
-    raise missing_dataset_error(name, candidates, fix=f"correct the path{hint}")
+    raise missing_dataset_error(name, [candidate for _, candidate in places], fix=f"correct the path{hint}")
 
 
 def image_files(folder: Path) -> list[str]:
