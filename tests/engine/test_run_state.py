@@ -68,6 +68,7 @@ def saved_run(started_in, tmp_path, monkeypatch):
     return tmp_path / "run"
 
 
+@pytest.mark.integration
 def test_saved_relative_paths_hold_in_the_folder_of_the_run(saved_run, started_in, tmp_path, caplog):
     caplog.set_level("INFO", "fastamp")
     run, names = str(saved_run), ("csv:mine.csv", "folder:people")
@@ -89,6 +90,7 @@ def test_saved_relative_paths_hold_in_the_folder_of_the_run(saved_run, started_i
     assert all(f"{folder}/people" in str(caught.value) for folder in (tmp_path / "elsewhere", started_in))
 
 
+@pytest.mark.integration
 def test_resumed_run_keeps_the_folders_of_its_starts(saved_run, started_in, tmp_path, caplog):
     trainer = DefaultTrainer(config_of(saved_run).with_values({"SOLVER.MAX_EPOCH": 5}))
     trainer.resume_or_load(resume=True)
@@ -97,6 +99,7 @@ def test_resumed_run_keeps_the_folders_of_its_starts(saved_run, started_in, tmp_
     assert config_of(saved_run).saved_in() == (str(tmp_path / "elsewhere"), str(started_in))
 
 
+@pytest.mark.integration
 def test_folders_of_a_run_are_not_in_a_packaged_model(saved_run, started_in, tmp_path):
     package(saved_run, tmp_path / "packaged", license=License(name="mit"))
     for file in (tmp_path / "packaged").iterdir():
