@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 _WARNING = re.compile(r"(?:Corrupt JPEG data|Premature end of JPEG file|Invalid SOS parameters)[^\n]*\n?")
 _POOL = "fastamp-decode"
 
-S, T = TypeVar("S"), TypeVar("T")
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 @contextmanager
