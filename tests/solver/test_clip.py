@@ -18,10 +18,12 @@ def config(*opts):
 
 
 def test_gradient_clipping_matches_torch(subtests):
-    for clip_type, norm_type in itertools.product(["value", "norm", "global_norm"], [1.0, 2.0, float("inf")]):
-        with subtests.test(clip_type=clip_type, norm_type=norm_type):
+    # All gradients are smaller than 100.
+    cases = itertools.product(["value", "norm", "global_norm"], [1.0, 2.0, float("inf")], [0.5, 100.0])
+    for clip_type, norm_type, clip_value in cases:
+        with subtests.test(clip_type=clip_type, norm_type=norm_type, clip_value=clip_value):
             cfg = config("SOLVER.CLIP_GRADIENTS", "True", "SOLVER.CLIP_GRADIENTS.CLIP_TYPE", clip_type)
-            cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = 0.5
+            cfg.SOLVER.CLIP_GRADIENTS.CLIP_VALUE = clip_value
             cfg.SOLVER.CLIP_GRADIENTS.NORM_TYPE = norm_type
             torch.manual_seed(0)
             model = nn.Linear(4, 3)
@@ -31,12 +33,12 @@ def test_gradient_clipping_matches_torch(subtests):
             before = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
             coefficient = build_gradient_clipping(cfg)(gradients, before)
             if clip_type == "value":
-                nn.utils.clip_grad_value_(model.parameters(), 0.5)
+                nn.utils.clip_grad_value_(model.parameters(), clip_value)
             elif clip_type == "global_norm":
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5, norm_type)
+                nn.utils.clip_grad_norm_(model.parameters(), clip_value, norm_type)
             else:
                 for parameter in model.parameters():
-                    nn.utils.clip_grad_norm_(parameter, 0.5, norm_type)
+                    nn.utils.clip_grad_norm_(parameter, clip_value, norm_type)
             for ours, parameter in zip(gradients, model.parameters(), strict=True):
                 torch.testing.assert_close(ours, parameter.grad)
             after = torch.linalg.vector_norm(torch.cat([g.flatten() for g in gradients]))
