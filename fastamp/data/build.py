@@ -321,7 +321,10 @@ def build_reid_test_loader(
     cfg, given_set = _fastreid_arguments(cfg, kwargs, "TEST.IMS_PER_BATCH", "TEST.NUM_WORKERS")
     test_set = given_set if test_set is None else test_set
     if dataset_name is None and test_set is None:
-        raise ConfigError("build_reid_test_loader requires a dataset name or a test_set.\n  fix: pass dataset_name")
+        raise ConfigError(
+            f"build_reid_test_loader requires a dataset name or a test_set; got {dataset_name} and {test_set}.\n"
+            "  fix: pass dataset_name"
+        )
     if test_set is None and (transforms is not None or kwargs):
         source = build_dataset(dataset_name, cfg, **kwargs)
         transforms = transforms or build_transforms(cfg, is_train=False)
@@ -516,7 +519,8 @@ def _check_camera_view_ids(cfg: Any, dataset: ReidDataset, names: Sequence[str])
     unknown = [name for name in names if name not in cfg.DATASETS.NAMES]
     if unknown and (backbone.SIE_CAMERAS or backbone.SIE_VIEWS):
         logger.warning(
-            "the camera and view embeddings do not apply to %s: they were trained on %s, which has different cameras",
+            "the camera and view embeddings do not apply to %s: they were trained on %s, which has different "
+            "cameras.\n  fix: for a test on other cameras, train with MODEL.BACKBONE.SIE_CAMERAS 0 and SIE_VIEWS 0",
             ", ".join(unknown),
             ", ".join(cfg.DATASETS.NAMES),
         )

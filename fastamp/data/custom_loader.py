@@ -73,7 +73,7 @@ class CustomTrainLoader:
         sampler = loader.batch_sampler
         if sampler is None:
             raise ConfigError(
-                "build_train_loader returned a DataLoader without batch_sampler.\n"
+                f"build_train_loader returned a {type(loader).__name__} without batch_sampler.\n"
                 "  fix: pass batch_size or batch_sampler to the DataLoader"
             )
 

@@ -219,11 +219,13 @@ class ReidDataset(Dataset):
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
+            found, _, fix = message.partition("\n  fix: ")
             logger.warning(
                 "%s; substituting another image of the same identity (DATALOADER.ON_CORRUPT is skip; unreadable images "
-                "so far in this process: %d)",
-                message,
+                "so far in this process: %d).\n  fix: %s",
+                found,
                 len(self._warned),
+                fix or "restore the file, or remove it from the dataset",
             )
 
 

@@ -87,7 +87,9 @@ def read_all(pool: ThreadPoolExecutor, read: Callable[[S], T], items: Sequence[S
 
 
 def _log(path: str, warning: str) -> None:
-    logger.warning("the image %s is damaged, and a part of it is wrong: %s", path, warning)
+    logger.warning(
+        "the image %s is damaged, and a part of it is wrong: %s.\n  fix: restore the file, or remove it", path, warning
+    )
 
 
 @functools.lru_cache(maxsize=1)

@@ -53,7 +53,9 @@ def check_files(items: PackedItems, datasets: Sequence[ImageDataset], *, skip: b
     listing = "\n".join(blocks)
     if skip:
         logger.warning(
-            "%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip)", listing
+            "%s\n  substituting other images of the same identities (DATALOADER.ON_CORRUPT is skip).\n"
+            "  fix: restore the files, or remove them from the dataset",
+            listing,
         )
         return
     fix = path_fix(map(items.path, missing)) + " (those in a CSV file are relative to its folder)"

@@ -149,7 +149,10 @@ class IdentitySampler(EpochSampler):
         frames_per_instance: int = 1,
     ) -> None:
         if num_instances < 0:
-            raise ConfigError(f"DATALOADER.NUM_INSTANCE must be at least 0, got {num_instances}")
+            raise ConfigError(
+                f"DATALOADER.NUM_INSTANCE must be at least 0, got {num_instances}.\n"
+                "  fix: set the images per identity in a batch, or 0 to choose 2 to 4 by the images that exist"
+            )
         per_rank = batch_size_per_rank(batch_size, world_size)
         self.images_per_identity = np.unique(labels, return_counts=True)[1]
         if num_instances == 0:
@@ -362,7 +365,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
         if len(weights) != count or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(
                 f"DATALOADER.SET_WEIGHT must be {count} positive numbers, one for each dataset in DATASETS.NAMES; got "
-                f"{tuple(weights)}"
+                f"{tuple(weights)}.\n  fix: set one weight above 0 for each dataset"
             )
         set_of = sets[self._order[self._starts]]
         self._identities = [np.flatnonzero(set_of == number) for number in range(count)]

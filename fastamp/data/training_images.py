@@ -179,7 +179,7 @@ def _drop_shared_images(
             (same if pid == item.pid else conflicting).append(row)
     for rows, consequence in (
         (same, "with the same identity; each of them is used once"),
-        (conflicting, "with a different identity, and are used with both identities; list only one of the datasets"),
+        (conflicting, "with a different identity, and are used with both.\n  fix: list only one of the datasets"),
     ):
         if rows:
             first = seen[part[rows[0]].path, part[rows[0]].box][0].title

@@ -230,12 +230,17 @@ def draw_identities(
     """
     counts = Counter(identities)
     if (fraction is None) == (count is None):
-        raise ConfigError("draw_identities: give either a fraction of the images or a number of identities")
+        raise ConfigError(
+            f"draw_identities: expected either fraction or count, got fraction {fraction} and count {count}.\n"
+            "  fix: pass either a fraction of the images or a number of identities"
+        )
     ordered = [name for name, _ in counts.most_common()]
     permuted = [ordered[number] for number in LinearCongruentialGenerator(seed).permutation(len(ordered))]
     if count is not None:
         if not 0 <= count <= len(ordered):
-            raise ConfigError(f"cannot draw {count} of {len(ordered)} identities")
+            raise ConfigError(
+                f"cannot draw {count} of {len(ordered)} identities.\n  fix: choose a number in 0..{len(ordered)}"
+            )
         return set(permuted[:count])
     _check_fraction("unknown", fraction)
     drawn: set[str] = set()

@@ -36,7 +36,10 @@ def read_history(path: Path) -> History:
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
-        raise DataError(f"cannot read the training metrics {path}: {error.strerror or error}") from error
+        raise DataError(
+            f"cannot read the training metrics {path}: {error.strerror or error}.\n"
+            "  fix: choose the folder of a run that has trained, which contains metrics.json"
+        ) from error
     rows = sorted((row for row in map(_row, lines) if row is not None), key=lambda row: row["iteration"])
     history = History()
     for row in rows:

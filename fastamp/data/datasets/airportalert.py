@@ -44,7 +44,10 @@ class AirportALERT(ImageDataset):
         rows = [(line, *re.split(r"[\\/]", line)) for line in read_lines("AirportALERT", self._list)]
         wrong = next((row[0] for row in rows if len(row) != 4 or not isinstance(as_number(row[2]), int)), None)
         if wrong is not None:
-            raise DataError(f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}")
+            raise DataError(
+                f"AirportALERT: expected camera\\pid\\file on each line of {self._list}, got {wrong!r}.\n"
+                "  fix: restore the original files of the dataset"
+            )
         selected = [fields for _, *fields in rows if int(fields[1]) >= _FIRST_IDENTITY]
         logger.info(
             "AirportALERT: excluded %s with person IDs below %d",

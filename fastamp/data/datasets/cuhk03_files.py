@@ -133,7 +133,10 @@ def _parse_name(name: str) -> tuple[int, ...]:
     """Parse a file name to ``(camera pair, person, view, image number)``."""
     match = re.fullmatch(r"(\d+)_(\d+)_(\d+)_(\d+)\.png", name)
     if match is None:
-        raise DataError(f"CUHK03: expected file names such as 1_001_1_01.png, got {name}")
+        raise DataError(
+            f"CUHK03: expected file names such as 1_001_1_01.png, got {name}.\n"
+            "  fix: restore the original files of the dataset"
+        )
     return tuple(map(int, match.groups()))
 
 

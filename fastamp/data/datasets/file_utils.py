@@ -76,7 +76,10 @@ def read_lines(name: str, file: Path) -> list[str]:
         # File names need not be UTF-8.
         text = file.read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
-        raise DataError(f"{name}: cannot read {file.absolute()}: {error.strerror}") from error
+        raise DataError(
+            f"{name}: cannot read {file.absolute()}: {error.strerror}.\n"
+            "  fix: make the file readable, or restore the original files of the dataset"
+        ) from error
     lines = [line.strip() for line in text.split("\n") if line.strip()]
     if not lines:
         raise DataError(f"{name}: {file.absolute()}: the file is empty.\n  fix: restore this file of the dataset")
@@ -125,7 +128,10 @@ def list_entries(name: str, folder: Path) -> list[Path]:
     try:
         return sorted((entry for entry in folder.iterdir() if entry.name[0] != "."), key=lambda entry: entry.name)
     except OSError as error:
-        raise DataError(f"{name}: cannot read the folder {folder.absolute()}: {error.strerror}") from error
+        raise DataError(
+            f"{name}: cannot read the folder {folder.absolute()}: {error.strerror}.\n"
+            "  fix: make the folder readable, or restore the original files of the dataset"
+        ) from error
 
 
 def is_image(file: Path, suffix: str) -> bool:

@@ -194,7 +194,10 @@ class FilenameDataset(ImageDataset):
                 "  fix: restore the original files of the dataset"
             )
         if not (images or unmatched or num_excluded):
-            raise DataError(f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}")
+            raise DataError(
+                f"{name}: no *{self.suffix} file in {where}\n{self._describe_content(folders)}\n"
+                "  fix: put the images in the expected folder"
+            )
         if not images:
             nothing = f"only images of excluded identities ({', '.join(map(str, [*self.excluded_ids, *unknown]))})"
             first = f"{unmatched[0].name} and {len(unmatched) - 1} more" if unmatched else nothing
@@ -204,7 +207,7 @@ class FilenameDataset(ImageDataset):
             )
         if unmatched:
             logger.warning(
-                "%s: skipped %s, such as %s; expected %s",
+                "%s: skipped %s, such as %s; expected %s.\n  fix: rename the files, or remove them",
                 name,
                 plural(len(unmatched), "file with an unexpected name", "files with unexpected names"),
                 unmatched[0],

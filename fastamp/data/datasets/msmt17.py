@@ -92,7 +92,7 @@ class MSMT17(ImageDataset):
             if not camera.isdecimal() or int(camera) < 1:
                 raise DataError(
                     "MSMT17: expected image names such as 0000_000_01_0303morning_0015_0.jpg (camera 1) in "
-                    f"{file.absolute()}, got {path}"
+                    f"{file.absolute()}, got {path}.\n  fix: restore the original files of the dataset"
                 )
             items.append(ImageItem(str(self.dataset_dir / folder / path), pid + offset, int(camera) - 1))
         return check_first_image("MSMT17", file, items)

@@ -44,5 +44,8 @@ class SenseReID(FilenameDataset):
     def _load(self, split: str) -> list[ImageItem]:
         if split != "train":
             return super()._load(split)
-        logger.warning("SenseReID: training on its query and gallery images: test results on SenseReID are not valid")
+        logger.warning(
+            "SenseReID: training on its query and gallery images: test results on SenseReID are not valid.\n"
+            "  fix: remove SenseReID from DATASETS.NAMES or from DATASETS.TESTS"
+        )
         return self._add_name_prefix([*self.query, *self.gallery])

@@ -91,7 +91,10 @@ class VehicleID(ImageDataset):
         name, pairs = type(self).__name__, read_pairs(type(self).__name__, file)
         wrong = next((image for image, _ in pairs if not image.isdecimal()), None)
         if wrong is not None:
-            raise DataError(f"{name}: expected two numbers on each line of {file.absolute()}, got {wrong!r}")
+            raise DataError(
+                f"{name}: expected two numbers on each line of {file.absolute()}, got {wrong!r}.\n"
+                "  fix: restore the original files of the dataset"
+            )
         items = [ImageItem(str(self._images / f"{image}.jpg"), vehicle, int(image)) for image, vehicle in sorted(pairs)]
         return check_first_image(name, file, items)
 

@@ -78,11 +78,12 @@ class VeRi(FilenameDataset):
         ]
         if not with_view:
             raise DataError(
-                f"VeRi: no {split} image is listed in {' or '.join(VIEW_LISTS)} in {self.dataset_dir.absolute()}"
+                f"VeRi: no {split} image is listed in {' or '.join(VIEW_LISTS)} in {self.dataset_dir.absolute()}.\n"
+                "  fix: restore the original lists, or set DATASETS.VERI.VIEWS False"
             )
         if len(with_view) < len(items):
             logger.warning(
-                "VeRi: excluded %d of %d %s images without a view",
+                "VeRi: excluded %d of %d %s images without a view.\n  fix: to keep them, set DATASETS.VERI.VIEWS False",
                 len(items) - len(with_view),
                 len(items),
                 split,
@@ -99,7 +100,7 @@ class VeRi(FilenameDataset):
                 if match is None:
                     raise DataError(
                         f"VeRi: expected an image path, keypoints and a view number on each line of "
-                        f"{file.absolute()}, got {line!r}"
+                        f"{file.absolute()}, got {line!r}.\n  fix: restore the original file"
                     )
                 views.setdefault(match["name"], int(match["view"]))
         return views

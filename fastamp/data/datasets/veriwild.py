@@ -59,9 +59,15 @@ class VeRiWild(ImageDataset):
             image = _image(line)
             vehicle, _, number = image.partition("/")
             if not vehicle.isdecimal() or not number:
-                raise DataError(f"{name}: expected vid/imgid on each line of {file.absolute()}, got {line!r}")
+                raise DataError(
+                    f"{name}: expected vid/imgid on each line of {file.absolute()}, got {line!r}.\n"
+                    "  fix: restore the original files of the dataset"
+                )
             if image not in self._cameras:
-                raise DataError(f"{name}: {self._info.absolute()} has no camera for {image}, which is listed in {file}")
+                raise DataError(
+                    f"{name}: {self._info.absolute()} has no camera for {image}, which is listed in {file}.\n"
+                    "  fix: restore the original files of the dataset"
+                )
             items.append(ImageItem(str(self._images / f"{image}.jpg"), int(vehicle), self._cameras[image]))
         return check_first_image(name, file, items)
 
