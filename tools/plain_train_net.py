@@ -64,7 +64,11 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
-        logger.warning("no checkpoint found in %s: starting a new run", cfg.OUTPUT_DIR)
+        logger.warning(
+            "no checkpoint found in %s: starting a new run.\n"
+            "  fix: to resume another run, set OUTPUT_DIR to its folder",
+            cfg.OUTPUT_DIR,
+        )
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:

@@ -148,7 +148,8 @@ class DefaultTrainer(FastReIDMethods):
             extra = self.checkpointer.resume(last)
             if "average" in extra:
                 logger.warning(
-                    "discarding the weight average (%s) in %s: neither SOLVER.EMA nor SOLVER.SWA is enabled",
+                    "discarding the weight average (%s) in %s: neither SOLVER.EMA nor SOLVER.SWA is enabled.\n"
+                    "  fix: to continue it, enable it as in the earlier run",
                     extra["average"]["kind"],
                     last,
                 )
@@ -157,7 +158,11 @@ class DefaultTrainer(FastReIDMethods):
             extra = self.checkpointer.load(self.cfg.MODEL.WEIGHTS)
             self.policy.compare(extra.get("policy"), "these weights were trained")
         if resume and last is None:
-            logger.warning("no checkpoint found in %s: starting a new run", folder or self.checkpointer.save_dir)
+            logger.warning(
+                "no checkpoint found in %s: starting a new run.\n"
+                "  fix: to resume another run, set OUTPUT_DIR to its folder",
+                folder or self.checkpointer.save_dir,
+            )
 
     def train(self) -> dict[str, Any]:
         """Train and return the metrics of the last evaluation. Rank 0 locks OUTPUT_DIR during training.

@@ -112,7 +112,8 @@ def launch(
         raise ConfigError(
             "invalid number of GPUs or machines, or invalid machine rank: expected at least one GPU, at least one "
             "machine, and 0 <= machine rank < number of machines.\n"
-            f"  found: --num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}"
+            f"  found: --num-gpus {num_gpus_per_machine} --num-machines {num_machines} --machine-rank {machine_rank}\n"
+            "  fix: correct these three options; the first machine has rank 0"
         )
     if num_gpus_per_machine * num_machines == 1:
         return main_func(*args)

@@ -48,7 +48,9 @@ def train_seeds(
         UserError: if a run fails.
     """
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}")
+        raise ConfigError(
+            f"--seeds: expected different seeds, got {' '.join(map(str, seeds))}.\n  fix: give each seed once"
+        )
     folder, names = Path(cfg.OUTPUT_DIR), list(dict.fromkeys(cfg.DATASETS.TESTS))
     configs = {
         seed: in_group(

@@ -245,7 +245,8 @@ class TrainerBase:
         if processes != self.processes:
             logger.warning(
                 "the number of processes changed from %d to %d: the batches are the same, but dropout, batch norm and "
-                "losses that are computed per process give different results",
+                "losses that are computed per process give different results.\n"
+                "  fix: for the same results, resume with the earlier number of processes",
                 processes,
                 self.processes,
             )

@@ -325,7 +325,10 @@ def _register(name: str, text: str, **options: Any) -> None:
         settings = cfg.TEST.ANIMALS
         threshold = settings.THRESHOLD if options.get("open_set") else None
         if threshold is not None and (isinstance(threshold, bool) or not isinstance(threshold, int | float)):
-            raise ConfigError(f"TEST.ANIMALS.THRESHOLD is {threshold!r}; expected a number, a similarity")
+            raise ConfigError(
+                f"TEST.ANIMALS.THRESHOLD is {threshold!r}; expected a number.\n"
+                "  fix: set a similarity, or null to choose it on the validation set"
+            )
         validation = settings.VALIDATION if options.get("open_set") and threshold is None else ""
         return _rule(text, database=settings.DATABASE, validation=validation, threshold=threshold, **options)
 

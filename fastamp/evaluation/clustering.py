@@ -123,7 +123,10 @@ def jaccard_distances(
     check_finite_features("clustered", features, torch.float32)
     k1 = min(options.k1, len(features))
     if k1 < options.k1:
-        logger.warning("k1 is %d instead of %d: there are only %d images", k1, options.k1, len(features))
+        logger.warning(
+            "k1 is %d instead of %d: there are only %d images.\n  fix: set a smaller k1, or use more images",
+            *(k1, options.k1, len(features)),
+        )
     features = centered_unit_features(features)
     reranking = ReRanking(k1=k1, k2=options.k2, variant="fastreid")
     neighbors = nearest_neighbors(

@@ -166,5 +166,6 @@ def _explain_not_finite(
         locate = pkgutil.resolve_name(locate) if isinstance(locate, str) else locate
         with comm.as_single_process():
             location = locate(model, batch, policy) if locate else ""
-        text += f".\n{location}" if location else ""
+        fix = "  fix: evaluate with SOLVER.AMP.EVAL_DTYPE float32; if this fails too, use other weights"
+        text += f".\n{location or fix}"
     return comm.select_message(text)

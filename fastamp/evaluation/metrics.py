@@ -317,7 +317,8 @@ def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid
     if distances.shape != (num_query, num_gallery):
         raise DataError(
             f"shape mismatch: expected distances ({num_query}, {num_gallery}) for {num_query} queries and "
-            f"{num_gallery} gallery images, got {tuple(distances.shape)}"
+            f"{num_gallery} gallery images, got {tuple(distances.shape)}.\n"
+            "  fix: pass one row for each query, and one column for each gallery image"
         )
     if distances.isnan().any():
         raise DataError(
@@ -363,7 +364,8 @@ def check_features(
         if features.dim() != 2 or not len(features) == len(pids) == len(camids):
             raise DataError(
                 f"shape mismatch in the {name} set: expected features (N, D), with one identity and camera for each "
-                f"image; got features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras"
+                f"image; got features {tuple(features.shape)}, {len(pids)} identities and {len(camids)} cameras.\n"
+                "  fix: pass arrays of the same images"
             )
         if len(features):
             check_finite_features(name, features, dtype)
@@ -386,7 +388,10 @@ def check_finite_features(name: str, features: torch.Tensor, dtype: torch.dtype)
         DataError: if they are not.
     """
     if features.numel() == 0:
-        raise DataError(f"the {name} features have 0 dimensions; expected at least 1")
+        raise DataError(
+            f"the {name} features have 0 dimensions; expected at least 1.\n"
+            "  fix: extract the features again, with a model whose features have at least one dimension"
+        )
     low, high = (bound.item() for bound in torch.aminmax(features))
     largest = max(abs(low), abs(high))
     if not math.isfinite(largest):

@@ -41,7 +41,8 @@ class QueryExpansion:
         check_choice("TEST.AQE.TARGET", self.target, TARGETS)
         if min(self.k, self.times) < 1:
             raise ConfigError(
-                f"TEST.AQE: QE_K and QE_TIME must be at least 1; got QE_K={self.k} and QE_TIME={self.times}"
+                f"TEST.AQE: QE_K and QE_TIME must be at least 1; got QE_K={self.k} and QE_TIME={self.times}.\n"
+                "  fix: set them to at least 1; TEST.AQE.ENABLED False disables query expansion"
             )
 
     @classmethod

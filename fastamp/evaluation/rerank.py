@@ -57,7 +57,8 @@ class ReRanking:
         if min(self.k1, self.k2) < 1 or not 0 <= self.lambda_value <= 1:
             raise ConfigError(
                 "TEST.RERANK: K1 and K2 must be at least 1, and LAMBDA must be in 0..1; got "
-                f"K1 {self.k1}, K2 {self.k2}, LAMBDA {self.lambda_value}"
+                f"K1 {self.k1}, K2 {self.k2}, LAMBDA {self.lambda_value}.\n"
+                "  fix: correct them; TEST.RERANK.ENABLED False disables re-ranking"
             )
 
     @classmethod

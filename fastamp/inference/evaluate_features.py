@@ -22,6 +22,7 @@ SIDES = ("query", "gallery")
 COLUMNS = ("features", "pids", "camids")
 # Keys that only affect the computation of features, or that this tool replaces by an option.
 WITHOUT_EFFECT = ("TEST.FLIP", "TEST.BASELINES", "TEST.PRECISE_BN", "TEST.PER_QUERY")
+_FIX = "  fix: save this array with the expected shape and type"
 
 
 def read_arrays(path: str, *, cameras: bool, protocol: Protocol | None = None) -> dict[str, np.ndarray]:
@@ -74,7 +75,7 @@ def split_arrays(file: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     if split.ndim != 1 or split.dtype.kind != "U":
         raise DataError(
             f"split: expected an array of shape (N,) of the strings query and gallery; got {split.dtype} of shape "
-            f"{split.shape}"
+            f"{split.shape}.\n{_FIX}"
         )
     for column in dict.fromkeys((*COLUMNS, *file)):
         if column == "split":
@@ -100,7 +101,8 @@ def features_of(arrays: dict[str, np.ndarray], side: str) -> torch.Tensor:
     features = arrays[f"{side}_features"]
     if features.ndim != 2 or features.dtype.kind not in "fiu":
         raise DataError(
-            f"{side}_features: expected a numeric array of shape (N, D); got {features.dtype} of shape {features.shape}"
+            f"{side}_features: expected a numeric array of shape (N, D); got {features.dtype} of shape "
+            f"{features.shape}.\n{_FIX}"
         )
     native = features.dtype.newbyteorder("=")
     native = native if native in (np.float16, np.float32, np.float64) else np.dtype(np.float32)
@@ -123,7 +125,7 @@ def numbers_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor
         if array.ndim != 1 or not (array.dtype.kind in "iuU" or _is_integral(array)):
             raise DataError(
                 f"{side}_{column}: expected an array of integers or text of shape (N,); got {array.dtype} of shape "
-                f"{array.shape}"
+                f"{array.shape}.\n{_FIX}"
             )
         both.append(array if array.dtype.kind == "U" else array.astype(np.int64))
     try:
@@ -151,7 +153,7 @@ def column_of(arrays: dict[str, np.ndarray], column: str) -> tuple[torch.Tensor,
         if array.shape != arrays[f"{side}_pids"].shape or array.dtype.kind not in "biufU":
             raise DataError(
                 f"{side}_{column}: expected an array of numbers or text of shape {arrays[f'{side}_pids'].shape}; got "
-                f"{array.dtype} of shape {array.shape}"
+                f"{array.dtype} of shape {array.shape}.\n{_FIX}"
             )
     if all(array.dtype.kind != "U" for array in both):
         dtype = np.float32 if any(array.dtype.kind == "f" for array in both) else np.int64

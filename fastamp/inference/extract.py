@@ -427,7 +427,8 @@ class _Parts:
                 changed = [name for name in marker if saved_marker.get(name) != marker[name]]
                 logger.warning(
                     "%s contains parts of a different extraction (different %s): these parts are deleted, and all "
-                    "images are extracted",
+                    "images are extracted.\n"
+                    "  fix: to keep the parts of several extractions, choose an --output for each",
                     self.folder,
                     ", ".join(changed),
                 )

@@ -119,7 +119,9 @@ def as_list(images: Image | Sequence[Image]) -> list[Image]:
         given = [given]
     content: list[Image] = [_content_of(image) if hasattr(image, "read") else image for image in given]
     if not content:
-        raise DataError("no images were given.\n  fix: pass at least one image")
+        raise DataError(
+            f"expected at least one image, got an empty {type(given).__name__}.\n  fix: pass at least one image"
+        )
     return content
 
 

@@ -540,7 +540,8 @@ def _extract_folder(folder: Path, predictor: Any, index: str | PathLike[str] | N
         ) from error
     if skipped:
         logger.warning(
-            "skipped %s of the gallery that cannot be read: %s",
+            "skipped %s of the gallery that cannot be read: %s.\n"
+            "  fix: restore the files, or remove them from the folder",
             plural(len(skipped), "image"),
             "; ".join(skipped[:10]),
         )

@@ -388,7 +388,8 @@ class Predictor(FeatureModel):
             listed = ", ".join(map(str, empty[:_MAX_LISTED])) + ", ..." * (len(empty) > _MAX_LISTED)
             noun = "images" if boxes is None else "boxes"
             logger.warning(
-                "%d of %d %s have no pixels, so their features are NaN; indices: %s",
+                "%d of %d %s have no pixels, so their features are NaN; indices: %s.\n"
+                "  fix: exclude them, or pass boxes that contain a pixel of their image",
                 len(empty),
                 len(result),
                 noun,
@@ -424,7 +425,7 @@ class Predictor(FeatureModel):
         frames = as_list(frames)
         if not len(frames):
             raise DataError(
-                "the tracklet has no frames; expected at least one.\n  fix: pass the frames of the tracklet"
+                f"expected a tracklet of at least one frame, got {len(frames)}.\n  fix: pass the frames of the tracklet"
             )
         batch: dict[str, Any] = self._inputs(len(frames), camids=camids, viewids=viewids, modality=modality)
         batch["images"] = self._transforms.stack([self.preprocess(frame, color=color) for frame in frames])

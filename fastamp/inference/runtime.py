@@ -202,7 +202,10 @@ class ExportedModel(FeatureModel):
         check_choice("color", color, COLORS)
         pixels = self._load(image, color)
         if pixels is None:
-            raise DataError("the image has no pixels.\n  fix: pass an image of at least 1 x 1 pixels")
+            raise DataError(
+                f"the image has no pixels: it is a {type(image).__name__} of size 0.\n"
+                "  fix: pass an image of at least 1 x 1 pixels"
+            )
         return pixels
 
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:

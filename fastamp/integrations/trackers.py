@@ -66,7 +66,8 @@ class ReID:
         if not self.outside:
             logger.warning(
                 "%d of %d boxes are outside the frame of %d x %d pixels, and have a constant feature; the first: %s. "
-                "Further ones are only counted (attribute outside)",
+                "Further ones are only counted (attribute outside).\n"
+                "  fix: pass boxes (x0, y0, x1, y1) in pixels of the frame",
                 *(len(crops) - len(rows), len(crops), frame.shape[1], frame.shape[0]),
                 next(box for box, crop in zip(corners[:, :4].tolist(), crops, strict=True) if not crop.size),
             )

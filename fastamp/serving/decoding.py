@@ -156,8 +156,14 @@ class _Process:
             finally:
                 timer.cancel()
             if time.monotonic() - start >= self._seconds:
-                raise DataError(f"the image {name} was not decoded within {self._seconds:g} seconds")
-        raise DataError(f"the image {name} cannot be read: the process that decodes it has ended")
+                raise DataError(
+                    f"the image {name} was not decoded within {self._seconds:g} seconds.\n"
+                    "  fix: send a smaller image, or a JPEG file"
+                )
+        raise DataError(
+            f"the image {name} cannot be read: the process that decodes it has ended.\n"
+            "  fix: send it again; if this fails again, send a smaller copy"
+        )
 
     def close(self) -> None:
         """End the process, and start no other."""
@@ -170,7 +176,9 @@ class _Process:
     def _started(self) -> tuple[Any, Connection]:
         with self._lock:
             if self._closed:
-                raise DataError("the image was not decoded, because the service stops")
+                raise DataError(
+                    "the image was not decoded, because the service stops.\n  fix: send it again after the restart"
+                )
             if self._running is None:
                 context = _start_server()
                 connection, theirs = context.Pipe()

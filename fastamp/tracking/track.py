@@ -131,9 +131,10 @@ def detection_features(frames: Frames, detections: Boxes, embed: Embed, *, batch
             f"{detections.path}: boxes outside their frames or smaller than a pixel: {len(outside)} of "
             f"{len(detections)}; the first: {outside[0]}"
         )
+        fix = "columns are left,top,width,height in pixels of the frame"
         if not features:
-            raise DataError(f"{message}\n  fix: columns are left,top,width,height in pixels of the frame")
-        logger.warning("%s\n  they are tracked by motion only", message)
+            raise DataError(f"{message}\n  fix: {fix}")
+        logger.warning("%s\n  they are tracked by motion only\n  fix: %s", message, fix)
     matrix = np.concatenate(features)
     result = np.full((len(detections), matrix.shape[1]), np.nan, dtype=np.float32)
     result[rows] = matrix

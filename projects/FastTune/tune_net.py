@@ -293,7 +293,11 @@ def run_stages(args: argparse.Namespace, search: Search, *, images: int) -> int:
         logger.info("wrote %s", path)
     failed = sum(bool(outcome.failure) for outcome in outcomes)
     if failed:
-        logger.warning("%d of %d trials failed; see the column 'failure' in trials.csv", failed, len(outcomes))
+        logger.warning(
+            "%d of %d trials failed.\n  fix: see the column 'failure' in trials.csv for the cause",
+            failed,
+            len(outcomes),
+        )
     winner = winner_of(outcomes)
     if winner is None:
         logger.error("no trial was evaluated%s", f": {outcomes[0].failure}" if outcomes else "")

@@ -200,7 +200,8 @@ class EvalHook(HookBase):
         if self.best is not None and before != str(self.metric):
             logger.warning(
                 "the metric that selects the best model changed from %s (%.2f) to %s: the best score is reset, and the "
-                "next evaluation replaces model_best.pth",
+                "next evaluation replaces model_best.pth.\n"
+                "  fix: to keep it, set SOLVER.BEST_METRIC and the test sets as before",
                 before,
                 self.best,
                 self.metric,

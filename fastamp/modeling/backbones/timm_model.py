@@ -218,7 +218,11 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL", "STEM_CONV")
     warn_ignored_options(cfg, "PART_TOKENS", disabled=0)
     if backbone.NORM != "BN":
-        logger.warning("MODEL.BACKBONE.NORM is ignored: the normalization layers of %s are defined by timm", name)
+        logger.warning(
+            "MODEL.BACKBONE.NORM is ignored: the normalization layers of %s are defined by timm.\n"
+            "  fix: set MODEL.BACKBONE.NORM to BN",
+            name,
+        )
     size = fixed_input_size(cfg, is_train=True, needed_by=f"MODEL.BACKBONE.NAME={backbone.NAME}")
     probe = _probe(timm, name)
     options = {

@@ -35,7 +35,10 @@ class FCHead(EmbeddingHead):
                 "  fix: set MODEL.HEADS.EMBEDDING_DIM, e.g. to 512 as in torchreid's OSNet"
             )
         if options.get("with_bnneck") or options.get("norm", "BN") != "BN":
-            logger.warning("MODEL.HEADS.WITH_BNNECK and MODEL.HEADS.NORM are ignored: FCHead always uses BatchNorm1d")
+            logger.warning(
+                "MODEL.HEADS.WITH_BNNECK and MODEL.HEADS.NORM are ignored: FCHead always uses BatchNorm1d.\n"
+                "  fix: set MODEL.HEADS.WITH_BNNECK to False and MODEL.HEADS.NORM to BN"
+            )
         super().__init__(embedding_dim=embedding_dim, **options)
 
     def _make_neck(self, feat_dim: int, embedding_dim: int, with_bnneck: bool, norm: str) -> None:

@@ -38,7 +38,11 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     if len(set(names)) < len(names):
         raise ConfigError(f"MODEL.LOSSES.NAME contains duplicates: {', '.join(names)}.\n  fix: list each loss once")
     if cfg.MODEL.LOSSES.PML.ARGS and not any(name.startswith(PML) for name in names):
-        logger.warning("MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>", PML)
+        logger.warning(
+            "MODEL.LOSSES.PML.ARGS is ignored: MODEL.LOSSES.NAME contains no %s<Name>.\n"
+            "  fix: add the loss to MODEL.LOSSES.NAME, or remove MODEL.LOSSES.PML.ARGS",
+            PML,
+        )
     losses: dict[str, nn.Module] = {}
     for name in names:
         if name.startswith(PML):

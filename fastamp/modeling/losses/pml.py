@@ -118,7 +118,7 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
     if unnested:
         raise ConfigError(
             f"MODEL.LOSSES.PML.ARGS: {unnested[0]} is {args[unnested[0]]!r}; expected a mapping of argument names to "
-            f"values, e.g. {{{unnested[0]}: {{margin: 0.1}}}}"
+            f"values.\n  fix: name the argument, e.g. {{{unnested[0]}: {{margin: 0.1}}}}"
         )
     kind = _get_class("MODEL.LOSSES.NAME", PML, losses, "losses", name)
     needed = [key for key, p in _parameters(kind).items() if p.default is p.empty]

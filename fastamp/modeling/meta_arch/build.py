@@ -57,7 +57,11 @@ def build_model(cfg: Any) -> nn.Module:
     device = resolve_device(requested_device(cfg))
     name = cfg.MODEL.META_ARCHITECTURE
     if (cfg.KD.MODEL_CONFIG or cfg.KD.EMA.ENABLED) and name in ("Baseline", "LightMBN", "MGN", "MoCo"):
-        logger.warning("KD.* is ignored: MODEL.META_ARCHITECTURE is %s; only Distiller uses teachers", name)
+        logger.warning(
+            "KD.* is ignored: MODEL.META_ARCHITECTURE is %s; only Distiller uses teachers.\n"
+            "  fix: set MODEL.META_ARCHITECTURE to Distiller, or remove the keys of KD",
+            name,
+        )
     memory_format = torch.channels_last if _channels_last(cfg, device) else torch.contiguous_format
     with explain_out_of_memory(cfg):
         model = META_ARCH_REGISTRY.build(name, cfg)

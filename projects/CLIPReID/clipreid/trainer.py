@@ -322,7 +322,8 @@ def check_identities(stored: torch.Tensor, expected: torch.Tensor) -> None:
     if not known.any():
         logger.warning(
             "CLIPREID.STAGE1.MAX_EPOCH is 0, and the identities of the prompts are not known: they are correct only if "
-            "MODEL.WEIGHTS was trained with the same training set by CLIP-ReID's program"
+            "MODEL.WEIGHTS was trained with the same training set by CLIP-ReID's program.\n"
+            "  fix: if it was not, set CLIPREID.STAGE1.MAX_EPOCH above 0"
         )
         return
     wrong = int((known & (stored != expected)).sum())

@@ -85,7 +85,8 @@ class AttributeTotals:
             unusual = [self.names[index] for index in self.total.one_sided()]
             if unusual:
                 logger.warning(
-                    "attributes without positive or without negative test images count as 0 in one half of mA: %s",
+                    "attributes without positive or without negative test images count as 0 in one half of mA: %s.\n"
+                    "  fix: add test images with the missing values",
                     ", ".join(unusual),
                 )
             self._write(self.total.of_attributes())

@@ -72,7 +72,7 @@ class AttrBaseline(_AttributeModel):
         if requested not in (0, number):
             logger.warning(
                 "MODEL.HEADS.NUM_CLASSES is %d, but the training set has %d attributes (a text column has one for each "
-                "of its values): %d is used",
+                "of its values): %d is used.\n  fix: set MODEL.HEADS.NUM_CLASSES to 0",
                 requested,
                 number,
                 number,

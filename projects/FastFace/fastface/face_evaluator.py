@@ -84,7 +84,11 @@ class FaceEvaluator(DatasetEvaluator):
                 f"got {len(rows)} images.\n  fix: use a dataset of pairs, e.g. DATASETS.TESTS LFW"
             )
         if len(same) < _FOLDS:
-            logger.warning("%d pairs are verified in %d folds instead of %d", len(same), len(same), _FOLDS)
+            logger.warning(
+                "%d pairs are verified in %d folds instead of %d.\n"
+                "  fix: for comparable results, use at least %d pairs",
+                *(len(same), len(same), _FOLDS, _FOLDS),
+            )
         metrics = _metrics(rows[:, 2:], same)
         if descriptors:
             baselines = {name: _metrics(rows[order], same) for name, rows in descriptors.items()}

@@ -268,7 +268,8 @@ def read_space(path: str | Path, cfg: CfgNode) -> Space:
     content = parse_yaml(text, str(path))
     if not content:
         raise ConfigError(
-            f"--space: {path}: expected lines such as SOLVER.BASE_LR: {{loguniform: [1e-6, 1e-3]}}, got an empty file"
+            f"--space: {path}: expected the keys to search, got an empty file.\n"
+            "  fix: write one line for each key, e.g. SOLVER.BASE_LR: {loguniform: [1e-6, 1e-3]}"
         )
     space = Space([_as_numbers(parameter, cfg) for parameter in _parameters(content, str(path))])
     space.check(cfg)
@@ -297,7 +298,8 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
         seen[present] = name
         if not isinstance(value, Mapping) or len(value) != 1:
             raise ConfigError(
-                f"{source}: {name}: expected one of {', '.join(KINDS)}, e.g. {{uniform: [0.0, 1.0]}}, got {value!r}"
+                f"{source}: {name}: expected one of {', '.join(KINDS)}, got {value!r}.\n"
+                f"  fix: write one of them, e.g. {name}: {{uniform: [0.0, 1.0]}}"
             )
         ((kind, values),) = value.items()
         if kind not in KINDS and isinstance(values, Mapping):
@@ -314,25 +316,33 @@ def _parameters(content: Mapping[str, Any], source: str) -> Iterator[Parameter]:
 def _values(kind: str, values: Any, where: str) -> tuple[Any, ...]:
     """Validate the values of a parameter; convert numbers that YAML reads as text, e.g. 1e-6, to floats."""
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}: {kind}: expected a non-empty list, got {values!r}")
+        raise _values_error(where, kind, "at least one value", values)
     if kind == "choice":
         return tuple(tuple(value) if isinstance(value, list) else value for value in values)
     if len(values) != _BOUNDS[kind]:
-        form = "[low, high, step]" if _BOUNDS[kind] == 3 else "[low, high]"
-        raise ConfigError(f"{where}: {kind}: expected {form}, got {values!r}")
+        form = "low, high and step" if _BOUNDS[kind] == 3 else "low and high"
+        raise _values_error(where, kind, form, values)
     try:
         # YAML 1.1 reads 1e-6 as text.
         numbers = [value if isinstance(value, int) else float(value) for value in values]
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {kind}: expected numbers, got {values!r}") from error
+        raise _values_error(where, kind, "numbers", values) from error
     low, high, step = (*numbers, 1.0)[:3]
     if not all(map(math.isfinite, numbers)) or low >= high or step <= 0:
-        raise ConfigError(f"{where}: {kind} {values!r}: expected low < high{', step > 0' if len(numbers) == 3 else ''}")
+        raise _values_error(
+            where, kind, f"finite numbers, low < high{' and step > 0' if len(numbers) == 3 else ''}", values
+        )
     if kind == "loguniform" and low <= 0:
-        raise ConfigError(f"{where}: loguniform: expected numbers above 0, got {values!r}")
+        raise _values_error(where, kind, "numbers above 0", values)
     if kind == "randint" and not all(isinstance(number, int) for number in numbers):
-        raise ConfigError(f"{where}: randint: expected integers, got {values!r}")
+        raise _values_error(where, kind, "integers", values)
     return tuple(numbers)
+
+
+def _values_error(where: str, kind: str, expected: str, values: Any) -> ConfigError:
+    return ConfigError(
+        f"{where}: {kind}: expected {expected}, got {values!r}.\n  fix: set {kind} to a list of {expected}"
+    )
 
 
 def _gives_whole_numbers(parameter: Parameter) -> bool:
