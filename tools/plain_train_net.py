@@ -64,11 +64,8 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
-        logger.warning(
-            "no checkpoint found in %s: starting a new run.\n"
-            "  fix: to resume another run, set OUTPUT_DIR to its folder",
-            cfg.OUTPUT_DIR,
-        )
+        fix = "to resume another run, set OUTPUT_DIR to its folder"
+        logger.warning("no checkpoint found in %s: starting a new run.\n  fix: %s", cfg.OUTPUT_DIR, fix)
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:

@@ -138,7 +138,7 @@ class _Process:
     def decode(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
         """Decode an image; the process is ended if it takes too long."""
         for _ in range(2):  # another program may have ended the process
-            process, connection = self._started()
+            process, connection = self._started(name)
             timer, start = threading.Timer(self._seconds, process.kill), time.monotonic()
             timer.start()
             try:
@@ -173,11 +173,11 @@ class _Process:
                 self._running[0].kill()
                 self._running[0].join()
 
-    def _started(self) -> tuple[Any, Connection]:
+    def _started(self, name: str) -> tuple[Any, Connection]:
         with self._lock:
             if self._closed:
                 raise DataError(
-                    "the image was not decoded, because the service stops.\n  fix: send it again after the restart"
+                    f"the image {name} was not decoded, because the service stops.\n  fix: send it again after the restart"
                 )
             if self._running is None:
                 context = _start_server()
