@@ -64,8 +64,9 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
-        fix = "to resume another run, set OUTPUT_DIR to its folder"
-        logger.warning("no checkpoint found in %s: starting a new run.\n  fix: %s", cfg.OUTPUT_DIR, fix)
+        logger.warning(
+            "no checkpoint found in %s: a new run starts\n  fix: correct OUTPUT_DIR to resume", cfg.OUTPUT_DIR
+        )
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:

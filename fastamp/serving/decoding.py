@@ -177,7 +177,8 @@ class _Process:
         with self._lock:
             if self._closed:
                 raise DataError(
-                    f"the image {name} was not decoded, because the service stops.\n  fix: send it again after the restart"
+                    f"the image {name} was not decoded, because the service stops.\n"
+                    "  fix: send it again after the restart"
                 )
             if self._running is None:
                 context = _start_server()
