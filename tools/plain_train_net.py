@@ -64,9 +64,7 @@ def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     checkpointer = Checkpointer(model, cfg.OUTPUT_DIR, **checks, **parts)
     last = checkpointer.last_checkpoint() if resume else None
     if resume and last is None:
-        logger.warning(
-            "no checkpoint found in %s: a new run starts\n  fix: correct OUTPUT_DIR to resume", cfg.OUTPUT_DIR
-        )
+        logger.warning("no checkpoint found in %s: a new run starts\n  fix: correct OUTPUT_DIR", cfg.OUTPUT_DIR)
     if last:
         checkpointer.resume(last)
     elif cfg.MODEL.WEIGHTS:

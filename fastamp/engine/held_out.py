@@ -115,7 +115,10 @@ def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], numbe
     title = "+".join(cfg.DATASETS.NAMES)
     query, gallery = query_and_gallery([item for item in items if str(item.pid) in held_out])
     if len({item.pid for item in query}) < 2:
-        raise DataError(f"{title}: fewer than two held-out identities have images from several cameras")
+        raise DataError(
+            f"{title}: fewer than two held-out identities have images from several cameras.\n"
+            "  fix: add images from other cameras, or use the trained weights with --always"
+        )
     test = [*query, *gallery]
     train = register_part(f"training half {number} of {title}", train=[i for i in items if str(i.pid) not in held_out])
     tested = register_part(f"held-out half {number} of {title}", query=test, gallery=test)
