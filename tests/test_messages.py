@@ -144,7 +144,7 @@ def test_messages_have_a_value_and_a_fix_and_follow_the_glossary():
         ("raise OddError(describe(x))", "has no fix"),
         ("logger.warning('%s is ignored', x)", "has no fix"),
         ("raise OddError('it is wrong; fix: change it')", "names no value or key"),
-        ("raise OddError(f'{x} is trained afresh; fix: change it')", "afresh"),
+        ("raise OddError(f'{x} is trained `afresh`; fix: change it')", "afresh"),
     ],
 )
 def test_planted_message_without_value_or_fix_is_found(statement, problem):

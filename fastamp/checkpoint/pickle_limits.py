@@ -23,6 +23,10 @@ _NUMBERS = {"INT", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"}
 _TUPLES = {"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"}
 _IN_PLACE = {"APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD"}  # they modify the lowest object
 _HASH_NOTHING = {*_TUPLES, "LIST", "APPEND", "APPENDS", "POP", "POP_MARK", "STOP"}
+_NO_LEAVES = {*_GET, *_NUMBERS, "MARK", "GLOBAL", "EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET"}
+_LEAVES = {
+    opcode.name for opcode in pickletools.opcodes if (opcode.stack_before, len(opcode.stack_after)) == ([], 1)
+} - _NO_LEAVES
 _MARK = None
 
 
@@ -55,6 +59,10 @@ class _Object:
             raise PickleLimitError(f"more than {LARGEST_DEPTH} nested containers")
 
 
+_LEAF = _Object()
+_LEAF.shared = True
+
+
 def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
     """Estimate the cost of loading a pickle from its opcodes, and reject it if the cost is too high.
 
@@ -72,9 +80,9 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
     start, referenced, keys = None, 0, 0
     for opcode, argument, position in pickletools.genops(file):
         start = position if start is None else start
-        name, made = opcode.name, _Object()
-        if name == "MARK":
-            stack.append(_MARK)
+        name = opcode.name
+        if name in _LEAVES or name == "MARK":
+            stack.append(_LEAF if name in _LEAVES else _MARK)
             continue
         if name in _PUT:
             memo[len(memo) if name == "MEMOIZE" else int(argument)] = _top(stack)
@@ -87,7 +95,7 @@ def check_pickle(file: IO[bytes] | bytes, *, hash_items: bool = False) -> None:
             if referenced > SIZE + SIZE_PER_BYTE * (position - start):
                 raise PickleLimitError(f"shared objects: {referenced} references in {position - start} bytes")
             continue
-        items = _pop(stack, opcode)
+        made, items = _Object(), _pop(stack, opcode)
         hashed = sum(item.chosen for item in items)
         if name in _IN_PLACE:
             made, *items = items
