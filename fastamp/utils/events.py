@@ -165,8 +165,8 @@ def tensorboard_tag(name: str, datasets: Sequence[str] = ()) -> str:
 class TensorboardXWriter:
     """Writer that saves metrics as TensorBoard scalars, with the tags of ``tensorboard_tag``.
 
-    TensorBoard's own writer is not used: it writes in a background thread, so a full disk could not be reported as a
-    user error.
+    TensorBoard's own writer is not used: its thread reports a full disk at the next write, so not if the run closes it
+    before, and leaves an incomplete record; and ``named_warnings`` of images requires a process with one thread.
 
     Args:
         log_dir: folder of the event files.
