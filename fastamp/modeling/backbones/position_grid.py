@@ -129,8 +129,8 @@ def infer_grids(patches: int, *, stride_grid: Grid, common: list[Grid], is_reid:
 
     Args:
         patches: number of patches.
-        stride_grid: grid of the model. It is only assumed for ReID files with as many patches, and for files that fit
-            no other grid.
+        stride_grid: grid of the model. If it fits, it is the most probable one; for a file that is not of a ReID model
+            and fits a square grid, it is the least probable one.
         common: grids of common ReID trainings, most frequent first.
         is_reid: the file is that of a ReID model. Otherwise, a square grid is preferred, as for ImageNet.
     """
