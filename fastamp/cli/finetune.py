@@ -2,8 +2,8 @@
 
 The recipe is finetune/small_set. The model and the size of its images are those of FILE: of its config, or inferred
 from the tensors of a file of another program; the size is then that of the recipe. Before the training, both halves of
-the training identities are held out in turn: if the fine-tuned weights, or their mean with the initial weights, are not
-better on them, model_final.pth keeps the initial weights.
+the training identities are held out in turn: unless the fine-tuned weights are better on them, model_final.pth keeps
+the initial weights.
 
 examples:
   fastamp finetune model.pth csv:mine.csv
@@ -61,19 +61,18 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Choose by held-out identities how much of the initial weights to keep, train, and return the metrics."""
+    """Decide by held-out identities whether to keep the initial weights, train, and return the metrics."""
     from fastamp.config import read_config
-    from fastamp.engine.held_out import average_keys, choose_initial_weight
+    from fastamp.engine.held_out import keep_keys, keeps_initial_weights
 
     cfg = train.training_config(args)
     recorded = Path(cfg.OUTPUT_DIR) / "config.yaml"
     if args.resume and recorded.is_file():
         swa = read_config(str(recorded), plugin=args.plugin).SOLVER.SWA
-        weight = swa.INITIAL_WEIGHT if swa.ENABLED else 0.0
+        kept = swa.ENABLED and swa.INITIAL_WEIGHT == 1
     else:
-        weight = choose_initial_weight(cfg)
-    keys = average_keys(cfg, weight) if weight else {}
-    opts = [*args.opts, *(item for pair in keys.items() for item in pair)]
+        kept = keeps_initial_weights(cfg)
+    opts = [*args.opts, *(item for pair in keep_keys(cfg).items() for item in pair)] if kept else args.opts
     return train.main(argparse.Namespace(**vars(args) | {"opts": opts}))
 
 

@@ -23,30 +23,24 @@ from fastamp.utils.errors import DataError, UserError
 logger = logging.getLogger(__name__)
 
 FOLDER = "held_out"
-_AVERAGE = 0.5
 
 
-def choose_initial_weight(cfg: CfgNode) -> float:
-    """Choose by held-out identities how much of the initial weights the final weights of a fine-tuning keep.
+def keeps_initial_weights(cfg: CfgNode) -> bool:
+    """Decide by the results on held-out identities whether a fine-tuning keeps the initial weights.
 
     The training identities are divided into two random halves. The model is fine-tuned on each half and evaluated on
-    the other one: each image is a query against all others. The trained weights, or their mean with the initial weights
-    (WiSE-FT, Wortsman et al. 2022, arXiv:2109.01903), are chosen by the higher mAP over both halves, but only if the
-    95 % confidence interval of the gain over the initial weights, by ``compare_rankings``, is above 0. The test set is
-    not used. Must be called on every rank.
+    the other one: each image is a query against all others. The initial weights are kept unless ``improves`` finds a
+    gain over both halves. The test set is not used. Must be called on every rank.
 
     Args:
         cfg: config of the fine-tuning, with MODEL.WEIGHTS. The trainings write to ``OUTPUT_DIR/held_out``.
-            With SOLVER.EMA or SOLVER.SWA, only the weights that it evaluates are compared with the initial weights.
 
     Returns:
-        Fraction of the initial weights: 1, 0.5 or 0. It is 0, with a warning, if the identities are too few.
+        True to keep them. False, with a warning, if the identities are too few.
 
     Raises:
         UserError: if a training fails.
     """
-    averaged = cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED
-    candidates = (0.0,) if averaged else (0.0, _AVERAGE)
     items = training_items([build_dataset(name, cfg) for name in cfg.DATASETS.NAMES])
     identities = np.random.default_rng(cfg.SEED).permutation(sorted({str(item.pid) for item in items})).tolist()
     halves = [set(identities[::2]), set(identities[1::2])]
@@ -63,11 +57,9 @@ def choose_initial_weight(cfg: CfgNode) -> float:
                 "and after the training on a validation set",
                 str(error).splitlines()[0],
             )
-            return 0.0
+            return False
         rankings.append([_rank(trainer)])
         trainer.train()
-        if not averaged:
-            rankings[-1].append(_rank(trainer))
         with trainer.evaluated_weights():
             rankings[-1].append(_rank(trainer))
         [(loader, count)] = trainer.test_loaders.values()
@@ -75,39 +67,34 @@ def choose_initial_weight(cfg: CfgNode) -> float:
         if comm.is_main_process():
             for path in trainer.checkpointer.save_dir.glob("*.pth"):
                 path.unlink()  # a checkpoint is several times as large as the model
-    chosen = 0.0
+    kept = False
     if comm.is_main_process():
-        pairs = zip(*rankings, strict=True)  # of both halves
-        chosen = choose([_concatenate(pair) for pair in pairs], candidates, np.concatenate(pids))
-    return comm.broadcast_scalar(chosen)
+        start, trained = (_concatenate(pair) for pair in zip(*rankings, strict=True))  # of both halves
+        kept = not improves(start, trained, np.concatenate(pids))
+    return bool(comm.broadcast_scalar(float(kept)))
 
 
-def choose(rankings: Sequence[RankingResult], candidates: Sequence[float], pids: np.ndarray) -> float:
-    """Return the fraction of the initial weights by the results on held-out identities.
+def improves(start: RankingResult, trained: RankingResult, pids: np.ndarray) -> bool:
+    """Test if the 95 % confidence interval of the gain in mAP on held-out identities is above 0.
 
     Args:
-        rankings: results with the initial weights, and with each of ``candidates``, in the same order of queries.
-        candidates: fraction of the initial weights in the other weights.
+        start, trained: results with the initial and with the trained weights, in the same order of queries.
         pids: (Q,) identity of each query.
     """
-    start, *others = rankings
-    gains = {weight: compare_rankings(start, other, pids)[0] for weight, other in zip(candidates, others, strict=True)}
-    for weight, gain in gains.items():
-        logger.info(
-            "held-out identities: mAP %.2f with the initial weights, %.2f after the training, whose result has the "
-            "fraction %g of them: difference %.2f, 95 %% confidence interval %.2f to %.2f",
-            *(gain.first, gain.second, weight, gain.difference, gain.low, gain.high),
-        )
-    best = max(gains, key=lambda weight: gains[weight].difference)
-    if gains[best].low > 0:
-        logger.info("the final weights contain the fraction %g of the initial weights", best)
-        return best
+    gain = compare_rankings(start, trained, pids)[0]
+    logger.info(
+        "held-out identities: mAP %.2f with the initial weights, %.2f after the training: difference %.2f, 95 %% "
+        "confidence interval %.2f to %.2f",
+        *(gain.first, gain.second, gain.difference, gain.low, gain.high),
+    )
+    if gain.low > 0:
+        return True
     logger.warning(
         "the training does not certainly improve the results on held-out identities: the initial weights are kept as "
         "the result (SOLVER.SWA.INITIAL_WEIGHT 1)\n"
         "  fix: add images of other identities, or use the trained weights with --always"
     )
-    return 1.0
+    return False
 
 
 def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], number: int) -> DefaultTrainer:
@@ -136,8 +123,6 @@ def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], numbe
         "TEST.BASELINES": False,
         "TEST.REPORT": False,
     }
-    if not (cfg.SOLVER.EMA.ENABLED or cfg.SOLVER.SWA.ENABLED):
-        values |= average_keys(cfg, _AVERAGE)
     part = cfg.with_values(values)
     default_setup(part)
     trainer = DefaultTrainer(part)
@@ -145,9 +130,9 @@ def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], numbe
     return trainer
 
 
-def average_keys(cfg: CfgNode, weight: float) -> dict[str, object]:
-    """Return config keys that average the last weights with the fraction ``weight`` of the initial ones."""
-    keys = {"ENABLED": True, "START_EPOCH": cfg.SOLVER.MAX_EPOCH - 1, "INITIAL_WEIGHT": weight}
+def keep_keys(cfg: CfgNode) -> dict[str, object]:
+    """Return config keys with which the result of a training is the initial weights."""
+    keys = {"ENABLED": True, "START_EPOCH": cfg.SOLVER.MAX_EPOCH - 1, "INITIAL_WEIGHT": 1.0}
     return {"SOLVER.EMA.ENABLED": False} | {f"SOLVER.SWA.{key}": value for key, value in keys.items()}
 
 

@@ -40,9 +40,10 @@ def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(d
     assert best["value"] >= (evaluated[0]["Demo/mAP"] + evaluated[0]["Demo/Rank-1"]) / 2 - 1e-6
 
 
+@pytest.mark.integration
 def test_initial_weights_are_the_result_if_held_out_identities_choose_them(demo, source, tmp_path, monkeypatch):
     out, calls = tmp_path / "tuned", []
-    monkeypatch.setattr("fastamp.engine.held_out.choose_initial_weight", lambda cfg: calls.append(cfg) or 1.0)
+    monkeypatch.setattr("fastamp.engine.held_out.keeps_initial_weights", lambda cfg: not calls.append(cfg))
     command = ["finetune", str(source), "Demo", *SMALL, "SOLVER.MAX_EPOCH=2", f"OUTPUT_DIR={out}"]
     assert main(command) == 0
     first, last = (row for row in rows_of(out) if "Demo/mAP" in row)

@@ -20,31 +20,19 @@ def ranking_of(ap):
     return RankingResult(ap, ap, torch.zeros(len(ap), 1, dtype=torch.int64))
 
 
-@pytest.mark.parametrize(
-    ("trained", "average", "expected"),
-    [
-        (0.2, 0.1, 0.0),
-        (0.1, 0.2, 0.5),
-        (-0.1, 0.2, 0.5),
-        (-0.2, -0.1, 1.0),
-        (0.0, 0.0, 1.0),
-    ],
-)
-def test_weights_with_the_higher_map_are_chosen_unless_it_is_below_the_start(trained, average, expected):
-    noise = np.random.default_rng(0).normal(0, 0.02, (3, len(PIDS)))
-    rankings = [ranking_of(0.5 + gain + each) for gain, each in zip((0, trained, average), noise, strict=True)]
-    if trained == average == 0:
-        rankings = rankings[:1] * 3
-    assert held_out.choose(rankings, (0.0, 0.5), PIDS) == expected
+@pytest.mark.parametrize(("gain", "expected"), [(0.1, True), (0.0, False), (-0.1, False)])
+def test_training_improves_if_the_interval_of_the_gain_is_above_zero(gain, expected):
+    start = np.random.default_rng(0).uniform(0.4, 0.6, len(PIDS))
+    assert held_out.improves(ranking_of(start), ranking_of(start + gain), PIDS) is expected
 
 
 def test_gain_of_few_identities_is_not_enough():
     start = np.full(len(PIDS), 0.5)
     after = start.copy()
     after[:2] = 1  # one identity of 20
-    assert held_out.choose([ranking_of(start), ranking_of(after)], (0.0,), PIDS) == 1
+    assert not held_out.improves(ranking_of(start), ranking_of(after), PIDS)
     after[:30] = 1
-    assert held_out.choose([ranking_of(start), ranking_of(after)], (0.0,), PIDS) == 0
+    assert held_out.improves(ranking_of(start), ranking_of(after), PIDS)
 
 
 @pytest.fixture
@@ -54,19 +42,19 @@ def cfg(demo, run_folder, tmp_path):
     )
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("averaged", [False, True])
 def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(cfg, averaged, monkeypatch):
     cfg = cfg.with_values({"SOLVER.EMA.ENABLED": averaged})
     seen, trained = [], []
     build = held_out._trainer
     monkeypatch.setattr(held_out, "_trainer", lambda *args: trained.append(build(*args)) or trained[-1])
-    monkeypatch.setattr(held_out, "choose", lambda *args: seen.append(args) or 0.5)
-    assert held_out.choose_initial_weight(cfg) == 0.5
-    [(rankings, candidates, pids)] = seen
+    monkeypatch.setattr(held_out, "improves", lambda *args: seen.append(args))
+    assert held_out.keeps_initial_weights(cfg) is True
+    [(*rankings, pids)] = seen
     whole = build_reid_train_loader(cfg).dataset
     assert len(pids) == len(whole) and len(np.unique(pids)) == whole.num_classes
-    assert candidates == ((0.0,) if averaged else (0.0, 0.5)) and len(rankings) == 1 + len(candidates)
-    assert all(len(each.ap) == len(whole) and each.num_valid for each in rankings)
+    assert len(rankings) == 2 and all(len(each.ap) == len(whole) and each.num_valid for each in rankings)
     assert not torch.equal(rankings[0].ap, rankings[1].ap)
     paths = []
     for trainer in trained:
@@ -79,7 +67,7 @@ def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(c
 def test_halves_without_a_batch_keep_nothing_of_the_start(cfg):
     images = len(build_reid_train_loader(cfg).dataset)
     cfg = cfg.with_values({"SOLVER.IMS_PER_BATCH": images})
-    assert held_out.choose_initial_weight(cfg) == 0
+    assert held_out.keeps_initial_weights(cfg) is False
     log = (Path(cfg.OUTPUT_DIR) / held_out.FOLDER / "0/log.txt").read_text()
     assert "WARNING" in log and "fix:" in log and "SOLVER.IMS_PER_BATCH" in log
 
@@ -92,4 +80,4 @@ def test_identities_seen_by_one_camera_each_keep_nothing_of_the_start(cfg, monke
 
     monkeypatch.setattr(held_out, "training_items", one_camera_each)
     monkeypatch.setattr(held_out, "DefaultTrainer", None)  # no training
-    assert held_out.choose_initial_weight(cfg) == 0
+    assert held_out.keeps_initial_weights(cfg) is False
