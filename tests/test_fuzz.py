@@ -536,6 +536,7 @@ ROUTES = [
 ]
 
 
+@pytest.mark.integration
 @settings(fuzzed, max_examples=EXAMPLES // 2 or 5)
 @seeds
 def test_hostile_bodies_of_requests_are_answered(client, seed):
