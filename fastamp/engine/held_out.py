@@ -29,8 +29,8 @@ def keeps_initial_weights(cfg: CfgNode) -> bool:
     """Decide by the results on held-out identities whether a fine-tuning keeps the initial weights.
 
     The training identities are divided into two random halves. The model is fine-tuned on each half and evaluated on
-    the other one: each image is a query against all others. The initial weights are kept unless ``improves`` finds a
-    gain over both halves. The test set is not used. Must be called on every rank.
+    the other one: each image is a query against all others. The initial weights are kept if ``improves`` finds no gain
+    over both halves. The test set is not used. Must be called on every rank.
 
     Args:
         cfg: config of the fine-tuning, with MODEL.WEIGHTS. The trainings write to ``OUTPUT_DIR/held_out``.
@@ -75,7 +75,7 @@ def keeps_initial_weights(cfg: CfgNode) -> bool:
 
 
 def improves(start: RankingResult, trained: RankingResult, pids: np.ndarray) -> bool:
-    """Test if the 95 % confidence interval of the gain in mAP on held-out identities is above 0.
+    """Return True if the training increases mAP on held-out identities. The log has the 95 % confidence interval.
 
     Args:
         start, trained: results with the initial and with the trained weights, in the same order of queries.
@@ -87,14 +87,13 @@ def improves(start: RankingResult, trained: RankingResult, pids: np.ndarray) -> 
         "confidence interval %.2f to %.2f",
         *(gain.first, gain.second, gain.difference, gain.low, gain.high),
     )
-    if gain.low > 0:
-        return True
-    logger.warning(
-        "the training does not certainly improve the results on held-out identities: the initial weights are kept as "
-        "the result (SOLVER.SWA.INITIAL_WEIGHT 1)\n"
-        "  fix: add images of other identities, or use the trained weights with --always"
-    )
-    return False
+    if gain.difference <= 0:
+        logger.warning(
+            "the training does not improve the results on held-out identities: the initial weights are kept as the "
+            "result (SOLVER.SWA.INITIAL_WEIGHT 1)\n"
+            "  fix: add images of other identities, or use the trained weights with --always"
+        )
+    return gain.difference > 0
 
 
 def _trainer(cfg: CfgNode, items: Sequence[ImageItem], held_out: set[str], number: int) -> DefaultTrainer:
