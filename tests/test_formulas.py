@@ -79,7 +79,7 @@ def check(function, features, *args, expected, rel=1e-5, absolute=1e-5, **option
     """Compare a loss in float32 and float64 with the expected value, and check that its gradient is finite."""
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor(features, dtype=dtype, requires_grad=True)
-        others = (torch.tensor(each, dtype=dtype if each.dtype.kind == "f" else None) for each in args)
+        others = (torch.tensor(arg, dtype=dtype if arg.dtype.kind == "f" else None) for arg in args)
         loss = function(x, *others, **options)
         loss.backward()
         assert loss.dtype == dtype and torch.isfinite(x.grad).all()

@@ -133,7 +133,9 @@ def test_messages_have_a_value_and_a_fix_and_follow_the_glossary():
     assert len(messages) > 900
     lines = [line.split() for text in EXEMPT.values() for line in text.strip().splitlines()]
     found, exempt = find_problems(messages), {f"{module} {name}" for module, *names in lines for name in names}
-    assert not [f"{place} {each}" for place, problems in found.items() if place not in exempt for each in problems]
+    assert not [
+        f"{place} {problem}" for place, problems in found.items() if place not in exempt for problem in problems
+    ]
     assert not exempt - found.keys(), "these functions need no exception"
 
 

@@ -18,6 +18,9 @@ from fastamp.utils.errors import ConfigError, UserError
 _SCRIPT = "FASTAMP_FASTREID_SCRIPT"
 """Environment variable with the path of the script, for the processes that it starts."""
 
+_NO_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "No CUDA GPUs are available")
+"""Parts of PyTorch's messages about a missing CUDA device."""
+
 
 def execute(script: str, namespace: dict[str, Any]) -> None:
     """Execute a script in a namespace, with its folder as ``sys.path[0]``.
@@ -38,11 +41,7 @@ def execute(script: str, namespace: dict[str, Any]) -> None:
             "  fix: correct the import; docs/migration/fastreid.md lists the names that are missing"
         ) from error
     except (RuntimeError, AssertionError) as error:
-        if "CUDA" not in str(error) and "NVIDIA driver" not in str(error):
-            raise
-        import torch
-
-        if isinstance(error, torch.cuda.OutOfMemoryError) or torch.cuda.is_available():
+        if not any(cause in str(error) for cause in _NO_CUDA):
             raise
         raise UserError(
             f"{script} uses CUDA, and this machine has no CUDA device: {error}\n"

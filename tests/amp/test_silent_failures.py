@@ -216,7 +216,7 @@ def test_float16_backbone_underflow_below_float32_head_warns(caplog):
 
     model, step = make(factor=1e-9, scaler=LossScaler(init_scale=1.0, max_scale=1.0))
     run(model, step, FIRST_CHECK + 1, torch.float16)
-    (message,) = [each for each in warnings_of(caplog) if "'backbone'" in each]
+    (message,) = [warning for warning in warnings_of(caplog) if "'backbone'" in warning]
     assert "100.0 %" in message and "fp16" not in message and "SOLVER.AMP.INIT_SCALE" in message
 
     caplog.clear()
@@ -241,7 +241,7 @@ def test_modules_are_checked_every_log_period(caplog, log_period, expected):
     model, plain = make()
     step = OptimizationStep.from_config(cfg, model, plain.optimizers, PrecisionPolicy("cpu", torch.float32), None)
     run(model, step, 12, hook=lambda number: "zero the backbone" if number >= FIRST_CHECK else None)
-    assert len([each for each in warnings_of(caplog) if "'backbone'" in each]) == expected
+    assert len([warning for warning in warnings_of(caplog) if "'backbone'" in warning]) == expected
 
 
 @pytest.mark.failure("zero gradients in one module")
@@ -270,7 +270,7 @@ def test_zero_learning_rate_warning_does_not_suppress_later_zero_gradient_warnin
 def test_small_loss_scale_warns_despite_an_earlier_learning_rate_warning(scale, expected, caplog):
     model, step = make(lr=0.0, scaler=LossScaler(init_scale=scale))
     run(model, step, 210)
-    assert sum("SOLVER.AMP.GROWTH_INTERVAL" in each for each in warnings_of(caplog)) == expected
+    assert sum("SOLVER.AMP.GROWTH_INTERVAL" in warning for warning in warnings_of(caplog)) == expected
 
 
 @pytest.mark.failure("module frozen by accident")
@@ -512,7 +512,7 @@ def test_child_module_that_disables_autocast_warns_unless_in_force_fp32(forced, 
         apply_force_fp32(model, ["body"])
     make_trainer(model, [torch.optim.SGD(model.parameters(), lr=0.1)], [make_batch()], torch.bfloat16).train(0, 1, 1)
     assert ("head: bfloat16" if forced else "body: float32; head: bfloat16") in caplog.text
-    assert [("'body'" in each) for each in warnings_of(caplog)] == ([] if forced else [True])
+    assert [("'body'" in warning) for warning in warnings_of(caplog)] == ([] if forced else [True])
 
 
 @pytest.mark.failure("autocast disabled in one module")

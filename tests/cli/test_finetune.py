@@ -32,7 +32,9 @@ def test_model_and_image_size_are_those_of_the_file_and_the_rest_of_the_recipe(d
     assert cfg.MODEL.HEADS.WITH_BNNECK == before.MODEL.HEADS.WITH_BNNECK
     assert (cfg.SOLVER.SCHED, cfg.SOLVER.BASE_LR) == (recipe.SOLVER.SCHED, recipe.SOLVER.BASE_LR)
     assert cfg.DATASETS.NAMES == cfg.DATASETS.TESTS == ("Demo",) and not cfg.SOLVER.SWA.ENABLED
-    assert not [each for each in caplog.records if "scheduled event" in each.getMessage()]  # 5 instead of 30 epochs
+    assert not [
+        record for record in caplog.records if "scheduled event" in record.getMessage()
+    ]  # 5 instead of 30 epochs
     evaluated = [row for row in rows_of(out) if "Demo/mAP" in row]
     assert [row["iteration"] for row in evaluated] == [-1, rows_of(out)[-1]["iteration"]]
     assert evaluated[0]["Demo/mAP"] == pytest.approx(start_of(source, tmp_path), abs=1e-3)

@@ -89,7 +89,7 @@ def test_evaluator_that_appends_predictions_has_the_usual_result():
         evaluator.reset()
         for batch in batches:
             evaluator.process(batch, batch["features"])
-        assert torch.equal(torch.cat([each["feats"] for each in evaluator._predictions]), features)
+        assert torch.equal(torch.cat([prediction["feats"] for prediction in evaluator._predictions]), features)
         found.append(evaluator.evaluate())
     assert found[0] == found[1] and found[0]["mAP"] > 0
 

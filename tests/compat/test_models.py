@@ -269,9 +269,9 @@ class Collecting(ReidEvaluator):
     def evaluate(self):
         assert self._num_query == self.num_query and self._output_dir == "x" and self.cfg.TEST.METRIC == "cosine"
         predictions = self._predictions
-        assert torch.equal(torch.cat([each["feats"] for each in predictions]), torch.cat(self.features))
+        assert torch.equal(torch.cat([prediction["feats"] for prediction in predictions]), torch.cat(self.features))
         assert torch.cat([each["pids"] for each in predictions]).tolist() == [int(pid) for pid in self.pids]
-        assert torch.cat([each["camids"] for each in predictions]).tolist() == [int(each) for each in self.camids]
+        assert torch.cat([each["camids"] for each in predictions]).tolist() == [int(camid) for camid in self.camids]
         return {"images": len(self.pids)}
 
 

@@ -382,7 +382,7 @@ def test_similar_images_are_not_all_near_duplicates(tmp_path):
 
     def near_duplicates(**options):
         report = check_dataset(dataset, **options)
-        return sum(each.count for each in report.findings if "near-duplicates" in each.fault), report
+        return sum(finding.count for finding in report.findings if "near-duplicates" in finding.fault), report
 
     fixed, _ = near_duplicates(near_duplicate_bits=30)
     found, report = near_duplicates()
@@ -414,7 +414,7 @@ def test_copies_are_found_among_similar_images(tmp_path, copy):
     (tmp_path / "set.csv").write_text("\n".join(rows))
     by_fault, _ = findings_of(tmp_path)
     examples = by_fault["near-duplicates between query and gallery"].examples
-    pairs = [re.findall(r"(\w+)\.(?:png|jpg)", each) for each in examples]
+    pairs = [re.findall(r"(\w+)\.(?:png|jpg)", example) for example in examples]
     assert sorted(pairs) == sorted([str(pid), f"copy_{pid}"] for pid in range(2, 40, 6))
     assert not any(name.endswith(("train and query", "train and gallery")) for name in by_fault if "near" in name)
 
@@ -501,7 +501,7 @@ def test_numbers_that_differ_from_the_published_ones_are_reported(tmp_path, monk
 @pytest.mark.parametrize(("rule", "found"), [("market1501", False), ("no_camera", True)])
 def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
     report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=Protocol(rule=rule))
-    findings = [each for each in report.findings if "protocol" in each.fault]
+    findings = [finding for finding in report.findings if "protocol" in finding.fault]
     assert bool(findings) is found and not any(each.is_error for each in findings)
     assert not found or "cloth_changing" in findings[0].examples[0]
 
@@ -516,7 +516,7 @@ def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
 )
 def test_column_that_the_evaluation_needs_is_reported(protocol, column, tmp_path, monkeypatch):
     report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=protocol)
-    examples = [text for each in report.findings if "stop a run" in each.fault for text in each.examples]
+    examples = [text for finding in report.findings if "stop a run" in finding.fault for text in finding.examples]
     assert len(examples) == (column is not None) and (not examples or column in examples[0])
 
 
@@ -525,7 +525,7 @@ def test_cameras_that_the_protocol_cannot_evaluate_are_reported(folder):
     dataset = build_dataset(f"csv:{folder / 'set.csv'}")
     for rule, found in (("market1501", False), ("sysu_all_single", True)):
         report = check_dataset(dataset, protocol=Protocol(rule=rule))
-        examples = [text for each in report.findings if "stop a run" in each.fault for text in each.examples]
+        examples = [text for finding in report.findings if "stop a run" in finding.fault for text in finding.examples]
         assert bool(examples) is found and all("infrared cameras 3 and 6" in text for text in examples)
 
 
@@ -553,7 +553,7 @@ def test_identities_without_gallery_images_are_reported(tmp_path, monkeypatch):
     ltcc(tmp_path, monkeypatch)
     (tmp_path / "LTCC_ReID/query/005_1_c2_1.png").rename(tmp_path / "LTCC_ReID/query/006_1_c2_1.png")
     report = check_dataset(build_dataset("LTCC"), protocol=Protocol(rule="market1501"))
-    assert "queries without a gallery image of their identity" in [each.fault for each in report.findings]
+    assert "queries without a gallery image of their identity" in [finding.fault for finding in report.findings]
 
 
 @pytest.mark.integration

@@ -82,7 +82,7 @@ def test_groups_stay_on_one_side(table, method):
     sides = defaultdict(set)
     for row in rows:
         sides[row["encounter"]].add(row["split"] == "query")
-    assert all(len(each) == 1 for each in sides.values())
+    assert all(len(side) == 1 for side in sides.values())
     assert any("moved to training" in note for note in report.notes)
 
 
@@ -117,7 +117,7 @@ def test_identity_of_several_columns(table):
     for row in rows:
         sides[row["pid"], row["side"]].add(row["split"])
     assert sum(count for _, _, count in report.rows[:1]) == len(sides) > len({pid for pid, _ in sides})
-    assert all("database" in each for each in sides.values())
+    assert all("database" in side for side in sides.values())
     dataset = build_dataset(f"csv:{table.with_name('out.csv')}", cfg_with_identity("pid", "side"))
     assert len({item.pid for item in dataset.train}) == len(sides)
     assert {dataset.identity(item.pid) for item in dataset.gallery} == {"/".join(each) for each in sides}
@@ -147,7 +147,7 @@ def test_near_duplicates_stay_on_one_side(tmp_path):
     sides = defaultdict(set)
     for row in rows:
         sides[row["path"][:3]].add(row["split"])
-    assert any(len(each) > 1 for each in sides.values())
+    assert any(len(side) > 1 for side in sides.values())
     rows, report = split(table, "closed", train=0.3, near_duplicates=True)
     sides = defaultdict(set)
     for row in rows:
@@ -167,6 +167,14 @@ def test_command_prints_the_summary_and_returns_1_for_a_leak(table, capsys):
     assert "LEAK encounters" in capsys.readouterr().out
     assert main(["split", str(table), "--by", "year", "--out", str(table.with_name("no.csv"))]) == 2
     assert main(["split", str(table), "--by", "closed", "--out", str(out)]) == 2
+
+
+@pytest.mark.parametrize("method, train", [("closed", "0.8"), ("open", "0.8"), ("time", "0.5"), ("encounter", "0.5")])
+def test_default_fraction_for_training_depends_on_the_method(table, method, train):
+    default, explicit = table.with_name("default.csv"), table.with_name("explicit.csv")
+    main(["split", str(table), "--by", method, "--out", str(default)])
+    main(["split", str(table), "--by", method, "--train", train, "--out", str(explicit)])
+    assert rows_of(default) == rows_of(explicit)
 
 
 def test_paths_are_relative_to_the_folder_of_the_output(table):

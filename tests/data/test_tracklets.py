@@ -350,7 +350,7 @@ def test_predictor_computes_the_feature_of_a_tracklet(video, pool):
     frames = [batch["img_paths"][row] for row in rows]
     torch.testing.assert_close(predictor.tracklet_features(frames), expected)
     torch.testing.assert_close(predictor.tracklet_features(frames[:1]), predictor.features(frames[0])[0])
-    with pytest.raises(DataError, match="no images"):
+    with pytest.raises(DataError, match="at least one image"):
         predictor.tracklet_features([])
 
 

@@ -301,7 +301,7 @@ def test_augmentation_does_not_modify_input_images_or_parameters(images):
     before = images.clone()
     augmentation = Augmentation(transforms=ALL, seed=0)
     parameters = augmentation.draw([0] * len(images), range(len(images)), SIZE)
-    copies = [{name: value.clone() for name, value in each.items()} for each in parameters]
+    copies = [{name: value.clone() for name, value in parameter.items()} for parameter in parameters]
     first, second = augmentation.apply(images, parameters), augmentation.apply(images, parameters)
     assert torch.equal(images, before) and torch.equal(first, second)
     assert all(

@@ -57,7 +57,7 @@ def test_frames_of_an_encounter_are_more_similar_than_encounters(animals):
     images = [pixels(animals, row) for row in rows]
     within = np.abs(images[0] - images[1]).mean()
     assert rows[0]["encounter"] == rows[1]["encounter"]
-    assert within < min(np.abs(images[0] - each).mean() for each in images[2:])
+    assert within < min(np.abs(images[0] - image).mean() for image in images[2:])
 
 
 def test_incomplete_folder_is_written_again_and_other_folders_are_an_error(animals, tmp_path):

@@ -66,7 +66,9 @@ def test_variant_columns(made):
         for row in rows:
             tracklets[row["tracklet"]].append(row)
         assert all(len(frames) == 8 for frames in tracklets.values())
-        assert all(len({(row["pid"], row["camid"], row["split"]) for row in each}) == 1 for each in tracklets.values())
+        assert all(
+            len({(row["pid"], row["camid"], row["split"]) for row in tracklet}) == 1 for tracklet in tracklets.values()
+        )
     else:
         assert {row["platform"] for row in queries} == {"aerial"}
         assert {row["platform"] for row in gallery} == {"ground"}

@@ -31,7 +31,9 @@ def free_port():
 def run_all(*commands):
     """Run the commands concurrently; return their exit codes and stderr outputs."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    runs = [subprocess.Popen([sys.executable, *each], stderr=subprocess.PIPE, text=True, env=env) for each in commands]
+    runs = [
+        subprocess.Popen([sys.executable, *command], stderr=subprocess.PIPE, text=True, env=env) for command in commands
+    ]
     stderr = [run.communicate(timeout=300)[1] for run in runs]
     return [run.returncode for run in runs], stderr
 
@@ -55,7 +57,7 @@ def test_exception_under_torchrun_ends_blocked_rank_on_another_machine():
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint]
     options = (["--rdzv-conf", "is_host=1"], ["--rdzv-conf", "is_host=0", "--monitor-interval", "2"])
-    codes, stderr = run_all(*([*torchrun, *each, SCRIPT, "stuck", "1", "1"] for each in options))
+    codes, stderr = run_all(*([*torchrun, *option, SCRIPT, "stuck", "1", "1"] for option in options))
     assert codes == [1, 1]
     for each in stderr:
         ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]

@@ -54,7 +54,7 @@ def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(c
     [(*rankings, pids)] = seen
     whole = build_reid_train_loader(cfg).dataset
     assert len(pids) == len(whole) and len(np.unique(pids)) == whole.num_classes
-    assert len(rankings) == 2 and all(len(each.ap) == len(whole) and each.num_valid for each in rankings)
+    assert len(rankings) == 2 and all(len(ranking.ap) == len(whole) and ranking.num_valid for ranking in rankings)
     assert not torch.equal(rankings[0].ap, rankings[1].ap)
     paths = []
     for trainer in trained:

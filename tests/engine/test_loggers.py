@@ -51,7 +51,11 @@ def numbers(row):
 
 
 def tracker_warnings(caplog):
-    return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING and "file" in each.message]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "file" in record.message
+    ]
 
 
 def assert_same_run(first, second):
@@ -140,7 +144,9 @@ def test_failing_tracker_does_not_change_the_training(demo, tmp_path, untracked,
     assert len(warnings) == (0 if fault.startswith("sleep") else 1), warnings
     if fault == "raise in log 5":  # the other lines are logged
         iterations = [row["iteration"] for row in rows(tmp_path)]
-        assert [row["iteration"] for row in logged(tmp_path)] == [each for each in iterations if each != 5]
+        assert [row["iteration"] for row in logged(tmp_path)] == [
+            iteration for iteration in iterations if iteration != 5
+        ]
         assert read_calls(tmp_path)[-1] == ("finish", "finished")
 
 
@@ -224,7 +230,7 @@ def test_seeds_are_one_group(demo, tmp_path):
     options = tiny.tiny_options(tmp_path / "study", *FILE, "SOLVER.MAX_EPOCH", "1")
     assert main(["train", "--seeds", "1", "2", *options]) == 0
     runs = [read_calls(tmp_path / f"study/seed{seed}")[0][1] for seed in (1, 2)]
-    assert [each["name"] for each in runs] == ["study-seed1", "study-seed2"]
+    assert [run["name"] for run in runs] == ["study-seed1", "study-seed2"]
     assert [each["group"] for each in runs] == ["study"] * 2
 
 

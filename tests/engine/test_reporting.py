@@ -80,7 +80,7 @@ def test_tensorboard_shows_config_hyperparameters_and_worst_queries(demo, tmp_pa
     rows = [json.loads(line) for line in (tmp_path / "metrics.json").read_text().splitlines()]
     # Scalars: all numbers of metrics.json, under shorter tags.
     for name, tag in {"loss_cls": "loss/cls", "total_loss": "loss/total", "lr": "lr", "Demo/mAP": "eval/mAP"}.items():
-        found = [(each.step, each.value) for each in events.Scalars(tag)]
+        found = [(scalar.step, scalar.value) for scalar in events.Scalars(tag)]
         assert found == [(row["iteration"], pytest.approx(row[name])) for row in rows if name in row], name
     assert {tag.split("/")[0] for tag in events.Tags()["scalars"]} == {
         *("epoch", "eval", "loss", "lr", "precision", "speed")

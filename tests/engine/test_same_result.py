@@ -34,7 +34,7 @@ def train_both(demo_root, one, two):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("FASTAMP_DATASETS", str(demo_root))
             same_result.main(str(one))
-        output, _ = process.communicate(timeout=200)
+        output, _ = process.communicate(timeout=400)
     finally:
         process.kill()
     assert process.returncode == 0, output

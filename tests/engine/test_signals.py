@@ -104,13 +104,13 @@ def test_process_without_training_exits_immediately_after_its_agent(monkeypatch)
     assert ended == [1] and not signals
 
 
-def resume(monkeypatch, argv, module=None, **environment):
+def resume(monkeypatch, argv, module=None, origin=None, **environment):
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     main = types.ModuleType("__main__")
-    main.__spec__ = module and types.SimpleNamespace(name=module)
+    main.__spec__ = module and types.SimpleNamespace(name=module, origin=origin or os.path.abspath(argv[0]))
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(sys, "argv", argv)
     return resume_command()
@@ -121,6 +121,8 @@ def test_resume_command_adds_resume_flag_to_original_command(monkeypatch, tmp_pa
     assert resume(monkeypatch, train) == f"python tools/train_net.py --resume {of_two}"
     assert resume(monkeypatch, ["t.py", "--resume", "X", "1"]) == "python t.py --resume X 1"
     assert resume(monkeypatch, ["/x/mine/__main__.py", "X", "1"], "mine.__main__") == "python -m mine --resume X 1"
+    script = resume(monkeypatch, ["a.py", "X", "1"], "mine.script", origin="/x/mine/script.py")
+    assert script == "python -m mine.script a.py --resume X 1"
     console = tmp_path / "train"
     console.touch(mode=0o755)
     assert resume(monkeypatch, [str(console), "X", "1"]) == f"{console} --resume X 1"

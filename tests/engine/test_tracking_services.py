@@ -120,7 +120,7 @@ def test_wandb_stores_the_run(demo, tmp_path):
     assert exits == [0] and json.loads((folder / "tracking/wandb.json").read_text()) == {"id": run.run_id}
     requests = [record.request.log_artifact.artifact for record in records if record.request.HasField("log_artifact")]
     artifacts = requests or [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
-    assert [(each.name.removeprefix(f"{run.run_id}-"), each.type) for each in artifacts] == [
+    assert [(artifact.name.removeprefix(f"{run.run_id}-"), artifact.type) for artifact in artifacts] == [
         ("report", "report"),
         ("model_best", "model"),
         ("model_final", "model"),
@@ -194,7 +194,7 @@ def test_mlflow_without_a_usable_store_is_a_warning(demo, tmp_path, monkeypatch,
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "false")
     train(tmp_path / "run", "mlflow")
-    warnings = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert [text for text in warnings if "MLFLOW_TRACKING_URI" in text and "mlflow:" in text]
     assert (tmp_path / "run/model_final.pth").exists()
 

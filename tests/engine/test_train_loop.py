@@ -274,7 +274,7 @@ def test_recorded_batch_includes_changes_by_before_forward_hooks():
     trainer = explosive_trainer([{"number": 0}], precision_diagnostics=PrecisionDiagnostics(trace_nonfinite=True))
     trainer.register_hooks([Replace()])
     trainer.train(0, 1, 1)
-    assert [each.batch for each in trainer.precision_diagnostics._micro_batches] == [{"number": 7}]
+    assert [micro_batch.batch for micro_batch in trainer.precision_diagnostics._micro_batches] == [{"number": 7}]
 
 
 def explosive_trainer(batches, **options):

@@ -86,5 +86,5 @@ def test_recipes_reach_all_their_events():
 def test_training_warns_at_its_start(demo, tmp_path, caplog):
     options = ("MODEL.FREEZE_LAYERS", "backbone", "SOLVER.FREEZE_ITERS", "1000", "SOLVER.SWA.ENABLED", "False")
     DefaultTrainer(tiny.tiny_config(tmp_path, *options))
-    [warning] = [each.getMessage() for each in caplog.records if "SOLVER.FREEZE_ITERS 1000" in each.getMessage()]
+    [warning] = [record.getMessage() for record in caplog.records if "SOLVER.FREEZE_ITERS 1000" in record.getMessage()]
     assert "backbone" in warning and "fix:" in warning and "small_set" in warning

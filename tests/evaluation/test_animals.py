@@ -30,7 +30,7 @@ def identities(query, gallery, **columns):
     pids = [torch.as_tensor(each) for each in (query, gallery)]
     n = len(pids[0])
     values = {name: (torch.as_tensor(each[:n]), torch.as_tensor(each[n:])) for name, each in columns.items()}
-    return Identities(*pids, *(torch.zeros_like(each) for each in pids), values)
+    return Identities(*pids, *(torch.zeros_like(pid) for pid in pids), values)
 
 
 NO_SPECIES = ("TEST.ANIMALS.DATABASE", "")
@@ -251,7 +251,7 @@ def test_threshold_cannot_be_chosen_without_known_validation_queries():
 @pytest.mark.parametrize(("highest", "names"), [(2, {}), (1, {"validation": ("left", "right")})])
 def test_column_for_validation_must_be_0_or_1(highest, names):
     queries, gallery, ids = make()
-    columns = ids.columns | {"validation": tuple(each * highest for each in ids.columns["validation"])}
+    columns = ids.columns | {"validation": tuple(column * highest for column in ids.columns["validation"])}
     with pytest.raises(DataError, match=r"got (2|left, right)\."):
         compute_metrics(queries, gallery, replace(ids, columns=columns, column_names=names), protocol("animals_open"))
 

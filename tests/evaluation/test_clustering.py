@@ -161,11 +161,11 @@ def test_quality_equals_scikit_learn():
     quality = cluster_quality(labels, names)
     kept = labels != OUTLIER
     assert quality.nmi == pytest.approx(normalized_mutual_info_score(names[kept], labels[kept]))
-    groups = [names[labels == each].tolist() for each in range(labels.max() + 1)]
+    groups = [names[labels == number].tolist() for number in range(labels.max() + 1)]
     most = sum(max(map(group.count, group)) for group in groups)
     assert quality.purity == pytest.approx(most / kept.sum())
     assert quality.merged == sum(len(set(group)) > 1 for group in groups)
-    assert quality.split == sum(len(set(labels[kept & (names == each)])) > 1 for each in set(names))
+    assert quality.split == sum(len(set(labels[kept & (names == name)])) > 1 for name in set(names))
     assert (quality.clusters, quality.outliers, quality.images) == (len(groups), (~kept).sum(), len(labels))
 
 

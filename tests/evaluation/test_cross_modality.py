@@ -134,7 +134,7 @@ def random_sysu(seed, *, levels=None, pids=9):
         features = [points[generator.integers(0, levels, size)] for size in sizes]
     ids = Identities(*(torch.from_numpy(each) for each in (*both, *camids)))
     ids.query_pids[:3] = 100  # without a match
-    return *(torch.from_numpy(each) for each in features), ids
+    return *(torch.from_numpy(feature) for feature in features), ids
 
 
 @pytest.mark.parametrize("levels", [None, 4])

@@ -60,10 +60,12 @@ def runs(tmp_path, rankings):
 
 
 def test_differences_are_those_of_the_metrics(rankings):
-    found = {each.metric: each for each in compare_rankings(*rankings, PIDS, ranks=(1, 3))}
+    found = {
+        compare_ranking.metric: compare_ranking for compare_ranking in compare_rankings(*rankings, PIDS, ranks=(1, 3))
+    }
     assert list(found) == ["mAP", "Rank-1", "Rank-3", "mINP"]
     for name, expected in (
-        ("mAP", [each.mean_ap for each in rankings]),
+        ("mAP", [ranking.mean_ap for ranking in rankings]),
         ("Rank-1", [each.cmc(1) for each in rankings]),
     ):
         each = found[name]
@@ -88,7 +90,7 @@ def test_equal_results_have_no_difference(rankings):
 def test_copies_of_queries_are_no_further_evidence(rankings):
     """Identities are the units: images of the same person that are repeated do not make the interval narrower."""
     once = compare_rankings(*rankings, PIDS)
-    copied = compare_rankings(*(each.select(torch.arange(60).repeat(4)) for each in rankings), np.tile(PIDS, 4))
+    copied = compare_rankings(*(ranking.select(torch.arange(60).repeat(4)) for ranking in rankings), np.tile(PIDS, 4))
     for few, many in zip(once, copied, strict=True):
         assert (many.low, many.high) == pytest.approx((few.low, few.high))
         assert many.p_value == few.p_value

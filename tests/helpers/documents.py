@@ -281,7 +281,7 @@ def _parse_script(path: Path, arguments: list[str]) -> argparse.Namespace:
     """Run a script up to the call that parses its arguments; components that it registers are removed again."""
     parse = argparse.ArgumentParser.parse_args
     with pytest.MonkeyPatch.context() as patch:
-        for registry in [each for each in gc.get_objects() if type(each) is Registry]:
+        for registry in [get_object for get_object in gc.get_objects() if type(get_object) is Registry]:
             patch.setattr(registry, "_components", dict(registry._components))
 
         def stop(self: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> None:

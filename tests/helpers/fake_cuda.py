@@ -180,7 +180,7 @@ class HostOperand(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         leaves, structure = tree_flatten(args)
-        on_device = [isinstance(each, FakeTensor) and each.is_cuda and each.ndim > 0 for each in leaves]
+        on_device = [isinstance(leaf, FakeTensor) and leaf.is_cuda and leaf.ndim > 0 for leaf in leaves]
         if sum(on_device) > 1:
             if self.count == self.position:
                 last = max(index for index, moved in enumerate(on_device) if moved)

@@ -38,7 +38,7 @@ class Repository:
         """Return the commit of a branch or hash."""
         if revision == "main":
             return self.commits[-1]
-        return next((each for each in self.commits if each[0] == revision), None)
+        return next((commit for commit in self.commits if commit[0] == revision), None)
 
 
 class FakeHub:
@@ -149,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str | None, *, body: bytes, is_writer: bool) -> None:
         if found := self._found(name, revision or "main", is_writer):
             repository, digest, files = found
-            siblings = [{"rfilename": each} for each in files]
+            siblings = [{"rfilename": file} for file in files]
             self._json({"id": name, "sha": digest, "private": repository.private, "siblings": siblings, "tags": []})
 
     def tree(self, name: str, revision: str, *, body: bytes, is_writer: bool) -> None:
@@ -184,16 +184,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def preupload(self, name: str, revision: str, *, body: bytes, is_writer: bool) -> None:
         modes = [
-            {"path": each["path"], "uploadMode": "lfs" if each["path"].endswith(_LFS) else "regular",
-             "shouldIgnore": False} for each in json.loads(body)["files"]
+            {"path": entry["path"], "uploadMode": "lfs" if entry["path"].endswith(_LFS) else "regular",
+             "shouldIgnore": False} for entry in json.loads(body)["files"]
         ]  # fmt: skip
         self._json({"files": modes})
 
     def batch(self, name: str, *, body: bytes, is_writer: bool) -> None:
         objects = [
-            {"oid": each["oid"], "size": each["size"],
-             "actions": {"upload": {"href": f"{self.hub.endpoint}/objects/{each['oid']}"}}}
-            for each in json.loads(body)["objects"]
+            {"oid": entry["oid"], "size": entry["size"],
+             "actions": {"upload": {"href": f"{self.hub.endpoint}/objects/{entry['oid']}"}}}
+            for entry in json.loads(body)["objects"]
         ]  # fmt: skip
         self._json({"transfer": "basic", "objects": objects})
 

@@ -246,7 +246,7 @@ def nasty_checkpoint(rng: random.Random, content: Any) -> Any:
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
         # Choose the depth first: most of the entries are deeply nested random states.
         depth = rng.choice((1, 2, 2, 3, 3, 4, 5))
-        found = [each for each in places if len(each) <= depth] or places
+        found = [place for place in places if len(place) <= depth] or places
         deepest = [each for each in found if len(each) == depth] or found
         changes[rng.choice(deepest)] = rng.choice(_CHANGES)
     return _changed(content, (), changes, rng)
@@ -319,7 +319,7 @@ def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], A
         return {key: each for key, each in inner.items() if each is not _DROP}
     if isinstance(value, list | tuple):
         elements = [_changed(each, (*path, number), changes, rng) for number, each in enumerate(value)]
-        return type(value)(each for each in elements if each is not _DROP)
+        return type(value)(element for element in elements if element is not _DROP)
     return value
 
 

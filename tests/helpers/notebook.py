@@ -41,7 +41,7 @@ def run_in_kernel(path: Path) -> list[str]:
     outputs = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            texts = [each.get("text") or each.get("data", {}).get("text/plain", "") for each in cell.outputs]
+            texts = [output.get("text") or output.get("data", {}).get("text/plain", "") for output in cell.outputs]
             outputs.append("\n".join(texts))
     return outputs
 

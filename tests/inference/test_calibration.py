@@ -82,8 +82,8 @@ def test_calibration_states_that_identities_of_a_set_without_split_are_not_used(
         predictor = fastamp.Predictor(run_folder, device="cpu", opts=["DATASETS.FOLDER.TEST_FRACTION", fraction])
         found = calibrate_model(predictor, name, **rates)
         assert found.chosen.far.num_identities + found.measured.far.num_identities == used
-        warnings = [each for each in caplog.messages if "TEST_FRACTION to 1" in each]
-        assert len(warnings) == (used < 60) and all("30 of 60 identities" in each for each in warnings)
+        warnings = [message for message in caplog.messages if "TEST_FRACTION to 1" in message]
+        assert len(warnings) == (used < 60) and all("30 of 60 identities" in warning for warning in warnings)
 
 
 def test_compare_decides_with_probability_and_rates(calibrated, calibration, people, checkpoint, capsys):
@@ -193,7 +193,7 @@ def test_export_contains_the_calibration(calibrated, calibration, tmp_path, name
         onnx = pytest.importorskip("onnx")
     report = export(fastamp.Predictor(calibrated, device="cpu"), tmp_path / name, data="")
     if name == "model.onnx":
-        properties = {each.key: each.value for each in onnx.load(report.path).metadata_props}
+        properties = {metadata_prop.key: metadata_prop.value for metadata_prop in onnx.load(report.path).metadata_props}
         found = json.loads(properties["calibration"])
     else:
         files = {"metadata.json": ""}

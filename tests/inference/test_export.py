@@ -43,7 +43,7 @@ def run(*arguments):
     """Run ``fastamp export`` and return its exit code."""
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    return run_command_line(lambda: command.run(parser.parse_args([str(each) for each in arguments])))
+    return run_command_line(lambda: command.run(parser.parse_args([str(argument) for argument in arguments])))
 
 
 def first_batch(predictor):
@@ -159,7 +159,7 @@ def test_fp16_export_with_external_normalization_returns_unit_features(demo, che
     predictor = fastamp.Predictor(checkpoint, device="cpu", opts=["TEST.FLIP.ENABLED", "True"])
     path = tmp_path / f"model{suffix}"
     report = export(predictor, path, precision="fp16", normalization=False, l2=True, tolerance=5)  # 8 queries only
-    assert 0 < max(each.difference for each in report.comparisons) < 1e-2
+    assert 0 < max(comparison.difference for comparison in report.comparisons) < 1e-2
     model, metadata = loaded(path)
     assert metadata["l2"] and metadata["flip"] and metadata["normalization"] == "outside"
     batch = first_batch(predictor)
@@ -275,7 +275,7 @@ def test_openvino_export_keeps_training_statistics_and_instance_norm(tmp_path):
         "True",
     )
     report = export(untrained(tmp_path / "ibn.pth", *opts, "MODEL.BACKBONE.FEAT_DIM", "512"), tmp_path / "ibn.xml")
-    assert max(each.difference for each in report.comparisons) < 1e-4
+    assert max(comparison.difference for comparison in report.comparisons) < 1e-4
 
 
 @pytest.mark.integration

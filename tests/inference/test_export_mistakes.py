@@ -133,7 +133,7 @@ def test_fixed_batch_size_is_refused(predictor, tmp_path, monkeypatch, suffix):
     """The batch has two images in the tracing, and 1, 3 and 32 in the parity check."""
     model, original = predictor("tiny"), torch.export.export
     report = export(model, tmp_path / f"model{suffix}", data="")
-    assert [each.count for each in report.comparisons] == [1, 3, 32]
+    assert [comparison.count for comparison in report.comparisons] == [1, 3, 32]
     report.path.unlink()
 
     def fixed(*args, dynamic_shapes, **kwargs):

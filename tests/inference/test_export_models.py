@@ -63,7 +63,7 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(
     predictor = fastamp.Predictor(tmp_path / "model.pth", device="cpu")
     with caplog.at_level("INFO"):
         report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
-    difference = max(each.difference for each in report.comparisons)
+    difference = max(comparison.difference for comparison in report.comparisons)
     cosine = min(each.min_cosine for each in report.comparisons)
     record_property("export", (model, f"{suffix} {precision}", difference, cosine))  # printed by tests/conftest.py
     assert ("MODEL.BACKBONE.DEPLOY" in caplog.text) == (model == "repvgg A0")
@@ -80,4 +80,4 @@ def bytes_of_weights(report):
     with zipfile.ZipFile(report.path) as archive:
         entries = [each for each in archive.infolist() if re.search("/weights/|/constants/|/data/", each.filename)]
     assert entries
-    return sum(each.file_size for each in entries if not each.filename.endswith(".json"))
+    return sum(entry.file_size for entry in entries if not entry.filename.endswith(".json"))

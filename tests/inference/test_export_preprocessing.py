@@ -82,7 +82,9 @@ def test_order_of_the_two_passes_matters():
 @pytest.mark.parametrize("suffix", [ONNX, ".pt2", ".ts", pytest.param(".xml", marks=pytest.mark.extras)])
 def test_features_of_images_of_any_size_equal_those_of_the_predictor(demo, predictor, photos, suffix, tmp_path):
     report = export(predictor, tmp_path / f"model{suffix}", preprocess="inside")
-    assert {"random, batch of 32, 32 x 64 pixels", "Demo, 30 images"} < {each.images for each in report.comparisons}
+    assert {"random, batch of 32, 32 x 64 pixels", "Demo, 30 images"} < {
+        comparison.images for comparison in report.comparisons
+    }
     assert min(each.min_cosine for each in report.comparisons) > 0.9999 and report.map_difference == 0
     files = {each.suffix: each.read_bytes() for each in tmp_path.iterdir()}
     model, expected = FORMATS[suffix].runner(files), predictor.features(photos)

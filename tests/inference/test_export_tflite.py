@@ -88,13 +88,13 @@ class StandIn:
         self.calibrated = len(np.load(folder / "inputs.npz")["images"])
 
     def quantize(self, folder, names):
-        self.int8 = [each["name"] for each in json.loads((folder / names).read_text())]
+        self.int8 = [entry["name"] for entry in json.loads((folder / names).read_text())]
         _, program = unpacked((folder / "model.tflite").read_bytes())
         kind = b"far" if self.sensitive in self.int8 else b"int"
         (folder / "quantized.tflite").write_bytes(packed(program, kind))
 
     def errors(self, folder, names):
-        found = [each["name"] for each in json.loads((folder / names).read_text())]
+        found = [entry["name"] for entry in json.loads((folder / names).read_text())]
         self.probed = len(np.load(folder / "inputs.npz")["images"])
         (folder / "errors.json").write_text(json.dumps({name: 1e-4 + (name == self.sensitive) for name in found}))
 
@@ -145,7 +145,7 @@ def test_tflite_file_reproduces_features_and_carries_metadata(demo, predictor, t
     pytest.importorskip("ai_edge_litert")
     path = tmp_path / "model.tflite"
     report = export(predictor, path, precision=precision, tolerance=5)
-    assert {"random, batch of 32", "Demo, 30 images"} < {each.images for each in report.comparisons}
+    assert {"random, batch of 32", "Demo, 30 images"} < {comparison.images for comparison in report.comparisons}
     difference = max(each.difference for each in report.comparisons)
     assert difference < 1e-4 if precision == "float32" else 0 < difference < 0.02
     metadata = metadata_of(path)
@@ -169,7 +169,7 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     quantization = metadata_of(path)["quantization"]
     assert (quantization["calibration_images"], quantization["float_layers"]) == (40, [])
     tensors = interpreters.Interpreter(model_path=str(path)).get_tensor_details()
-    scales = [each["quantization_parameters"]["scales"] for each in tensors if each["dtype"] == np.int8]
+    scales = [tensor["quantization_parameters"]["scales"] for tensor in tensors if tensor["dtype"] == np.int8]
     assert max(map(len, scales)) == len(np.unique(max(scales, key=len))) > 1
     head = [each for each in tensors if each["name"].startswith("model.heads")]
     assert head and np.int8 not in {each["dtype"] for each in head}
@@ -271,7 +271,7 @@ def test_failed_conversion_is_reported_and_writes_no_file(python, predictor, tmp
     python(worker)
     with pytest.raises(ExportError, match=cause):
         export(predictor, tmp_path / "model.tflite", data="")
-    assert [each.name for each in tmp_path.iterdir()] == ["environment"]
+    assert [path.name for path in tmp_path.iterdir()] == ["environment"]
 
 
 @pytest.mark.integration

@@ -82,7 +82,7 @@ def test_card_is_valid_for_huggingface_hub(packaged):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     card = huggingface_hub.ModelCard.load(packaged / "README.md")
     assert card.data.license == "mit" and card.data.library_name == "fastamp"
-    assert {each.metric_type for each in card.data.eval_results} >= {"mAP", "Rank-1"}
+    assert {eval_result.metric_type for eval_result in card.data.eval_results} >= {"mAP", "Rank-1"}
 
 
 def test_repository_with_files_is_only_replaced_with_update(hub, model, packaged, run_folder, capsys):
@@ -125,7 +125,9 @@ def test_only_weights_and_config_are_downloaded(hub, model):
     model.commit({"evil.py": b"raise SystemExit", "pytorch_model.bin": b"\x80\x02", "plugin.py": b""})
     folder = download("user/model")
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "model.safetensors"]
-    assert not [each for each in hub.requests if "resolve" in each and each.endswith((".py", ".bin", ".md"))]
+    assert not [
+        request for request in hub.requests if "resolve" in request and request.endswith((".py", ".bin", ".md"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_repository_without_a_packaged_model_is_rejected_before_downloading(hub,
     hub.add("user/other", files)
     with pytest.raises(HubError, match="not a model of fastamp"):
         fastamp.from_pretrained("user/other")
-    assert not [each for each in hub.requests if "/resolve/" in each]
+    assert not [request for request in hub.requests if "/resolve/" in request]
 
 
 def test_damaged_download_is_detected(hub, model, packaged):

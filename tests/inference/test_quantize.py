@@ -81,7 +81,12 @@ def test_calibration_images_have_the_preprocessing_of_the_evaluation(predictor):
 def test_int8_export_keeps_features_and_has_one_scale_for_each_output_channel(predictor, tmp_path):
     path = tmp_path / "model.onnx"
     report = export(predictor, path, precision="int8", tolerance=100, calibration_images=40)
-    assert [each.count for each in report.comparisons] == [1, 3, 32, 30] and report.map_difference is not None
+    assert [comparison.count for comparison in report.comparisons] == [
+        1,
+        3,
+        32,
+        30,
+    ] and report.map_difference is not None
     assert report.comparisons[-1].mean_cosine > 0.98
     scales = weight_scales(path)
     assert len(scales) == 2
@@ -233,8 +238,8 @@ def test_openvino_executes_convolutions_in_int8(predictor, tmp_path):
     report = export(predictor, tmp_path / "model.xml", precision="int8", tolerance=100, calibration_images=40)
     assert report.comparisons[-1].mean_cosine > 0.98
     compiled = openvino.Core().compile_model(tmp_path / "model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-    facts = [each.get_rt_info() for each in compiled.get_runtime_model().get_ops()]
+    facts = [get_op.get_rt_info() for get_op in compiled.get_runtime_model().get_ops()]
     executed = [
-        each["runtimePrecision"].astype(str) for each in facts if each["layerType"].astype(str) == "Convolution"
+        fact["runtimePrecision"].astype(str) for fact in facts if fact["layerType"].astype(str) == "Convolution"
     ]
     assert executed == ["u8", "u8"]

@@ -13,7 +13,7 @@ from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 # Exported and compiled in every test run; other backbones only with ``-m export``, since each takes seconds.
 FAST = {"resnet 18x", "resnext 50x", "shufflenetv2 0.5x", "mobilenetv3 Small", "vit deit_small"}
 # One variant of each backbone: options change only a few layers.
-FIRST_VARIANTS = list({each.split(" ")[0]: each for each in reversed(BACKBONES)}.values())
+FIRST_VARIANTS = list({backbone.split(" ")[0]: backbone for backbone in reversed(BACKBONES)}.values())
 
 
 def test_list_of_tested_backbones_contains_every_registered_backbone():
@@ -61,13 +61,17 @@ class _Convolutions(TorchDispatchMode):
 
 
 def _strided_pointwise(convolutions):
-    return [each for each in convolutions if each[0] == (1, 1) and max(each[1]) > 1 and each[2] < 16]
+    return [
+        convolution
+        for convolution in convolutions
+        if convolution[0] == (1, 1) and max(convolution[1]) > 1 and convolution[2] < 16
+    ]
 
 
 @pytest.mark.integration
 def test_cpu_training_avoids_strided_pointwise_convolutions_with_few_channels(subtests):
     """oneDNN writes out of bounds in the weight gradient of such a convolution; see RepVGG's ``_PointwiseConv2d``."""
-    for backbone in [each for each in FIRST_VARIANTS if "DEPLOY" not in each]:
+    for backbone in [first_variant for first_variant in FIRST_VARIANTS if "DEPLOY" not in first_variant]:
         with subtests.test(backbone=backbone):
             model = build_backbone(config(backbone)).train()
             with _Convolutions() as convolutions, torch.no_grad():
@@ -84,7 +88,11 @@ def test_convolution_recorder_detects_strided_pointwise_convolution():
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "backbone", [pytest.param(each, marks=[] if each in FAST else pytest.mark.export) for each in FIRST_VARIANTS]
+    "backbone",
+    [
+        pytest.param(first_variant, marks=[] if first_variant in FAST else pytest.mark.export)
+        for first_variant in FIRST_VARIANTS
+    ],
 )
 def test_exported_and_compiled_backbones_compute_same_features_as_eager_mode(backbone):
     torch.manual_seed(0)

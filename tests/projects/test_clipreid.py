@@ -151,10 +151,10 @@ def test_losses_on_tensors():
         cfg, parts = read_config(f"CLIPReID/{recipe}", []), expected[name]
         losses = build_losses(cfg)
         identity, triplet = losses["loss_cls"], losses["loss_triplet"]
-        assert [float(identity({"cls_outputs": each}, targets)) / identity.scale for each in logits] == pytest.approx(
+        assert [float(identity({"cls_outputs": logit}, targets)) / identity.scale for logit in logits] == pytest.approx(
             parts["id"], rel=1e-5
         )
-        assert [float(triplet({"features": each}, targets)) for each in features] == pytest.approx(
+        assert [float(triplet({"features": feature}, targets)) for feature in features] == pytest.approx(
             parts["triplet"], rel=1e-5
         )
         identity_scale, identity.scale = identity.scale, 1.0

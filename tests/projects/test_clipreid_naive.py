@@ -120,7 +120,7 @@ def smoothed_cross_entropy(logits, targets):
 
 
 def batch_hard_triplet(features, targets):
-    distance = torch.stack([(features - each).square().sum(1).sqrt() for each in features])
+    distance = torch.stack([(features - feature).square().sum(1).sqrt() for feature in features])
     same = targets[:, None] == targets[None]
     hardest = distance.masked_fill(~same, -1).amax(1), distance.masked_fill(same, float("inf")).amin(1)
     return (hardest[0] - hardest[1] + 0.3).clamp_min(0).mean()
@@ -222,7 +222,7 @@ def test_model_equals_plain_formulas(tower, stride, cameras, views, size):
     necks = [("classifier", *necks[0]), ("classifier_proj", *necks[1])]
     logits = [batch_norm(x, state, neck, training=True) @ state[f"{name}.weight"].T for name, neck, x in necks]
     expected = {
-        "loss_cls": 0.25 * sum(smoothed_cross_entropy(each, targets) for each in logits),
+        "loss_cls": 0.25 * sum(smoothed_cross_entropy(logit, targets) for logit in logits),
         "loss_triplet": sum(batch_hard_triplet(each, targets) for each in (last, image, projection)),
         "loss_i2t": smoothed_cross_entropy(projection @ texts.T, targets),
     }

@@ -209,7 +209,7 @@ def test_training_finds_the_attributes_and_evaluation_of_the_run_needs_nothing_m
     features = predictor.features(images)
     attributes = predictor.attributes(images)
     assert features.shape == (2, 3) and list(attributes[0]) == ["color=none", "color=red", "hat"]
-    assert [list(each.values()) for each in attributes] == features.tolist()
+    assert [list(attribute.values()) for attribute in attributes] == features.tolist()
 
 
 @pytest.mark.integration
@@ -475,7 +475,7 @@ def test_extraction_has_the_features_and_the_probabilities_of_the_predictor(join
     paths = extraction.paths.tolist()
     np.testing.assert_allclose(extraction.features, predictor.features(paths).numpy(), rtol=1e-5, atol=1e-6)
     for name in predictor.attribute_names:
-        expected = [each[name] for each in predictor.attributes(paths)]
+        expected = [attribute[name] for attribute in predictor.attributes(paths)]
         np.testing.assert_allclose(extraction.columns[f"probability.{name}"], expected, rtol=1e-5, atol=1e-6)
     assert extraction.columns["hat"].dtype.kind == "i"  # the label of the dataset
     assert main(["extract", str(folder / "run"), str(folder / "table.csv"), "-o", str(folder / "all.csv")]) == 0

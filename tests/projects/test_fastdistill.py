@@ -290,7 +290,7 @@ def test_bfloat16_training_resume_and_evaluation_without_the_teacher(fastdistill
     assert all(torch.equal(value, finals[1][name]) for name, value in finals[0].items())
     assert any(name.startswith("connectors.0.1") for name in finals[0])
     losses = [json.loads(line) for line in (tmp_path / "straight/metrics.json").read_text().splitlines()]
-    assert any("loss_overhaul" in each for each in losses)
+    assert any("loss_overhaul" in loss for loss in losses)
     (tmp_path / "teacher.pth").unlink()
     weights = ("MODEL.WEIGHTS", str(tmp_path / "straight/model_final.pth"))
     for architecture in ("DistillerOverhaul", "Baseline"):

@@ -625,7 +625,7 @@ def test_damaged_lists_of_templates_are_data_errors(tmp_path, text):
         read_table(path, ("image", "template", "medium"))
     path.write_text("0 1 1\n5 -7 0\n")
     columns = read_table(path, ("template", "template", "label"))
-    assert [each.tolist() for each in columns] == [[0, 5], [1, -7], [1, 0]]
+    assert [column.tolist() for column in columns] == [[0, 5], [1, -7], [1, 0]]
     path.unlink()
     with pytest.raises(DataError, match="cannot read"):
         read_table(path, ("template", "template", "label"))

@@ -162,8 +162,8 @@ def largest_allocation(evaluate):
 
         def __torch_dispatch__(self, function, types, arguments=(), options=None):
             output = function(*arguments, **(options or {}))
-            tensors = [each for each in tree_leaves(output) if isinstance(each, torch.Tensor)]
-            self.size = max([self.size, *(each.untyped_storage().nbytes() for each in tensors)])
+            tensors = [tree_leave for tree_leave in tree_leaves(output) if isinstance(tree_leave, torch.Tensor)]
+            self.size = max([self.size, *(tensor.untyped_storage().nbytes() for tensor in tensors)])
             return output
 
     tracemalloc.start()

@@ -89,7 +89,9 @@ def test_search_figure_shows_lineage_of_pbt_trials(tmp_path):
     outcomes = population()
     _draw_lineage(plot, outcomes)
     (arrow,) = plot.texts
-    clone, parent = (dict(next(each for each in outcomes if each.name == f"trial_{n}").history) for n in (3, 0))
+    clone, parent = (
+        dict(next(outcome for outcome in outcomes if outcome.name == f"trial_{n}").history) for n in (3, 0)
+    )
     assert arrow.xyann == (1, parent[1]) and arrow.xy == (2, clone[2])
     # The line of the copy is interrupted at the epoch where it was copied.
     assert sorted(len(line.get_xdata()) for line in plot.lines) == [1, 2, 3, 3, 3]

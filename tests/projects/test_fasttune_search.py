@@ -338,7 +338,7 @@ def test_read_outcomes_uses_new_path_after_search_folder_was_moved(tmp_path):
         "history": [],
     }
     (tmp_path / "outcomes.json").write_text(json.dumps([outcome | {"folder": "/moved/search/trial_1/run"}]))
-    assert [each.folder for each in read_outcomes(tmp_path)] == [tmp_path / "trial_1/run"]
+    assert [read_outcome.folder for read_outcome in read_outcomes(tmp_path)] == [tmp_path / "trial_1/run"]
 
 
 @pytest.mark.parametrize("how", ["killed", "SIGTERM"])

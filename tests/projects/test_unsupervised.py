@@ -94,7 +94,7 @@ def test_centroids_exclude_outliers():
 
     features, labels = torch.randn(9, 5), np.array([0, 1, -1, 1, 0, 0, -1, 2, 2])
     unit = F.normalize(features, dim=1)
-    expected = [F.normalize(unit[labels == each].mean(0), dim=0) for each in range(3)]
+    expected = [F.normalize(unit[labels == number].mean(0), dim=0) for number in range(3)]
     torch.testing.assert_close(compute_centroids(features, labels), torch.stack(expected))
 
 
@@ -237,7 +237,7 @@ def test_run_trains_on_clusters_and_resumes_bit_for_bit(data, iteration, method)
     page = (data / "whole/clusters.html").read_text(encoding="utf-8")
     assert "epoch 3" in page and "<img" in page
     metrics = [json.loads(line) for line in (data / "whole/metrics.json").read_text().splitlines()]
-    assert any("clusters" in each and "purity" in each and "nmi" in each for each in metrics)
+    assert any("clusters" in metric and "purity" in metric and "nmi" in metric for metric in metrics)
     assert Predictor(data / "whole/model_final.pth", device="cpu").features(np.zeros((64, 32, 3), np.uint8)).shape
 
 

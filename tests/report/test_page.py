@@ -91,7 +91,7 @@ def test_report_contains_metrics_charts_config_and_images(run, elements):
     assert f"{low:.1f} to {high:.1f}" in elements.text
     assert elements.found[0] == ("html", {"lang": "en"})
     pictures = [attributes for name, attributes in elements.found if name == "img"]
-    assert len(pictures) > 100 and all(each["alt"] for each in pictures)
+    assert len(pictures) > 100 and all(picture["alt"] for picture in pictures)
     assert sum(name == "svg" and attributes.get("role") == "img" for name, attributes in elements.found) >= 10
 
 
@@ -212,7 +212,7 @@ def test_report_has_no_camera_matrix_without_names_of_cameras(run, elements):
 
 def test_report_folds_rank_lists_and_config_and_has_a_color_scale(elements):
     folds = [attributes for name, attributes in elements.found if name == "details"]
-    assert len(folds) == 5 and sum("open" in each for each in folds) == 2  # of 2 sets: the worst queries
+    assert len(folds) == 5 and sum("open" in fold for fold in folds) == 2  # of 2 sets: the worst queries
     scale = [a for name, a in elements.found if name == "ol" and "color scale" in (a.get("aria-label") or "")]
     assert len(scale) == 2
     for words in ("Below a baseline", "Above the baselines", "Not distinguishable"):

@@ -175,10 +175,12 @@ def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path)
         browser.value(f"{DROP}('{broken}')")
         browser.wait_for("document.getElementById('status').className === 'error'")
         assert browser.value("document.querySelectorAll('#matches li').length") == 0
-        assert all(each.startswith((server.address, f"blob:{server.address}", "data:,")) for each in browser.requests)
+        assert all(
+            request.startswith((server.address, f"blob:{server.address}", "data:,")) for request in browser.requests
+        )
         # The browser reports the answers 401 and 422; there are no other messages, such as violations of the policy.
         # Verbose ones are hints, e.g. for password managers.
-        complaints = [each for each in browser.complaints if not each.startswith("verbose:")]
+        complaints = [complaint for complaint in browser.complaints if not complaint.startswith("verbose:")]
         assert all("status of 4" in each for each in complaints), complaints
         browser.call("Page.navigate", url=f"{server.address}/docs")
         browser.wait_for("document.body?.textContent.includes('POST /v1/search')")

@@ -28,6 +28,7 @@ pytest.importorskip("httpx")
 pytest.importorskip("prometheus_client")
 
 from fastapi.testclient import TestClient
+from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from fastamp.serving.app import create_app
@@ -35,7 +36,7 @@ from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding, is_usual
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits, read_api_key
-from fastamp.serving.requests import read_form
+from fastamp.serving.requests import limited, read_form
 from fastamp.serving.service import Service
 
 pytestmark = pytest.mark.extras
@@ -194,6 +195,21 @@ def test_all_requests_together_have_a_limited_size(start, images):
     client.service._held = 0
     assert client.post("/v1/features", files=upload(images[0])).status_code == 200
     assert client.service._held == 0
+
+
+def test_all_parts_of_a_body_without_length_count_together():
+    async def receive():
+        return {"type": "http.request", "body": bytes(600_000), "more_body": True}
+
+    async def receive_twice():
+        part = limited(receive, Headers(), Limits(megabytes=1), held.append)
+        await part()
+        await part()
+
+    held = []
+    with pytest.raises(RequestError) as caught:
+        asyncio.run(receive_twice())
+    assert caught.value.status == 413 and held == [600_000]
 
 
 def test_requests_need_the_api_key(start, images):
@@ -430,7 +446,7 @@ def test_an_abandoned_request_frees_its_places_and_is_not_computed():
     def compute(images):
         assert release.wait(20)
         computed.extend(images)
-        return torch.tensor([[float(each)] for each in images])
+        return torch.tensor([[float(image)] for image in images])
 
     async def work(batcher):
         first = asyncio.create_task(request(batcher, 0))
@@ -546,7 +562,7 @@ def test_batches_collect_concurrent_images_and_keep_their_order():
 
     def compute(images):
         sizes.append(len(images))
-        return torch.tensor([[float(each)] for each in images])
+        return torch.tensor([[float(image)] for image in images])
 
     async def work(batcher):
         return await asyncio.gather(*(request(batcher, 2 * n, 2 * n + 1) for n in range(4)))
@@ -561,7 +577,7 @@ def test_two_threads_compute_at_the_same_time_and_divide_the_images():
     def compute(images):
         sizes.append(len(images))
         together.wait(20)  # fails if one batch waits for the other
-        return torch.tensor([[float(each)] for each in images])
+        return torch.tensor([[float(image)] for image in images])
 
     async def work(batcher):
         found = await asyncio.gather(*(request(batcher, n) for n in range(6)))
@@ -603,7 +619,7 @@ def test_two_batches_divide_the_threads_and_one_uses_all(predictor, images, monk
 
     async def work(batcher):
         batcher.start()
-        found.extend(await asyncio.gather(*(request(batcher, each) for each in pixels[:4])))
+        found.extend(await asyncio.gather(*(request(batcher, pixel) for pixel in pixels[:4])))
         found.extend([await request(batcher, each) for each in pixels[4:]])
         await batcher.stop()
 
@@ -625,7 +641,7 @@ def test_an_invalid_image_fails_only_its_own_request():
     def compute(images):
         if 13 in images:
             raise DataError("unlucky")
-        return torch.tensor([[float(each)] for each in images])
+        return torch.tensor([[float(image)] for image in images])
 
     async def work(batcher):
         requests = (request(batcher, 1, 2), request(batcher, 13), request(batcher, 3))
@@ -640,7 +656,7 @@ def test_a_full_queue_rejects_requests_and_answers_all_others():
 
     def compute(images):
         assert release.wait(20)
-        return torch.tensor([[float(each)] for each in images])
+        return torch.tensor([[float(image)] for image in images])
 
     async def work(batcher):
         tasks = [asyncio.create_task(request(batcher, n)) for n in range(80)]

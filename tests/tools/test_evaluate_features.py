@@ -261,8 +261,8 @@ def test_protocols_read_their_columns_from_the_file(capsys, tmp_path, as_text):
     arrays = dict(np.load(path))
     cameras = {f"{side}_camids": arrays[f"{side}_camids"] for side in ("query", "gallery")}
     ids = [torch.from_numpy(arrays[f"{side}_pids"]).long() for side in ("query", "gallery")]
-    columns = {"clothes": tuple(torch.from_numpy(each) for each in values.values())}
-    identities = Identities(*ids, *(torch.from_numpy(each).long() for each in cameras.values()), columns)
+    columns = {"clothes": tuple(torch.from_numpy(value) for value in values.values())}
+    identities = Identities(*ids, *(torch.from_numpy(camera).long() for camera in cameras.values()), columns)
     features = (torch.from_numpy(arrays[f"{side}_features"]) for side in ("query", "gallery"))
     expected = compute_metrics(*features, identities, Protocol(rule="cloth_changing")).metrics()
     assert json.loads(out)["mAP"] == pytest.approx(expected["mAP"], abs=1e-9)

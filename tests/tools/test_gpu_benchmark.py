@@ -158,7 +158,7 @@ def test_plan_lists_all_measurements_in_ten_minutes_and_starts_none(gpu, tmp_pat
     output.write_text(json.dumps({"results": {"R50 batch 64": {"figures": {}}, "demo": {"error": "failed"}}}))
     assert gpu.main(["--plan", "--output", str(output)]) == 0
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
-    assert [row[1] for row in rows[2:] if row[1]] == [each.name for each in gpu.MEASUREMENTS]
+    assert [row[1] for row in rows[2:] if row[1]] == [measurement.name for measurement in gpu.MEASUREMENTS]
     assert {row[1]: row[4] for row in rows[2:] if row[4]} == {"R50 batch 64": "done", "demo": "failed"}
     assert 0 < sum(each.limit for each in gpu.MEASUREMENTS) <= 600
 
@@ -216,4 +216,4 @@ def test_table_compares_figures_with_the_targets_of_the_device(gpu):
 
 
 def test_gpu_benchmark_targets_name_existing_measurements(gpu):
-    assert {target.name for target in gpu.TARGETS} <= {"", *(each.name for each in gpu.MEASUREMENTS)}
+    assert {target.name for target in gpu.TARGETS} <= {"", *(measurement.name for measurement in gpu.MEASUREMENTS)}

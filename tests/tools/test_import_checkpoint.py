@@ -281,7 +281,7 @@ def test_import_exits_with_2_for_invalid_paths_or_unknown_model(tmp_path, capsys
         (("gone.pth", "out.pth"), "gone.pth"),
         (("in.pth", "out.pth"), "--config-file"),
     ):
-        assert import_checkpoint.cli([str(tmp_path / each) for each in arguments]) == 2
+        assert import_checkpoint.cli([str(tmp_path / argument) for argument in arguments]) == 2
         assert message in capsys.readouterr().err
 
 

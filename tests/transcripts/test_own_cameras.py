@@ -164,7 +164,7 @@ def test_first_hour_with_own_cameras(folder, capfd, caplog):
     first = found["found"][0]
     assert Path(first["path"]) == copy.absolute() and first["score"] == pytest.approx(1, abs=1e-3)
     ((first, *_),) = [
-        each["found"] for each in json.loads(run(*words, "--gallery", "gallery.npz").out.splitlines()[-1])
+        entry["found"] for entry in json.loads(run(*words, "--gallery", "gallery.npz").out.splitlines()[-1])
     ]
     assert (first["path"], first["pid"], first["camera"]) == (query["path"], query["pid"], query["camid"])
     said = run(*words, "--gallery", "csv:clean.csv", code=2)

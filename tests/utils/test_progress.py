@@ -69,6 +69,6 @@ def test_a_line_is_logged_at_times_if_no_bar_is_drawn(monkeypatch, caplog):
     for done in range(1, 101):
         now[0] += 1.0
         bar.update(done)
-    assert [each.getMessage().split(",")[0] for each in caplog.records] == [
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         f"batch norm: {done} of 100" for done in (30, 60, 90)
     ]

@@ -60,7 +60,7 @@ def test_all_datasets_are_registered():
 
 def test_dataset_names_and_folders_are_unique():
     classes = [DATASET_REGISTRY.get(name) for name in [*NAMES, "CUHK03", "Demo"]]
-    assert len({each.dataset_name for each in classes}) == len(classes) == 56
+    assert len({cls.dataset_name for cls in classes}) == len(classes) == 56
     same_folder = {
         "vehicleid": 4,
         "VERI-Wild": 4,
@@ -433,7 +433,7 @@ def test_combine_all_uses_images_of_dataset_variants_once(names, root):
         file.write_text(lists[0].read_text())
     datasets = [build_dataset(name) for name in names]
     items = training_items(datasets, combine_all=True)
-    paths = {item.path for each in datasets for item in each.train + each.query + each.gallery}
+    paths = {item.path for dataset in datasets for item in dataset.train + dataset.query + dataset.gallery}
     assert sorted(item.path for item in items) == sorted(paths)
     # An identity has one name, whichever variant an image is from.
     assert all(item.pid.startswith(f"{datasets[0].family}_") for item in items)

@@ -86,7 +86,7 @@ def test_evaluation_before_the_first_step_is_kept_as_best_and_compared(tmp_path,
     hook.trainer.move_to(hook.trainer.max_iter - 1, 1)
     hook.after_epoch()
     assert best_in(tmp_path)["value"] == max(scores)
-    warned = [each for each in caplog.records if each.levelno == logging.WARNING]
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
     assert bool(warned) == worse and all("30.00" in each.getMessage() for each in warned)
 
 
