@@ -177,7 +177,7 @@ def encounter_split(
 
     Args:
         identities: identity of each image.
-        encounters: encounter of each image; None is an encounter of its own.
+        encounters: encounter of each image; an image with None is an encounter by itself.
         train_fraction: fraction of each identity's encounters for training, rounded to even; at least one and at most
             all but one. Identities with a single encounter are for training. Default 0.5.
         seed: seed of the generator. Default 666.

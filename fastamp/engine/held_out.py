@@ -36,7 +36,7 @@ def keeps_initial_weights(cfg: CfgNode) -> bool:
         cfg: config of the fine-tuning, with MODEL.WEIGHTS. The trainings write to ``OUTPUT_DIR/held_out``.
 
     Returns:
-        True to keep them. False, with a warning, if the identities are too few.
+        True to keep them. False, with a warning, if half of the identities cannot be trained on.
 
     Raises:
         UserError: if a training fails.
@@ -52,9 +52,9 @@ def keeps_initial_weights(cfg: CfgNode) -> bool:
             trainer = _trainer(cfg, items, held_out, number)
         except UserError as error:
             logger.warning(
-                "the initial weights are not compared with the fine-tuned ones, because half of the training "
-                "identities are too few: %s\n  fix: add images of other identities, or compare the evaluations before "
-                "and after the training on a validation set",
+                "the initial and the fine-tuned weights are not compared: half of the training identities cannot be "
+                "trained on: %s\n  fix: add images of other identities, or compare the evaluations before and after "
+                "the training on a validation set",
                 str(error).splitlines()[0],
             )
             return False

@@ -25,6 +25,10 @@ _NO_CUDA = ("no NVIDIA driver", "not compiled with CUDA", "No CUDA GPUs are avai
 def execute(script: str, namespace: dict[str, Any]) -> None:
     """Execute a script in a namespace, with its folder as ``sys.path[0]``.
 
+    Args:
+        script: path of the script.
+        namespace: globals of the script; ``__file__`` is set.
+
     Raises:
         UserError: if the script imports a name that FastReID does not have, or uses CUDA without a CUDA device.
     """
@@ -52,8 +56,12 @@ def execute(script: str, namespace: dict[str, Any]) -> None:
 def run(argv: list[str] | None = None) -> None:
     """Parse the command line and run the script.
 
+    Args:
+        argv: arguments; None (default) for those of the process.
+
     Raises:
-        ConfigError: if the script does not exist.
+        ConfigError: if the script does not exist, or FastReID is to be used and is not installed.
+        UserError: see ``execute``.
     """
     parser = argparse.ArgumentParser(prog="python -m fastamp.fastreid", description=__doc__)
     parser.add_argument("--installed", action="store_true", help="import the installed FastReID instead of fastamp")
@@ -62,14 +70,15 @@ def run(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not os.path.isfile(args.script):
         raise ConfigError(f"{args.script}: no such file.\n  fix: give the path of a script that imports fastreid")
-    installed = PathFinder.find_spec("fastreid", [os.path.dirname(os.path.abspath(args.script)), *sys.path])
-    if args.installed and installed is None:
+    spec = PathFinder.find_spec("fastreid", [os.path.dirname(os.path.abspath(args.script)), *sys.path])
+    installed = spec and spec.origin  # None for a folder that is not a package
+    if args.installed and not installed:
         raise ConfigError("--installed: FastReID is not installed.\n  fix: install it, or remove --installed")
     sys.argv = [args.script, *args.args]
     if args.installed:
         os.execv(sys.executable, [sys.executable, *sys.argv])
-    if installed is not None:
-        print(f"import fastreid imports fastamp, not {installed.origin}; --installed imports that", file=sys.stderr)
+    if installed:
+        print(f"using fastamp as fastreid, instead of {installed} (--installed uses that one)", file=sys.stderr)
     provide_fastreid()
     main = sys.modules["__main__"]
     # A process that launch starts runs this module, see below, to import what the script defines. Its argv[0] differs.
