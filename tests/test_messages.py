@@ -9,8 +9,8 @@ import pytest
 from glossary import text_rules
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-# An interpolated value (also of %-formatting), an option, a config key, or a package.
-NAMED = re.compile(r"\0|%[.\d]*[sdrgf]|(?<![\w-])--[a-z]|\b[A-Z][A-Z0-9]*[._][A-Z]|not installed")
+# An interpolated value (also of %-formatting), an option, a config key, an argument, or a package.
+NAMED = re.compile(r"\0|%[.\d]*[sdrgf]|(?<![\w-])--[a-z]|\b[A-Z][A-Z0-9]*[._][A-Z]|\b[a-z]+_[a-z]+\b|not installed")
 FIX = re.compile(r"fix:|choices:")  # an unknown name is fixed by one of the choices
 WARNINGS = ("logger.warning", "warnings.warn")
 

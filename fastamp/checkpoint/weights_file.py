@@ -63,7 +63,7 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
 
     Returns:
         Name of the record; empty if all checksums match, and for files written before torch 1.6, which are not zip
-            archives.
+        archives.
 
     Raises:
         zipfile.BadZipFile, EOFError, OSError and other errors of ``zipfile``: if the archive itself is damaged.

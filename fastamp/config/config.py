@@ -425,7 +425,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
 
     def _set_folders(self, value: Any, source: str) -> Edit:
         """Return the edit that sets the folders of ``saved_in``."""
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) and "\0" not in each for each in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, str) and "\0" not in item for item in value):
             raise ConfigError(
                 f"{source}: {FOLDERS_KEY}: expected a list of folders, got {brief(value)}.\n  fix: remove {FOLDERS_KEY}"
             )

@@ -312,7 +312,7 @@ def build_reid_test_loader(
 
     Returns:
         The loader and the number of query images. In each batch, ``indices`` contains the positions of the images in
-            the test set; queries come first.
+        the test set; queries come first.
 
     Raises:
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
@@ -322,8 +322,7 @@ def build_reid_test_loader(
     test_set = given_set if test_set is None else test_set
     if dataset_name is None and test_set is None:
         raise ConfigError(
-            f"build_reid_test_loader requires a dataset name or a test_set; got {dataset_name} and {test_set}.\n"
-            "  fix: pass dataset_name"
+            "build_reid_test_loader requires dataset_name or test_set, got neither.\n  fix: pass dataset_name"
         )
     if test_set is None and (transforms is not None or kwargs):
         source = build_dataset(dataset_name, cfg, **kwargs)

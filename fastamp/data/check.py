@@ -170,7 +170,7 @@ def write_clean(dataset: ImageDataset, report: Report, path: Path, *, protocol: 
         DataError: if no images remain.
         WriteError: if the file cannot be written.
     """
-    excluded = {path for finding in report.findings for path in finding.excluded}
+    excluded = {image for finding in report.findings for image in finding.excluded}
     kept = {
         split: [(row, item) for row, item in enumerate(getattr(dataset, split)) if (split, row) not in excluded]
         for split in SPLITS

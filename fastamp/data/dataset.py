@@ -137,8 +137,8 @@ class ReidDataset(Dataset):
 
         Returns:
             ``images``: (B, C, H, W) uint8; ``targets`` (identities), ``camids``, ``viewids`` and ``indices`` (in this
-                dataset): (B,) int64; ``img_paths``: list of str; and each of ``columns`` under its name. If ``augment``
-                is False, also ``augmentation``: the parameters for ``Transforms.augment``.
+            dataset): (B,) int64; ``img_paths``: list of str; and each of ``columns`` under its name. If ``augment`` is
+            False, also ``augmentation``: the parameters for ``Transforms.augment``.
 
         Raises:
             DataError: if an image cannot be read, or the images have different sizes.

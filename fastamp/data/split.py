@@ -30,7 +30,7 @@ def hold_out(
 
     Returns:
         ``(train, query, gallery)``, lists of images. Training images are unchanged. Identities of query and gallery
-            images are numbered from 1, and their cameras from 0.
+        images are numbered from 1, and their cameras from 0.
 
     Raises:
         ConfigError: if fewer than two identities remain for training, or ``fraction`` is not in (0, 1).

@@ -18,7 +18,7 @@ def subsample_identities(
 
     Returns:
         ``(batches, num_query, (num_loaded, num_total))``: list of batches, whose ``indices`` count from 0, number of
-            query images in these batches, number of loaded images and number of images in the test set.
+        query images in these batches, number of loaded images and number of images in the test set.
     """
     dataset = loader.dataset
     total = len(dataset)

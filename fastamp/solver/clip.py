@@ -46,7 +46,7 @@ def clip_gradients(
 
     Returns:
         Clip coefficient, shape (), in 0..1: L2 norm of all gradients after clipping, divided by ``total_norm``. It is 1
-            if ``total_norm`` is 0.
+        if ``total_norm`` is 0.
     """
     if clip_type == "value":
         torch._foreach_clamp_min_(gradients, -clip_value)

@@ -47,7 +47,7 @@ def expected_state(optimizer: Optimizer, group: Mapping[str, Any], parameter: to
 
     Returns:
         Expected state. Its tensors are on the meta device for optimizers of torch.optim. The dict is empty if the trial
-            step fails.
+        step fails.
     """
     name = _layout_of(type(optimizer))
     if name is None:

@@ -69,7 +69,7 @@ def classic_splits(mat_file: Path, names: Sequence[str]) -> list[Split]:
 
     Returns:
         For each split, the (name, identity, camera) of each image. Identities are numbered from 1, cameras from 0. The
-            query and gallery images are the same.
+        query and gallery images are the same.
 
     Raises:
         ConfigError: if h5py is not installed.

@@ -184,8 +184,8 @@ class _TorchvisionOperations(TorchvisionTransform):
 
         Returns:
             ``chosen`` and ``seed``; ``operation``: (B, steps) int64 index in ``_OPERATIONS``; ``magnitude``: (B, steps)
-                float32; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations that are not
-                affine.
+            float32; ``matrix``: (B, steps, 3, 2) float32, see ``_inverse_matrix``, 0 for operations that are not
+            affine.
         """
         parameters = super().parameters(uniforms, size)
         shape = (len(uniforms), self.steps)
