@@ -147,12 +147,12 @@ def fresh_state():
 @pytest.fixture(scope="module")
 def unregistered():
     """Remove the components and modules of projects that the tests of a file import."""
-    components = {each: dict(each._components) for each in registry._REGISTRIES}
+    components = {components: dict(components._components) for components in registry._REGISTRIES}
     modules, path = set(sys.modules), list(sys.path)
     yield
-    for each, names in components.items():
-        each._components.clear()
-        each._components.update(names)
+    for component, names in components.items():
+        component._components.clear()
+        component._components.update(names)
     folder = str(resource_folder("projects"))
     for name in set(sys.modules) - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):

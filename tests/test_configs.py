@@ -125,7 +125,7 @@ def in_fastreids_spelling(settings):
                 lines.append("  " * depth + f"{part}:")
         section, value = tuple(sections), settings[path]
         if isinstance(value, list) and value and isinstance(value[0], str):
-            value = "(" + "".join(f'"{each}", ' for each in value) + ")"
+            value = "(" + "".join(f'"{text}", ' for text in value) + ")"
         elif isinstance(value, str):
             value = f'"{value}"'
         lines.append("  " * len(sections) + f"{name}: {value}")

@@ -429,15 +429,15 @@ def test_parts_of_a_gallery_on_fake_cuda_equal_those_on_the_cpu(monkeypatch):
     distances = torch.from_numpy(random.integers(0, 4, (6, 20)).astype(np.float32))
     distances[0, 1:7] = torch.nan
     rows, columns = np.array([0, 2, 5]), np.sort(random.permutation(20)[:9])
-    starts, own = np.array([0, 4, 9, 15]), np.array([0, 3, 1, 2, -1, 0])
-    part, counts = select_block(distances, rows, columns), count_nearer_identities(distances, starts, own)
+    starts, own_identity = np.array([0, 4, 9, 15]), np.array([0, 3, 1, 2, -1, 0])
+    part, counts = select_block(distances, rows, columns), count_nearer_identities(distances, starts, own_identity)
     with fake_cuda(monkeypatch, values=True) as reads:
         block = select_block(distances.to(DEVICE), rows, columns)
         assert block.device == DEVICE and reads.count == 0
-        found = count_nearer_identities(distances.to(DEVICE), starts, own)
+        found = count_nearer_identities(distances.to(DEVICE), starts, own_identity)
         assert reads.count == 1
         assert block.cpu().nan_to_num(-1).tolist() == part.nan_to_num(-1).tolist()
-    assert found[own >= 0].tolist() == counts[own >= 0].tolist()
+    assert found[own_identity >= 0].tolist() == counts[own_identity >= 0].tolist()
 
 
 def device_transforms(*names):

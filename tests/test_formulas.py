@@ -113,7 +113,7 @@ def test_label_smoothed_cross_entropy_matches_definition(logits, epsilon):
         log_p = row.astype(np.float64) - log_sum_exp(row)
         eps = 0.2 * math.exp(log_p[target]) if epsilon < 0 else epsilon
         others = max(len(row) - 1, 1)
-        losses.append(-sum((1 - eps if k == target else eps / others) * each for k, each in enumerate(log_p)))
+        losses.append(-sum((1 - eps if k == target else eps / others) * value for k, value in enumerate(log_p)))
     counted = sum(loss != 0 for loss in np.asarray(losses, np.float32))
     expected = sum(losses) / max(counted, 1)
     check(cross_entropy_loss, values, targets, expected=expected, epsilon=epsilon, alpha=0.2)
@@ -424,9 +424,9 @@ def test_query_expansion_matches_definition(scale, alpha):
     cosines = unit(x) @ unit(x).T
     nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :4]
     expected = []
-    for i, each in enumerate(nearest):
-        weights = cosines[i, each] ** alpha
-        expected.append((weights[:, None] * x[each]).sum(0) / len(each))
+    for i, rows in enumerate(nearest):
+        weights = cosines[i, rows] ** alpha
+        expected.append((weights[:, None] * x[rows]).sum(0) / len(rows))
     found = np.concatenate([side.numpy() for side in expand(queries, gallery, QueryExpansion(k=4, alpha=alpha))])
     # Directions only: cosine distances do not depend on the norm.
     np.testing.assert_allclose(unit(found), unit(expected), atol=1e-5)

@@ -103,7 +103,7 @@ class Place:
         )
         kept += ("DATALOADER.CACHE_DIR", "", "MODEL.COMPILE", "False", "MODEL.BACKBONE.PRETRAIN", "False")
         argv = ("--config-file", self.config_file, *argv) if "--config-file" not in argv else argv
-        argv = [str(each) for each in (*argv, *opts, *(kept if len(opts) % 2 == 0 else ()))]
+        argv = [str(argument) for argument in (*argv, *opts, *(kept if len(opts) % 2 == 0 else ()))]
         quiet = contextlib.ExitStack()
         quiet.enter_context(contextlib.redirect_stdout(out))
         quiet.enter_context(contextlib.redirect_stderr(err))

@@ -122,7 +122,7 @@ def find_problems(messages: dict[tuple[str, int], str]) -> dict[str, list[str]]:
     for (place, line), text in messages.items():
         wrong = [rule for pattern, rule in rules if pattern.search(text)]
         wrong += ["has no fix"] * (not FIX.search(text)) + ["names no value or key"] * (not NAMED.search(text))
-        problems[place] += [f"line {line}: {each}: {text!r:.200}" for each in wrong]
+        problems[place] += [f"line {line}: {rule}: {text!r:.200}" for rule in wrong]
     return {place: found for place, found in problems.items() if found}
 
 

@@ -100,9 +100,9 @@ def test_second_loss_that_does_not_depend_on_the_model_raises(subtests):
         with subtests.test(dtype=dtype, spoil=spoil):
             for scaler in (None, plain_scaler()):
                 model, reference = make_net(Spoiled, spoil=spoil, beside=True), make_net()
-                for each in (model, reference):
+                for net in (model, reference):
                     for _ in range(3):
-                        plain_step(each, sgd(each), make_batch(), dtype, scaler)
+                        plain_step(net, sgd(net), make_batch(), dtype, scaler)
                 assert same(values(model), values(reference))  # plain PyTorch ignores the second loss without an error
 
             with pytest.raises(TrainingError, match="'loss_new'"):

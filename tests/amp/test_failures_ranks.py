@@ -34,7 +34,7 @@ def ranks(made_once):
 def start(folder):
     runs = [preloaded.start(HELPERS / "failing_ranks.py", folder, rank) for rank in (0, 1)]
     done = [run.finish() for run in runs]
-    assert [each.returncode for each in done] == [0, 0], done
+    assert [process.returncode for process in done] == [0, 0], done
 
 
 def histories(ranks, scenario, whose):

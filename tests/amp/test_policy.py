@@ -144,5 +144,5 @@ def test_search_finds_autocast_calls_outside_the_amp_package(tmp_path, subtests)
             for folder in ("fastamp/amp", "fastamp/engine", "tools", "projects/Other"):
                 (tmp_path / folder).mkdir(parents=True, exist_ok=True)
                 (tmp_path / folder / "file.py").write_text(f"{call}\nwith policy.autocast():\n    pass\n")
-            found = {str(Path(each).parent.relative_to(tmp_path)) for each in calls_outside_amp(tmp_path)}
+            found = {str(Path(place).parent.relative_to(tmp_path)) for place in calls_outside_amp(tmp_path)}
             assert found == {"fastamp/engine", "tools", "projects/Other"}

@@ -41,8 +41,8 @@ def test_unset_device_stays_unset_in_copies_and_merged_configs(monkeypatch):
     assert other.SEED == 3 and other.is_set("SEED") and not other.is_set("MODEL.DEVICE")
     stored = get_cfg()
     stored.merge_from_other_cfg(CfgNode.load_cfg(cfg.dump()))
-    for each in (other, stored, cfg.clone(), cfg.with_values({"SEED": 4})):
-        assert requested_device(each) == "auto"
+    for config in (other, stored, cfg.clone(), cfg.with_values({"SEED": 4})):
+        assert requested_device(config) == "auto"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert requested_device(cfg) == "cuda"
 

@@ -222,7 +222,7 @@ def test_float16_backbone_underflow_below_float32_head_warns(caplog):
     caplog.clear()
     model, step = make(factor=1e-9, scaler=LossScaler(init_scale=2.0**20))
     run(model, step, FIRST_CHECK + 1, torch.float16)
-    assert not any("100.0 %" in each for each in warnings_of(caplog))
+    assert not any("100.0 %" in warning for warning in warnings_of(caplog))
 
 
 @pytest.mark.failure("zero gradients in one module")

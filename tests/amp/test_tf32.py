@@ -44,8 +44,8 @@ def settings():
     matmul, cudnn, mkldnn = torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn
     found = {"old": [matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision() != "highest"]}
     if hasattr(cudnn, "conv"):
-        found["cuda"] = [each.fp32_precision for each in (matmul, cudnn.conv, cudnn.rnn)]
-        found["cpu"] = [each.fp32_precision for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)]
+        found["cuda"] = [setting.fp32_precision for setting in (matmul, cudnn.conv, cudnn.rnn)]
+        found["cpu"] = [setting.fp32_precision for setting in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)]
     return found
 
 def examine(before, allowed):
@@ -132,8 +132,8 @@ torch.manual_seed(0)
 images, filters = torch.randn(8, 64, 16, 16), torch.randn(64, 64, 3, 3)
 rows = torch.randn(256, 512)
 for function, args in ((torch.conv2d, (images, filters)), (torch.mm, (rows, rows.t()))):
-    exact = function(*(each.double() for each in args))
-    error = (function(*(each.cuda() for each in args)).cpu() - exact).abs().max() / exact.abs().max()
+    exact = function(*(value.double() for value in args))
+    error = (function(*(value.cuda() for value in args)).cpu() - exact).abs().max() / exact.abs().max()
     assert error < 1e-5, (function, error)  # about 3e-4 in TF32
 """
 

@@ -386,7 +386,7 @@ def test_checkpointer_delete_keeps_the_checkpoint_named_in_last_checkpoint(tmp_p
 def test_remove_leftovers_deletes_incomplete_files_of_a_killed_save(tmp_path):
     checkpointer = make_run(tmp_path, "model_0000")
     left = ("model_0001.pth", "last_checkpoint", "config.yaml", "metrics.json", "report.html")
-    for name in (*(f".{each}.abc.tmp" for each in left), ".other.tmp", "model_x.tmp"):
+    for name in (*(f".{file}.abc.tmp" for file in left), ".other.tmp", "model_x.tmp"):
         (tmp_path / name).write_text("")
     checkpointer.remove_leftovers()
     names = {path.name for path in tmp_path.iterdir()}

@@ -128,5 +128,5 @@ def test_block_counts_of_each_naming():
         "microsoft": ("layers.0.blocks.1.norm1.weight", "layers.2.blocks.5.norm1.weight"),
         "torchvision": ("features.1.1.norm1.weight", "backbone.features.5.5.norm1.weight"),
     }
-    counts = {kind: block_counts(dict.fromkeys(each, torch.ones(4))) for kind, each in names.items()}
+    counts = {kind: block_counts(dict.fromkeys(keys, torch.ones(4))) for kind, keys in names.items()}
     assert counts == {"timm": [12], "microsoft": [2, 6], "torchvision": [2, 6]}

@@ -188,8 +188,8 @@ def test_separation_is_that_of_a_naive_loop():
     values = []
     for feature, label in zip(unit, labels, strict=True):
         distances = [1 - feature @ mean / np.linalg.norm(mean) for mean in means]
-        own = distances.pop(label) if label >= 0 else 0
-        values.append((min(distances) - own) / max(min(distances), own) if label >= 0 else 0)
+        within = distances.pop(label) if label >= 0 else 0
+        values.append((min(distances) - within) / max(min(distances), within) if label >= 0 else 0)
     assert separation(torch.from_numpy(features), labels) == pytest.approx(np.mean(values), abs=1e-5)
 
 

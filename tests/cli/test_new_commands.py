@@ -71,7 +71,7 @@ def test_init_writes_a_project_whose_readme_commands_run(demo, elsewhere, monkey
     commands = readme_commands(project)
     assert [words[1] for words in commands] == ["train", "train", "eval", "visualize", "check-data"]
     for program, command, *words in commands[:-1]:
-        small = [each for pair in options.items() for each in pair] if command == "train" else ["MODEL.DEVICE=cpu"]
+        small = [text for pair in options.items() for text in pair] if command == "train" else ["MODEL.DEVICE=cpu"]
         assert program == "fastamp" and main([command, *words, *small]) == 0, (command, words)
     assert "loss_norm" in (project / "logs/my_project/metrics.json").read_text()
     assert list((project / "logs/my_project/pictures").rglob("*.png"))

@@ -330,8 +330,8 @@ def test_old_sampler_flags_are_translated_to_a_sampler_name(recipe, release, ide
 def test_old_augmentations_without_probability_get_the_release_default(recipe):
     mapping = {"INPUT": {"DO_AUTOAUG": True, "DO_AUGMIX": True, "DO_FLIP": False, "CJ": {"ENABLED": True}}}
     first, last = recipe(mapping, "v0.1.1").INPUT, recipe(mapping, "v1.0.0").INPUT
-    assert [each.AUTOAUG.PROB for each in (first, last)] == [0.0, 0.0]
-    assert [each.AUGMIX.PROB for each in (first, last)] == [1.0, 0.0]
+    assert [config.AUTOAUG.PROB for config in (first, last)] == [0.0, 0.0]
+    assert [config.AUGMIX.PROB for config in (first, last)] == [1.0, 0.0]
     assert first.AUGMIX.ENABLED and last.AUGMIX.ENABLED and not first.FLIP.ENABLED
     assert (first.CJ.ENABLED, last.CJ.ENABLED) == (False, True)  # it was built and dropped in v0.1.1
 

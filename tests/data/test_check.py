@@ -257,7 +257,7 @@ def test_write_clean_of_test_images_of_one_camera(folder, tmp_path, caplog, prot
     (folder / "set.csv").write_text("\n".join(lines))
     name, clean = f"csv:{folder / 'set.csv'}", folder / "clean.csv"
     drawn = (CsvDataset(folder / "set.csv", seed=seed) for seed in range(50))
-    seed = next(n for n, each in enumerate(drawn) if {each.camera(item.camid) for item in each.gallery} == {"gate"})
+    seed = next(n for n, split in enumerate(drawn) if {split.camera(item.camid) for item in split.gallery} == {"gate"})
     options = ["TEST.PROTOCOL", protocol, "DATASETS.FOLDER.SEED", str(seed)]
     assert check_data.cli([name, "--output", str(tmp_path), "--write-clean", str(clean), *options]) == 0
     content = list(csv.DictReader(clean.open()))
@@ -449,7 +449,8 @@ def test_combining_marks_without_a_font_are_escaped(monkeypatch, text):
     drawn, _ = fonts.drawable_text(text)
     known = {"a", "\u0301"}
     assert drawn == "".join(
-        each if each in known else each.encode("ascii", "backslashreplace").decode() for each in text
+        character if character in known else character.encode("ascii", "backslashreplace").decode()
+        for character in text
     )
 
 
@@ -490,19 +491,19 @@ def ltcc(root, monkeypatch):
 
 def test_numbers_that_differ_from_the_published_ones_are_reported(tmp_path, monkeypatch):
     dataset = ltcc(tmp_path, monkeypatch)
-    (finding,) = (each for each in check_dataset(dataset).findings if "published" in each.fault)
+    (finding,) = (finding for finding in check_dataset(dataset).findings if "published" in finding.fault)
     assert not finding.is_error and finding.count == 6
     assert "train: 2 images, 9576 published" in finding.examples
     assert "query: 1 identity, 75 published" in finding.examples
     monkeypatch.setattr(type(dataset), "published_counts", {"train": (2, 1), "query": (0, 1), "gallery": (1, 0)})
-    assert not [each for each in check_dataset(dataset).findings if "published" in each.fault]
+    assert not [finding for finding in check_dataset(dataset).findings if "published" in finding.fault]
 
 
 @pytest.mark.parametrize(("rule", "found"), [("market1501", False), ("no_camera", True)])
 def test_other_protocol_is_a_note(rule, found, tmp_path, monkeypatch):
     report = check_dataset(ltcc(tmp_path, monkeypatch), protocol=Protocol(rule=rule))
     findings = [finding for finding in report.findings if "protocol" in finding.fault]
-    assert bool(findings) is found and not any(each.is_error for each in findings)
+    assert bool(findings) is found and not any(finding.is_error for finding in findings)
     assert not found or "cloth_changing" in findings[0].examples[0]
 
 

@@ -57,7 +57,7 @@ def test_a_species_with_too_few_identities_gives_its_share_to_the_others():
 def test_single_batches_are_of_one_species_each_with_equal_probability():
     species = [set(SPECIES[batch].tolist()) for batch in batches(make(batch_size=8, single=True), 600, size=8)]
     assert {len(kind) for kind in species} == {1}
-    assert all(170 < count < 230 for count in Counter(each.pop() for each in species).values())
+    assert all(170 < count < 230 for count in Counter(labels.pop() for labels in species).values())
 
 
 def test_stream_depends_on_seed_and_epoch():

@@ -78,7 +78,7 @@ def test_worker_names_the_file(folder):
 
 def test_check_reports_the_file(folder):
     report = check_dataset(build_dataset(f"csv:{folder}/list.csv"))
-    (finding,) = (each for each in report.findings if "damaged" in each.fault)
+    (finding,) = (finding for finding in report.findings if "damaged" in finding.fault)
     assert finding.count == 1 and "2.jpg (line 4)" in finding.examples[0] and not finding.is_error
     assert finding.excluded == {("train", 2)}
 
@@ -100,7 +100,9 @@ def only_decoding_threads(monkeypatch):
     alive = threading.enumerate
     mine = (threading.current_thread(),)
     monkeypatch.setattr(
-        threading, "enumerate", lambda: [each for each in alive() if each in mine or each.name.startswith("fastamp")]
+        threading,
+        "enumerate",
+        lambda: [thread for thread in alive() if thread in mine or thread.name.startswith("fastamp")],
     )
 
 
@@ -119,7 +121,7 @@ def test_threads_name_the_file(where, folder, caplog, capfd, tmp_path):
         cfg = tiny_config(tmp_path)
         torch.save({"model": build_model(cfg).state_dict(), "config": cfg.dump()}, tmp_path / "model.pth")
         assert Predictor(tmp_path / "model.pth", device="cpu")(images).isfinite().all()
-    (message,) = [each for each in caplog.messages if "damaged" in each]
+    (message,) = [message for message in caplog.messages if "damaged" in message]
     assert ("number 2" if "bytes" in where else str(files[2])) in message and "Corrupt JPEG data" in message
 
 
@@ -152,6 +154,6 @@ def test_check_reports_truncated_files_as_unreadable(folder):
     for number, length in ((1, len(content) // 2), (2, 200), (3, len(content) - 2)):
         (folder / f"{number}.jpg").write_bytes(content[:length])
     report = check_dataset(build_dataset(f"csv:{folder}/list.csv"))
-    (finding,) = (each for each in report.findings if "unreadable" in each.fault)
+    (finding,) = (finding for finding in report.findings if "unreadable" in finding.fault)
     assert {row for _, row in finding.excluded} >= {1, 2}
     assert all("cannot read the image" not in example for example in finding.examples)

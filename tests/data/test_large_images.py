@@ -90,7 +90,7 @@ def test_max_pixels_applies_to_predictor_and_dataset_check(tmp_path, checkpoint)
     assert any(
         "48 x 64" in text for finding in check_dataset(dataset, max_pixels=3000).findings for text in finding.examples
     )
-    assert not any("pixels" in text for each in check_dataset(dataset).findings for text in each.examples)
+    assert not any("pixels" in text for finding in check_dataset(dataset).findings for text in finding.examples)
 
 
 @pytest.mark.parametrize("name", NAMES)

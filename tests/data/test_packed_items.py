@@ -114,8 +114,8 @@ def describe(dataset, keys):
     rows = []
     for epoch, position, index in keys:
         item = dataset.items[index]
-        box = None if item.box is None else [int(each) for each in item.box]
-        names = [each if isinstance(each, str) else int(each) for each in (item.pid, item.camid)]
+        box = None if item.box is None else [int(number) for number in item.box]
+        names = [label if isinstance(label, str) else int(label) for label in (item.pid, item.camid)]
         rows.append(
             [
                 int(epoch),
@@ -196,13 +196,13 @@ def large_containers(objects, size):
     """Find the containers with at least ``size`` elements that are reachable from ``objects``."""
     seen, stack, found = set(), list(objects), []
     while stack:
-        each = stack.pop()
-        if id(each) in seen or isinstance(each, (type, types.ModuleType)):
+        value = stack.pop()
+        if id(value) in seen or isinstance(value, (type, types.ModuleType)):
             continue
-        seen.add(id(each))
-        if isinstance(each, (list, tuple, dict, set)) and len(each) >= size:
-            found.append(each)
-        stack += gc.get_referents(each)
+        seen.add(id(value))
+        if isinstance(value, (list, tuple, dict, set)) and len(value) >= size:
+            found.append(value)
+        stack += gc.get_referents(value)
     return found
 
 

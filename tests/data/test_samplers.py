@@ -128,7 +128,7 @@ def test_repeats_in_a_batch_are_counted():
 def test_balanced_sampler_visits_every_identity_once_per_pass():
     sampler, labels, _ = make("balanced", counts=[5] * 9, batch_size=12, num_instances=4)
     passes = chunks([labels[chunk[0]] for chunk in chunks(take(sampler.epoch(0), 9 * 4 * 20), 4)], 9)
-    assert all(sorted(each) == list(range(9)) for each in passes)
+    assert all(sorted(drawn) == list(range(9)) for drawn in passes)
 
 
 def test_balanced_sampler_prefers_different_cameras():

@@ -221,7 +221,7 @@ def test_cache_depends_on_crop_and_interpolation(market_mixed_sizes, tmp_path):
 
     found = [images(*opts, "DATALOADER.CACHE", "disk") for opts in variants]
     assert all(torch.equal(cached, images(*opts)) for cached, opts in zip(found, variants, strict=True))
-    assert torch.equal(found[0], found[-1]) and len({each.float().mean().item() for each in found}) == 5
+    assert torch.equal(found[0], found[-1]) and len({batch.float().mean().item() for batch in found}) == 5
 
 
 def test_cache_without_fixed_image_size_raises(market_mixed_sizes, tmp_path):

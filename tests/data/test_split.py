@@ -34,8 +34,8 @@ def test_hold_out_identities_are_disjoint_and_every_query_has_a_match(seed, coun
     pid_of = {item.path: item.pid for item in items}
     assert not {pid_of[item.path] for item in training} & {pid_of[path] for path in test_paths}
     assert len({pid_of[path] for path in test_paths}) == max(2, round(fraction * len(set(pid_of.values()))))
-    for each in query:
-        assert any(other.pid == each.pid and other.camid != each.camid for other in gallery)
+    for item in query:
+        assert any(other.pid == item.pid and other.camid != item.camid for other in gallery)
     assert {item.pid for item in query + gallery} == set(range(1, len({pid_of[path] for path in test_paths}) + 1))
 
 

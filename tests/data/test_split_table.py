@@ -120,7 +120,7 @@ def test_identity_of_several_columns(table):
     assert all("database" in side for side in sides.values())
     dataset = build_dataset(f"csv:{table.with_name('out.csv')}", cfg_with_identity("pid", "side"))
     assert len({item.pid for item in dataset.train}) == len(sides)
-    assert {dataset.identity(item.pid) for item in dataset.gallery} == {"/".join(each) for each in sides}
+    assert {dataset.identity(item.pid) for item in dataset.gallery} == {"/".join(names) for names in sides}
 
 
 def cfg_with_identity(*columns):
@@ -152,7 +152,7 @@ def test_near_duplicates_stay_on_one_side(tmp_path):
     sides = defaultdict(set)
     for row in rows:
         sides[row["path"][:3]].add(row["split"])
-    assert all(len(each) == 1 for each in sides.values())
+    assert all(len(splits) == 1 for splits in sides.values())
     assert report.leaks["near-duplicates on both sides: 0"] is False
     (tmp_path / "0_0_0.png").write_bytes(b"broken")
     with pytest.raises(DataError, match="0_0_0.png"):

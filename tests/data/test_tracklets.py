@@ -37,12 +37,12 @@ CLIPS = json.loads((Path(__file__).parents[1] / "reference/methods/video1_clips.
 
 def training_set(counts=((5, 1), (3, 9), (4, 4, 4), (2,), (7, 7))):
     """Return labels and tracklets; identity i has tracklets with ``counts[i]`` frames."""
-    labels = [identity for identity, each in enumerate(counts) for count in each for _ in range(count)]
-    frames = [count for each in counts for count in each]
+    labels = [identity for identity, lengths in enumerate(counts) for count in lengths for _ in range(count)]
+    frames = [count for lengths in counts for count in lengths]
     return labels, np.repeat(np.arange(len(frames)), frames)
 
 
-def make(batch_size=24, num_instances=2, frames=4, seed=0, world_size=1, sampling="restricted", **further):
+def make(batch_size=24, num_instances=2, frames=4, seed=0, world_size=1, sampling="restricted", **options):
     labels, tracklets = training_set()
     sampler = TrackletSampler(
         labels=labels,
@@ -54,7 +54,7 @@ def make(batch_size=24, num_instances=2, frames=4, seed=0, world_size=1, samplin
         num_instances=num_instances,
         seed=seed,
         world_size=world_size,
-        **further,
+        **options,
     )
     return sampler, np.array(labels), tracklets
 
@@ -88,11 +88,11 @@ def test_random_selections_are_ascending_and_in_range(subtests):
             with subtests.test(f"{count} {select.__name__}"):
                 rng = np.random.default_rng(0)
                 drawn = [select(count, 4, rng) for _ in range(200)]
-                assert all(len(each) == 4 and each.min() >= 0 and each.max() < count for each in drawn)
-                assert all((np.diff(each) >= 0).all() for each in drawn)
-                assert {int(frame) for each in drawn for frame in each} == set(range(count))
+                assert all(len(frames) == 4 and frames.min() >= 0 and frames.max() < count for frames in drawn)
+                assert all((np.diff(frames) >= 0).all() for frames in drawn)
+                assert {int(frame) for frames in drawn for frame in frames} == set(range(count))
                 if count >= 4:
-                    assert all(len(set(each.tolist())) == 4 for each in drawn)
+                    assert all(len(set(frames.tolist())) == 4 for frames in drawn)
 
 
 def test_clips_equal_those_of_the_dense_sampling_of_cal():
@@ -136,10 +136,10 @@ def test_restricted_frames_come_from_equal_parts():
 def test_batch_has_p_identities_k_tracklets_and_t_frames(sampling):
     sampler, labels, tracklets = make(sampling=sampling)
     for batch in np.array(take(sampler, 0, 24 * 50)).reshape(-1, 3, 2, 4):
-        assert all((tracklets[frames] == tracklets[frames[0]]).all() for each in batch for frames in each)
-        assert all((np.diff(frames) >= 0).all() for each in batch for frames in each)
-        assert len({int(labels[each].max()) for each in batch}) == 3
-        assert all(len(set(labels[each].reshape(-1).tolist())) == 1 for each in batch)
+        assert all((tracklets[frames] == tracklets[frames[0]]).all() for group in batch for frames in group)
+        assert all((np.diff(frames) >= 0).all() for group in batch for frames in group)
+        assert len({int(labels[group].max()) for group in batch}) == 3
+        assert all(len(set(labels[group].reshape(-1).tolist())) == 1 for group in batch)
 
 
 def test_stream_depends_only_on_seed_and_epoch():
@@ -365,7 +365,7 @@ def test_extraction_has_features_of_images_and_figures_use_first_frames(video, m
 
     seen = []
     monkeypatch.setattr(visualize, "similarity_map", lambda model, batch: seen.append(batch["indices"].tolist()))
-    monkeypatch.setattr(visualize, "similarity_figure", lambda pairs, each: None)
+    monkeypatch.setattr(visualize, "similarity_figure", lambda pairs, gallery: None)
     monkeypatch.setattr(visualize, "write", lambda *_, **__: None)
     options = ReportOptions(kinds=("random",), lists=4)
     visualize.draw_set(predictor, f"csv:{video}", {"grad-cam"}, options, video.parent)

@@ -305,7 +305,7 @@ def test_augmentation_does_not_modify_input_images_or_parameters(images):
     first, second = augmentation.apply(images, parameters), augmentation.apply(images, parameters)
     assert torch.equal(images, before) and torch.equal(first, second)
     assert all(
-        torch.equal(each[name], copy[name]) for each, copy in zip(parameters, copies, strict=True) for name in each
+        torch.equal(drawn[name], copy[name]) for drawn, copy in zip(parameters, copies, strict=True) for name in drawn
     )
 
 
@@ -458,9 +458,9 @@ def test_uploaded_augmentation_parameters_equal_parameters_on_the_host(images):
     augment = build_all(*TRANSFORM_REGISTRY)
     parameters = augment.draw([0] * len(images), range(len(images)), SIZE)
     uploaded = upload(parameters, torch.device("cpu"))
-    for each, host in zip(uploaded, parameters, strict=True):
-        assert each == host
-        copies = on_device(each, torch.device("cpu"))
+    for transferred, host in zip(uploaded, parameters, strict=True):
+        assert transferred == host
+        copies = on_device(transferred, torch.device("cpu"))
         assert [*copies] == [*host]
         for name, value in host.items():
             assert copies[name] is not value and copies[name].dtype == value.dtype
@@ -658,10 +658,10 @@ def test_custom_transform_is_inserted_before_transform_named_in_before(custom_tr
     transform, cfg = custom_transform
     transform.before = before
     others = ["RandomHorizontalFlip", "RandomErasing", "RandomPatch"]
-    names = [type(each).__name__ for each in build_transforms(cfg).augment.transforms]
+    names = [type(transform).__name__ for transform in build_transforms(cfg).augment.transforms]
     assert names == others
     cfg.INPUT.DARKEN.ENABLED = True
-    names = [type(each).__name__ for each in build_transforms(cfg).augment.transforms]
+    names = [type(transform).__name__ for transform in build_transforms(cfg).augment.transforms]
     assert names == [*others[:place], "Darken", *others[place:]]
     assert build_transforms(cfg, is_train=False).augment.transforms == []
 

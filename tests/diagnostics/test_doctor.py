@@ -72,7 +72,7 @@ def test_fp32_search_selects_exactly_the_overflowing_layers(gains, names):
     assert found == names and all(any(name in line for line in lines) for name in names)
     assert not passes_check(Net(gains), FLOAT16) and passes_check(Net(gains), FLOAT16, names)
     for name in names:  # each is necessary
-        assert not passes_check(Net(gains), FLOAT16, [each for each in names if each != name])
+        assert not passes_check(Net(gains), FLOAT16, [other for other in names if other != name])
     assert search(Net(gains), BFLOAT16)[0] == []
 
 

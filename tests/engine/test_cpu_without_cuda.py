@@ -40,7 +40,7 @@ def gpu_not_to_be_used(monkeypatch):
     def pin_memory(*args, **kwargs):
         raise AssertionError("memory was pinned")
 
-    names = [name for name, each in vars(torch.cuda).items() if isinstance(each, types.FunctionType)]
+    names = [name for name, value in vars(torch.cuda).items() if isinstance(value, types.FunctionType)]
     names += ["Stream", "Event"]
     forbidden = [name for name in names if name not in ALLOWED and name != "_lazy_call" and not name.startswith("_is")]
     for name in forbidden:

@@ -90,7 +90,7 @@ def test_failed_atomic_write_keeps_the_old_file(tmp_path, room):
     with full_disk(room), pytest.raises(WriteError, match=r"a\.pth.*File too large"):
         write_atomically(path, lambda file: torch.save({"a": torch.zeros(10_000)}, file))
     assert torch.load(path, weights_only=True)["a"].shape == (3,)
-    assert [each.name for each in tmp_path.iterdir()] == ["a.pth"]
+    assert [left.name for left in tmp_path.iterdir()] == ["a.pth"]
 
 
 def test_failed_metrics_write_leaves_no_partial_line(tmp_path):

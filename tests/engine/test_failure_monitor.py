@@ -44,10 +44,10 @@ def test_killed_process_ends_processes_on_another_machine():
     url = f"tcp://127.0.0.1:{free_port()}"
     runs = [preloaded.start(SCRIPT, "killed", "1", "1", "2", machine, url) for machine in "01"]
     done = [run.finish() for run in runs]
-    codes, stderr = [each.returncode for each in done], [each.stderr for each in done]
+    codes, stderr = [process.returncode for process in done], [process.stderr for process in done]
     assert codes == [1, 128 + signal.SIGKILL], stderr
     assert stderr[0].startswith(DIED) and stderr[1].startswith(KILLED)
-    assert not any("Traceback" in each or "peer" in each for each in stderr), stderr
+    assert not any("Traceback" in text or "peer" in text for text in stderr), stderr
 
 
 @pytest.mark.integration
@@ -59,10 +59,10 @@ def test_exception_under_torchrun_ends_blocked_rank_on_another_machine():
     options = (["--rdzv-conf", "is_host=1"], ["--rdzv-conf", "is_host=0", "--monitor-interval", "2"])
     codes, stderr = run_all(*([*torchrun, *option, SCRIPT, "stuck", "1", "1"] for option in options))
     assert codes == [1, 1]
-    for each in stderr:
-        ours = each[each.index("rank 1: ") : each.index("torch/distributed/elastic")]
-        assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, each
-        assert "Connection" not in each and "exitcode  : 1" in each
+    for text in stderr:
+        ours = text[text.index("rank 1: ") : text.index("torch/distributed/elastic")]
+        assert ours.startswith("rank 1: Traceback") and ours.count("AssertionError: a bug") == 1, text
+        assert "Connection" not in text and "exitcode  : 1" in text
 
 
 @pytest.mark.integration
@@ -111,9 +111,9 @@ def test_ranks_exit_after_their_agent_is_killed(tmp_path):
             time.sleep(0.1)
         assert agents[1].wait(60) == 1
     finally:
-        for each in agents:
-            each.kill()
-            each.wait()
+        for agent in agents:
+            agent.kill()
+            agent.wait()
 
 
 def _is_running(pid):

@@ -59,7 +59,7 @@ def test_each_training_image_is_ranked_by_models_that_did_not_see_its_identity(c
     paths = []
     for trainer in trained:
         [(test, _)] = trainer.test_loaders.values()
-        paths.append([{item.path for item in each.dataset.items} for each in (trainer.data_loader, test)])
+        paths.append([{item.path for item in loader.dataset.items} for loader in (trainer.data_loader, test)])
     assert paths[0] == paths[1][::-1] and not paths[0][0] & paths[0][1]
     assert paths[0][0] | paths[0][1] == {item.path for item in whole.items}
 

@@ -27,8 +27,8 @@ class Watch(HookBase):
     def after_forward(self, module, args, output):
         if torch.is_grad_enabled():
             self.graphs.append(output.requires_grad)
-            own = {"", "transformer"}
-            names = {name for name, part in module.named_modules() if part.training and name not in own}
+            trained = {"", "transformer"}
+            names = {name for name, part in module.named_modules() if part.training and name not in trained}
             self.training |= {name for name in names if list(module.get_submodule(name).children()) == []}
 
     def after_backward(self):
@@ -71,7 +71,7 @@ def test_resumed_probe_is_equal_bit_for_bit(probe, demo_root, tmp_path, monkeypa
     (tmp_path / "model_0001.pth").write_bytes((folder / "model_0001.pth").read_bytes())
     (tmp_path / "last_checkpoint").write_text("model_0001.pth")
     run(tmp_path, resume=True)
-    one, other = (torch.load(each / "model_final.pth", weights_only=True) for each in (folder, tmp_path))
+    one, other = (torch.load(source / "model_final.pth", weights_only=True) for source in (folder, tmp_path))
     assert all(torch.equal(tensor, other["model"][name]) for name, tensor in one["model"].items())
     averages = (content["average"]["model"] for content in (one, other))
     first, second = averages

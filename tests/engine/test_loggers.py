@@ -61,7 +61,7 @@ def tracker_warnings(caplog):
 def assert_same_run(first, second):
     one, two = (torch.load(folder / "model_final.pth", weights_only=True) for folder in (first, second))
     for part in ("model", "optimizer", "random"):
-        flat = [torch.utils._pytree.tree_leaves(each[part]) for each in (one, two)]
+        flat = [torch.utils._pytree.tree_leaves(checkpoint[part]) for checkpoint in (one, two)]
         assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*flat, strict=True)), (
             part
         )
@@ -163,7 +163,7 @@ def test_missing_package_is_a_warning(demo, tmp_path, untracked, caplog):
     run(tmp_path, *FILE, "LOGGERS", "missing")
     assert_same_run(tmp_path, untracked)
     found = [record for record in caplog.records if "pip install nothing" in record.getMessage()]
-    assert [each.levelname for each in found] == ["WARNING"]
+    assert [record.levelname for record in found] == ["WARNING"]
 
 
 def test_tensorboard_does_not_change_the_training(demo, tmp_path, untracked):
@@ -231,7 +231,7 @@ def test_seeds_are_one_group(demo, tmp_path):
     assert main(["train", "--seeds", "1", "2", *options]) == 0
     runs = [read_calls(tmp_path / f"study/seed{seed}")[0][1] for seed in (1, 2)]
     assert [run["name"] for run in runs] == ["study-seed1", "study-seed2"]
-    assert [each["group"] for each in runs] == ["study"] * 2
+    assert [run["group"] for run in runs] == ["study"] * 2
 
 
 def test_groups_and_configs_without_trackers():

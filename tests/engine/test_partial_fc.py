@@ -162,9 +162,9 @@ class LargeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for each in tree_leaves(result):
-            dense = isinstance(each, torch.Tensor) and each.layout == torch.strided and each.dim()
-            if dense and len(each) >= self.rows:
+        for tensor in tree_leaves(result):
+            dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.dim()
+            if dense and len(tensor) >= self.rows:
                 self.found.append(func.overloadpacket.__name__)
         return result
 

@@ -127,9 +127,9 @@ def test_image_of_rank_lists_shows_unreadable_images_as_empty(demo, tmp_path, mo
     runs = []
     monkeypatch.setattr("fastamp.engine.hooks.report.write_training_report", runs.append)
     DefaultTrainer(tiny.tiny_config(tmp_path, "TEST.REPORT", "True", "SOLVER.MAX_EPOCH", "1")).train()
-    each = runs[0].sets[0]
-    full = rank_list_image(each)
-    missing = [item._replace(path=str(tmp_path / "missing.jpg")) for item in each.query]
-    empty = rank_list_image(dataclasses.replace(each, query=missing))
+    image_set = runs[0].sets[0]
+    full = rank_list_image(image_set)
+    missing = [item._replace(path=str(tmp_path / "missing.jpg")) for item in image_set.query]
+    empty = rank_list_image(dataclasses.replace(image_set, query=missing))
     assert empty.size == full.size and empty.getpixel((40, 70)) == (255, 255, 255) != full.getpixel((40, 70))
-    assert rank_list_image(dataclasses.replace(each, result=None)) is None
+    assert rank_list_image(dataclasses.replace(image_set, result=None)) is None

@@ -113,9 +113,9 @@ def test_moco_queue_with_two_processes_matches_one_process(folders):
         for name, value in single.items():
             assert torch.equal(first[name], second[name]), (step, name)
             torch.testing.assert_close(first[name], value, rtol=1e-4, atol=1e-6)
-    for each in (one, *two):
-        assert all(torch.equal(each[3][name], value) for name, value in each[2].items())
-        assert not torch.equal(each[4]["key_encoder.backbone.0.weight"], each[3]["key_encoder.backbone.0.weight"])
+    for states in (one, *two):
+        assert all(torch.equal(states[3][name], value) for name, value in states[2].items())
+        assert not torch.equal(states[4]["key_encoder.backbone.0.weight"], states[3]["key_encoder.backbone.0.weight"])
 
 
 @pytest.mark.integration

@@ -78,7 +78,10 @@ def results(tmp_path_factory):
         ("setup", ":4096:2:16:8", "False"),
         ("product", None, "True"),
     ]
-    options = [["MODEL.DEVICE", "cpu", "OUTPUT_DIR", str(folder / "run"), "DETERMINISTIC", each[2]] for each in cases]
+    options = [
+        ["MODEL.DEVICE", "cpu", "OUTPUT_DIR", str(folder / "run"), "DETERMINISTIC", deterministic[2]]
+        for deterministic in cases
+    ]
     arguments = [(first, value, opts) for (first, value, _), opts in zip(cases, options, strict=True)]
     command = [sys.executable, "-c", SCRIPT, json.dumps(arguments), str(folder / "result")]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})

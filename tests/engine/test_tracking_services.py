@@ -136,7 +136,7 @@ def test_wandb_continues_a_failed_run(demo, tmp_path):
     first, second = wandb_runs(folder)
     ids = [record.run.run_id for records in (first, second) for record in records if record.HasField("run")]
     assert len(set(ids)) == 1
-    exits = [record.exit.exit_code for each in (first, second) for record in each if record.HasField("exit")]
+    exits = [record.exit.exit_code for log in (first, second) for record in log if record.HasField("exit")]
     assert exits == [1, 0]
     assert {*wandb_history(first), *wandb_history(second)} >= {*numbers(folder)}
 
@@ -151,8 +151,8 @@ def mlflow_run(folder):
 
 
 def mlflow_metrics(client, run):
-    history = [each for name in run.data.metrics for each in client.get_metric_history(run.info.run_id, name)]
-    return [(each.key, each.step, each.value) for each in history]
+    history = [metric for name in run.data.metrics for metric in client.get_metric_history(run.info.run_id, name)]
+    return [(metric.key, metric.step, metric.value) for metric in history]
 
 
 def mlflow_name(name):
@@ -209,9 +209,9 @@ def clearml_session(folder):
     lines = (session / "metrics.jsonl").read_text().splitlines()
     events = [event for line in lines for event in json.loads(line)]
     scalars = [
-        ("/".join(dict.fromkeys((each["metric"], each["variant"]))), each["iter"], each["value"])
-        for each in events
-        if each["type"] == "training_stats_scalar" and not each["metric"].startswith(":")
+        ("/".join(dict.fromkeys((event["metric"], event["variant"]))), event["iter"], event["value"])
+        for event in events
+        if event["type"] == "training_stats_scalar" and not event["metric"].startswith(":")
     ]
     return content, scalars
 
@@ -225,9 +225,9 @@ def test_clearml_stores_the_run(demo, tmp_path):
     assert sorted(scalars) == expected
     assert content["project_name"] == "cities" and content["name"] == "run"
     assert sorted(content["tags"]) == ["group: study", "night"]
-    config = {name: each["value"] for name, each in content["hyperparams"]["config"].items()}
+    config = {name: entry["value"] for name, entry in content["hyperparams"]["config"].items()}
     assert config.keys() == expected_config(folder).keys() and config["SOLVER.MAX_EPOCH"] == "2"
-    names = [each["key"] for each in content["execution"]["artifacts"]]
+    names = [artifact["key"] for artifact in content["execution"]["artifacts"]]
     assert sorted(names) == ["model_best.pth", "model_final.pth", "report.html"]
 
 

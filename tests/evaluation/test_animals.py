@@ -27,9 +27,9 @@ def protocol(name, *options):
 
 def identities(query, gallery, **columns):
     """Build identities; ``columns`` are values of all images, queries first."""
-    pids = [torch.as_tensor(each) for each in (query, gallery)]
+    pids = [torch.as_tensor(labels) for labels in (query, gallery)]
     n = len(pids[0])
-    values = {name: (torch.as_tensor(each[:n]), torch.as_tensor(each[n:])) for name, each in columns.items()}
+    values = {name: (torch.as_tensor(column[:n]), torch.as_tensor(column[n:])) for name, column in columns.items()}
     return Identities(*pids, *(torch.zeros_like(pid) for pid in pids), values)
 
 
@@ -124,10 +124,10 @@ def best_threshold(trials):
             if is_known:
                 known[pid].append(right and similarity >= threshold)
             new[pid].append(other < threshold)
-        means = [np.mean([np.mean(each) for each in side.values()]) for side in (known, new)]
+        means = [np.mean([np.mean(answers) for answers in side.values()]) for side in (known, new)]
         return math.sqrt(means[0] * means[1])
 
-    values = sorted({each for trial in trials for each in trial[:2]})
+    values = sorted({value for trial in trials for value in trial[:2]})
     candidates = [values[0] - 1, *((a + b) / 2 for a, b in itertools.pairwise(values)), values[-1] + 1]
     return max(map(score, candidates)), score
 
@@ -197,10 +197,10 @@ def test_metrics_by_species_and_their_mean():
     assert set(found["groups"]) == {"0", "1", "2"}
     names = ("Rank-1", "mAP", "BAKS", "BAUS", "BAKS-BAUS", "AUC-new")
     for name in names:
-        mean = np.mean([each[name] for each in found["groups"].values()])
+        mean = np.mean([group[name] for group in found["groups"].values()])
         assert found["mean_over_groups"][name] == pytest.approx(mean)
-    assert sum(each["num_query"] for each in found["groups"].values()) == found["num_query"]
-    assert {each["new_threshold"]["similarity"] for each in found["groups"].values()} == {
+    assert sum(group["num_query"] for group in found["groups"].values()) == found["num_query"]
+    assert {group["new_threshold"]["similarity"] for group in found["groups"].values()} == {
         found["new_threshold"]["similarity"]
     }
     for number in range(3):

@@ -63,9 +63,9 @@ def test_error_rates_equal_those_of_a_naive_loop():
     scores = SetScores(features, identities, metric="cosine")
     found = scores.rates(0.5, 0.3, 0.6, np.ones(36, dtype=bool))
     for name, (errors, trials) in naive_rates(features, identities, 0.5, 0.3, 0.6).items():
-        each = getattr(found, name)
-        assert (each.num_errors, each.num_trials) == (errors, trials), name
-        assert each.rate == pytest.approx(errors / trials) and each.low <= each.rate <= each.high
+        measured = getattr(found, name)
+        assert (measured.num_errors, measured.num_trials) == (errors, trials), name
+        assert measured.rate == pytest.approx(errors / trials) and measured.low <= measured.rate <= measured.high
     assert found.gallery_size == 33 and len(scores.genuine) == 24 and len(scores.impostor) == 36 * 33 / 2
 
 
@@ -79,7 +79,7 @@ def test_thresholds_are_the_wanted_quantiles_on_the_identities_that_choose(metri
     assert not {*first} & {*second} and len(first) == len(second) == 60
     assert found.gallery_size == 59 * 4 and chosen.far.num_identities == 60
     rows = np.isin(identities.query_pids, second)
-    part = Identities(*(each[rows] for each in (identities.query_pids,) * 2 + (identities.query_camids,) * 2))
+    part = Identities(*(labels[rows] for labels in (identities.query_pids,) * 2 + (identities.query_camids,) * 2))
     unit = features[rows] / features[rows].norm(dim=1, keepdim=True) if metric == "cosine" else features[rows]
     scores = unit @ unit.T if metric == "cosine" else torch.cdist(unit, unit)
     decisions = [[found.decide(float(score)) for score in row] for row in scores]
@@ -151,9 +151,9 @@ def test_measured_rates_agree_with_stated_rates_over_20_sets():
 def of_independent_pairs(measured, stated):
     """Negative control: intervals that ignore that pairs share identities."""
     first, second = (
-        dataclasses.replace(each, low=interval.low, high=interval.high)
-        for each in (measured, stated)
-        for interval in [stats.binomtest(each.num_errors, each.num_trials).proportion_ci(method="wilson")]
+        dataclasses.replace(point, low=interval.low, high=interval.high)
+        for point in (measured, stated)
+        for interval in [stats.binomtest(point.num_errors, point.num_trials).proportion_ci(method="wilson")]
     )
     return difference_interval(first, second)
 
@@ -170,8 +170,8 @@ def test_thresholds_of_training_identities_do_not_keep_the_stated_rate():
         features, identities = look_alikes(400, 4, seed=seed)
         trained, _ = split_identities(identities.query_pids.numpy(), 0.5, seed)
         is_trained = torch.from_numpy(np.isin(identities.query_pids, trained))
-        own = torch.nn.functional.one_hot(identities.query_pids, 400).float() * is_trained[:, None]
-        found = calibrate(torch.cat((3 * own, features), 1), identities, metric="cosine", seed=seed, **RATES)
+        one_hot = torch.nn.functional.one_hot(identities.query_pids, 400).float() * is_trained[:, None]
+        found = calibrate(torch.cat((3 * one_hot, features), 1), identities, metric="cosine", seed=seed, **RATES)
         low, _ = difference_interval(found.measured.far, found.chosen.far)
         assert low > 0 and found.measured.far.rate > 2 * found.far
 

@@ -39,7 +39,7 @@ def test_evaluation_warns_if_all_features_are_equal_up_to_rounding(kind, metric,
 @pytest.mark.parametrize("change", [torch.ones_like, lambda features: features.round()])
 def test_warning_about_a_baseline_is_not_about_the_model(change, caplog):
     queries, gallery, ids = random_set(0)
-    features = [change(each[:, :2]) for each in (queries, gallery)]
+    features = [change(side[:, :2]) for side in (queries, gallery)]
     found = compute_metrics(*features, ids, Protocol(resamples=0), baseline="raw pixels")
     assert found.num_indistinct and "raw pixels" in caplog.text and "fix:" in caplog.text
     assert not any(word in caplog.text for word in ("MODEL.WEIGHTS", "SOLVER.BASE_LR", "the model"))

@@ -48,9 +48,9 @@ def test_rule_reads_columns_in_ranking_examples_and_pairs(same_outfit):
     as_cameras = Identities(ids.query_pids, ids.gallery_pids, *ids.columns["clothes"])
     expected = list(naive(pairwise_distance(queries, gallery, "cosine").tolist(), as_cameras))
     assert found.ranking.ap.tolist() == pytest.approx([row[0] for row in expected], abs=1e-12)
-    for each in found.examples.lists["best"]:
-        clothes = ids.columns["clothes"][1][each.gallery[each.matches]]
-        assert (clothes != ids.columns["clothes"][0][each.query]).all()
+    for example in found.examples.lists["best"]:
+        clothes = ids.columns["clothes"][1][example.gallery[example.matches]]
+        assert (clothes != ids.columns["clothes"][0][example.query]).all()
     assert found.examples.cameras is not None  # its rankers see the columns of the gallery images of one camera
 
 
@@ -131,7 +131,7 @@ def test_groups_equal_an_evaluation_of_their_queries_alone(caplog):
         for metric in ("mAP", "Rank-1", "mINP", "metric"):
             assert metrics["groups"][name][metric] == pytest.approx(alone[metric], abs=1e-9)
         assert metrics["groups"][name]["num_query"] == int(rows.sum())
-    mean = np.mean([each["mAP"] for each in metrics["groups"].values()])
+    mean = np.mean([group["mAP"] for group in metrics["groups"].values()])
     assert metrics["mean_over_groups"]["mAP"] == pytest.approx(mean)
     json.dumps(metrics)
     with caplog.at_level(logging.INFO):

@@ -112,8 +112,8 @@ def naive_sysu(distances, ids, drawn):
         kept = [g for g in drawn if not (ids.query_camids[query] == 3 and ids.gallery_camids[g] == 2)]
         order = sorted(kept, key=lambda g: row[g])  # stable: kept is in order of identity and camera
         pids = [int(ids.gallery_pids[g]) for g in order]
-        own = int(ids.query_pids[query])
-        ranks = [rank for rank, pid in enumerate(pids, start=1) if pid == own]
+        query_pid = int(ids.query_pids[query])
+        ranks = [rank for rank, pid in enumerate(pids, start=1) if pid == query_pid]
         if not ranks:
             yield None
             continue
@@ -126,13 +126,13 @@ def random_sysu(seed, *, levels=None, pids=9):
     generator = np.random.default_rng(seed)
     sizes, cameras = (40, 150), ((3, 6), (1, 2, 4, 5))
     both = [generator.integers(0, pids, size) for size in sizes]
-    camids = [generator.choice(each, size) for each, size in zip(cameras, sizes, strict=True)]
+    camids = [generator.choice(choices, size) for choices, size in zip(cameras, sizes, strict=True)]
     centers = generator.standard_normal((pids, 6))
     features = [centers[side] + generator.standard_normal((len(side), 6)) for side in both]
     if levels:
         points = generator.standard_normal((levels, 6))
         features = [points[generator.integers(0, levels, size)] for size in sizes]
-    ids = Identities(*(torch.from_numpy(each) for each in (*both, *camids)))
+    ids = Identities(*(torch.from_numpy(labels) for labels in (*both, *camids)))
     ids.query_pids[:3] = 100  # without a match
     return *(torch.from_numpy(feature) for feature in features), ids
 
@@ -214,12 +214,12 @@ def test_reports_show_the_gallery_of_the_first_trial(rule):
     found = compute_metrics(queries, gallery, ids, Protocol(rule=rule), options)
     lists = found.examples.lists["best"] + found.examples.lists["worst"]
     drawn = draw_images(ids.gallery_pids.numpy(), ids.gallery_camids.numpy(), shots=1, generator=random.Random(0))
-    for each in lists:
-        assert (found.ranking.first_match[each.query] >= 0).any() and each.first_match >= 1
+    for example in lists:
+        assert (found.ranking.first_match[example.query] >= 0).any() and example.first_match >= 1
         if rule != "llcm_sampled_queries":
-            assert set(each.gallery) <= set(drawn)
-        if rule.startswith("sysu") and ids.query_camids[each.query] == 3:
-            assert (ids.gallery_camids[each.gallery] != 2).all()
+            assert set(example.gallery) <= set(drawn)
+        if rule.startswith("sysu") and ids.query_camids[example.query] == 3:
+            assert (ids.gallery_camids[example.gallery] != 2).all()
 
 
 def test_rank_counts_identities_and_not_images():

@@ -60,7 +60,7 @@ def test_balanced_accuracies_equal_naive_loops_with_integers_and_the_text_new():
             hits[label].append(guess == label)
     found = identification.baks(true, predicted, [7, 8]), identification.baus(true, predicted, [7, 8])
     for value, by_identity in zip(found, (hits, misses), strict=True):
-        assert value == pytest.approx(np.mean([np.mean(each) for each in by_identity.values()]), abs=1e-12)
+        assert value == pytest.approx(np.mean([np.mean(values) for values in by_identity.values()]), abs=1e-12)
 
 
 def test_auc_equals_naive_loop_with_ties():

@@ -46,7 +46,7 @@ def test_metrics_with_reranking_expansion_and_roc_are_independent_of_memory_budg
     opts = ["TEST.RERANK", "on", "TEST.AQE", "on", "TEST.ROC", "on"]
     whole = compute_metrics(queries, gallery, ids, protocol(*opts)).metrics()
     parts = compute_metrics(queries, gallery, ids, protocol(*opts, "TEST.MEMORY_BUDGET_MB", "1")).metrics()
-    intervals = [each.pop("intervals") for each in (whole, parts)]
+    intervals = [metrics.pop("intervals") for metrics in (whole, parts)]
     assert whole == pytest.approx(parts, abs=1e-6)
     assert intervals[0]["mAP"] == pytest.approx(intervals[1]["mAP"], abs=1e-6)
 

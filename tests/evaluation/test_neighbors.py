@@ -54,8 +54,8 @@ def test_torch_and_faiss_order_tied_neighbors_identically(seed, size, k, grid, s
         np.testing.assert_array_equal(first, expected)
     # Distances of slightly shifted copies may differ by less than float64 rounding, which depends on the summation.
     distances = np.square(features.double().numpy()[:, None] - features.double().numpy()).sum(-1)
-    found, wanted = (np.take_along_axis(distances, indices, 1) for indices in (first, expected))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-13)
+    found, expected_distances = (np.take_along_axis(distances, indices, 1) for indices in (first, expected))
+    np.testing.assert_allclose(found, expected_distances, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize("backend", ["torch", "faiss"])
@@ -124,12 +124,12 @@ def test_projected_search_computes_all_distances_where_bounds_exclude_too_few():
     features = torch.randn(2000, 40, generator=torch.Generator().manual_seed(3))
     distances = FeatureDistances(features, features, metric="euclidean", memory_budget_mb=0.2)
     parts = list(projected_neighbors.projected_candidates(distances, torch.eye(40)[:, :2], 5, 100, 160))
-    rows, found, values = (torch.cat(each) for each in zip(*parts, strict=True))
+    rows, found, values = (torch.cat(blocks) for blocks in zip(*parts, strict=True))
     assert rows.tolist() == list(range(100, 160))
     expected = exact(features[100:160], features, 5)[0]
     np.testing.assert_array_equal(found.numpy(), expected)
-    wanted = torch.cdist(features[100:160].double(), features.double()).square().sort(1).values[:, :5]
-    np.testing.assert_allclose(values, wanted, rtol=1e-4, atol=1e-4)
+    expected_distances = torch.cdist(features[100:160].double(), features.double()).square().sort(1).values[:, :5]
+    np.testing.assert_allclose(values, expected_distances, rtol=1e-4, atol=1e-4)
 
 
 def test_distances_of_projections_are_lower_bounds_and_flat_features_have_none():

@@ -76,7 +76,7 @@ def test_sampled_pairs_exclude_pairs_of_an_image_with_itself():
 
 def test_pair_sampling_returns_none_without_genuine_or_impostor_pairs():
     features = torch.eye(2)
-    for each in ([1, 2], [1, 1], [-1, -1]):
-        pids = torch.tensor(each)
+    for labels in ([1, 2], [1, 1], [-1, -1]):
+        pids = torch.tensor(labels)
         ids = Identities(pids, pids, torch.zeros(2), torch.zeros(2))
         assert sample_pairs(features, features, ids, metric="cosine", junk=None, same_images=True) is None

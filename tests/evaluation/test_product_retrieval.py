@@ -16,7 +16,7 @@ REFERENCE = Path(__file__).parents[1] / "reference/methods"
 
 def identities(query_pids, gallery_pids):
     """Identities of the two sides; all images are from one camera."""
-    sides = [torch.as_tensor(each, dtype=torch.int64) for each in (query_pids, gallery_pids)]
+    sides = [torch.as_tensor(pids, dtype=torch.int64) for pids in (query_pids, gallery_pids)]
     return Identities(*sides, *map(torch.zeros_like, sides))
 
 
@@ -101,8 +101,8 @@ def test_reports_and_verification_exclude_the_query_itself():
     ids = identities(pids[:10], pids[10:])
     found = compute_metrics(features[:10], features[10:], ids, options, ReportOptions(lists=3, length=50))
     assert (found.roc.num_genuine, found.roc.num_impostor) == (40 * 4, 40 * 35)
-    for each in [one for lists in found.examples.lists.values() for one in lists]:
-        assert each.query not in each.gallery and len(each.gallery) == 39
+    for example in [one for lists in found.examples.lists.values() for one in lists]:
+        assert example.query not in example.gallery and len(example.gallery) == 39
 
 
 @pytest.mark.parametrize("option", ["RERANK", "AQE"])

@@ -93,8 +93,8 @@ def test_custom_protocol_rule_applies_to_ranking_roc_pairs_and_examples(other_ca
     )
     evaluator.evaluate()
     assert (evaluator.pairs.num_genuine, evaluator.pairs.num_impostor) == (len(genuine), len(impostor))
-    for quantiles, each in ((evaluator.pairs.genuine, genuine), (evaluator.pairs.impostor, impostor)):
-        np.testing.assert_allclose(quantiles[[0, -1]], [1 - each.max(), 1 - each.min()], atol=1e-6)
+    for quantiles, similarities in ((evaluator.pairs.genuine, genuine), (evaluator.pairs.impostor, impostor)):
+        np.testing.assert_allclose(quantiles[[0, -1]], [1 - similarities.max(), 1 - similarities.min()], atol=1e-6)
 
 
 def test_error_of_custom_rule_without_matches_does_not_mention_cameras(monkeypatch):
@@ -113,9 +113,9 @@ def test_junk_pairs_are_unchanged_if_queries_are_split_into_spans(other_cameras,
     spans = list(matches.spans(0, 40))
     assert spans == [(first, first + 2) for first in range(0, 40, 2)]
     parts = [(first, matches.pairs(first, last)) for first, last in spans]
-    assert all(len(each.rows) + len(each.junk_rows) <= 250 for _, each in parts)
-    np.testing.assert_array_equal(np.concatenate([first + each.junk_rows for first, each in parts]), whole.junk_rows)
-    np.testing.assert_array_equal(np.concatenate([each.junk_columns for _, each in parts]), whole.junk_columns)
+    assert all(len(pairs.rows) + len(pairs.junk_rows) <= 250 for _, pairs in parts)
+    np.testing.assert_array_equal(np.concatenate([first + pairs.junk_rows for first, pairs in parts]), whole.junk_rows)
+    np.testing.assert_array_equal(np.concatenate([pairs.junk_columns for _, pairs in parts]), whole.junk_columns)
     assert len(list(Matches(ids, junk=SAME_CAMERA).spans(0, 40))) == 1
 
 

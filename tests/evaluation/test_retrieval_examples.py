@@ -88,7 +88,7 @@ def test_retrieval_examples_of_a_large_set_use_sampled_queries():
     again, *_ = evaluate(dataclasses.replace(ALL, pairs=120 * 40, cameras=2), memory_budget_mb=0.005)
     # Products in other blocks round differently, which can move a distance to the next bin of the curve.
     rates = np.linspace(0.01, 0.99, 50)
-    curves = [np.interp(rates, each.roc.far, each.roc.tar) for each in (examples, again.examples)]
+    curves = [np.interp(rates, evaluated.roc.far, evaluated.roc.tar) for evaluated in (examples, again.examples)]
     np.testing.assert_allclose(*curves, atol=0.01)
     np.testing.assert_allclose(examples.cameras.mean_ap, again.examples.cameras.mean_ap)
 

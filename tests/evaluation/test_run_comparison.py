@@ -66,25 +66,27 @@ def test_differences_are_those_of_the_metrics(rankings):
     assert list(found) == ["mAP", "Rank-1", "Rank-3", "mINP"]
     for name, expected in (
         ("mAP", [ranking.mean_ap for ranking in rankings]),
-        ("Rank-1", [each.cmc(1) for each in rankings]),
+        ("Rank-1", [ranking.cmc(1) for ranking in rankings]),
     ):
-        each = found[name]
-        assert [each.first, each.second] == pytest.approx([100 * value for value in expected])
-        assert each.difference == pytest.approx(each.second - each.first)
-        assert 0 < each.low < each.difference < each.high
-        assert each.p_value < 0.001
+        difference = found[name]
+        assert [difference.first, difference.second] == pytest.approx([100 * value for value in expected])
+        assert difference.difference == pytest.approx(difference.second - difference.first)
+        assert 0 < difference.low < difference.difference < difference.high
+        assert difference.p_value < 0.001
 
 
 def test_exchanged_runs_have_the_opposite_difference(rankings):
-    there, back = (compare_rankings(*each, PIDS) for each in (rankings, rankings[::-1]))
-    assert [each.difference for each in there] == pytest.approx([-each.difference for each in back])
-    assert [each.low for each in there] == pytest.approx([-each.high for each in back])
-    assert [each.p_value for each in there] == [each.p_value for each in back]
+    there, back = (compare_rankings(*pair, PIDS) for pair in (rankings, rankings[::-1]))
+    assert [difference.difference for difference in there] == pytest.approx(
+        [-difference.difference for difference in back]
+    )
+    assert [difference.low for difference in there] == pytest.approx([-difference.high for difference in back])
+    assert [difference.p_value for difference in there] == [difference.p_value for difference in back]
 
 
 def test_equal_results_have_no_difference(rankings):
-    for each in compare_rankings(rankings[1], rankings[1], PIDS):
-        assert (each.difference, each.low, each.high, each.p_value) == (0, 0, 0, 1)
+    for difference in compare_rankings(rankings[1], rankings[1], PIDS):
+        assert (difference.difference, difference.low, difference.high, difference.p_value) == (0, 0, 0, 1)
 
 
 def test_copies_of_queries_are_no_further_evidence(rankings):
@@ -175,7 +177,9 @@ def test_command_prints_a_table_and_json(runs, capsys):
     assert main([*words, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     expected = compare_runs(*runs, ranks=[1])[0].differences
-    assert [each["difference"] for each in found["differences"]] == [each.difference for each in expected]
+    assert [difference["difference"] for difference in found["differences"]] == [
+        difference.difference for difference in expected
+    ]
 
 
 def test_command_states_different_evaluations(runs, rankings, tmp_path, capsys):

@@ -28,18 +28,18 @@ def test_cuhk03_cmc_equals_expectation_over_trials():
     for q in range(12):
         if not result.valid[q]:
             continue
-        own = [
+        matches = [
             g for g in range(14)
             if pids[g] == ids.query_pids[q] and ids.gallery_camids[g] != ids.query_camids[q]
         ]  # fmt: skip
         first = 0.0
-        for match in own:
+        for match in matches:
             probability = 1.0
             for pid in set(pids) - {int(ids.query_pids[q])}:
                 images = [g for g in range(14) if pids[g] == pid]
                 farther = [g for g in images if (distances[q][g], g) > (distances[q][match], match)]
                 probability *= len(farther) / len(images)
-            first += probability / len(own)
+            first += probability / len(matches)
         assert result.hits(1)[q].item() == pytest.approx(first, abs=0.04)
 
 
@@ -70,8 +70,8 @@ def test_vehicleid_metrics_equal_naive_loop_over_trials():
     for number, drawn in enumerate(ranker._drawn.tolist()):
         assert sorted(pids[g] for g in drawn) == sorted(set(pids))
         for q in sorted(set(range(50)) - set(drawn)):
-            (own,) = (g for g in drawn if pids[g] == pids[q])
-            rank = rank_of(distances[q], drawn, own)
+            (match,) = (g for g in drawn if pids[g] == pids[q])
+            rank = rank_of(distances[q], drawn, match)
             assert found.ranking.first_match[q, number] == rank
             precisions.append(1 / (rank + 1))
             firsts.append(rank == 0)

@@ -31,9 +31,9 @@ def naive(columns, pool):
         name = row + 100 if tracklet == -1 else tracklet
         groups.setdefault((row >= NUM_QUERY, name), []).append(row)
     rows = list(groups.values())
-    pooled = [columns["features"][each] for each in rows]
-    pooled = [each.mean(0) if pool == "avg" else each.amax(0) for each in pooled]
-    return torch.stack(pooled), [each[0] for each in rows], [len(each) for each in rows]
+    pooled = [columns["features"][frames] for frames in rows]
+    pooled = [tracklet.mean(0) if pool == "avg" else tracklet.amax(0) for tracklet in pooled]
+    return torch.stack(pooled), [frames[0] for frames in rows], [len(frames) for frames in rows]
 
 
 @pytest.mark.parametrize("pool", ["avg", "max"])

@@ -46,7 +46,7 @@ class Browser:
 
     def __enter__(self) -> "Browser":
         targets = self.call("Target.getTargets")["targetInfos"]
-        target = next(each["targetId"] for each in targets if each["type"] == "page")
+        target = next(page["targetId"] for page in targets if page["type"] == "page")
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Log", "Runtime", "Network"):
             self.call(f"{domain}.enable")

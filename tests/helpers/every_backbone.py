@@ -43,7 +43,7 @@ def config(backbone: str, *opts: str) -> CfgNode:
     if not name.startswith("timm/"):
         name = f"build_{name}_backbone"
         opts = ("MODEL.BACKBONE.DEPTH", rest[0], "MODEL.BACKBONE.FEAT_DIM", str(BACKBONES[backbone]), *opts)
-        opts += tuple(each for option in rest[1:] for each in (f"MODEL.BACKBONE.{option}", "True"))
+        opts += tuple(text for option in rest[1:] for text in (f"MODEL.BACKBONE.{option}", "True"))
     if "two_stem" in name:
         two_stems = ("DATASETS.CATEGORIES", "{'modality': ('visible', 'infrared')}")
         opts = (*two_stems, "MODEL.BACKBONE.MODALITY", "infrared", *opts)

@@ -143,8 +143,8 @@ class DeviceValues(DeviceReads):
                 return real
             device = next(leaf.device for leaf in leaves if isinstance(leaf, FakeTensor))
             with _disable_current_modes():
-                out = tree_map(lambda each: self.mode.from_tensor(each.to("meta")), real)  # no memory on the device
-            out = tree_map(lambda each: FakeTensor(self.mode, each, device), out)
+                out = tree_map(lambda value: self.mode.from_tensor(value.to("meta")), real)  # no memory on the device
+            out = tree_map(lambda value: FakeTensor(self.mode, value, device), out)
         elif func is torch.ops.aten._local_scalar_dense.default or func is torch.ops.aten.equal.default:
             return real
         for fake, value in zip(tree_leaves(out), tree_leaves(real), strict=True):

@@ -170,11 +170,11 @@ class _Handler(BaseHTTPRequestHandler):
         return self._send(files[path], x_repo_commit=digest, etag=etag)
 
     def create(self, *, body: bytes, is_writer: bool) -> None:
-        wanted = json.loads(body)
-        name = f"{wanted['organization']}/{wanted['name']}"
+        description = json.loads(body)
+        name = f"{description['organization']}/{description['name']}"
         if name in self.hub.repositories:
             return self._error(409, "", "You already created this model repo")
-        self.hub.add(name, {".gitattributes": b""}, private=wanted.get("visibility") == "private")
+        self.hub.add(name, {".gitattributes": b""}, private=description.get("visibility") == "private")
         return self._json({"url": f"{self.hub.endpoint}/{name}", "name": name})
 
     def validate(self, *, body: bytes, is_writer: bool) -> None:

@@ -217,15 +217,15 @@ def nasty_csv(rng: random.Random, rows: list[list[str]]) -> bytes:
             row[rng.randrange(len(row))] = rng.choice(_CELLS)
         elif kind == 3:
             column = rng.randrange(8)
-            for each in rows:
-                del each[column : column + 1]
+            for line in rows:
+                del line[column : column + 1]
         elif kind == 4:
             rows.append(list(rng.choice(rows)))
         elif kind == 5 and len(rows) > 1:
             rows.remove(row)
         else:
-            for number, each in enumerate(rows):
-                each += [
+            for number, line in enumerate(rows):
+                line += [
                     ("x0", "y0", "x1", "y1")[n] if number == 0 else rng.choice([*_CELLS, "0", "1", "16"])
                     for n in range(4)
                 ]
@@ -247,7 +247,7 @@ def nasty_checkpoint(rng: random.Random, content: Any) -> Any:
         # Choose the depth first: most of the entries are deeply nested random states.
         depth = rng.choice((1, 2, 2, 3, 3, 4, 5))
         found = [place for place in places if len(place) <= depth] or places
-        deepest = [each for each in found if len(each) == depth] or found
+        deepest = [place for place in found if len(place) == depth] or found
         changes[rng.choice(deepest)] = rng.choice(_CHANGES)
     return _changed(content, (), changes, rng)
 
@@ -305,8 +305,8 @@ def _places(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
         for key in value:
             yield from _places(value[key], (*path, key))
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value[:5]):
-            yield from _places(each, (*path, number))
+        for number, element in enumerate(value[:5]):
+            yield from _places(element, (*path, number))
 
 
 def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], Any], rng: random.Random) -> Any:
@@ -315,10 +315,10 @@ def _changed(value: Any, path: tuple[Any, ...], changes: dict[tuple[Any, ...], A
     if not any(place[: len(path)] == path for place in changes):
         return value
     if isinstance(value, dict):
-        inner = {key: _changed(each, (*path, key), changes, rng) for key, each in value.items()}
-        return {key: each for key, each in inner.items() if each is not _DROP}
+        inner = {key: _changed(entry, (*path, key), changes, rng) for key, entry in value.items()}
+        return {key: entry for key, entry in inner.items() if entry is not _DROP}
     if isinstance(value, list | tuple):
-        elements = [_changed(each, (*path, number), changes, rng) for number, each in enumerate(value)]
+        elements = [_changed(element, (*path, number), changes, rng) for number, element in enumerate(value)]
         return type(value)(element for element in elements if element is not _DROP)
     return value
 

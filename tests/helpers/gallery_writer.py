@@ -23,7 +23,7 @@ def main(folder: str, seed: int) -> None:
     random = np.random.default_rng(seed)
     gallery = MutableGallery(folder, GalleryModel(WIDTH, "cosine", "hash", "checkpoint"))
     versions = {item.id: int(item.name) for item in gallery.items}
-    count = 1 + max((int(each.removeprefix("item")) for each in versions), default=-1)
+    count = 1 + max((int(item.removeprefix("item")) for item in versions), default=-1)
     while True:
         action = random.choice(["add", "add", "update", "remove"]) if len(versions) > 8 else "add"
         size = int(random.integers(1, 6))
@@ -32,15 +32,15 @@ def main(folder: str, seed: int) -> None:
             count += size
         else:
             chosen = random.choice(sorted(versions), size, replace=False).tolist()
-            changed = {each: versions[each] + 1 for each in chosen}
-        words = [f"{each}:{-1 if action == 'remove' else version}" for each, version in changed.items()]
+            changed = {item: versions[item] + 1 for item in chosen}
+        words = [f"{item}:{-1 if action == 'remove' else version}" for item, version in changed.items()]
         print("start", *words, flush=True)
         if action == "remove":
             gallery.remove(list(changed))
-            versions = {each: version for each, version in versions.items() if each not in changed}
+            versions = {item: version for item, version in versions.items() if item not in changed}
         else:
-            items = [Item(each, str(version), camera="a" * 2000) for each, version in changed.items()]
-            features = np.stack([feature(each, version) for each, version in changed.items()])
+            items = [Item(item, str(version), camera="a" * 2000) for item, version in changed.items()]
+            features = np.stack([feature(item, version) for item, version in changed.items()])
             (gallery.add if action == "add" else gallery.update)(items, features)
             versions |= changed
         print("done", flush=True)

@@ -29,7 +29,7 @@ def random_set(seed, queries=30, gallery=120, *, width=16, pids=8, cameras=3, no
         for side in sides
     ]
     camids = [random.integers(0, cameras, len(side)) for side in sides]
-    return *features, Identities(*(torch.from_numpy(each) for each in (*sides, *camids)))
+    return *features, Identities(*(torch.from_numpy(values) for values in (*sides, *camids)))
 
 
 def naive_rows(distances, ids, *, cross_camera=True, same_identity_only=True):

@@ -29,15 +29,15 @@ def check_equal_to_fastreid(path: str, folder: Path, different: tuple[str, ...] 
         folder: empty folder for a copy of FastReID's file.
         different: keys with another value.
     """
-    own = ROOT / path
+    recipe = ROOT / path
     content = dict(FILES[path])
     if "_BASE_" in content:
-        content["_BASE_"] = str((own.parent / content["_BASE_"]).resolve())
-    copy = folder / own.name
+        content["_BASE_"] = str((recipe.parent / content["_BASE_"]).resolve())
+    copy = folder / recipe.name
     copy.write_text(yaml.safe_dump(content))
-    project = own.parts[len(ROOT.parts) + 1]
+    project = recipe.parts[len(ROOT.parts) + 1]
     values, expected = (
         {key.path: value for key, value in cfg.keys_below()}
-        for cfg in (read_config(str(own)), read_config(str(copy), plugin=project))
+        for cfg in (read_config(str(recipe)), read_config(str(copy), plugin=project))
     )
     assert {path for path, value in values.items() if value != expected[path]} == set(different)

@@ -34,7 +34,7 @@ def main(folder: Path) -> None:
             "modality": torch.tensor(MODALITIES[rank]),
         }
         sum(parallel(batch).values()).backward()
-    gradients = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.requires_grad}
     torch.save(gradients, folder / f"{rank}.pth")
     try:
         build_model(config("SyncBN"))

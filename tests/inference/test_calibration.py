@@ -119,7 +119,7 @@ def test_search_answers_unknown_below_the_threshold(calibrated, calibration, peo
     assert "match: the best similarity is at least" in text and "unknown: the best similarity is below" in text
     assert run_command(search_command, calibrated, *queries, "--gallery", gallery, "--device", "cpu", "--json") == 0
     written = json.loads(capsys.readouterr().out)
-    assert [each["decision"] for each in written] == ["match", "unknown"] and written[0]["fpir"] == found.fpir
+    assert [decision["decision"] for decision in written] == ["match", "unknown"] and written[0]["fpir"] == found.fpir
 
 
 def test_search_without_calibration_makes_no_decisions(checkpoint, people, tmp_path, capsys):

@@ -54,13 +54,13 @@ def test_compare_uses_reference_pairs_stored_in_the_checkpoint(predictor, run_fo
 
 def test_pair_scores_from_extraction_equal_those_from_evaluation(predictor, checkpoint, two, tmp_path):
     extraction, _ = extract(predictor, "Demo", tmp_path / "demo.npz")
-    own, found = (
+    sampled, found = (
         PairScores(**predictor.extra["pairs"]["Demo"]),
         sample_pair_scores(extraction, seed=predictor.cfg.TEST.SEED),
     )
-    assert (own.num_genuine, own.num_impostor) == (found.num_genuine, found.num_impostor)
-    assert torch.allclose(own.genuine, found.genuine, atol=1e-3)
-    assert torch.allclose(own.impostor, found.impostor, atol=1e-3)
+    assert (sampled.num_genuine, sampled.num_impostor) == (found.num_genuine, found.num_impostor)
+    assert torch.allclose(sampled.genuine, found.genuine, atol=1e-3)
+    assert torch.allclose(sampled.impostor, found.impostor, atol=1e-3)
     bare = Predictor(without_pairs(checkpoint, tmp_path / "bare.pth"), device="cpu")
     nothing = bare.compare(*two)
     assert nothing.pairs is nothing.impostor_fraction is nothing.genuine_fraction is None

@@ -246,7 +246,7 @@ def test_openvino_files_are_both_kept_if_one_cannot_be_written(predictor, tmp_pa
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(WriteError, match="No space"):
         export(predictor, path, data="")
-    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == dict.fromkeys(
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == dict.fromkeys(
         ("model.xml", "model.bin"), "the last one"
     )
 
@@ -326,7 +326,7 @@ def test_export_with_failed_parity_check_keeps_the_existing_file(demo, checkpoin
         assert re.search(message, error) and "random, batch of 3" in error and "fix:" in error
         monkeypatch.undo()
         monkeypatch.setenv("FASTAMP_DATASETS", str(demo))
-    assert [each.name for each in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
+    assert [file.name for file in path.parent.iterdir()] == ["model.pt2"] and path.read_text() == "the last one"
 
 
 @pytest.mark.integration
@@ -395,7 +395,7 @@ def test_export_rejects_invalid_arguments(predictor, checkpoint, tmp_path, monke
     torch.save({"model": content["model"]}, tmp_path / "bare.pth")
     assert run(tmp_path / "bare.pth", tmp_path / "model.onnx", "--device", "cpu") == 2
     assert "config" in capsys.readouterr().err
-    assert {each.name for each in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
+    assert {file.name for file in tmp_path.iterdir()} == {"folder.onnx", "bare.pth"}
 
 
 def test_export_raises_if_model_cannot_be_traced(tmp_path, capfd):

@@ -64,7 +64,7 @@ def test_exported_features_equal_pytorch_features_for_every_model_type(
     with caplog.at_level("INFO"):
         report = export(predictor, tmp_path / f"model{suffix}", precision=precision)
     difference = max(comparison.difference for comparison in report.comparisons)
-    cosine = min(each.min_cosine for each in report.comparisons)
+    cosine = min(comparison.min_cosine for comparison in report.comparisons)
     record_property("export", (model, f"{suffix} {precision}", difference, cosine))  # printed by tests/conftest.py
     assert ("MODEL.BACKBONE.DEPLOY" in caplog.text) == (model == "repvgg A0")
     assert difference < (1e-4 if precision == "float32" else 0.02)
@@ -78,6 +78,6 @@ def bytes_of_weights(report):
     if report.path.suffix in (".onnx", ".xml"):
         return report.size - 2**20
     with zipfile.ZipFile(report.path) as archive:
-        entries = [each for each in archive.infolist() if re.search("/weights/|/constants/|/data/", each.filename)]
+        entries = [entry for entry in archive.infolist() if re.search("/weights/|/constants/|/data/", entry.filename)]
     assert entries
     return sum(entry.file_size for entry in entries if not entry.filename.endswith(".json"))

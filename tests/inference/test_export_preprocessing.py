@@ -85,8 +85,8 @@ def test_features_of_images_of_any_size_equal_those_of_the_predictor(demo, predi
     assert {"random, batch of 32, 32 x 64 pixels", "Demo, 30 images"} < {
         comparison.images for comparison in report.comparisons
     }
-    assert min(each.min_cosine for each in report.comparisons) > 0.9999 and report.map_difference == 0
-    files = {each.suffix: each.read_bytes() for each in tmp_path.iterdir()}
+    assert min(comparison.min_cosine for comparison in report.comparisons) > 0.9999 and report.map_difference == 0
+    files = {file.suffix: file.read_bytes() for file in tmp_path.iterdir()}
     model, expected = FORMATS[suffix].runner(files), predictor.features(photos)
     for number, path in enumerate(photos):
         image = read_image(str(path)).movedim(0, -1)
@@ -106,7 +106,7 @@ def test_exported_model_runs_the_preprocessing_inside(predictor, photos, tmp_pat
     assert torch.cosine_similarity(model.features(photos), expected).min() > 0.9999
     frame = np.asarray(Image.open(photos[1]))
     boxes = [[3, 5, 60, 90], [-5, -5, 0, 0], [10, 10, 33, 64]]
-    found, of_boxes = (each.features(frame, boxes=boxes, color="bgr") for each in (model, predictor))
+    found, of_boxes = (extractor.features(frame, boxes=boxes, color="bgr") for extractor in (model, predictor))
     assert found[1].isnan().all()
     assert torch.cosine_similarity(found[[0, 2]], of_boxes[[0, 2]]).min() > 0.9999
 

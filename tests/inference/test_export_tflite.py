@@ -82,7 +82,7 @@ class StandIn:
             ("both", "CONV_2D", [False, True], [trunk, head]),
         ]
         keys = ("name", "kind", "constants", "modules")
-        (folder / "operators.json").write_text(json.dumps([dict(zip(keys, each, strict=True)) for each in found]))
+        (folder / "operators.json").write_text(json.dumps([dict(zip(keys, values, strict=True)) for values in found]))
 
     def calibrate(self, folder):
         self.calibrated = len(np.load(folder / "inputs.npz")["images"])
@@ -146,7 +146,7 @@ def test_tflite_file_reproduces_features_and_carries_metadata(demo, predictor, t
     path = tmp_path / "model.tflite"
     report = export(predictor, path, precision=precision, tolerance=5)
     assert {"random, batch of 32", "Demo, 30 images"} < {comparison.images for comparison in report.comparisons}
-    difference = max(each.difference for each in report.comparisons)
+    difference = max(comparison.difference for comparison in report.comparisons)
     assert difference < 1e-4 if precision == "float32" else 0 < difference < 0.02
     metadata = metadata_of(path)
     assert metadata["precision"] == precision and metadata["input_size"] == [64, 32]
@@ -171,8 +171,8 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     tensors = interpreters.Interpreter(model_path=str(path)).get_tensor_details()
     scales = [tensor["quantization_parameters"]["scales"] for tensor in tensors if tensor["dtype"] == np.int8]
     assert max(map(len, scales)) == len(np.unique(max(scales, key=len))) > 1
-    head = [each for each in tensors if each["name"].startswith("model.heads")]
-    assert head and np.int8 not in {each["dtype"] for each in head}
+    head = [tensor for tensor in tensors if tensor["name"].startswith("model.heads")]
+    assert head and np.int8 not in {tensor["dtype"] for tensor in head}
 
     monkeypatch.setattr("fastamp.inference.export.quantize.MAX_ERROR", 1e-12)
     monkeypatch.setattr(tflite_quantize, "MAX_ERROR", 1e-12)
@@ -180,7 +180,7 @@ def test_int8_file_has_one_scale_for_each_output_channel_and_a_head_in_float32(d
     export(predictor, path, **options)
     assert set(metadata_of(path)["quantization"]["float_layers"]) == {"model.backbone.0", "model.backbone.4"}
     tensors = interpreters.Interpreter(model_path=str(path)).get_tensor_details()
-    assert all(len(each["quantization_parameters"]["scales"]) <= 1 for each in tensors)  # no weights
+    assert all(len(tensor["quantization_parameters"]["scales"]) <= 1 for tensor in tensors)  # no weights
 
 
 @pytest.mark.integration

@@ -463,12 +463,12 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
     for _ in range(2):
         assert open_gallery(images, of=predictor, index=index).path == index
     assert foreign.read_bytes() == content
-    own = tmp_path / f"gallery.{predictor.config_hash}.npz"
-    assert {path.name for path in tmp_path.glob("gallery*")} == {foreign.name, own.name, index.name}
+    cache = tmp_path / f"gallery.{predictor.config_hash}.npz"
+    assert {path.name for path in tmp_path.glob("gallery*")} == {foreign.name, cache.name, index.name}
     shutil.copytree(images, tmp_path / "other")
     extract(predictor, tmp_path / "other", tmp_path / "other.npz")
     extract(predictor, "Demo", tmp_path / "demo.npz")
-    arrays = dict(np.load(own)) | {"config_hash": np.array("another")}
+    arrays = dict(np.load(cache)) | {"config_hash": np.array("another")}
     np.savez(tmp_path / "model.npz", **arrays)
     for name, cause in (
         ("gallery.npz", "missing arrays"),
@@ -476,14 +476,14 @@ def test_search_in_a_folder_overwrites_no_other_file(predictor, images, tmp_path
         ("demo.npz", "extraction of a dataset"),
         ("model.npz", "different model"),
     ):
-        for path, options in ((own, {"index": index}), (tmp_path / f"images.{predictor.config_hash}.npz", {})):
+        for path, options in ((cache, {"index": index}), (tmp_path / f"images.{predictor.config_hash}.npz", {})):
             content = shutil.copy(tmp_path / name, path).read_bytes()
             with pytest.raises(ConfigError, match=rf"(?s){path.name}.*{cause}.*fix:"):
                 open_gallery(images, of=predictor, **options)
             assert path.read_bytes() == content
-    own.unlink()
-    own.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(ConfigError, match=rf"{own.name}.*No such file"):
+    cache.unlink()
+    cache.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=rf"{cache.name}.*No such file"):
         open_gallery(images, of=predictor, index=index)
 
 
@@ -538,7 +538,7 @@ def test_search_shows_missing_values_as_unknown(predictor, checkpoint, tmp_path,
     items = build_dataset("Demo").gallery[:4]
     cells = ["lion,3,0.5,-1", ",,,0", "lion,,,-1", ",5,1.5,-2"]
     rows = zip(items, cells, strict=True)
-    lines = [f"{item.path},{number},gallery,{each}" for number, (item, each) in enumerate(rows)]
+    lines = [f"{item.path},{number},gallery,{cell}" for number, (item, cell) in enumerate(rows)]
     file, out = tmp_path / "missing.csv", tmp_path / "missing.npz"
     file.write_text("\n".join(["path,pid,split,species,age,weight,change", *lines]))
     found, _ = extract(predictor, file, out)

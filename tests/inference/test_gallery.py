@@ -47,9 +47,9 @@ def naive_search(stored, queries, k, metric):
     for query in queries.astype(np.float64):
         scores = {}
         for item_id, feature in stored.items():
-            each = feature.astype(np.float64)
-            cosine = query @ each / (np.linalg.norm(query) * np.linalg.norm(each))
-            scores[item_id] = cosine if metric == "cosine" else -np.linalg.norm(query - each)
+            vector = feature.astype(np.float64)
+            cosine = query @ vector / (np.linalg.norm(query) * np.linalg.norm(vector))
+            scores[item_id] = cosine if metric == "cosine" else -np.linalg.norm(query - vector)
         found.append(sorted(scores.items(), key=lambda pair: -pair[1])[:k])
     ids = [[item_id for item_id, _ in row] for row in found]
     return ids, np.abs([[score for _, score in row] for row in found]) if metric != "cosine" else np.array(
@@ -75,15 +75,15 @@ def test_search_equals_a_naive_search_after_random_changes(tmp_path, metric):
         size = int(random.integers(1, 9))
         features = random.standard_normal((size, WIDTH)).astype(np.float32)
         if action == "add":
-            ids = [f"{number}-{each}" for each in range(size)]
+            ids = [f"{number}-{row}" for row in range(size)]
         else:
             ids = random.choice(sorted(stored), size, replace=False).tolist()
         changing = gallery if number % 3 else other
         if action == "remove":
             changing.remove(ids)
-            stored = {each: feature for each, feature in stored.items() if each not in ids}
+            stored = {item: feature for item, feature in stored.items() if item not in ids}
         else:
-            getattr(changing, action)([Item(each, name=f"{number}") for each in ids], features)
+            getattr(changing, action)([Item(item, name=f"{number}") for item in ids], features)
             stored |= dict(zip(ids, features, strict=True))
             assert changing.item(ids[0]).name == f"{number}"
         assert len(gallery.search(features, 1).rows) == size and len(gallery) == len(stored)
@@ -110,8 +110,8 @@ def test_candidates_are_compared_exactly_and_follow_changes(tmp_path, monkeypatc
         assert loaded.kind == "ivfpq" and loaded.recall == recall
         queries = (centers[:40] + random.standard_normal((40, WIDTH))).astype(np.float32)
         exact = gallery.search(queries, 10, exact=True)
-        for each in (gallery, loaded):
-            found = each.search(queries, 10)
+        for opened in (gallery, loaded):
+            found = opened.search(queries, 10)
             ids = zip(found.columns["id"].tolist(), exact.columns["id"].tolist(), strict=True)
             assert np.mean([len({*a} & {*b}) for a, b in ids]) >= 9  # of 10
             same = found.columns["id"] == exact.columns["id"]
@@ -171,7 +171,7 @@ def acknowledged(lines, stored):
         if line.startswith("start"):
             started = {word.partition(":")[0]: int(word.partition(":")[2]) for word in line.split()[1:]}
         elif line == "done":
-            stored = {each: version for each, version in (stored | started).items() if version >= 0}
+            stored = {item: version for item, version in (stored | started).items() if version >= 0}
             started = {}
     return stored, started
 
@@ -194,11 +194,11 @@ def kill_writer(folder, seed, seconds):
 def check_contents(folder, lines, stored):
     """Check that all acknowledged changes are stored, and all or nothing of the last one; return the items."""
     expected, started = acknowledged(lines, stored)
-    after = {each: version for each, version in (expected | started).items() if version >= 0}
+    after = {item: version for item, version in (expected | started).items() if version >= 0}
     with MutableGallery(folder) as gallery:
         found = {item.id: int(item.name) for item in gallery.items}
         assert found in (expected, after)
-        queries = np.stack([gallery_writer.feature(each, version) for each, version in found.items()])
+        queries = np.stack([gallery_writer.feature(item, version) for item, version in found.items()])
         result = gallery.search(queries, 1)
     assert result.columns["id"][:, 0].tolist() == list(found) and np.allclose(result.scores, 1, atol=1e-5)
     return found
@@ -228,7 +228,7 @@ def test_check_for_lost_changes_detects_a_lost_change(tmp_path):
 def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
     gallery = MutableGallery(tmp_path / "a.gallery", model())
     features = np.eye(3, WIDTH, dtype=np.float32)
-    gallery.add([Item(each) for each in "abc"], features)
+    gallery.add([Item(name) for name in "abc"], features)
     for change in (
         lambda: gallery.add([Item("d"), Item("a")], features[:2]),
         lambda: gallery.add([Item("d"), Item("d")], features[:2]),
@@ -248,9 +248,9 @@ def test_invalid_changes_change_nothing(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
         patch.setattr(type(gallery._store), "insert", lambda *_: 1 / 0)
         gallery.add([Item("d")], features[:1])
-    for each in (gallery, MutableGallery(tmp_path / "a.gallery")):
-        assert [item.id for item in each.items] == ["a", "b", "c"] and each.items[0].name == ""
-        assert each.search(features, 1).columns["id"][:, 0].tolist() == ["a", "b", "c"]
+    for opened in (gallery, MutableGallery(tmp_path / "a.gallery")):
+        assert [item.id for item in opened.items] == ["a", "b", "c"] and opened.items[0].name == ""
+        assert opened.search(features, 1).columns["id"][:, 0].tolist() == ["a", "b", "c"]
 
 
 def test_metadata_pictures_and_conditions(tmp_path):
@@ -260,18 +260,18 @@ def test_metadata_pictures_and_conditions(tmp_path):
     gallery.add(items, np.eye(4, WIDTH))
     gallery.update([Item("3", "new", camera="c9")])  # keeps feature and picture
     loaded = MutableGallery(tmp_path / "a.gallery")
-    for each in (gallery, loaded):
-        assert [each.picture(item_id) for item_id in ("0", "3", "none")] == [b"jpeg", b"jpeg", None]
-        assert each.item("3") == Item("3", "new", camera="c9") and each.item("1").time == 10.5
-        found = each.search(np.eye(4, WIDTH)[3:], 1)
+    for opened in (gallery, loaded):
+        assert [opened.picture(item_id) for item_id in ("0", "3", "none")] == [b"jpeg", b"jpeg", None]
+        assert opened.item("3") == Item("3", "new", camera="c9") and opened.item("1").time == 10.5
+        found = opened.search(np.eye(4, WIDTH)[3:], 1)
         assert (found.paths[0, 0], found.pids[0, 0], found.cameras[0, 0]) == ("new", "-1", "c9")
-        assert each.rows_where(cameras=["c0"]).tolist() == [0, 1]
-        assert each.rows_where(identities=["p0"], cameras=["c1"]).tolist() == [2]
-        assert each.rows_where(after=0.0, before=10.5).tolist() == [0]
-        assert each.rows_where(after=10.5).tolist() == [1]
-        result, count = each.search_where(np.ones((1, WIDTH)), 5, {"cameras": ["c0"]})
+        assert opened.rows_where(cameras=["c0"]).tolist() == [0, 1]
+        assert opened.rows_where(identities=["p0"], cameras=["c1"]).tolist() == [2]
+        assert opened.rows_where(after=0.0, before=10.5).tolist() == [0]
+        assert opened.rows_where(after=10.5).tolist() == [1]
+        result, count = opened.search_where(np.ones((1, WIDTH)), 5, {"cameras": ["c0"]})
         assert sorted(result.columns["id"][0].tolist()) == ["0", "1"] and count == 2
-        result, count = each.search_where(np.ones((2, WIDTH)), 5, {"cameras": ["c8"]})
+        result, count = opened.search_where(np.ones((2, WIDTH)), 5, {"cameras": ["c8"]})
         assert result.rows.shape == (2, 0) and count == 0
     gallery.remove(["0"])
     assert gallery.picture("0") is None

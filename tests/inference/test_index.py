@@ -102,9 +102,9 @@ def test_predictor_search_returns_matching_gallery_images(predictor, gallery, tm
 def test_search_in_an_index_from_a_different_model_raises(predictor, gallery, checkpoint, tmp_path):
     other = Predictor(checkpoint, device="cpu", opts=["INPUT.SIZE_TEST", "(32, 32)"])
     index = open_gallery(gallery.path)
-    for each in (gallery.path, index.path, index):
+    for source in (gallery.path, index.path, index):
         with pytest.raises(DataError, match=f"{predictor.config_hash}(.|\n)*{other.config_hash}"):
-            other.search(np.zeros((8, 8, 3), np.uint8), each)
+            other.search(np.zeros((8, 8, 3), np.uint8), source)
 
 
 def test_loading_a_damaged_index_raises(gallery, tmp_path):

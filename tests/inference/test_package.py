@@ -73,7 +73,7 @@ def test_card_has_the_metrics_that_the_run_recorded(run_folder, packaged):
     metadata, text = read_card(packaged)
     row = metrics_of(run_folder)
     (result,) = metadata["model-index"][0]["results"]
-    values = {each["type"]: each["value"] for each in result["metrics"]}
+    values = {metric["type"]: metric["value"] for metric in result["metrics"]}
     assert values == {name: round(row[f"Demo/{name}"], 4) for name in ("Rank-1", "Rank-5", "Rank-10", "mAP", "mINP")}
     shown = f"{row['Demo/mAP']:.2f} ({row['Demo/mAP low']:.2f} to {row['Demo/mAP high']:.2f})"
     assert f"| {shown} |" in text and "Market-1501 (images of the query's identity and camera are junk)" in text
@@ -120,7 +120,7 @@ def test_card_states_that_metrics_are_missing_and_eval_adds_them(demo, run_folde
     found = json.loads((tmp_path / "eval/metrics_eval.json").read_text())
     assert main([*command, str(tmp_path / "with"), "--metrics", str(tmp_path / "eval/metrics_eval.json")]) == 0
     metadata, text = read_card(tmp_path / "with")
-    values = {each["type"]: each["value"] for each in metadata["model-index"][0]["results"][0]["metrics"]}
+    values = {metric["type"]: metric["value"] for metric in metadata["model-index"][0]["results"][0]["metrics"]}
     assert values["mAP"] == round(found["metrics"]["Demo"]["mAP"], 4)
     capsys.readouterr()
     # of another file, and of this file with other features
@@ -147,7 +147,7 @@ def test_metrics_of_other_weights_are_not_in_the_card(run_folder, tmp_path, capl
 def test_checkpoint_after_further_training_has_no_metrics(demo, tmp_path):
     tiny.train(tmp_path, "SOLVER.MAX_EPOCH", "3", "TEST.EVAL_PERIOD", "2")
     entries = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("model_*.pth")}
-    assert {name for name, each in entries.items() if "evaluation" in each} >= {"model_best.pth", "model_final.pth"}
+    assert {name for name, entry in entries.items() if "evaluation" in entry} >= {"model_best.pth", "model_final.pth"}
     assert "evaluation" not in entries["model_0000.pth"] and "evaluation" in entries["model_0001.pth"]
     found = entries["model_final.pth"]["evaluation"]["metrics"]["Demo"]
     assert found["mAP"] == metrics_of(tmp_path)["Demo/mAP"]

@@ -112,8 +112,8 @@ def test_predictor_raises_if_features_are_not_finite(checkpoint, tmp_path):
 def test_predictor_and_trainer_load_the_same_weights(demo, checkpoint):
     predictor = fastamp.Predictor(checkpoint, device="cpu")
     model, _ = DefaultTrainer.load_model(predictor.cfg)
-    own = predictor.model.state_dict()
-    assert all(torch.equal(tensor, own[name]) for name, tensor in model.state_dict().items())
+    state = predictor.model.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.integration

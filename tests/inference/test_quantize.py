@@ -32,14 +32,14 @@ def int8_model(path):
     import onnx
 
     graph = onnx.load(path).graph
-    return graph.node, {each.name: onnx.numpy_helper.to_array(each) for each in graph.initializer}
+    return graph.node, {constant.name: onnx.numpy_helper.to_array(constant) for constant in graph.initializer}
 
 
 def weight_scales(path):
     """Return the int8 weights of an ONNX file with their scales."""
     nodes, constants = int8_model(path)
     inputs = [node.input for node in nodes if node.op_type == "DequantizeLinear" and node.input[0] in constants]
-    return [(constants[each[0]], constants[each[1]]) for each in inputs if constants[each[0]].dtype == np.int8]
+    return [(constants[names[0]], constants[names[1]]) for names in inputs if constants[names[0]].dtype == np.int8]
 
 
 def untrained(path, backbone, *opts):
@@ -70,7 +70,7 @@ def test_calibration_images_are_spread_over_identities():
 
 def test_calibration_images_have_the_preprocessing_of_the_evaluation(predictor):
     found = calibration_images.load_calibration_images(predictor, 40)
-    assert (found.title, found.count, [len(each["images"]) for each in found.batches]) == ("Demo", 40, [32, 8])
+    assert (found.title, found.count, [len(batch["images"]) for batch in found.batches]) == ("Demo", 40, [32, 8])
     batch = found.batches[0]
     assert len(set(batch["targets"][:16].tolist())) == 16  # all identities
     for path, image in zip(batch["img_paths"][:3], batch["images"], strict=False):
@@ -121,7 +121,7 @@ def test_int8_export_is_calibrated_with_the_cameras_of_the_training_images(demo,
     nodes, constants = int8_model(report.path)
     products = [node for node in nodes if node.op_type == "MatMul" and not set(node.input) & constants.keys()]
     outputs = {output: node for node in nodes for output in node.output}
-    attention = [node for node in products if "Softmax" in {outputs[each].op_type for each in node.input}]
+    attention = [node for node in products if "Softmax" in {outputs[name].op_type for name in node.input}]
     assert len(attention) == 1  # in float32
 
 
@@ -223,12 +223,12 @@ def test_instance_norm_is_exported_in_evaluation_mode(demo, tmp_path, backbone):
     export(predictor, path, precision="int8", tolerance=100, calibration_images=32)
     nodes, _ = int8_model(path)
     assert any(node.op_type == "InstanceNormalization" for node in nodes)
-    assert not any(each.name == "training_mode" and each.i for node in nodes for each in node.attribute)
+    assert not any(attribute.name == "training_mode" and attribute.i for node in nodes for attribute in node.attribute)
     run = FORMATS[".onnx"].runner({".onnx": path.read_bytes()})
     images = torch.randint(256, (5, 3, 64, 32), generator=torch.Generator().manual_seed(0)).float()
     together = run({"images": images})
-    for each, expected in zip(images, together, strict=True):
-        torch.testing.assert_close(run({"images": each[None]})[0], expected, rtol=0, atol=1e-3 * together.abs().max())
+    for image, expected in zip(images, together, strict=True):
+        torch.testing.assert_close(run({"images": image[None]})[0], expected, rtol=0, atol=1e-3 * together.abs().max())
 
 
 @pytest.mark.extras

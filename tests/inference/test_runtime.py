@@ -32,7 +32,8 @@ def predictor(checkpoint):
 
 
 @pytest.fixture(
-    scope="module", params=[".onnx", *(pytest.param(each, marks=pytest.mark.extras) for each in (".xml", ".tflite"))]
+    scope="module",
+    params=[".onnx", *(pytest.param(suffix, marks=pytest.mark.extras) for suffix in (".xml", ".tflite"))],
 )
 def exported(request, predictor, tmp_path_factory):
     pytest.importorskip({".onnx": "onnxruntime", ".xml": "openvino", ".tflite": "ai_edge_litert"}[request.param])
@@ -119,7 +120,7 @@ def test_threads_do_not_share_the_interpreter_of_a_tflite_file(monkeypatch):
     monkeypatch.setitem(sys.modules, "ai_edge_litert.interpreter", module)
     session = open_tflite(b"")
     images = [np.full((2, 3), number, dtype=np.float32) for number in range(40)]
-    found = in_threads(lambda each: session.run({"images": each}), images)
+    found = in_threads(lambda image: session.run({"images": image}), images)
     np.testing.assert_array_equal(np.stack(found), np.stack(images))
 
 

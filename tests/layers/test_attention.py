@@ -89,6 +89,6 @@ def test_dot_product_attention_with_gradients_computes_in_float32_on_a_cpu(dtype
 def test_dot_product_attention_without_gradients_is_not_cast(dtype):
     """Exported models are traced on a CPU, also for devices with fast kernels in low precision."""
     packed = torch.randn(3, 2, 3, 17, 8).to(dtype)
-    traced = torch.jit.trace(lambda each: dot_product_attention(*each.unbind(0)), packed)
+    traced = torch.jit.trace(lambda packed: dot_product_attention(*packed.unbind(0)), packed)
     assert "aten::scaled_dot_product_attention" in str(traced.graph)
     assert "aten::to" not in str(traced.graph)

@@ -91,9 +91,9 @@ def test_sub_center_and_monotonic_layers_equal_the_numbers_of_miewid():
     }
     layers["subcenter"].set_class_counts(data["class_counts"])
     assert layers["subcenter"].margins.numpy() == pytest.approx(data["dynamic_margins"], abs=1e-6)
-    for name, each in layers.items():
+    for name, layer in layers.items():
         features = torch.from_numpy(data["embeddings"]).requires_grad_()
-        logits, _ = each(features, weight if name == "subcenter" else weight[::2], targets)
+        logits, _ = layer(features, weight if name == "subcenter" else weight[::2], targets)
         loss = functional.cross_entropy(logits, targets)
         loss.backward()
         assert loss.item() == pytest.approx(float(data[f"{name}_loss"]), rel=1e-6)
@@ -108,10 +108,10 @@ def sub_centers(**options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sub_center_softmax_matches_a_naive_loop(dtype):
-    each = sub_centers(num_classes=4, centers=3)
-    each.set_class_counts([1, 16, 81, 5])
+    layer = sub_centers(num_classes=4, centers=3)
+    layer.set_class_counts([1, 16, 81, 5])
     features, weight, targets = torch.randn(8, 5, dtype=dtype), torch.randn(12, 5, dtype=dtype), torch.arange(8) % 4
-    for_loss, for_accuracy = each(features, weight, targets)
+    for_loss, for_accuracy = layer(features, weight, targets)
     rarity = [n**-0.25 for n in (1, 16, 81, 5)]
     for i in range(8):
         for j in range(4):
@@ -122,15 +122,15 @@ def test_sub_center_softmax_matches_a_naive_loop(dtype):
             expected = math.cos(math.acos(cosine) + margin) if targets[i] == j else cosine
             assert for_loss[i, j].item() == pytest.approx(SCALE * expected, abs=2e-4)
             assert for_accuracy[i, j].item() == pytest.approx(SCALE * cosine, abs=2e-4)
-    assert each.logits(features, weight).equal(for_accuracy)
+    assert layer.logits(features, weight).equal(for_accuracy)
 
 
 def test_sub_center_margins_are_defined_for_equal_counts_one_class_and_no_counts():
     for counts in ([7, 7, 7], [3], [0, 1]):
-        each = sub_centers(num_classes=len(counts))
-        assert each.margins.tolist() == [0.5] * len(counts)
-        each.set_class_counts(counts)
-        assert each.margins.tolist() == [0.5] * len(counts)
+        layer = sub_centers(num_classes=len(counts))
+        assert layer.margins.tolist() == [0.5] * len(counts)
+        layer.set_class_counts(counts)
+        assert layer.margins.tolist() == [0.5] * len(counts)
 
 
 def test_sub_center_gradient_is_finite_if_features_equal_the_weights():

@@ -18,12 +18,12 @@ def test_styles_equal_a_naive_loop():
     found = mix_styles(maps, others, weights).numpy()
     for image in range(4):
         for channel in range(3):
-            own, other = (maps[row, channel].double().numpy() for row in (image, others[image]))
-            deviations = [np.sqrt(each.var(ddof=1) + 1e-6) for each in (own, other)]
+            content, other = (maps[row, channel].double().numpy() for row in (image, others[image]))
+            deviations = [np.sqrt(pixels.var(ddof=1) + 1e-6) for pixels in (content, other)]
             weight = float(weights[image])
-            mean = weight * own.mean() + (1 - weight) * other.mean()
+            mean = weight * content.mean() + (1 - weight) * other.mean()
             deviation = weight * deviations[0] + (1 - weight) * deviations[1]
-            expected = (own - own.mean()) / deviations[0] * deviation + mean
+            expected = (content - content.mean()) / deviations[0] * deviation + mean
             np.testing.assert_allclose(found[image, channel], expected, rtol=1e-5, atol=1e-5)
 
 

@@ -25,7 +25,7 @@ def test_list_of_tested_backbones_contains_every_registered_backbone():
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("backbone", [each for each in BACKBONES if "DEPLOY" not in each])
+@pytest.mark.parametrize("backbone", [backbone for backbone in BACKBONES if "DEPLOY" not in backbone])
 def test_backbone_overfits_one_batch_in_bfloat16(backbone):
     torch.manual_seed(0)
     cfg = config(backbone)

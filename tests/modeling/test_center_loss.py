@@ -57,10 +57,10 @@ def test_center_width_equals_feature_width_selected_by_neck_feat(neck_feat, widt
 
 def test_only_center_loss_optimizer_contains_centers():
     model = build_model(config())
-    own = build_own_optimizers(model)
-    assert list(own) == ["losses.loss_center.optimizer"]
+    optimizers = build_own_optimizers(model)
+    assert list(optimizers) == ["losses.loss_center.optimizer"]
     main = {id(p) for group in build_optimizer(config(), model).param_groups for p in group["params"]}
-    centers = {id(p) for group in own["losses.loss_center.optimizer"].param_groups for p in group["params"]}
+    centers = {id(p) for group in optimizers["losses.loss_center.optimizer"].param_groups for p in group["params"]}
     trainable = {id(p) for p in model.parameters() if p.requires_grad}
     assert centers == {id(model.losses["loss_center"].centers)}
     assert main | centers == trainable and not main & centers

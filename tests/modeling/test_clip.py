@@ -116,11 +116,11 @@ def test_resnet_equals_timm_under_the_same_weights():
     names |= {f"stages.{n}.": f"layer{n + 1}." for n in range(4)}
     state = {}
     for key, value in other.state_dict().items():
-        for theirs, own in names.items():
-            key = key.replace(theirs, own)
+        for theirs, ours in names.items():
+            key = key.replace(theirs, ours)
         state[key] = reference_weights.fill(key, tuple(value.shape))
-    own = {key: value for key, value in state.items() if not key.startswith("head.")}
-    backbone.load_state_dict(own)
+    weights = {key: value for key, value in state.items() if not key.startswith("head.")}
+    backbone.load_state_dict(weights)
     other.load_state_dict(dict(zip(other.state_dict(), state.values(), strict=True)))
     images = reference_weights.images((64, 32)) / 255
     with torch.no_grad():
@@ -192,11 +192,13 @@ def transformers_state(tower):
     state = {"vision_model.embeddings.position_ids": torch.arange(len(tower["positional_embedding"]))[None]}
     for key, value in tower.items():
         block, packed, kind = key.partition("attn.in_proj_")
-        parts = {f"{block}self_attn.{part}_proj.{kind}": each for part, each in zip("qkv", value.chunk(3), strict=True)}
-        for name, each in parts.items() if packed else [(key, value)]:
-            for own, theirs in names.items():
-                name = name.replace(own, theirs)
-            state[f"vision_model.{name}"] = each.clone()
+        parts = {
+            f"{block}self_attn.{part}_proj.{kind}": weight for part, weight in zip("qkv", value.chunk(3), strict=True)
+        }
+        for name, weight in parts.items() if packed else [(key, value)]:
+            for ours, theirs in names.items():
+                name = name.replace(ours, theirs)
+            state[f"vision_model.{name}"] = weight.clone()
     if "proj" in tower:
         state["visual_projection.weight"] = state.pop("vision_model.proj").t().contiguous()
     return state
@@ -208,8 +210,8 @@ def test_files_of_transformers_load_to_equal_outputs(tmp_path, projection, model
     torch.manual_seed(0)
     options = ("MODEL.BACKBONE.PROJECTION", str(projection))
     source = build_backbone(config(*options)).eval()
-    for each in source.parameters():
-        nn.init.normal_(each, std=0.1)
+    for parameter in source.parameters():
+        nn.init.normal_(parameter, std=0.1)
     state = transformers_state(source.state_dict())
     if model == "CLIPVisionModel":  # of transformers 5
         state = {key.removeprefix("vision_model."): value for key, value in state.items()}

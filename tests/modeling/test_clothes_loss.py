@@ -27,8 +27,13 @@ REFERENCE = np.load(Path(__file__).parents[1] / "reference" / "methods" / "cc_lo
 
 def tensors(dtype=torch.float32):
     features = torch.tensor(REFERENCE["features"], dtype=dtype, requires_grad=True)
-    own = torch.tensor(REFERENCE["pid_to_clothes"][REFERENCE["pids"]]).bool()
-    return features, torch.tensor(REFERENCE["clothes_weight"], dtype=dtype), torch.tensor(REFERENCE["clothes"]), own
+    worn_by_identity = torch.tensor(REFERENCE["pid_to_clothes"][REFERENCE["pids"]]).bool()
+    return (
+        features,
+        torch.tensor(REFERENCE["clothes_weight"], dtype=dtype),
+        torch.tensor(REFERENCE["clothes"]),
+        worn_by_identity,
+    )
 
 
 def cosines(features, weight):
@@ -37,8 +42,8 @@ def cosines(features, weight):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.1, 1.0])
 def test_adversarial_loss_and_gradient_equal_reference(epsilon):
-    features, weight, clothes, own = tensors()
-    loss = clothes_adversarial_loss(cosines(features, weight), clothes, own, epsilon=epsilon)
+    features, weight, clothes, worn_by_identity = tensors()
+    loss = clothes_adversarial_loss(cosines(features, weight), clothes, worn_by_identity, epsilon=epsilon)
     loss.backward()
     assert loss.item() == pytest.approx(float(REFERENCE[f"cal_s16_eps{epsilon}_loss"]), rel=1e-6)
     expected = torch.tensor(REFERENCE[f"cal_s16_eps{epsilon}_grad"])
@@ -47,22 +52,22 @@ def test_adversarial_loss_and_gradient_equal_reference(epsilon):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.3])
 def test_adversarial_loss_equals_naive_loop(epsilon):
-    features, weight, clothes, own = tensors(torch.float64)
+    features, weight, clothes, worn_by_identity = tensors(torch.float64)
     logits = cosines(features, weight).detach()
     total = 0.0
-    for row, worn, mine in zip(logits.exp(), clothes.tolist(), own, strict=True):
+    for row, worn, mine in zip(logits.exp(), clothes.tolist(), worn_by_identity, strict=True):
         others = row[~mine].sum()
         for outfit in mine.nonzero().flatten().tolist():
             share = epsilon / mine.sum().item() + (1 - epsilon) * (outfit == worn)
             total -= share * torch.log(row[outfit] / (row[outfit] + others)).item()
-    found = clothes_adversarial_loss(logits.float(), clothes, own, epsilon=epsilon)
+    found = clothes_adversarial_loss(logits.float(), clothes, worn_by_identity, epsilon=epsilon)
     assert found.item() == pytest.approx(total / len(clothes), rel=1e-5)
 
 
 def test_adversarial_loss_of_an_identity_that_owns_all_outfits_has_finite_gradients():
     logits = torch.randn(2, 3, requires_grad=True)
-    own = torch.tensor([[True, True, True], [True, False, False]])
-    loss = clothes_adversarial_loss(logits, torch.tensor([1, 0]), own)
+    worn_by_identity = torch.tensor([[True, True, True], [True, False, False]])
+    loss = clothes_adversarial_loss(logits, torch.tensor([1, 0]), worn_by_identity)
     loss.backward()
     assert torch.isfinite(loss) and torch.isfinite(logits.grad).all()
 
@@ -85,14 +90,16 @@ def test_classifier_is_updated_before_the_adversarial_loss_as_in_a_loop_with_tor
     loss, (outputs, targets) = build(lr=0.01), batch()
     classifier = torch.nn.Parameter(torch.tensor(REFERENCE["clothes_weight"]))
     adam = torch.optim.Adam([classifier], lr=0.01, weight_decay=5e-4)
-    own = torch.tensor(REFERENCE["pid_to_clothes"])[targets].bool()
+    worn_by_identity = torch.tensor(REFERENCE["pid_to_clothes"])[targets].bool()
     for number in range(4):
         features = outputs["features"].detach().clone().requires_grad_()
         classification = F.cross_entropy(cosines(features.detach(), classifier), outputs["clothes"])
         adam.zero_grad()
         classification.backward()
         adam.step()
-        expected = clothes_adversarial_loss(cosines(features, classifier.detach()), outputs["clothes"], own)
+        expected = clothes_adversarial_loss(
+            cosines(features, classifier.detach()), outputs["clothes"], worn_by_identity
+        )
         expected.backward()
         outputs["features"].grad = None
         found = loss(outputs, targets)

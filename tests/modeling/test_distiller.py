@@ -72,7 +72,7 @@ def test_distillation_loss_equals_naive_loop(dtype, temperature):
         total += sum(q * math.log(q / p) + p * math.log(p / q) for p, q in zip(s, t, strict=True)) / 2
     loss = distillation_loss(student, teacher, temperature=temperature)
     assert loss.dtype == dtype and loss.item() == pytest.approx(temperature**2 * total / 6, rel=1e-4)
-    s, t = (F.log_softmax(each / temperature, 1) for each in (student, teacher))
+    s, t = (F.log_softmax(logits / temperature, 1) for logits in (student, teacher))
     by_pytorch = F.kl_div(s, t, reduction="batchmean", log_target=True) + F.kl_div(
         t, s, reduction="batchmean", log_target=True
     )
@@ -102,23 +102,23 @@ def test_distiller_averages_loss_over_teachers_and_excludes_teacher_parameters(t
     model, plain = make(tmp_path, *files), build_model(tiny.tiny_config(tmp_path, *CLASSES))
     assert model.state_dict().keys() == plain.state_dict().keys()
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    before = [tensors(each) for each in model._teachers]
+    before = [tensors(teacher) for teacher in model._teachers]
     captured = {}
     hook = model.heads.register_forward_hook(lambda module, args, outputs: captured.update(outputs))
     model.train()
-    assert not any(part.training for each in model._teachers for part in each.modules())
+    assert not any(part.training for teacher in model._teachers for part in teacher.modules())
     losses = model(BATCH)
     hook.remove()
     assert list(losses) == ["loss_cls", "loss_triplet", "loss_jsdiv"]
-    teacher_logits = [logits_of(each, BATCH) for each in (teacher, other)]
+    teacher_logits = [logits_of(network, BATCH) for network in (teacher, other)]
     assert not torch.allclose(*teacher_logits)
     expected = [distillation_loss(captured["pred_class_logits"], logits) for logits in teacher_logits]
     torch.testing.assert_close(losses["loss_jsdiv"], sum(expected) / 2)
     losses["loss_jsdiv"].backward()
     assert model.backbone[0].weight.grad.abs().sum() > 0
-    assert all(p.grad is None and not p.requires_grad for each in model._teachers for p in each.parameters())
-    for each, kept in zip(model._teachers, before, strict=True):
-        assert all(torch.equal(value, kept[name]) for name, value in each.state_dict().items())
+    assert all(p.grad is None and not p.requires_grad for teacher in model._teachers for p in teacher.parameters())
+    for network, kept in zip(model._teachers, before, strict=True):
+        assert all(torch.equal(value, kept[name]) for name, value in network.state_dict().items())
     assert model.eval()(BATCH).shape == (8, tiny.WIDTH)
 
 

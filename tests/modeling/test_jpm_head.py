@@ -123,11 +123,11 @@ def test_jpm_head_global_and_local_losses_each_have_weight_one_half(config):
         block.drop_path.p = 0.0
     found = model({"images": images, "targets": TARGETS})
     outputs = model.heads(model.feature_maps({"images": images}), TARGETS)
-    weights, each = zip(*outputs, strict=True)
+    weights, for_losses = zip(*outputs, strict=True)
     assert weights == (0.5, 0.125, 0.125, 0.125, 0.125)
     assert set(found) == {"loss_cls", "loss_triplet"}
     for name, loss in build_losses(cfg).items():
-        values = [loss(output, TARGETS) for output in each]
+        values = [loss(output, TARGETS) for output in for_losses]
         assert found[name].item() == pytest.approx((0.5 * values[0] + 0.5 * sum(values[1:]) / 4).item(), rel=1e-5)
 
 

@@ -186,7 +186,7 @@ def test_resumed_run_is_equal_bit_for_bit(run, demo_root, tmp_path, monkeypatch)
     trainer = DefaultTrainer(tiny.tiny_config(tmp_path, *TINY))
     trainer.resume_or_load(resume=True)
     trainer.train()
-    one, other = (torch.load(each / "model_final.pth", weights_only=True) for each in (run / "run", tmp_path))
+    one, other = (torch.load(folder / "model_final.pth", weights_only=True) for folder in (run / "run", tmp_path))
     for part in (lambda content: content["model"], lambda content: content["average"]["model"]):
         assert part(one).keys() == part(other).keys()
         assert all(torch.equal(tensor, part(other)[name]) for name, tensor in part(one).items())

@@ -37,12 +37,12 @@ def tensors(model):
 # ---- memory bank
 
 
-def naive(queries, keys, labels, targets, own, margin, gamma):
+def naive(queries, keys, labels, targets, own_slots, margin, gamma):
     total = 0.0
     for i in range(len(queries)):
         positives, negatives = [], []
         for slot, label in enumerate(labels):
-            if label < 0 or slot == own[i]:
+            if label < 0 or slot == own_slots[i]:
                 continue
             cosine = F.cosine_similarity(queries[i], keys[slot], dim=0).item()
             if label == targets[i]:
@@ -61,10 +61,10 @@ def test_memory_bank_loss_equals_naive_loop_when_bank_wraps_around(dtype):
     for step in range(4):
         queries, keys = torch.randn(6, 5, dtype=dtype), torch.randn(6, 5, dtype=dtype)
         targets = torch.randint(3, (6,))
-        own = [(6 * step + i) % 10 for i in range(6)]
-        for i, slot in enumerate(own):
+        own_slots = [(6 * step + i) % 10 for i in range(6)]
+        for i, slot in enumerate(own_slots):
             kept[slot], labels[slot] = keys[i], targets[i].item()
-        expected = naive(queries, kept, labels, targets.tolist(), own, 0.25, 8.0)
+        expected = naive(queries, kept, labels, targets.tolist(), own_slots, 0.25, 8.0)
         assert bank(queries, keys, targets).item() == pytest.approx(expected, rel=1e-4)
         assert bank.queue_label.tolist() == [labels] and bank.queue_ptr.tolist() == [6 * (step + 1) % 10]
         torch.testing.assert_close(bank.queue.t(), F.normalize(kept, dim=1))
@@ -106,15 +106,15 @@ def test_moco_key_encoder_is_moving_average_of_model_and_has_no_gradients():
         for name in names:
             expected[name] = 0.9 * expected[name] + 0.1 * model.get_parameter(name).detach()
         losses = model(BATCH)
-        own = dict(model.key_encoder.named_buffers())
+        buffers = dict(model.key_encoder.named_buffers())
         for name in names:
-            torch.testing.assert_close(own[name], expected[name])
-            assert not own[name].requires_grad
+            torch.testing.assert_close(buffers[name], expected[name])
+            assert not buffers[name].requires_grad
         optimizer.zero_grad()
         sum(losses.values()).backward()
         optimizer.step()
-    assert not torch.allclose(own["backbone.0.weight"], model.backbone[0].weight)
-    assert own["backbone.1.num_batches_tracked"] == 3  # its batch norm has separate statistics
+    assert not torch.allclose(buffers["backbone.0.weight"], model.backbone[0].weight)
+    assert buffers["backbone.1.num_batches_tracked"] == 3  # its batch norm has separate statistics
 
 
 def test_moco_keys_are_model_features_if_momentum_is_0():
@@ -134,8 +134,8 @@ def test_gradient_accumulation_keeps_moco_key_encoder_momentum_per_step():
     with torch.no_grad():
         model.backbone[0].weight += 1
     model(BATCH), model(BATCH)
-    own = dict(model.key_encoder.named_buffers())["backbone.0.weight"]
-    torch.testing.assert_close(own, 0.81 * start + 0.19 * (start + 1))
+    moved = dict(model.key_encoder.named_buffers())["backbone.0.weight"]
+    torch.testing.assert_close(moved, 0.81 * start + 0.19 * (start + 1))
 
 
 def test_moco_evaluation_ignores_key_encoder_and_memory_bank(tmp_path):
@@ -280,10 +280,10 @@ def test_moco_loads_fastreid_checkpoint_and_copies_weights_to_key_encoder():
     state = fastreid_state(model)
     report = load_model_state(model, state, source="test")
     assert not report.missing and not report.dropped
-    own = model.state_dict()
-    assert all(torch.equal(own[name], value) for name, value in state.items())
+    loaded = model.state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in state.items())
     for name in ("backbone.0.weight", "heads.weight", "backbone.1.running_mean"):
-        assert torch.equal(own[f"key_encoder.{name}"], own[name])
+        assert torch.equal(loaded[f"key_encoder.{name}"], loaded[name])
 
 
 @pytest.mark.parametrize("size, classes, note", [(16, 4, "16 x 16"), (20, 7, "other identities")])

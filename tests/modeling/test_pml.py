@@ -69,13 +69,13 @@ def test_optimizer_updates_learnable_parameters_of_pml_losses(name, tmp_path):
     cfg = tiny.tiny_config(tmp_path, *opts, "MODEL.HEADS.EMBEDDING_DIM", "4", "MODEL.HEADS.NECK_FEAT", "after")
     model = build_model(cfg)
     batch = {"images": torch.randint(256, (6, 3, 64, 32), dtype=torch.uint8), "targets": torch.arange(6) // 2}
-    own = {key: p for key, p in model.named_parameters() if key.startswith("losses.")}
-    before = {key: p.detach().clone() for key, p in own.items()}
+    parameters = {key: p for key, p in model.named_parameters() if key.startswith("losses.")}
+    before = {key: p.detach().clone() for key, p in parameters.items()}
     optimizer = build_optimizer(cfg, model)
-    assert len(own) == 1
+    assert len(parameters) == 1
     sum(model(batch).values()).backward()
     optimizer.step()
-    assert all(not torch.equal(p, before[key]) for key, p in own.items())
+    assert all(not torch.equal(p, before[key]) for key, p in parameters.items())
 
 
 def test_pml_loss_discards_proxies_of_other_identities(tmp_path):
@@ -93,7 +93,7 @@ def test_all_pml_losses_support_two_training_steps(subtests):
             loss = build_losses(config(["TripletLoss"], *pml_components.pml_options(name)))
             for _ in range(2):
                 features = torch.randn(12, 8, requires_grad=True)
-                (value,) = (each({"features": features}, TARGETS) for each in loss.values())
+                (value,) = (function({"features": features}, TARGETS) for function in loss.values())
                 value.backward()
                 assert value.shape == () and torch.isfinite(features.grad).all()
 

@@ -27,10 +27,10 @@ FEATURES_ONLY = ["Market1501/bagtricks_vit.yml"]
 
 
 def reference_model(name, *overrides):
-    recipe, *further = name.split(" ")
+    recipe, *options = name.split(" ")
     cfg = get_cfg()
     cfg.merge_from_file(ROOT / "configs" / recipe)
-    cfg.merge_from_list([*further, *overrides, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751"])
+    cfg.merge_from_list([*options, *overrides, "MODEL.BACKBONE.PRETRAIN", "False", "MODEL.HEADS.NUM_CLASSES", "751"])
     cfg.merge_from_list(["MODEL.DEVICE", "cpu", "SOLVER.AMP", "off"])
     return build_model(cfg)
 

@@ -121,8 +121,8 @@ def test_regnet_stages_equal_torchvision_except_for_three_wider_networks(depth, 
     monkeypatch.setattr(torchvision.models.regnet, "_regnet", lambda params, *_, **__: params)
     params = torchvision_model(depth)
     reference = list(zip(params.widths, params.depths, params.group_widths, strict=True))
-    own = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
-    assert (reference == own) is (depth in TORCHVISION)
+    stages = [(stage.width, stage.blocks, stage.group_width) for stage in compute_stages(DEPTHS[depth])]
+    assert (reference == stages) is (depth in TORCHVISION)
 
 
 @pytest.mark.parametrize("depth", ["800x", "400y"])

@@ -88,14 +88,14 @@ def test_features_and_losses_equal_the_original_program(case):
 def test_attention_equals_torchvision_where_several_windows_cover_the_map():
     torch.manual_seed(0)
     arguments = {"dim": 8, "window_size": [7, 7], "shift_size": [3, 3], "num_heads": 2}
-    own, reference = PaddedWindowAttention(**arguments), ShiftedWindowAttention(**arguments)
+    attention, reference = PaddedWindowAttention(**arguments), ShiftedWindowAttention(**arguments)
     nn.init.normal_(reference.relative_position_bias_table)
-    own.load_state_dict(reference.state_dict())
+    attention.load_state_dict(reference.state_dict())
     for shape in ((2, 16, 9, 8), (1, 14, 14, 8)):
         x = torch.randn(shape)
-        torch.testing.assert_close(own(x), reference(x))
+        torch.testing.assert_close(attention(x), reference(x))
     x = torch.randn(1, 12, 4, 8)  # one window covers the width: torchvision does not shift along it
-    assert not torch.allclose(own(x), reference(x), atol=1e-2)
+    assert not torch.allclose(attention(x), reference(x), atol=1e-2)
 
 
 def pretrained_state():
@@ -117,9 +117,9 @@ def test_pretraining_checkpoint_and_its_teacher_load_into_the_recipe(tmp_path, w
     model = build_model(
         recipe("MODEL.BACKBONE.PRETRAIN", "True", "MODEL.BACKBONE.PRETRAIN_PATH", str(tmp_path / "solider.pth"))
     )
-    own = model.backbone.state_dict()
-    assert torch.equal(own["features.0.0.weight"], state["patch_embed.projection.weight"])
-    assert torch.equal(own["semantic.2.scale.weight"], state["semantic_embed_w.2.weight"])
+    loaded = model.backbone.state_dict()
+    assert torch.equal(loaded["features.0.0.weight"], state["patch_embed.projection.weight"])
+    assert torch.equal(loaded["semantic.2.scale.weight"], state["semantic_embed_w.2.weight"])
     assert not any(parameter.requires_grad for parameter in model.backbone.semantic.parameters())
 
 

@@ -103,7 +103,7 @@ def test_config_of_a_fine_tuned_file_is_inferred():
     assert keys["MODEL.HEADS.NAME"] == "PartTokenHead" and keys["MODEL.BACKBONE.PART_TOKENS"] == "3"
     assert keys["INPUT.SIZE_TRAIN"] == "(256, 128)" and keys["MODEL.BACKBONE.DEPTH"] == "deit_small"
     assert keys["MODEL.HEADS.PART_TOKENS.SEPARATE_NECKS"] == "True"
-    model = build_model(read_config("", ["MODEL.DEVICE", "cpu", *(each for pair in keys.items() for each in pair)]))
+    model = build_model(read_config("", ["MODEL.DEVICE", "cpu", *(text for pair in keys.items() for text in pair)]))
     assert load_model_state(model, state, source="file").missing == []
     # The same from the model's own names.
     assert infer_config(model.state_dict(), "file")["MODEL.HEADS.NAME"] == "PartTokenHead"
@@ -164,9 +164,9 @@ def test_part_token_head_equals_a_plain_computation(fusion, separate):
     norm = head.bottleneck[0]
     nn.init.uniform_(norm.weight, 0.5, 1.5)
 
-    def fuse(each):
-        parts = (each[1] + each[2] + each[3]) / 3
-        return torch.cat((each[0], parts), dim=1) if fusion == "cat" else (each[0] + parts) / 2
+    def fuse(maps):
+        parts = (maps[1] + maps[2] + maps[3]) / 3
+        return torch.cat((maps[0], parts), dim=1) if fusion == "cat" else (maps[0] + parts) / 2
 
     def normalize(x, weight):
         return (x - x.mean(0)) / (x.var(0, unbiased=False) + 1e-5).sqrt() * weight

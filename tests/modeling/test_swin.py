@@ -43,8 +43,8 @@ def test_swin_parameter_names_and_shapes_equal_torchvision(depth):
     with torch.device("meta"):
         backbone, reference = build(depth), getattr(torchvision.models, DEPTHS[depth].weights)()
     expected = {key: value.shape for key, value in reference.state_dict().items() if "index" not in key}
-    own = {key: value.shape for key, value in backbone.state_dict().items()}
-    assert own == {key: shape for key, shape in expected.items() if not key.startswith("head.")}
+    shapes = {key: value.shape for key, value in backbone.state_dict().items()}
+    assert shapes == {key: shape for key, shape in expected.items() if not key.startswith("head.")}
 
 
 def test_swin_features_equal_torchvision(tmp_path, caplog):

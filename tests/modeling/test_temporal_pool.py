@@ -33,8 +33,11 @@ def test_frames_are_padded_to_the_longest_tracklet():
     frames, mask = pad_tracklets(features(), TRACKLETS)
     assert mask.tolist() == [[True] * n + [False] * (4 - n) for n in (3, 2, 4, 1)]
     for number in range(4):
-        own = features()[number == TRACKLETS]
-        assert torch.equal(frames[number, : len(own)], own) and not frames[number, len(own) :].any()
+        tracklet_frames = features()[number == TRACKLETS]
+        assert (
+            torch.equal(frames[number, : len(tracklet_frames)], tracklet_frames)
+            and not frames[number, len(tracklet_frames) :].any()
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -50,12 +53,14 @@ def test_attention_equals_a_loop_over_tracklets(dtype):
     torch.nn.init.normal_(pool.score.weight)
     expected = []
     for number in range(4):
-        own = x[number == TRACKLETS]
-        hidden = F.relu(own @ pool.reduce.weight.T + pool.reduce.bias)
+        tracklet_frames = x[number == TRACKLETS]
+        hidden = F.relu(tracklet_frames @ pool.reduce.weight.T + pool.reduce.bias)
         padded = F.pad(hidden, (0, 0, 1, 1))
         kernel = pool.score.weight[0].T  # (3, hidden)
-        scores = torch.stack([(padded[t : t + 3] * kernel).sum() for t in range(len(own))]) + pool.score.bias
-        expected.append((scores.softmax(0)[:, None] * own).sum(0))
+        scores = (
+            torch.stack([(padded[t : t + 3] * kernel).sum() for t in range(len(tracklet_frames))]) + pool.score.bias
+        )
+        expected.append((scores.softmax(0)[:, None] * tracklet_frames).sum(0))
     torch.testing.assert_close(pool(x, TRACKLETS), torch.stack(expected))
 
 

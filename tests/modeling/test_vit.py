@@ -241,10 +241,10 @@ def test_vit_loads_pretrained_weights_of_timm_and_deit(tiny_base, tmp_path, capl
         content["patch_embed.proj.weight"] = state["patch_embed.proj.weight"].flatten(1)
     options = ("MODEL.BACKBONE.SIE_CAMERAS", "3")
     backbone = pretrained(tiny_base, tmp_path, content, *options)
-    own = backbone.state_dict()
-    for name in own.keys() - {"pos_embed", "sie_embed"}:
-        assert torch.equal(own[name], state[name]), name
-    assert torch.equal(own["pos_embed"], resize_positions(state["pos_embed"], (14, 14), (4, 2)))
+    loaded = backbone.state_dict()
+    for name in loaded.keys() - {"pos_embed", "sie_embed"}:
+        assert torch.equal(loaded[name], state[name]), name
+    assert torch.equal(loaded["pos_embed"], resize_positions(state["pos_embed"], (14, 14), (4, 2)))
     assert "14 x 14" in caplog.text and "4 x 2" in caplog.text
     assert "100% of the backbone's" in caplog.text  # camera embeddings are excluded
 

@@ -73,8 +73,8 @@ def test_model_equals_the_original_program(case, tmp_path, without_initializatio
         torch.save(state, tmp_path / "clip.pth")
         pretrained = {"MODEL.BACKBONE.PRETRAIN": True, "MODEL.BACKBONE.PRETRAIN_PATH": str(tmp_path / "clip.pth")}
         model = build_model(cfg.with_values(pretrained))
-        own = reference_weights.state_dict(expected["state_dict_own"])
-        load_model_state(model, own, source="reference", min_match=0)
+        weights = reference_weights.state_dict(expected["state_dict_own"])
+        load_model_state(model, weights, source="reference", min_match=0)
     else:
         model = build_model(cfg)
         report = load_model_state(model, state, source="reference")

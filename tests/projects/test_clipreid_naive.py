@@ -93,8 +93,8 @@ def resnet(image, state, stride, row):
     tokens = x[0].flatten(1).T
     tokens = torch.cat([tokens.mean(0, keepdim=True), tokens]) + pool["positional_embedding"]
     query, keys, values = (
-        each @ pool[f"{name}_proj.weight"].T + pool[f"{name}_proj.bias"]
-        for name, each in (("q", tokens[:1]), ("k", tokens), ("v", tokens))
+        rows @ pool[f"{name}_proj.weight"].T + pool[f"{name}_proj.bias"]
+        for name, rows in (("q", tokens[:1]), ("k", tokens), ("v", tokens))
     )
     mixed = [
         (query[:, part : part + 64] @ keys[:, part : part + 64].T / 8).softmax(1) @ values[:, part : part + 64]
@@ -190,9 +190,9 @@ def test_model_equals_plain_formulas(tower, stride, cameras, views, size):
 
     def features(side):
         found = [
-            encode(each, state, stride, int(row) if side else None) for each, row in zip(normal, rows, strict=True)
+            encode(image, state, stride, int(row) if side else None) for image, row in zip(normal, rows, strict=True)
         ]
-        return [torch.stack(each) for each in zip(*found, strict=True)]
+        return [torch.stack(outputs) for outputs in zip(*found, strict=True)]
 
     last, image, projection = features(with_side)
 
@@ -204,7 +204,7 @@ def test_model_equals_plain_formulas(tower, stride, cameras, views, size):
         close(model(batch), torch.cat([image, projection], 1))
         model.heads.eval_feat = "after"
         necks = [("bottleneck", image), ("bottleneck_proj", projection)]
-        after = [batch_norm(each, state, name, training=False) for name, each in necks]
+        after = [batch_norm(features, state, name, training=False) for name, features in necks]
         close(model(batch), torch.cat(after, 1))
         close(model.prompt_image_features(batch), features(False)[2])
         model.update_text_features()
@@ -223,7 +223,7 @@ def test_model_equals_plain_formulas(tower, stride, cameras, views, size):
     logits = [batch_norm(x, state, neck, training=True) @ state[f"{name}.weight"].T for name, neck, x in necks]
     expected = {
         "loss_cls": 0.25 * sum(smoothed_cross_entropy(logit, targets) for logit in logits),
-        "loss_triplet": sum(batch_hard_triplet(each, targets) for each in (last, image, projection)),
+        "loss_triplet": sum(batch_hard_triplet(features, targets) for features in (last, image, projection)),
         "loss_i2t": smoothed_cross_entropy(projection @ texts.T, targets),
     }
     assert {name: float(value) for name, value in losses.items()} == pytest.approx(

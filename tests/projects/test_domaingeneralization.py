@@ -56,8 +56,8 @@ def test_batches_of_two_epochs_equal_the_reference(data):
     images = [np.flatnonzero(pids == pid).tolist() for pid in data["gs_class_order"]]
     turns = ImageTurns(images, random.shuffle)
     for epoch in (1, 2):
-        for each in images:
-            np.random.choice(each, size=1)  # the images of the graph
+        for rows in images:
+            np.random.choice(rows, size=1)  # the images of the graph
         batches = graph_batches(nearest_identities(data["gs_class_distance"], 3), turns, 4)
         np.random.shuffle(batches)
         assert batches.flatten().tolist() == data[f"gs_order_epoch{epoch}"].tolist()
@@ -138,7 +138,7 @@ def test_images_are_repeated_only_after_all_others_of_the_identity():
         taken = [image for _ in range(30) for image in turns.take(identity, 4)]
         size = len(images)
         passes = [taken[first : first + size] for first in range(0, len(taken) - size + 1, size)]
-        assert all(sorted(each) == images for each in passes) and len(set(map(tuple, passes))) > 3
+        assert all(sorted(drawn) == images for drawn in passes) and len(set(map(tuple, passes))) > 3
 
 
 RUN = ("PROJECTS", "[DomainGeneralization]", "MODEL.META_ARCHITECTURE", "MatchingBaseline", "MODEL.HEADS.NAME",

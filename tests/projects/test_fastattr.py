@@ -113,7 +113,7 @@ def test_metrics_of_each_attribute_equal_a_naive_count():
         known = ~labels[:, row].isnan()
         predicted = (probabilities[known, row] >= 0.4).int().tolist()
         expected = naive_attribute_metrics(labels[known, row].int().tolist(), predicted)
-        assert {name: each[row].item() for name, each in found.items()} == pytest.approx(expected)
+        assert {name: column[row].item() for name, column in found.items()} == pytest.approx(expected)
     counts = AttributeCounts(1)
     counts.add(torch.zeros(2, 1), torch.zeros(2, 1))
     assert counts.of_attributes()["precision"].isnan().all() and counts.of_attributes()["majority"].item() == 100
@@ -250,7 +250,7 @@ def test_joint_model_reports_both_kinds_of_metrics_and_outputs_features(tmp_path
     predictor = Predictor(tmp_path / "run" / "model_final.pth")
     assert predictor.features([str(tmp_path / "0.png")]).shape == (1, 512)
     empty, full = predictor.attributes(str(tmp_path / "0.png"), boxes=[(90, 90, 95, 95), (0, 0, 16, 32)])
-    assert np.isnan(list(empty.values())).all() and all(0 <= each <= 1 for each in full.values())
+    assert np.isnan(list(empty.values())).all() and all(0 <= value <= 1 for value in full.values())
     assert main(["eval", str(tmp_path / "run")]) == 0
 
 
@@ -506,7 +506,7 @@ def test_search_compares_only_with_the_images_with_the_attributes(joint, kind):
     assert sorted(rows) == np.flatnonzero(probabilities >= threshold).tolist()
     found = index.search(extraction.features[:2], 10, rows=rows)
     everything = index.search(extraction.features[:2], len(extraction.paths), exact=True)
-    expected = [[row for row in each if row in rows] for each in everything.rows.tolist()]
+    expected = [[row for row in neighbors if row in rows] for neighbors in everything.rows.tolist()]
     assert found.rows.tolist() == expected
     ranked = index.search_attributes("red, hat", 3)
     product = probabilities.astype(float) * extraction.columns["probability.hat"]

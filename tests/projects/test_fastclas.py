@@ -133,16 +133,18 @@ def test_accuracy_equals_naive_count(folder, tmp_path, number):
     logits, labels = torch.randn(50, number).mul(2).round(), torch.arange(50) % number  # with equal logits
     for rows in (slice(0, 30), slice(30, 50)):
         evaluator.process({"targets": labels[rows]}, logits[rows])
-    order = [sorted(range(number), key=lambda each, row=row: (-row[each], each)) for row in logits.tolist()]
+    order = [sorted(range(number), key=lambda label, row=row: (-row[label], label)) for row in logits.tolist()]
     expected = {}
     for k in (1, 5) if number >= 10 else (1,):
-        expected[f"Acc@{k}"] = 2.0 * sum(label in each[:k] for each, label in zip(order, labels.tolist(), strict=True))
+        expected[f"Acc@{k}"] = 2.0 * sum(
+            label in classes[:k] for classes, label in zip(order, labels.tolist(), strict=True)
+        )
     metrics = evaluator.evaluate()
     baseline = metrics.pop("baselines")["most frequent class"]
     assert metrics == expected | {"metric": expected["Acc@1"]} and set(metrics) == set(evaluator.metric_names())
     assert baseline["Acc@1"] == 2.0 * -(-50 // number) and baseline.keys() == expected.keys()
     (section,) = evaluator.report_sections()
-    predicted = torch.tensor([each[0] for each in order])
+    predicted = torch.tensor([classes[0] for classes in order])
     if number > 30:
         assert section.matrix is None and section.tables[1].rows
     else:

@@ -209,7 +209,7 @@ def test_stages_of_other_residual_networks_are_tapped(fastdistill, tmp_path, nam
     backbone = build_backbone(config(tmp_path, *options, width)).eval()
     with torch.no_grad(), fastdistill.stages.tap_stages(backbone) as (maps,):
         final = backbone(torch.randn(1, 3, 64, 32))
-    assert [each.shape[1] for each in maps] == [256, 512, 1024, 2048]
+    assert [features.shape[1] for features in maps] == [256, 512, 1024, 2048]
     torch.testing.assert_close(maps[-1].relu(), final)
 
 
@@ -228,7 +228,7 @@ def test_model_computes_the_loss_of_the_tapped_stages(fastdistill, teacher, tmp_
         model.feature_maps(BATCH)
         model._teachers[0].feature_maps(BATCH)
     if variant == "fastreid":
-        student, others = ([*(each.relu() for each in maps[:-1]), maps[-1]] for maps in (student, others))
+        student, others = ([*(features.relu() for features in maps[:-1]), maps[-1]] for maps in (student, others))
     connected = [connector(maps) for connector, maps in zip(model.connectors[0], student, strict=True)]
     norms = fastdistill.stages.last_norms(model._teachers[0].backbone)
     margins = [fastdistill.overhaul.channel_margins(norm) for norm in norms]

@@ -247,9 +247,9 @@ def record(labels, image):
 
 def write_records(path, records):
     offsets, content = [], b""
-    for each in records:
+    for record in records:
         offsets.append(len(content))
-        content += each
+        content += record
     path.write_bytes(content)
     path.with_suffix(".idx").write_text("".join(f"{number}\t{offset}\n" for number, offset in enumerate(offsets)))
 
@@ -546,7 +546,7 @@ def test_pairs_with_other_objects_are_refused_and_nothing_is_executed(tmp_path):
 def naive_rates(scores, same, rates):
     thresholds = [*np.unique(scores), -np.inf]
     allowed = [[t for t in thresholds if (scores[~same] > t).mean() <= rate + 1e-12] for rate in rates]
-    return [(scores[same] > min(each)).mean() for each in allowed]
+    return [(scores[same] > min(thresholds)).mean() for thresholds in allowed]
 
 
 def test_true_accept_rates_equal_a_loop_over_all_thresholds():
@@ -568,8 +568,8 @@ def test_templates_are_sums_of_the_means_of_their_media():
     features, templates, media = rng.normal(size=(30, 5)), rng.integers(4, size=30) * 7, rng.integers(3, size=30)
     numbers, pooled = template_features(features, templates, media)
     for number, row in zip(numbers, pooled, strict=True):
-        own = templates == number
-        total = sum(features[own & (media == medium)].mean(0) for medium in set(media[own]))
+        of_template = templates == number
+        total = sum(features[of_template & (media == medium)].mean(0) for medium in set(media[of_template]))
         np.testing.assert_allclose(row, total / np.linalg.norm(total))
     first, second = np.array([0, 7, 21]), np.array([7, 7, 0])
     rows = dict(zip(numbers.tolist(), pooled, strict=True))

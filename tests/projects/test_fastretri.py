@@ -43,10 +43,10 @@ def root(tmp_path, monkeypatch):
                 names = ["train.txt"] if pid < 4 else ["test.txt", f"test_{'query' if number < 2 else 'gallery'}.txt"]
                 for name in names:
                     lists[name].append(f"{path.relative_to(tmp_path / folder)},{label.format(pid)}")
-        wanted = (
+        expected = (
             ("train.txt", "test_query.txt", "test_gallery.txt") if folder == "InShop" else ("train.txt", "test.txt")
         )
-        for name in wanted:
+        for name in expected:
             (tmp_path / folder / name).write_text("\n".join(lists[name]) + "\n")
     monkeypatch.setenv("FASTAMP_DATASETS", str(tmp_path))
     return tmp_path

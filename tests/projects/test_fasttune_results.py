@@ -75,7 +75,7 @@ def population():
         history = [(e + 1, 20.0 * e - np.log10(drawn[e]["SOLVER.BASE_LR"])) for e in range(3)]
         parents = [(1, "trial_0")] if number == 3 else []
         made.append(outcome(f"trial_{number}", drawn[-1], history, parents, drawn))
-    return sorted(made, key=lambda each: -each.score)
+    return sorted(made, key=lambda trial: -trial.score)
 
 
 def test_key_importance_in_pbt_ranks_scores_within_an_epoch():

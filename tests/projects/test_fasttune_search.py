@@ -187,12 +187,14 @@ def test_pbt_search_copies_checkpoints_and_keeps_all_trials(demo, tmp_path, capf
     for row in rows:  # four trials share two cores
         told = reports(output / "search" / row["trial"] / "run/reports.jsonl")
         assert [report["epoch"] for report in told] == [1, 2, 3, 4]
-        own = [each["score"] for each in told if each["values"]["SOLVER.BASE_LR"] == float(row["SOLVER.BASE_LR"])]
-        assert float(row["score"]) == max(own)
+        scores = [
+            report["score"] for report in told if report["values"]["SOLVER.BASE_LR"] == float(row["SOLVER.BASE_LR"])
+        ]
+        assert float(row["score"]) == max(scores)
         parents += [report["parent"] for report in told if "parent" in report]
         # The log line of a trial has its own scores, even if it was copied from another trial.
         line = next(line for line in log.splitlines() if f"({row['trial'].removeprefix('trial_')}): epoch" in line)
-        assert f"{told[-1]['score']:.2f}" in line and f"{max(own):.2f}" in line
+        assert f"{told[-1]['score']:.2f}" in line and f"{max(scores):.2f}" in line
     assert parents and all(f"trial_{name}" in {row["trial"] for row in rows} for _, name in parents)
     # model_best.pth of the winner has the weights of its score.
     best = torch.load(output / "search" / rows[0]["trial"] / "run/model_best.pth", weights_only=True)

@@ -88,7 +88,7 @@ def test_images_with_exchanged_channels_are_further_identities(root, name, part)
     assert len(data.train) == len(original.train) and not {i.pid for i in data.train} & {i.pid for i in original.train}
     orders = {}
     for item, before in zip(data.train, original.train, strict=True):
-        first, second = (np.asarray(Image.open(each.path))[0, 0].tolist() for each in (before, item))
+        first, second = (np.asarray(Image.open(image.path))[0, 0].tolist() for image in (before, item))
         assert sorted(first) == sorted(second) and first != second
         orders.setdefault(item.pid, set()).add(tuple(first.index(value) for value in second))
     assert all(len(found) == 1 for found in orders.values())

@@ -126,8 +126,8 @@ def test_rank1_by_weight_agrees_with_metrics(reference, unit, dsr):
     rates = dsr.rank1_by_weight(found, identities_of(reference), Protocol(), (0.0, 0.3, 1.0))
     n, features = 8, unit(reference["maps"])[0]
     for rate, weight in zip(rates, (0.0, 0.3, 1.0), strict=True):
-        each = dsr.MixedDistances(found.features, found.candidates, found.reconstruction, weight)
-        result = compute_metrics(features[:n], features[n:], identities_of(reference), Protocol(), distances=each)
+        distances = dsr.MixedDistances(found.features, found.candidates, found.reconstruction, weight)
+        result = compute_metrics(features[:n], features[n:], identities_of(reference), Protocol(), distances=distances)
         assert rate == pytest.approx(result.metrics()["Rank-1"])
 
 
@@ -136,7 +136,7 @@ def test_distances_agree_with_naive_loop(reference, unit, dsr, gallery, candidat
     found = mixed(dsr, reference, unit, weight=0.25, gallery=gallery, candidates=candidates)
     out = torch.empty(found.shape)
     found.rows(0, len(out), out)
-    features, places, _, scores = (each.double() for each in unit(reference["maps"][: 8 + gallery]))
+    features, places, _, scores = (values.double() for values in unit(reference["maps"][: 8 + gallery]))
     for query in range(8):
         cosine = [1 - F.cosine_similarity(features[query], features[8 + image], dim=0) for image in range(gallery)]
         near = sorted(range(gallery), key=lambda image: cosine[image])[:candidates]
@@ -232,8 +232,8 @@ def test_checkpoint_of_fastreid_matches_all_tensors(release, dsr):
             }
         )
     )  # fmt: skip
-    own = model.state_dict()
-    state = {name: torch.rand_like(value.float()) for name, value in own.items() if name.startswith("backbone.")}
+    initial = model.state_dict()
+    state = {name: torch.rand_like(value.float()) for name, value in initial.items() if name.startswith("backbone.")}
     for name in FASTREID_NAMES[release]:
         shape = () if "num_batches" in name else (5, 512) if "classifier" in name or "heads.weight" in name else 512
         state[name] = torch.rand((1, 512) if "mask_layer.weight" in name else 1 if "mask_layer" in name else shape)

@@ -324,7 +324,7 @@ def test_first_epochs_cluster_raw_pixels_and_color_histograms(data):
     torch.testing.assert_close(colors, color_histogram(images))
     trainer.move_to(0, 3)
     trainer.start_epoch()
-    kinds = [F.normalize(center_cameras(each, dataset.camids), dim=1) for each in (pixels, colors)]
+    kinds = [F.normalize(center_cameras(colors, dataset.camids), dim=1) for colors in (pixels, colors)]
     assert (trainer.labels == cluster_features(torch.cat(kinds, dim=1), trainer.pseudo_labels.clustering)).all()
     trainer.move_to(4, 3)
     trainer.start_epoch()

@@ -130,24 +130,32 @@ def test_sections_of_an_evaluator_are_shown_with_tables_matrix_and_images(run):
         [ImageExample(0, ("missed red", SCRIPT)), ImageExample(30, ("right",), correct=True)],
         "Errors",
     )
-    each = dataclasses.replace(run.sets[0], sections=[section])
-    bare = dataclasses.replace(each, query=[], gallery=[], result=None, metrics={"Acc@1": 12.5, "metric": 12.5})
-    elements = Elements(page(dataclasses.replace(run, sets=[each, bare])))
+    image_set = dataclasses.replace(run.sets[0], sections=[section])
+    bare = dataclasses.replace(image_set, query=[], gallery=[], result=None, metrics={"Acc@1": 12.5, "metric": 12.5})
+    elements = Elements(page(dataclasses.replace(run, sets=[image_set, bare])))
     for words in ("note of the section", "shares", "25 %", "Errors (2)", "missed red", "cannot be read", "12.5"):
         assert words in elements.text, words
     assert "Errors (0)" not in elements.text and "script" not in {name for name, _ in elements.found}
-    cells = [(each["title"], each.get("class")) for name, each in elements.found if name == "td" and "title" in each]
+    cells = [
+        (attributes["title"], attributes.get("class"))
+        for name, attributes in elements.found
+        if name == "td" and "title" in attributes
+    ]
     assert cells.count(("3 of 4", "h7")) == 2 and cells.count(("1 of 4", "h2")) == 2
     assert cells.count(("0 of 0", None)) == 4
-    frames = [each["class"] for name, each in elements.found if name == "div" and "frame" in each.get("class", "")]
+    frames = [
+        attributes["class"]
+        for name, attributes in elements.found
+        if name == "div" and "frame" in attributes.get("class", "")
+    ]
     assert {"frame wrong", "frame correct"} <= set(frames)
 
 
 def test_baselines_of_other_metrics_have_a_table_of_their_own(run):
     metrics = {"mAP": 50.0, "Rank-1": 60.0, "mA": 70.0, "metric": 55.0}
     baselines = {"raw pixels": {"mAP": 5.0, "Rank-1": 6.5}, "most frequent values": {"mA": 51.5, "metric": 51.5}}
-    each = dataclasses.replace(run.sets[0], metrics=metrics | {"baselines": baselines})
-    text = Elements(page(dataclasses.replace(run, sets=[each]))).text
+    image_set = dataclasses.replace(run.sets[0], metrics=metrics | {"baselines": baselines})
+    text = Elements(page(dataclasses.replace(run, sets=[image_set]))).text
     for words in ("baseline: raw pixels", "6.5", "baseline: most frequent values", "51.5", "predicted by"):
         assert words in text, words
 
@@ -186,11 +194,11 @@ class Names:
 
 
 def test_report_shows_the_names_and_files_of_the_dataset(run):
-    each = dataclasses.replace(run.sets[0], source=Names())
-    text = page(dataclasses.replace(run, sets=[each]))
+    image_set = dataclasses.replace(run.sets[0], source=Names())
+    text = page(dataclasses.replace(run, sets=[image_set]))
     elements = Elements(text)
-    worst = each.result.examples.lists["worst"][0]
-    item = each.query[worst.query]
+    worst = image_set.result.examples.lists["worst"][0]
+    item = image_set.query[worst.query]
     assert (
         f"identity name of {item.pid}".replace("\x00", "\ufffd").replace("\ud800", "\ufffd").replace("\u202e", "\ufffd")
         in elements.text
@@ -204,7 +212,7 @@ def test_report_has_no_camera_matrix_without_names_of_cameras(run, elements):
     assert "Camera pairs" in elements.text
     source = Names()
     source.camera = lambda camid: ""
-    sets = [dataclasses.replace(each, source=source) for each in run.sets]
+    sets = [dataclasses.replace(images, source=source) for images in run.sets]
     without = dataclasses.replace(run, sets=sets)
     assert "Camera pairs" not in Elements(page(without)).text
     assert [cameras for *_, split, _, _, cameras in data_counts(without) if split != "train"] == [0] * 2 * len(sets)

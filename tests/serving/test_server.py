@@ -181,7 +181,7 @@ def test_page_shows_the_matches_of_a_dropped_picture(demo, checkpoint, tmp_path)
         # The browser reports the answers 401 and 422; there are no other messages, such as violations of the policy.
         # Verbose ones are hints, e.g. for password managers.
         complaints = [complaint for complaint in browser.complaints if not complaint.startswith("verbose:")]
-        assert all("status of 4" in each for each in complaints), complaints
+        assert all("status of 4" in complaint for complaint in complaints), complaints
         browser.call("Page.navigate", url=f"{server.address}/docs")
         browser.wait_for("document.body?.textContent.includes('POST /v1/search')")
         assert server.stop()[0] == 0
@@ -196,7 +196,9 @@ def test_process_is_not_ended_after_the_server_has_stopped(monkeypatch):
         assert timers() == 1
 
     def timers():
-        return sum(isinstance(each, threading.Timer) and each.function == server._end for each in threading.enumerate())
+        return sum(
+            isinstance(thread, threading.Timer) and thread.function == server._end for thread in threading.enumerate()
+        )
 
     server = connections.Server(connections.uvicorn.Config(None), Limits(), ended=print)
     monkeypatch.setattr(connections.uvicorn.Server, "run", run)

@@ -375,9 +375,9 @@ def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
             decoder.decode(png(color=SLOW), "slow"), decoder.decode(png(), "usual"), return_exceptions=True
         )
         again = await decoder.decode(png(), "again")
-        for each in decoder._all:
-            if each._running:
-                each._running[0].kill()  # as the kernel does if it needs memory
+        for process in decoder._all:
+            if process._running:
+                process._running[0].kill()  # as the kernel does if it needs memory
         return slow, usual, again, await decoder.decode(png(), "after that")
 
     try:
@@ -387,7 +387,7 @@ def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
     assert isinstance(slow, DataError) and "within 4 seconds" in str(slow)
     for pixels, picture in usual:
         assert torch.equal(pixels, torch.full((3, 40, 40), 9, dtype=torch.uint8)) and picture[:2] == b"\xff\xd8"
-    assert not any(each._running and each._running[0].is_alive() for each in decoder._all)
+    assert not any(process._running and process._running[0].is_alive() for process in decoder._all)
 
 
 def test_only_small_jpeg_files_with_few_scans_are_decoded_in_threads(images):
@@ -620,7 +620,7 @@ def test_two_batches_divide_the_threads_and_one_uses_all(predictor, images, monk
     async def work(batcher):
         batcher.start()
         found.extend(await asyncio.gather(*(request(batcher, pixel) for pixel in pixels[:4])))
-        found.extend([await request(batcher, each) for each in pixels[4:]])
+        found.extend([await request(batcher, image) for image in pixels[4:]])
         await batcher.stop()
 
     pixels = [predictor.preprocess(path) for path in images]
@@ -670,9 +670,9 @@ def test_a_full_queue_rejects_requests_and_answers_all_others():
         return found
 
     found = run_batches(work, compute)
-    assert [each for each in found if isinstance(each, list)] == [[[float(n)]] for n in range(8) if n != 1]
-    rejected = [each for each in found if isinstance(each, RequestError)]
-    assert len(rejected) == 72 and {each.status for each in rejected} == {429}
+    assert [answer for answer in found if isinstance(answer, list)] == [[[float(n)]] for n in range(8) if n != 1]
+    rejected = [answer for answer in found if isinstance(answer, RequestError)]
+    assert len(rejected) == 72 and {error.status for error in rejected} == {429}
 
 
 def test_options_are_checked(tmp_path, monkeypatch):

@@ -63,9 +63,9 @@ def variants():
     for name in optimizer_names():
         optimizer = getattr(torch.optim, name)
         options = [{}, {"momentum": 0.9}, {"amsgrad": True}, {"centered": True}, {"centered": True, "momentum": 0.9}]
-        for each in options:
-            if each.keys() <= inspect.signature(optimizer).parameters.keys():
-                yield pytest.param(optimizer, each, id=f"{name} {each}")
+        for arguments in options:
+            if arguments.keys() <= inspect.signature(optimizer).parameters.keys():
+                yield pytest.param(optimizer, arguments, id=f"{name} {arguments}")
     yield pytest.param(Lamb, {}, id="Lamb")
 
 
@@ -80,8 +80,8 @@ def test_expected_state_matches_real_state_of_every_torch_optimizer(optimizer, o
     made.step()
     for parameter in parameters:
         expected, left = expected_state(made, made.param_groups[0], parameter), made.state[parameter]
-        assert {key: (each.shape, each.dtype) for key, each in expected.items()} == {
-            key: (each.shape, each.dtype) for key, each in left.items()
+        assert {key: (value.shape, value.dtype) for key, value in expected.items()} == {
+            key: (value.shape, value.dtype) for key, value in left.items()
         }
     saved, other = OptimizerState(made).state_dict(), OptimizerState(optimizer(parameters, lr=0.1, **options))
     other.load_state_dict(saved)

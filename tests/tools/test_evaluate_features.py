@@ -248,7 +248,7 @@ def clothes(as_text):
     values = {
         side: random.integers(0, 3, len(data[letter + "p"])) for side, letter in (("query", "q"), ("gallery", "g"))
     }
-    named = {f"{side}_clothes": each.astype(str) if as_text else each for side, each in values.items()}
+    named = {f"{side}_clothes": column.astype(str) if as_text else column for side, column in values.items()}
     return named, values
 
 

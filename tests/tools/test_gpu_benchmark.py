@@ -68,7 +68,7 @@ def fail(setup):
 )
 def test_gpu_benchmark_measurements_run_on_cpu_with_toy_sizes(gpu, setup, name, figures, monkeypatch):
     monkeypatch.setenv("FASTAMP_DATASETS", "unused")  # is set by the measurements
-    (measurement,) = (each for each in gpu.MEASUREMENTS if each.name == name)
+    (measurement,) = (measurement for measurement in gpu.MEASUREMENTS if measurement.name == name)
     found = measurement.run(setup)
     assert figures <= found.keys()
     assert all(value > 0 for figure, value in found.items() if not figure.startswith("cost of the read"))
@@ -160,7 +160,7 @@ def test_plan_lists_all_measurements_in_ten_minutes_and_starts_none(gpu, tmp_pat
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in capsys.readouterr().out.splitlines()]
     assert [row[1] for row in rows[2:] if row[1]] == [measurement.name for measurement in gpu.MEASUREMENTS]
     assert {row[1]: row[4] for row in rows[2:] if row[4]} == {"R50 batch 64": "done", "demo": "failed"}
-    assert 0 < sum(each.limit for each in gpu.MEASUREMENTS) <= 600
+    assert 0 < sum(measurement.limit for measurement in gpu.MEASUREMENTS) <= 600
 
 
 @pytest.mark.integration

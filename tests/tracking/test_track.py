@@ -43,7 +43,8 @@ def test_appearance_gives_fewer_switches_than_motion(sequence):
         here = np.flatnonzero(truth.frames == frame)
         features[row] += identities[truth.ids[here[iou(box, truth.boxes[here]).argmax()]]]
     motion, appearance, shuffled = (
-        tracking_metrics(truth, track(detections, each)) for each in (None, features, random.permutation(features))
+        tracking_metrics(truth, track(detections, vectors))
+        for vectors in (None, features, random.permutation(features))
     )
     assert appearance.switches < motion.switches <= shuffled.switches and appearance.idf1 > motion.idf1 + 5
 
@@ -61,7 +62,9 @@ def test_tracks_equal_those_of_the_same_features_by_hand(sequence):
             crops.append(pixels[y0:y1, x0:x1])
         found = tracker.update(detections.boxes[rows], colors(crops) if crops else np.zeros((0, 24)))
         numbers.update(zip(detections.lines[rows].tolist(), found.tolist(), strict=True))
-    by_hand = {line: tracker.confirmed.index(each) + 1 for line, each in numbers.items() if each in tracker.confirmed}
+    by_hand = {
+        line: tracker.confirmed.index(number) + 1 for line, number in numbers.items() if number in tracker.confirmed
+    }
     assert dict(zip(tracks.lines.tolist(), tracks.ids.tolist(), strict=True)) == by_hand
 
 

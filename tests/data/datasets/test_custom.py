@@ -303,7 +303,7 @@ def test_csv_without_split_is_split_as_a_folder(tmp_path, caplog):
     listed = build_dataset(write_csv(tmp_path, rows, "path,pid,camid"), folder_config(**settings))
     folder = build_dataset(f"folder:{tmp_path / 'people'}", folder_config(CAMERA=r"cam(\d)", **settings))
     for split in ("train", "query", "gallery"):
-        ours, theirs = ({item.path for item in getattr(each, split)} for each in (listed, folder))
+        ours, theirs = ({item.path for item in getattr(dataset, split)} for dataset in (listed, folder))
         assert ours == theirs and ours
     for title in ("column split is missing", "folder:"):
         assert any(title in line and "3 of 10 identities" in line and "SEED 2" in line for line in caplog.messages)

@@ -58,8 +58,8 @@ def test_every_reader_has_the_same_rule(tmp_path, write_image, subtests):
                 class Files(FilenameDataset):
                     folder, train_folders, layout, example = "files", ("a",), (r"^(?P<pid>[^@]+)@",), "1@.jpg"
 
-                for each in (name, "a"):
-                    write_image(root / "files/a" / f"{each}@0.jpg")
+                for label in (name, "a"):
+                    write_image(root / "files/a" / f"{label}@0.jpg")
                 is_kept.append(len(Files(root).train) == 2)
             assert is_kept == [name in KNOWN] * len(is_kept)
 

@@ -71,7 +71,7 @@ def test_dataset_names_and_folders_are_unique():
         "VC-Clothes": 3,
         "AG-ReID": 2,
     }
-    counts = Counter(each.folder for each in classes)
+    counts = Counter(reader.folder for reader in classes)
     assert {folder: count for folder, count in counts.items() if count > 1} == same_folder
 
 
@@ -319,8 +319,8 @@ def test_config_keys_of_one_dataset_do_not_affect_another_dataset(root):
 @pytest.mark.parametrize("validation", [False, True])
 def test_msmt17_version_and_validation_select_lists(version, available, expected_version, validation, root, caplog):
     trees = {"V1": msmt("MSMT17_V1", "train", "test"), "V2": msmt("MSMT17_V2", "mask_train_v2", "mask_test_v2")}
-    for each in available:
-        write(root, trees[each])
+    for release in available:
+        write(root, trees[release])
     cfg = get_cfg()
     cfg.DATASETS.MSMT17.VERSION, cfg.DATASETS.MSMT17.VALIDATION = version, validation
     with caplog.at_level(logging.INFO):

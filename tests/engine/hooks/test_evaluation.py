@@ -87,7 +87,7 @@ def test_evaluation_before_the_first_step_is_kept_as_best_and_compared(tmp_path,
     hook.after_epoch()
     assert best_in(tmp_path)["value"] == max(scores)
     warned = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert bool(warned) == worse and all("30.00" in each.getMessage() for each in warned)
+    assert bool(warned) == worse and all("30.00" in record.getMessage() for record in warned)
 
 
 def test_best_checkpoint_stores_metric_value_and_iteration(tmp_path, caplog):
