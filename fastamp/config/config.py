@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from yacs.config import CfgNode as YacsCfgNode
 
-from fastamp.config.defaults import KEYS, SHORTHANDS, current_path
+from fastamp.config.defaults import KEYS, SHORTHANDS
 from fastamp.config.files import FOLDERS_KEY, FORMAT, parse_yaml, read_layers
 from fastamp.config.key import Key, brief, convert, free_value, parse_bool, parse_literal, plain
 from fastamp.config.projects import (
@@ -24,7 +24,7 @@ from fastamp.config.projects import (
     projects_first,
     projects_of,
 )
-from fastamp.config.releases import hint, read_recipe
+from fastamp.config.releases import current_path, hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import FORMAT_KEY
@@ -56,7 +56,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     in the ``add_*_config(cfg)`` of FastReID's projects, an assignment declares a key with a warning, unless the name is
     similar to that of an existing key, which is an error.
 
-    The spellings in ``FASTREID_SPELLINGS`` (``config/defaults.py``) are accepted, too.
+    Spellings that ``releases.current_path`` resolves are accepted, too.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Table of all config keys, and other spellings of keys."""
+"""Table of all config keys, and of sections that accept a single value."""
 
 from fastamp.config.component_keys import component_keys
 from fastamp.config.key import Key
@@ -27,12 +27,5 @@ def _all_keys() -> dict[str, Key]:
 
 KEYS: dict[str, Key] = _all_keys()
 
-# Spelling in FastReID's config files that is not a key of any of its releases -> current path.
-FASTREID_SPELLINGS = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
 # Sections that accept a single value: it is assigned to this key, and the section is enabled.
 SHORTHANDS = {"SOLVER.AMP": "DTYPE"}
-
-
-def current_path(path: str) -> str:
-    """Return the path of a key, given its path or its spelling in ``FASTREID_SPELLINGS``."""
-    return FASTREID_SPELLINGS.get(path, path)

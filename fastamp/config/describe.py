@@ -5,9 +5,9 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
 from fastamp.config.config import CfgNode, get_cfg
-from fastamp.config.defaults import FASTREID_SPELLINGS, SHORTHANDS
+from fastamp.config.defaults import SHORTHANDS
 from fastamp.config.key import Key, list_choices, show_value
-from fastamp.config.releases import current_names, read_recipe
+from fastamp.config.releases import OLD_NAMES, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 _WIDTH = 100
@@ -25,7 +25,7 @@ def describe_config(prefix: str = "", cfg: CfgNode | None = None) -> str:
         ConfigError: if no key or section has this name. The message suggests the nearest one.
     """
     keys = list((get_cfg() if cfg is None else cfg).keys_below())
-    path = _current(prefix, FASTREID_SPELLINGS)
+    path = _current(prefix, [key for key, _ in keys])
     chosen = [(key, value) for key, value in keys if f"{key.path.lower()}.".startswith(f"{path}." if path else "")]
     if not chosen:
         names = {key.path for key, _ in keys} | {key.path.rpartition(".")[0] for key, _ in keys} - {""}
@@ -67,14 +67,13 @@ def explain_key(
         ConfigError: if no key or section has this name (the message suggests the nearest one), or the file is invalid.
     """
     cfg = get_cfg() if cfg is None else cfg
-    spellings = current_names() | FASTREID_SPELLINGS
-    path = _current(name, spellings)
     values = list(cfg.keys_below())
     keys = [key for key, _ in values]
+    path = _current(name, keys)
     key = next((key for key in keys if key.path.lower() == path), None)
     others: list[str] = []
     if key is None:
-        if any(f"{key.path.lower()}.".startswith(f"{path}.") for key in keys):
+        if _is_prefix(path, keys):
             return describe_config(name, cfg)
         full_key = _find_by_last_part(path, keys)
         mentions = [] if full_key else _find_in_meanings(path, keys)
@@ -107,7 +106,6 @@ def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | 
         key: the key.
         components: as in ``explain_key``.
     """
-    spellings = current_names() | FASTREID_SPELLINGS
     section, _, last = key.path.rpartition(".")
     facts = [f"accepts {key.expected}" + (f", {key.bounds}" if key.bounds else "")]
     choices: Sequence[str | int] = key.choices
@@ -117,7 +115,7 @@ def key_facts(key: Key, components: Callable[[], Mapping[str, Sequence[str]]] | 
         facts.append(f"choices: {list_choices(choices)}")
     if key.aliases:
         facts.append(f"aliases: {', '.join(f'{alias} ({choice})' for alias, choice in key.aliases.items())}")
-    facts += [f"name in FastReID: {old}" for old, new in spellings.items() if new == key.path]
+    facts += [f"name in FastReID: {old}" for old, new in OLD_NAMES.items() if new == key.path]
     if SHORTHANDS.get(section) == last:
         facts.append(f"shorthand: `{section} VALUE`, which also sets {section}.ENABLED True")
     if last == "ENABLED":
@@ -147,14 +145,17 @@ def _match_rank(name: str, key: Key) -> tuple[bool, int, int]:
     return not path.endswith(name), path.count("."), path.rpartition(".")[2].count("_")
 
 
-def _current(name: str, spellings: Mapping[str, str]) -> str:
+def _current(name: str, keys: Sequence[Key]) -> str:
     """Resolve any name of a key or section, in any case, to its current path in lower case."""
-    lower = {old.lower(): new.lower() for old, new in spellings.items()}
-    names = name.strip().strip(".").lower().split(".")
-    for count in range(len(names), 0, -1):
-        if current := lower.get(".".join(names[:count])):
-            return ".".join([current, *names[count:]])
-    return ".".join(names)
+    path = name.strip().strip(".").lower()
+    if _is_prefix(path, keys):
+        return path
+    return next((new.lower() for old, new in OLD_NAMES.items() if new and old.lower() == path), path)
+
+
+def _is_prefix(path: str, keys: Sequence[Key]) -> bool:
+    """Return True if ``path``, in lower case, is a section or a key."""
+    return any(f"{key.path.lower()}.".startswith(f"{path}.") for key in keys)
 
 
 def _where_set(key: Key, cfg: CfgNode, config_file: str) -> list[str]:

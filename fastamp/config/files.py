@@ -160,9 +160,7 @@ def _read_text(path: str, chain: tuple[str, ...]) -> str:
             content = file.read(LARGEST + 1)
         return content.decode("utf-8-sig")
     except FileNotFoundError:
-        hint = "\n  fix: correct the path"
-        if Path(path).name == "Base-Strongerbaseline.yml":
-            hint = "\n  fix: copy configs/Base-*.yml of FastReID v0.1.1 to this folder"
+        hint = "\n  fix: correct the path" + (", or copy the base file to this folder" if chain else "")
         is_file_name = bool(chain) or Path(path).parent.is_dir()
         similar = "" if is_file_name else f".{did_you_mean(recipe_name(path), list_recipes())}"
         raise ConfigError(f"{path}{base_of}: config file not found{_describe_folder(path)}{similar}{hint}") from None

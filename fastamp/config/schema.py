@@ -3,10 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, SHORTHANDS
+from fastamp.config.defaults import KEYS, SHORTHANDS
 from fastamp.config.files import BASE_KEY, FOLDERS_KEY, FORMAT
 from fastamp.config.key import Key
-from fastamp.config.releases import old_names
+from fastamp.config.releases import OLD_NAMES
 from fastamp.utils.files import FORMAT_KEY
 
 SCHEMA_FILE = "fastamp.schema.json"
@@ -24,7 +24,7 @@ def build_schema(
 ) -> dict[str, Any]:
     """Build the JSON Schema (draft 7) of a config file.
 
-    FastReID's other spellings of keys, and keys of its old releases, are marked as deprecated. The schema is stricter
+    Keys of old FastReID releases are marked as deprecated. The schema is stricter
     than ``merge_from_file`` in three cases: dotted keys (``SOLVER.AMP.ENABLED: True``), quoted numbers, and choices in
     mixed case are errors in an editor only.
 
@@ -40,18 +40,14 @@ def build_schema(
     for key in keys:
         _parent(root, key.path)[key.path.rpartition(".")[2]] = _key(key, (names or {}).get(key.path, ()))
     _add_shorthands(root, "")
-    for old, current in FASTREID_SPELLINGS.items():
-        schema = {name: value for name, value in _find(root, current).items() if name != "default"}
-        _parent(root, old)[old.rpartition(".")[2]] = schema | _deprecated(f"FastReID's spelling of {current}.")
-    for old, current in old_names().items():
+    for old, current in OLD_NAMES.items():
         node, name = _parent(root, old), old.rpartition(".")[2]
         if name in node:  # now a section
             node[name]["type"].append("number")
         else:
             now = f"now {current}" if current else "without a counterpart"
-            node[name] = _deprecated(
-                f"Key of old FastReID releases, {now}. `fastamp config convert` translates the file."
-            )
+            message = f"Key of old FastReID releases, {now}. `fastamp config convert` translates the file."
+            node[name] = {"description": message, "deprecated": True, "deprecationMessage": message}
     base = {
         "description": "Config files that are merged first: a path, the name of a recipe, or a list of them.",
         "type": ["string", "array"],
@@ -92,15 +88,6 @@ def _parent(root: dict[str, Any], path: str) -> dict[str, Any]:
         node = node["properties"].setdefault(name, _section())
     properties: dict[str, Any] = node["properties"]
     return properties
-
-
-def _find(root: dict[str, Any], path: str) -> dict[str, Any]:
-    node: dict[str, Any] = _parent(root, path)[path.rpartition(".")[2]]
-    return node
-
-
-def _deprecated(message: str) -> dict[str, Any]:
-    return {"description": message, "deprecated": True, "deprecationMessage": message}
 
 
 def _pattern(*alternatives: str) -> str:

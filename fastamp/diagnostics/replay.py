@@ -7,6 +7,7 @@ from tabulate import tabulate
 
 from fastamp.amp import PrecisionPolicy, requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg, load_plugin
+from fastamp.config.releases import current_path
 from fastamp.diagnostics.config_check import check_config
 from fastamp.diagnostics.crash import CrashDump
 from fastamp.diagnostics.isolated_passes import IsolatedPasses
@@ -49,9 +50,9 @@ def replay(path: str, opts: Sequence[str] = (), *, plugin: str = "") -> bool:
         hint = "" if plugin else "\n  fix: add --plugin FILE if the model has custom components"
         raise ConfigError(f"{error}{hint}") from error
     crash.restore(model, exact=not opts)
-    keys = set(opts[::2])
+    keys = {current_path(key) for key in opts[::2]}
     policy = crash.precision(device)
-    if keys & {"SOLVER.AMP", "SOLVER.AMP.ENABLED", "SOLVER.AMP.DTYPE", "SOLVER.AMP_ENABLED"}:
+    if keys & {"SOLVER.AMP", "SOLVER.AMP.ENABLED", "SOLVER.AMP.DTYPE"}:
         policy = PrecisionPolicy.from_config(cfg, device)
     policy.apply_tf32()
     scale = cfg.SOLVER.AMP.INIT_SCALE if "SOLVER.AMP.INIT_SCALE" in keys else crash.loss_scale

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from fastamp.config import describe_config, get_cfg
-from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, SHORTHANDS
+from fastamp.config.defaults import KEYS, SHORTHANDS
 from fastamp.config.key import convert
 from fastamp.utils.errors import ConfigError
 
@@ -103,10 +103,7 @@ def test_config_keys_absent_from_fastreid_have_expected_defaults():
     assert (cfg.SOLVER.EPOCH_SCHEDULE, cfg.SOLVER.OPT_ARGS, cfg.SOLVER.TF32) == ("after_warmup", {}, False)
 
 
-def test_fastreid_spellings_and_shorthands_refer_to_existing_keys():
-    for old, new in FASTREID_SPELLINGS.items():
-        assert new in KEYS and old not in KEYS
-        assert new.startswith(old.rpartition(".")[0])
+def test_shorthands_refer_to_existing_keys():
     for section, name in SHORTHANDS.items():
         assert {f"{section}.{name}", f"{section}.ENABLED"} <= set(KEYS)
 

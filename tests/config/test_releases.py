@@ -8,8 +8,8 @@ import yaml
 
 from fastamp.config import changed_values, explain_key, get_cfg
 from fastamp.config.defaults import KEYS
-from fastamp.config.release_tables import RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
 from fastamp.config.releases import read_recipe
+from fastamp.config.releases.tables import RELEASE_DEFAULTS, RENAMED, REPLACED, SPELLINGS, VALUES
 from fastamp.solver import build_lr_schedule
 from fastamp.utils.errors import ConfigError
 
@@ -479,7 +479,7 @@ def test_merging_old_and_current_config_files_raises(tmp_path, old, current):
 
 def test_missing_v011_base_file_error_suggests_copying_it(tmp_path):
     (tmp_path / "sbs.yml").write_text("_BASE_: Base-Strongerbaseline.yml\n")
-    with pytest.raises(ConfigError, match=r"Base-Strongerbaseline\.yml(.|\n)*fix: .*v0\.1\.1"):
+    with pytest.raises(ConfigError, match=r"Base-Strongerbaseline\.yml(.|\n)*fix: .*copy"):
         load(tmp_path / "sbs.yml")
 
 
@@ -514,8 +514,9 @@ def test_translated_config_is_unchanged_after_saving_and_loading(root, tmp_path)
 
 def test_release_tables_cover_every_key_of_old_releases():
     old = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
-    for new in RENAMED.values():
+    for new in (*RENAMED.values(), *SPELLINGS.values()):
         assert new in KEYS
+    assert not set(SPELLINGS) & set(KEYS)
     for key, new in REPLACED.items():
         assert key not in KEYS and (not new or new in KEYS)
     assert {key for key in old if key not in KEYS} <= {*RENAMED, *REPLACED}

@@ -22,7 +22,8 @@ import yaml
 from fastamp.cli import COMMANDS, command_parser
 from fastamp.cli.options import parse_arguments
 from fastamp.config import get_cfg
-from fastamp.config.defaults import KEYS, current_path
+from fastamp.config.defaults import KEYS
+from fastamp.config.releases import current_path
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 

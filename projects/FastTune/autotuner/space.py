@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from fastamp.config import CfgNode
-from fastamp.config.defaults import current_path
 from fastamp.config.files import parse_yaml
 from fastamp.config.key import Key, convert, plain
+from fastamp.config.releases import current_path
 from fastamp.utils.errors import ConfigError, did_you_mean
 
 IDENTITIES, IMAGES, BATCH = "IDENTITIES", "DATALOADER.NUM_INSTANCE", "SOLVER.IMS_PER_BATCH"

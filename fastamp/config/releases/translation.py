@@ -6,20 +6,24 @@ margin of a ``linear`` classifier was not used.
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from fastamp.config.defaults import FASTREID_SPELLINGS, KEYS, current_path
-from fastamp.config.files import read_layers
+from fastamp.config.defaults import KEYS
 from fastamp.config.key import Key, convert, parse_bool, show_value
-from fastamp.config.release_tables import FIRST_VALUES, RELEASE_DEFAULTS, RENAMED, REPLACED, VALUES
-from fastamp.utils.errors import ConfigError, check_choice, did_you_mean
+from fastamp.config.releases.tables import (
+    FIRST_VALUES,
+    OLD_KEYS,
+    RELEASE_DEFAULTS,
+    RENAMED,
+    SPELLINGS,
+    VALUES,
+)
+from fastamp.utils.errors import ConfigError, did_you_mean
 
-RELEASES = tuple(RELEASE_DEFAULTS)
 Layers = list[tuple[str, dict[str, Any]]]
 
 _ALL_OLD = {key for defaults in RELEASE_DEFAULTS.values() for key in defaults}
-_OLD_ONLY = {key for key in (*_ALL_OLD, *RENAMED, *REPLACED) if key not in KEYS}
 _FIRST_ONLY = set(RELEASE_DEFAULTS["v0.1.1"]) - set(RELEASE_DEFAULTS["v1.0.0"])
 _LAST_ONLY = set(RELEASE_DEFAULTS["v1.0.0"]) - set(RELEASE_DEFAULTS["v0.1.1"])
 _TYPES = {RENAMED.get(key, key): value for defaults in RELEASE_DEFAULTS.values() for key, value in defaults.items()}
@@ -30,72 +34,6 @@ _MGN_LOSSES = {
     "TripletLoss": ("TRI", 5),
     "CircleLoss": ("CIRCLE", 5),
 }
-
-
-@dataclass
-class Recipe:
-    """A config file and its bases, translated to the current keys.
-
-    Attributes:
-        layers: ``(source, mapping)`` of each file in the order of merging. For an old release, one pair with the
-            translated mapping of all files.
-        release: "v0.1.1", "v1.0.0", or "" for a file of the current keys.
-        lines: log lines: the detected release, and one line per translated key.
-        missing: one line per key without a counterpart.
-    """
-
-    layers: Layers
-    release: str = ""
-    lines: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def notes(self) -> list[str]:
-        """Return ``lines`` and ``missing`` as log lines."""
-        return [*self.lines, *(f"no counterpart: {line}" for line in self.missing)]
-
-
-def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, release: str = "") -> Recipe:
-    """Read a config file and its ``_BASE_`` files, and translate files of old FastReID releases.
-
-    Args:
-        path: a YAML file.
-        known: paths of all current keys, including those of projects.
-        release: "v0.1.1" or "v1.0.0"; "" detects the release from the keys of all files. Default "".
-
-    Raises:
-        ConfigError: if a file cannot be read, ``release`` is unknown, a value has the wrong type, or files of an old
-            release and of the current keys are mixed.
-    """
-    if release:
-        check_choice("release", release, RELEASES)
-    layers, known = read_layers(path), set(known)
-    flat = [(source, dict(_flat(mapping))) for source, mapping in layers]
-    read_as, lines = release, [f"read as a config of FastReID {release}, as requested"]
-    if not release:
-        read_as, lines = detect(flat, known)
-    if not read_as:
-        return Recipe(layers)
-    translation, lines[0] = _Translation(read_as, flat, known), f"{os.fspath(path)}: {lines[0]}"
-    return Recipe([(os.fspath(path), translation.new)], read_as, [*lines, *translation.lines], translation.missing)
-
-
-def old_names() -> dict[str, str]:
-    """Return a mapping from each key that exists only in old releases to the current key; "" if there is none."""
-    return {old: RENAMED.get(old) or REPLACED.get(old, "") for old in sorted(_OLD_ONLY)}
-
-
-def current_names() -> dict[str, str]:
-    """Return a mapping from each renamed or replaced old key to the current key."""
-    return {old: new for old, new in old_names().items() if new}
-
-
-def hint(path: str) -> str:
-    """Return the error message for a key from an old release, with its current name; "" for any other key."""
-    if path not in _OLD_ONLY:
-        return ""
-    new = RENAMED.get(path) or REPLACED.get(path)
-    fix = f"\n  fix: use {new}" if new else " It has no counterpart.\n  fix: remove the key"
-    return f"unknown config key {path!r}: the key exists only in old releases of FastReID.{fix}"
 
 
 def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
@@ -112,7 +50,7 @@ def detect(layers: Layers, known: set[str]) -> tuple[str, list[str]]:
         ConfigError: if one file sets keys that exist only in an old release, and another sets keys that exist only in
             the current version.
     """
-    old_keys = _OLD_ONLY - known  # a project may declare a key of such a name
+    old_keys = OLD_KEYS.keys() - known  # a project may declare a key of such a name
     old = {source: _old_marks(mapping, old_keys) for source, mapping in layers}
     current = {source: _current_marks(mapping, known) for source, mapping in layers}
     # Values are not sufficient: a custom head, for example, may also be named LinearHead.
@@ -155,7 +93,7 @@ def _old_marks(mapping: Mapping[str, Any], old_keys: set[str]) -> list[str]:
 
 def _current_marks(mapping: Mapping[str, Any], known: set[str]) -> list[str]:
     """List the keys that exist in no old release."""
-    return [key for key in mapping if key not in _ALL_OLD and key not in FASTREID_SPELLINGS and _is_known(key, known)]
+    return [key for key in mapping if key not in _ALL_OLD and key not in SPELLINGS and _is_known(key, known)]
 
 
 def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
@@ -165,7 +103,7 @@ def _is_old_value(mapping: Mapping[str, Any], key: str) -> bool:
 
 def _is_known(key: str, known: set[str]) -> bool:
     """Return True for a current key, a key of a free-form section, or a section that can be set to a single value."""
-    key = current_path(key)
+    key = SPELLINGS.get(key, key)
     if key in known or f"{key}.ENABLED" in known:
         return True
     return any(KEYS[parent].is_free_form for parent in _parents(key) if parent in KEYS)
@@ -175,7 +113,7 @@ def _parents(key: str) -> list[str]:
     return [key[:dot] for dot, letter in enumerate(key) if letter == "."]
 
 
-def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yield the dotted key and value of each leaf; a free-form section is one value.
 
     INPUT.PADDING is a number of pixels in an old file, and a bool that sets INPUT.PADDING.ENABLED in a current file.
@@ -186,7 +124,7 @@ def _flat(mapping: Mapping[Any, Any], prefix: str = "") -> Iterable[tuple[str, A
             path = f"{path}.ENABLED"
         free_form = path in KEYS and KEYS[path].is_free_form
         if isinstance(value, Mapping) and not free_form:
-            yield from _flat(value, f"{path}.")
+            yield from flat(value, f"{path}.")
         else:
             yield path, value
 
@@ -203,7 +141,7 @@ class _Setting:
     source: str  # file; "" for the release's default
 
 
-class _Translation:
+class Translation:
     """Translation of an old release's files to the current keys.
 
     Args:
@@ -213,7 +151,8 @@ class _Translation:
 
     Attributes:
         new: current key -> value.
-        lines, missing: see ``Recipe``.
+        lines: one log line per translated key.
+        missing: one line per key without a counterpart.
     """
 
     def __init__(self, release: str, layers: Layers, known: set[str]) -> None:
@@ -227,7 +166,7 @@ class _Translation:
             self._read(name, value, "")
         for source, mapping in layers:
             for name, value in mapping.items():
-                if name in _OLD_ONLY or name in _ALL_OLD or _is_known(name, known):
+                if name in OLD_KEYS or name in _ALL_OLD or _is_known(name, known):
                     self._read(name, value, source)
                 else:
                     hint = did_you_mean(name, [*known, *_ALL_OLD])

@@ -5,6 +5,8 @@ A config file sets only values that differ from the defaults of its release, so 
 
 from typing import Any
 
+from fastamp.config.defaults import KEYS
+
 _IMAGENET_MEAN = (123.675, 116.28, 103.53)
 
 _BOTH: dict[str, Any] = {
@@ -216,3 +218,11 @@ VALUES = {
 }
 # Keys of VALUES whose old values exist only in v0.1.1.
 FIRST_VALUES = {"MODEL.HEADS.NAME", "SOLVER.SCHED"}
+# Spelling in FastReID's config files that is not a key of any of its releases -> current path; accepted everywhere.
+SPELLINGS = {"SOLVER.AMP_ENABLED": "SOLVER.AMP.ENABLED"}
+# Key that exists only in old releases -> current key, "" if there is none.
+OLD_KEYS = {
+    key: RENAMED.get(key) or REPLACED.get(key, "")
+    for key in sorted({*RENAMED, *REPLACED}.union(*RELEASE_DEFAULTS.values()))
+    if key not in KEYS
+}
