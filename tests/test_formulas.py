@@ -17,16 +17,10 @@ from fastamp.evaluation.query_expansion import QueryExpansion, expand
 from fastamp.evaluation.rerank import ReRankedDistances, ReRanking
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, pairwise_distance
 from fastamp.layers.distance import FeatureDistances, squared_euclidean_distance
-from fastamp.modeling.losses import (
-    center_loss,
-    cross_entropy_loss,
-    distillation_loss,
-    focal_loss,
-    pairwise_circle_loss,
-    pairwise_cosface,
-    supcon_loss,
-    triplet_loss,
-)
+from fastamp.modeling.losses import cross_entropy_loss, focal_loss, pairwise_circle_loss, pairwise_cosface, triplet_loss
+from fastamp.modeling.losses.center import center_loss
+from fastamp.modeling.losses.distillation import distillation_loss
+from fastamp.modeling.losses.supcon import supcon_loss
 from fastamp.modeling.meta_arch.moco import MemoryBank
 from fastamp.solver import WeightAverage, build_lr_schedule
 

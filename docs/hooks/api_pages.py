@@ -6,17 +6,31 @@ from pathlib import Path
 from markdown_text import table
 
 ROOT = Path(__file__).parents[2]
+
+
+def _with_modules(package: str) -> list[str]:
+    """Return a package and its modules."""
+    folder = ROOT / "fastamp" / package.replace(".", "/")
+    return [package, *(f"{package}.{path.stem}" for path in sorted(folder.glob("[!_]*.py")))]
+
+
 # Package -> (summary, modules). The public names of a module are those in its ``__all__``, else all its functions and
 # classes without a leading underscore.
 PACKAGES = {
     "config": ("config tree, YAML files and config keys", ["config"]),
     "data": (
         "datasets, samplers, transforms and loaders",
-        ["data", "data.datasets", "data.transforms", "data.samplers"],
+        ["data", *_with_modules("data.datasets"), *_with_modules("data.transforms"), "data.samplers"],
     ),
     "modeling": (
         "backbones, heads, losses and meta-architectures",
-        ["modeling", "modeling.backbones", "modeling.heads", "modeling.losses", "modeling.meta_arch"],
+        [
+            "modeling",
+            *_with_modules("modeling.backbones"),
+            "modeling.heads",
+            *_with_modules("modeling.losses"),
+            "modeling.meta_arch",
+        ],
     ),
     "layers": (
         "pooling, norms, classifiers and distances",
@@ -45,7 +59,7 @@ PACKAGES = {
     "checkpoint": ("reading and writing of weights", ["checkpoint"]),
     "fastreid": (
         "names of FastReID's Python API",
-        [f"fastreid.{path.stem}" for path in sorted((ROOT / "fastamp/fastreid").glob("[!_]*.py"))],
+        _with_modules("fastreid")[1:],
     ),
 }
 

@@ -12,7 +12,8 @@ from torchvision.transforms import v2
 
 from fastamp.config import get_cfg
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.data.transforms import RandomResizedCrop, Resize, build_transforms
+from fastamp.data.transforms import Resize, build_transforms
+from fastamp.data.transforms.geometry import RandomResizedCrop
 from fastamp.utils.errors import ConfigError, DataError
 
 MODES = {name: v1.InterpolationMode(name) for name in ("bicubic", "bilinear", "nearest")}

@@ -11,28 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.transforms import v2
 
 from fastamp.config import Key, get_cfg
-from fastamp.data.transforms import (
-    TRANSFORM_REGISTRY,
-    Augmentation,
-    AugMix,
-    AutoAugment,
-    BatchTransform,
-    ColorJitter,
-    GaussianBlur,
-    LocalGrayscale,
-    PadAndRandomCrop,
-    RandAugment,
-    RandomAffine,
-    RandomErasing,
-    RandomGrayscale,
-    RandomHorizontalFlip,
-    RandomPatch,
-    RandomResizedCrop,
-    Resize,
-    build_transforms,
-)
+from fastamp.data.transforms import TRANSFORM_REGISTRY, Augmentation, BatchTransform, Resize, build_transforms
 from fastamp.data.transforms.base import on_device, upload
 from fastamp.data.transforms.build import ORDER
+from fastamp.data.transforms.color import ColorJitter, GaussianBlur, RandomGrayscale
+from fastamp.data.transforms.erasing import LocalGrayscale, RandomErasing, RandomPatch
+from fastamp.data.transforms.geometry import PadAndRandomCrop, RandomHorizontalFlip, RandomResizedCrop
+from fastamp.data.transforms.torchvision_ops import AugMix, AutoAugment, RandAugment, RandomAffine
 from fastamp.utils.errors import ConfigError
 
 SIZE = (40, 24)

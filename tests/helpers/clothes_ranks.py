@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from forked import run_forked
 
-from fastamp.modeling.losses import ClothesAdversarialLoss
+from fastamp.modeling.losses.clothes import ClothesAdversarialLoss
 from fastamp.utils import comm
 
 OWNERS = np.repeat(np.arange(3), 2)

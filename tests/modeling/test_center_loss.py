@@ -8,7 +8,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_model
-from fastamp.modeling.losses import CenterLoss, center_loss
+from fastamp.modeling.losses.center import CenterLoss, center_loss
 from fastamp.solver import build_optimizer, build_own_optimizers
 
 

@@ -17,8 +17,10 @@ from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
 from fastamp.diagnostics.doctor import diagnose
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import build_heads, build_model
-from fastamp.modeling.losses import ClothesAdversarialLoss, CrossEntropyLoss, TripletLoss, clothes_adversarial_loss
+from fastamp.modeling.losses import CrossEntropyLoss
 from fastamp.modeling.losses.build import check_shareable
+from fastamp.modeling.losses.clothes import ClothesAdversarialLoss, clothes_adversarial_loss
+from fastamp.modeling.losses.triplet import TripletLoss
 from fastamp.utils.errors import ConfigError, DataError
 
 RANKS = clothes_ranks.__file__

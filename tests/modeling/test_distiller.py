@@ -14,7 +14,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import get_cfg
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.modeling import META_ARCH_REGISTRY, build_model
-from fastamp.modeling.losses import distillation_loss
+from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.modeling.meta_arch.mgn import HEADS
 from fastamp.solver import build_optimizer
 from fastamp.utils.errors import ConfigError, WeightsError

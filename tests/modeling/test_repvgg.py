@@ -10,8 +10,7 @@ from fastamp.checkpoint.load_state import convert_state_dict, load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.modeling.backbones import RepVGG
-from fastamp.modeling.backbones.repvgg import DEPTHS, RepVGGBlock
+from fastamp.modeling.backbones.repvgg import DEPTHS, RepVGG, RepVGGBlock
 from fastamp.utils.errors import ConfigError, WeightsError
 
 WIDTHS = {"A0": 1280, "A1": 1280, "A2": 1408, "B0": 1280, "B1": 2048, "B2": 2560, "B3": 2560}

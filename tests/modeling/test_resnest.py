@@ -9,8 +9,7 @@ from timm.models.resnet import ResNet as TimmResNet
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.modeling.backbones import ResNeSt
-from fastamp.modeling.backbones.resnest import DEPTHS, SplitAttention
+from fastamp.modeling.backbones.resnest import DEPTHS, ResNeSt, SplitAttention
 from fastamp.utils.errors import ConfigError, WeightsError
 
 TIMM_NAMES = {"50x": "resnest50d", "101x": "resnest101e", "200x": "resnest200e", "269x": "resnest269e"}

@@ -13,8 +13,7 @@ from torch import nn
 from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import read_config
 from fastamp.modeling import build_model
-from fastamp.modeling.backbones import VisionTransformer
-from fastamp.modeling.backbones.vit import DEPTHS
+from fastamp.modeling.backbones.vit import DEPTHS, VisionTransformer
 from fastamp.modeling.heads import PartTokenHead
 from fastamp.modeling.infer_config import infer_config
 from fastamp.solver import build_lr_schedule

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from fastamp.config import get_cfg
-from fastamp.modeling.losses import SupConLoss, build_losses, supcon_loss
+from fastamp.modeling.losses import build_losses
+from fastamp.modeling.losses.supcon import SupConLoss, supcon_loss
 
 
 def test_supcon_loss_equals_pytorch_metric_learning():

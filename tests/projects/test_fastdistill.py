@@ -17,7 +17,7 @@ from fastamp.config.projects import import_project
 from fastamp.engine import DefaultTrainer
 from fastamp.modeling import BACKBONE_REGISTRY, build_backbone, build_model
 from fastamp.modeling.backbones.resnet import BasicBlock, BlockParts
-from fastamp.modeling.losses import distillation_loss
+from fastamp.modeling.losses.distillation import distillation_loss
 from fastamp.utils.errors import ConfigError
 
 REFERENCE = Path(__file__).parents[1] / "reference"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastamp.data.datasets import DemoAerial, DemoClothes, DemoInfrared, DemoVideo
+from fastamp.data.datasets.demo_variants import DemoAerial, DemoClothes, DemoInfrared, DemoVideo
 from fastamp.demo.variants import VARIANTS_VERSION, generate_variant
 
 
