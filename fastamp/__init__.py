@@ -2,12 +2,8 @@
 
 from typing import Any
 
-from fastamp import fastreid
-
 __version__ = "0.1.0"
 __all__ = ["Predictor", "__version__", "from_pretrained"]
-
-fastreid.install()
 
 
 def __dir__() -> list[str]:

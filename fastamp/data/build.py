@@ -24,7 +24,7 @@ from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, IdentityS
 from fastamp.data.tracklets import TrackletInferenceSampler, TrackletSampler, select_test_frames, tracklets_of
 from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
-from fastamp.fastreid import data as fastreid_data  # fastamp.fastreid.data imports fastamp.data
+from fastamp.fastreid import data_names as fastreid_data  # fastamp.fastreid.data_names imports fastamp.data
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
 from fastamp.utils.files import expand

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from fastamp.fastreid.config import configurable
+from fastamp.fastreid.config_names import configurable
 
 
 def accepts_config(init: Callable[..., None]) -> Callable[..., None]:

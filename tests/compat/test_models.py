@@ -4,17 +4,17 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
+from fastamp.fastreid.config import get_cfg
+from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.fastreid.engine import DefaultTrainer
+from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.fastreid.modeling import build_model
+from fastamp.fastreid.modeling.heads import EmbeddingHead
+from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
+from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
 from torch import nn
 
-from fastamp.config import get_cfg
-from fastamp.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.engine import DefaultTrainer
-from fastamp.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
-from fastamp.fastreid.config import configurable
-from fastamp.modeling import build_model
-from fastamp.modeling.heads import EmbeddingHead
-from fastamp.modeling.heads.build import REID_HEADS_REGISTRY
-from fastamp.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
+from fastamp.fastreid.config_names import configurable
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 

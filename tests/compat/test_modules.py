@@ -5,9 +5,9 @@ import importlib
 import numpy as np
 import pytest
 import torch
+from fastamp.fastreid.config import get_cfg
 from torch import nn
 
-from fastamp.config import get_cfg
 from fastamp.utils.errors import ConfigError
 
 NAMES = {
@@ -48,14 +48,13 @@ def test_name_exists(subtests):
     for path, names in NAMES.items():
         for name in names.split():
             with subtests.test(f"{path} {name}"):
-                assert getattr(importlib.import_module(f"fastamp.{path}"), name) is not None
+                assert getattr(importlib.import_module(f"fastamp.fastreid.{path}"), name) is not None
 
 
 def test_module_of_a_loss_does_not_replace_the_function():
-    from fastamp.modeling.losses.focal_loss import focal_loss
-    from fastamp.modeling.losses.triplet_loss import triplet_loss
-
-    from fastamp.modeling import losses
+    from fastamp.fastreid.modeling import losses
+    from fastamp.fastreid.modeling.losses.focal_loss import focal_loss
+    from fastamp.fastreid.modeling.losses.triplet_loss import triplet_loss
 
     features, targets = torch.randn(8, 4), torch.arange(8) // 2
     assert losses.triplet_loss is triplet_loss and losses.focal_loss is focal_loss
@@ -64,20 +63,20 @@ def test_module_of_a_loss_does_not_replace_the_function():
 
 @pytest.mark.parametrize("module", ["layers", "layers.activation"])
 def test_activations_keep_the_shape(module):
-    layers = importlib.import_module(f"fastamp.{module}")
+    layers = importlib.import_module(f"fastamp.fastreid.{module}")
     for name in ("Mish", "Swish", "MemoryEfficientSwish", "GELU"):
         assert getattr(layers, name)()(torch.ones(2, 3)).shape == (2, 3)
 
 
 def test_non_local_takes_fastreids_arguments():
-    from fastamp.layers.non_local import Non_local
+    from fastamp.fastreid.layers.non_local import Non_local
 
     x = torch.randn(2, 8, 4, 2)
     assert torch.equal(Non_local(8, "BN", 2)(x), x)  # the norm's weight is 0
 
 
 def test_drop_path_drops_whole_samples():
-    from fastamp.layers.drop import DropPath
+    from fastamp.fastreid.layers.drop import DropPath
 
     torch.manual_seed(0)
     found = DropPath(0.5)(torch.ones(64, 3))
@@ -87,14 +86,14 @@ def test_drop_path_drops_whole_samples():
 
 @pytest.mark.parametrize("name", ["resnet", "osnet"])
 def test_backbone_function_builds_the_registered_backbone(name):
-    backbones = importlib.import_module("fastamp.modeling.backbones")
+    backbones = importlib.import_module("fastamp.fastreid.modeling.backbones")
     values = {"MODEL.BACKBONE.DEPTH": "18x" if name == "resnet" else "x0_25", "MODEL.BACKBONE.PRETRAIN": False}
     maps = getattr(backbones, f"build_{name}_backbone")(get_cfg().with_values(values))(torch.zeros(1, 3, 64, 32))
     assert maps.dim() == 4
 
 
 def test_timer_excludes_pauses():
-    from fastamp.utils.timer import Timer
+    from fastamp.fastreid.utils.timer import Timer
 
     timer = Timer()
     timer.pause()
@@ -109,7 +108,7 @@ def test_timer_excludes_pauses():
 
 
 def test_seed_all_rng_repeats_random_numbers():
-    from fastamp.utils.env import seed_all_rng
+    from fastamp.fastreid.utils.env import seed_all_rng
 
     seed_all_rng(3)
     first = torch.rand(2), np.random.rand()
@@ -120,13 +119,13 @@ def test_seed_all_rng_repeats_random_numbers():
 
 @pytest.mark.integration
 def test_environment_names_the_version_of_pytorch():
-    from fastamp.utils.collect_env import collect_env_info
+    from fastamp.fastreid.utils.collect_env import collect_env_info
 
     assert torch.__version__ in collect_env_info()
 
 
 def test_precise_batch_norm_computes_the_mean_of_the_batches():
-    from fastamp.utils.precision_bn import get_bn_modules, update_bn_stats
+    from fastamp.fastreid.utils.precision_bn import get_bn_modules, update_bn_stats
 
     model = nn.Sequential(nn.BatchNorm1d(2))
     batches = [torch.randn(8, 2) + 3 for _ in range(4)]
@@ -136,7 +135,7 @@ def test_precise_batch_norm_computes_the_mean_of_the_batches():
 
 
 def test_inference_context_restores_the_mode():
-    from fastamp.evaluation import inference_context
+    from fastamp.fastreid.evaluation import inference_context
 
     model = nn.BatchNorm1d(2)
     with inference_context(model):
@@ -145,7 +144,7 @@ def test_inference_context_restores_the_mode():
 
 
 def test_distances():
-    from fastamp.utils.compute_dist import (
+    from fastamp.fastreid.utils.compute_dist import (
         compute_cosine_distance,
         compute_euclidean_distance,
         compute_jaccard_distance,
@@ -161,7 +160,7 @@ def test_distances():
 
 
 def test_re_ranking_of_distance_matrices_is_an_error():
-    from fastamp.evaluation.rerank import re_ranking
+    from fastamp.fastreid.evaluation.rerank import re_ranking
 
     with pytest.raises(ConfigError, match=r"TEST\.RERANK"):
         re_ranking(np.zeros((2, 3)), np.zeros((2, 2)), np.zeros((3, 3)))

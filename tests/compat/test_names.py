@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from fastamp.fastreid.config import CfgNode, get_cfg
+from fastamp.fastreid.engine import DefaultTrainer
+from fastamp.fastreid.layers import classifier
 from PIL import Image
 from torch import nn
 
-from fastamp.config import CfgNode, get_cfg
-from fastamp.engine import DefaultTrainer
 from fastamp.fastreid.datasets import ImageDataset
 from fastamp.fastreid.events import EventStorage, get_event_storage
-from fastamp.layers import classifier
 from fastamp.utils.errors import ConfigError, DataError
 
 LIST = [
@@ -31,7 +31,7 @@ BATCH = {"images": torch.zeros(2, 4)}
 
 def load(module, name):
     """Import a name after ``fastreid`` is replaced by ``fastamp``."""
-    return getattr(importlib.import_module(module.replace("fastreid", "fastamp")), name)
+    return getattr(importlib.import_module(f"fastamp.{module}"), name)
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def call_storage(storage_class):
 def call_visualizer(Visualizer, tmp_path, image):
     pytest.importorskip("matplotlib")
     distances, q_pids, g_pids, q_camids, g_camids = identities()
-    dataset = importlib.import_module("fastamp.data.common").CommDataset(
+    dataset = importlib.import_module("fastamp.fastreid.data.common").CommDataset(
         [
             (str(image), int(pid), int(camera))
             for pid, camera in zip([*q_pids, *g_pids], [*q_camids, *g_camids], strict=True)
@@ -313,7 +313,7 @@ def call_trainer_base(TrainerBase):
 
 def call_eval_hook(EvalHook):
     calls = []
-    loop = importlib.import_module("fastamp.engine").TrainerBase()
+    loop = importlib.import_module("fastamp.fastreid.engine").TrainerBase()
     loop.run_step = lambda: None
     loop.register_hooks([EvalHook(1, lambda: calls.append(1) or {})])
     loop.train(0, 2, 1)
@@ -326,12 +326,12 @@ def is_class(base):
 
 def check(name, found, cfg, model, tmp_path, image):
     """Call ``found``, the object that FastReID provides as ``name``, with FastReID's argument order."""
-    from fastamp.checkpoint.checkpointer import Checkpointer
-    from fastamp.evaluation import DatasetEvaluator
-    from fastamp.utils.events import JSONWriter
+    from fastamp.fastreid.evaluation import DatasetEvaluator
+    from fastamp.fastreid.utils.checkpoint import Checkpointer
+    from fastamp.fastreid.utils.events import JSONWriter
 
     calls = {
-        "AMPTrainer": lambda: is_class(importlib.import_module("fastamp.engine").SimpleTrainer)(found),
+        "AMPTrainer": lambda: is_class(importlib.import_module("fastamp.fastreid.engine").SimpleTrainer)(found),
         "Baseline": lambda: found(cfg).eval()({"images": torch.zeros(2, 3, 64, 32)}).shape == (2, 16),
         "CfgNode": lambda: found({"A": 1}).A == 1,
         "Checkpointer": lambda: call_checkpointer(found, tmp_path),
@@ -352,7 +352,7 @@ def check(name, found, cfg, model, tmp_path, image):
         "PathManager": lambda: call_path_manager(found, tmp_path),
         "ReidEvaluator": lambda: call_evaluator(found, cfg),
         "SELayer": lambda: found(32, 16)(torch.zeros(2, 32, 4, 4)).shape == (2, 32, 4, 4),
-        "SimpleTrainer": lambda: is_class(importlib.import_module("fastamp.engine").TrainerBase)(found),
+        "SimpleTrainer": lambda: is_class(importlib.import_module("fastamp.fastreid.engine").TrainerBase)(found),
         "TensorboardXWriter": lambda: found(str(tmp_path), 20).close() is None,
         "ToTensor": lambda: found()(Image.new("RGB", (4, 8), (255, 0, 0))).tolist()[0][0] == [255.0] * 4,
         "TrainerBase": lambda: call_trainer_base(found),
@@ -432,16 +432,16 @@ def test_star_import_works(subtests):
     assert modules
     for name in modules:
         with subtests.test(name):
-            module = importlib.import_module(name.replace("fastreid", "fastamp"))
+            module = importlib.import_module(f"fastamp.{name}")
             assert all(hasattr(module, attribute) for attribute in module.__all__)
 
 
 def test_unknown_name_is_an_attribute_error():
-    module = importlib.import_module("fastamp.data.common")
+    module = importlib.import_module("fastamp.fastreid.data.common")
     with pytest.raises(AttributeError):
         module.missing_name  # noqa: B018
     with pytest.raises(AttributeError):
-        importlib.import_module("fastamp.evaluation").missing_name  # noqa: B018
+        importlib.import_module("fastamp.fastreid.evaluation").missing_name  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["evaluate_rank"])

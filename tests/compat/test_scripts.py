@@ -11,9 +11,9 @@ import pytest
 import tiny
 import torch
 import yaml
+from fastamp.fastreid.engine import run_command_line
 from PIL import Image
 
-from fastamp.engine import run_command_line
 from fastamp.fastreid import script
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,9 @@ def run(demo, tmp_path):
     def run(name, *opts, renamed=False, args=()):
         text = (SCRIPTS / f"{name}.py").read_text()
         assert "import" in text and "fastamp" not in text
-        (tmp_path / f"{name}.py").write_text(text.replace("from fastreid", "from fastamp") if renamed else text)
+        (tmp_path / f"{name}.py").write_text(
+            text.replace("from fastreid", "from fastamp.fastreid") if renamed else text
+        )
         words = tiny.tiny_options(tmp_path / "run", "SOLVER.MAX_EPOCH", "1", "TEST.EVAL_PERIOD", "1", *opts)
         config = dict(zip(words[::2], words[1::2], strict=True)) | {"MODEL.BACKBONE.NAME": "build_resnet_backbone"}
         config |= {"MODEL.BACKBONE.DEPTH": "18x", "MODEL.BACKBONE.FEAT_DIM": "512", "INPUT.SIZE_TRAIN": "(32, 16)"}
@@ -130,14 +132,14 @@ def test_fastamp_takes_the_place_of_an_installed_fastreid(tmp_path):
     installed = str(tmp_path / "fastreid/__init__.py")
     command = [sys.executable, "-m", "fastamp.fastreid"]
     found = subprocess.run([*command, str(path), "--a"], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stdout.split() == [str(ROOT / "fastamp/__init__.py"), "--a", str(tmp_path)]
+    assert found.stdout.split() == [str(ROOT / "fastamp/fastreid/__init__.py"), "--a", str(tmp_path)]
     assert installed in found.stderr
     found = subprocess.run([*command, "--installed", str(path)], capture_output=True, text=True, cwd=ROOT, check=True)
     assert found.stdout.split()[0] == installed
 
 
 def test_method_that_is_never_called_gives_a_warning():
-    from fastamp.engine import DefaultTrainer
+    from fastamp.fastreid.engine import DefaultTrainer
 
     with pytest.warns(UserWarning, match="run_step"):
         type("Trainer", (DefaultTrainer,), {"run_step": lambda self: None})

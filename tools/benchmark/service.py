@@ -137,7 +137,9 @@ def main() -> None:
         finally:
             process.send_signal(signal.SIGTERM)
             print(process.communicate()[0].strip().splitlines()[-1])
-        process, address = start_service(checkpoint, "--gallery", gallery, "--queue", QUEUE)
+        process, address = start_service(
+            checkpoint, "--gallery", gallery, "--queue", QUEUE, "--connections", 2 * OVERLOAD * QUEUE
+        )
         statuses, ids = asyncio.run(overload(address, files, OVERLOAD * QUEUE))
         process.send_signal(signal.SIGTERM)
         print(f"{OVERLOAD * QUEUE} requests at once, queue {QUEUE}: statuses {dict(statuses)}")

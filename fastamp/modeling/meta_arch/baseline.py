@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fastamp.fastreid.config import configurable
-from fastamp.fastreid.modeling import LossArguments
+from fastamp.fastreid.config_names import configurable
+from fastamp.fastreid.modeling_names import LossArguments
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -28,8 +28,8 @@ class Baseline(ImageModel):
         losses: loss name -> module with ``forward(outputs, targets) -> scalar``. Default None: the losses of
             ``loss_kwargs``.
         gather: gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
-        loss_kwargs: names and arguments of the losses, as in FastReID; see ``fastamp.fastreid.modeling.LossArguments``.
-            Default None: those of ``losses``.
+        loss_kwargs: names and arguments of the losses, as in FastReID; see
+            ``fastamp.fastreid.modeling_names.LossArguments``. Default None: those of ``losses``.
     """
 
     supports_partial_fc = True
