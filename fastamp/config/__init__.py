@@ -2,10 +2,10 @@
 
 from fastamp.config.changes import changed_values, describe_changes
 from fastamp.config.channels import per_channel
-from fastamp.config.config import CfgNode, FrozenConfigError, check_is_config, get_cfg
+from fastamp.config.config import CfgNode, FrozenConfigError
 from fastamp.config.describe import describe_config, explain_key
 from fastamp.config.key import Key
-from fastamp.config.read import load_plugin, read_config
+from fastamp.config.read import check_is_config, get_cfg, load_plugin, read_config
 from fastamp.config.releases import RELEASES
 from fastamp.config.sizes import crop_size, fixed_input_size, input_size, size_key
 

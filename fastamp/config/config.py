@@ -6,8 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import yaml
@@ -19,16 +18,16 @@ from fastamp.config.key import Key, brief, convert, free_value, parse_bool, pars
 from fastamp.config.projects import (
     PLUGINS_KEY,
     PROJECTS_KEY,
-    declaring_projects,
     import_project,
+    load_projects,
+    name_plugins,
     projects_first,
     projects_of,
 )
-from fastamp.config.releases import current_path, hint, read_recipe
+from fastamp.config.releases import OLD_NAMES, current_path, hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import FORMAT_KEY
-from fastamp.utils.plugins import load_installed_plugins, naming_distribution
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     in the ``add_*_config(cfg)`` of FastReID's projects, an assignment declares a key with a warning, unless the name is
     similar to that of an existing key, which is an error.
 
-    Spellings that ``releases.current_path`` resolves are accepted, too.
+    Spellings that ``releases.current_path`` resolves can be set, too.
     """
 
     def __init__(
@@ -77,16 +76,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             return self[name]
         except KeyError:
             raise AttributeError(self._unknown(name)) from None
-
-    def __missing__(self, name: str) -> Any:
-        """Look up a key by FastReID's spelling."""
-        current = self._current(name)
-        if current == name:
-            raise KeyError(name)
-        node: Any = self
-        for part in current.split("."):
-            node = node[part]
-        return node
 
     def __bool__(self) -> bool:
         return bool(self["ENABLED"]) if "ENABLED" in self else len(self) > 0
@@ -145,12 +134,9 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"{name!r} is reserved by CfgNode and cannot be a config key.\n  fix: choose another name"
             )
         self._check_not_frozen(name)
-        current = self._current(name)
-        if current != name and "." not in current:
-            name = current
         if isinstance(value, YacsCfgNode) and (name not in self or self._is_section(name)):
             self._attach_or_merge(name, value)
-        elif name not in self and current == name and (self._declares or self._is_new_key(name, value)):
+        elif name not in self and (self._declares or self._is_new_key(name, value)):
             self._declare_value(name, value)
         else:
             _apply(self._edits(name, value, ASSIGNMENT))
@@ -365,7 +351,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"{source}: expected a string as config key, got {brief(name)} ({type(name).__name__}){where}.\n"
                 "  fix: write the key as text, in quotes if YAML reads it as another type"
             )
-        name = self._current(name)
+        name = current_path(self._full(name)).removeprefix(self._full(""))
         head, dot, rest = name.partition(".")
         self._check_not_frozen(head)
         if dot and isinstance(self.get(head), CfgNode):
@@ -416,9 +402,9 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             key = self._keys.get(name)
             converted = convert(key, value) if key else free_value(self._full(name), value)
             if name == PROJECTS_KEY and not self._path:
-                converted = self._load_projects(converted)
+                converted = load_projects(self, converted)
             elif name == PLUGINS_KEY and not self._path:
-                converted = self._name_plugins(converted)
+                converted = name_plugins(self, converted)
         except ConfigError as error:
             raise ConfigError(f"{source}: {error}") from None
         return partial(_assign, self, name, converted)
@@ -431,36 +417,8 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             )
         return lambda: self.__dict__.update(_folders=tuple(value))
 
-    def _load_projects(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Import the plugins of projects and declare their keys; return the names of all projects of this config."""
-        loaded: tuple[str, ...] = self.__dict__.get("_projects", ())
-        for name in names:
-            if name not in loaded:
-                add_keys_of(import_project(name), self)
-                self.__dict__["_projects"] = loaded = (*loaded, name)
-        return loaded
-
-    def _name_plugins(self, files: Iterable[str]) -> tuple[str, ...]:
-        """Return the loaded plugins and ``files``; warn of those that are not loaded."""
-        loaded: tuple[str, ...] = self.__dict__.get("_plugins", ())
-        names = {os.path.basename(file) for file in loaded}  # the file may have been moved
-        missing = [file for file in files if os.path.basename(file) not in names]
-        for file in missing:
-            logger.warning(
-                "the config was saved with the plugin %s, which is not loaded\n  fix: --plugin %s", file, file
-            )
-        return (*loaded, *missing)
-
     def _full(self, name: str) -> str:
         return f"{self._path}.{name}" if self._path else name
-
-    def _current(self, name: Any) -> Any:
-        """Resolve FastReID's spelling of a key to the current path, relative to this node."""
-        if not isinstance(name, str) or name.partition(".")[0] in self:
-            return name
-        path = self._full(name)
-        current = current_path(path)
-        return name if current == path else current.removeprefix(f"{self._path}.")
 
     def _unknown(self, name: str) -> str:
         """Return the error message for an unknown key below this node."""
@@ -470,16 +428,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
                 f"unknown config key {self._full(name)!r}: {self._full(head)} is a key, not a section.\n"
                 f"  fix: set {self._full(head)}"
             )
-        if old := hint(self._full(name)):
-            return old
-        path = self._full(name)
-        if projects := declaring_projects(path):
-            return (
-                f"unknown config key {path!r}, which {' and '.join(projects)} declares.\n"
-                f"  fix: load the project: {PROJECTS_KEY}: [{projects[0]}] in the file, {PROJECTS_KEY}=[{projects[0]}] "
-                f"or --plugin {projects[0]}"
-            )
-        return unknown_key(path, self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
+        return unknown_key(self._full(name), self._path, self, {*KEYS, *(key.path for key, _ in self.keys_below())})
 
     def _is_section(self, name: str) -> bool:
         return isinstance(self.get(name), CfgNode)
@@ -496,7 +445,7 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     def _is_new_key(self, name: str, value: Any) -> bool:
         """Return True, with a warning, for a name unlike those of existing keys; False for a typing error."""
         path = self._full(name)
-        if self.is_new_allowed() or "." in name or hint(path) or is_misspelled(name, self):
+        if self.is_new_allowed() or "." in name or path in OLD_NAMES or is_misspelled(name, self):
             return False
         warnings.warn(
             f"{path} is a new config key, declared by assignment: only your own code reads it.\n"
@@ -566,52 +515,6 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
         for name, value in self.items():
             if isinstance(value, CfgNode):
                 value._set_path(self._full(name))
-
-
-@cache
-def _defaults() -> CfgNode:
-    cfg = CfgNode()
-    cfg.__dict__["_declares"] = False
-    cfg.add_keys(KEYS.values())
-    return cfg
-
-
-def check_is_config(cfg: Any) -> None:
-    """Check that an argument is a config.
-
-    Raises:
-        TypeError: if ``cfg`` has no section ``MODEL``, e.g. because it is the path of a config file.
-    """
-    if not hasattr(cfg, "MODEL"):
-        path = repr(cfg) if isinstance(cfg, str) else '"my.yml"'
-        raise TypeError(
-            f"expected a config (CfgNode), got {brief(cfg)} ({type(cfg).__name__}).\n"
-            f"  fix: from fastamp.config import read_config; cfg = read_config({path})"
-        )
-
-
-def get_cfg() -> CfgNode:
-    """Return a new config with the default values, including the keys of installed plugins.
-
-    Raises:
-        ConfigError: if an installed plugin cannot be loaded.
-    """
-    cfg: CfgNode = _defaults().clone()
-    for entry, plugin in load_installed_plugins().items():
-        with naming_distribution(entry):
-            add_keys_of(plugin, cfg)
-    return cfg
-
-
-def add_keys_of(plugin: ModuleType, cfg: CfgNode) -> None:
-    """Declare the config keys of a plugin: those in ``KEYS``, and those of its function ``add_config(cfg)``."""
-    if hasattr(plugin, "add_config"):
-        plugin.add_config(cfg)
-    keys = getattr(plugin, "KEYS", ())
-    # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
-    if isinstance(keys, tuple | list) and all(isinstance(key, Key) for key in keys):
-        known = {key.path for key, _ in cfg.keys_below()}
-        cfg.add_keys(key for key in keys if key.path not in known)
 
 
 def _apply(edits: Iterable[Edit]) -> None:

@@ -4,9 +4,10 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 
-from fastamp.config.config import CfgNode, get_cfg
+from fastamp.config.config import CfgNode
 from fastamp.config.defaults import SHORTHANDS
 from fastamp.config.key import Key, list_choices, show_value
+from fastamp.config.read import get_cfg
 from fastamp.config.releases import OLD_NAMES, read_recipe
 from fastamp.utils.errors import ConfigError, did_you_mean
 

@@ -1,17 +1,21 @@
 """Projects: folders of methods outside the core, whose plugins register components and declare config keys."""
 
+import logging
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastamp.config.key import Key
 from fastamp.utils.errors import ConfigError, did_you_mean
 from fastamp.utils.files import real_path
 from fastamp.utils.plugins import import_plugin_file
 from fastamp.utils.resources import resource_folder
+
+logger = logging.getLogger(__name__)
 
 PROJECTS_KEY = "PROJECTS"
 PLUGINS_KEY = "PLUGINS"
@@ -87,3 +91,34 @@ def import_project(name: str) -> ModuleType:
     if folder not in sys.path:
         sys.path.append(folder)
     return import_plugin_file(projects[name] / _PLUGIN)
+
+
+def load_projects(cfg: Any, names: Iterable[str]) -> tuple[str, ...]:
+    """Import the plugins of projects and declare their keys; return the names of all projects of this config."""
+    loaded: tuple[str, ...] = cfg.__dict__.get("_projects", ())
+    for name in names:
+        if name not in loaded:
+            add_keys_of(import_project(name), cfg)
+            cfg.__dict__["_projects"] = loaded = (*loaded, name)
+    return loaded
+
+
+def name_plugins(cfg: Any, files: Iterable[str]) -> tuple[str, ...]:
+    """Return the loaded plugins of a config and ``files``; warn of those that are not loaded."""
+    loaded: tuple[str, ...] = cfg.__dict__.get("_plugins", ())
+    names = {os.path.basename(file) for file in loaded}  # the file may have been moved
+    missing = [file for file in files if os.path.basename(file) not in names]
+    for file in missing:
+        logger.warning("the config was saved with the plugin %s, which is not loaded\n  fix: --plugin %s", file, file)
+    return (*loaded, *missing)
+
+
+def add_keys_of(plugin: ModuleType, cfg: Any) -> None:
+    """Declare the config keys of a plugin: those in ``KEYS``, and those of its function ``add_config(cfg)``."""
+    if hasattr(plugin, "add_config"):
+        plugin.add_config(cfg)
+    keys = getattr(plugin, "KEYS", ())
+    # A plugin may use the name KEYS for other things, or declare its KEYS in add_config itself.
+    if isinstance(keys, tuple | list) and all(isinstance(key, Key) for key in keys):
+        known = {key.path for key, _ in cfg.keys_below()}
+        cfg.add_keys(key for key in keys if key.path not in known)

@@ -1,17 +1,55 @@
-"""Read the config of a command from a file, KEY VALUE pairs and a plugin."""
+"""Default config, and the config of a command: from a file, KEY VALUE pairs and a plugin."""
 
 import logging
 import os
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
-from fastamp.config.config import CfgNode, add_keys_of, get_cfg
-from fastamp.config.projects import PLUGINS_KEY, PROJECTS_KEY, list_projects, project_of, project_pairs
+from fastamp.config.config import CfgNode
+from fastamp.config.defaults import KEYS
+from fastamp.config.key import brief
+from fastamp.config.projects import PLUGINS_KEY, PROJECTS_KEY, add_keys_of, list_projects, project_of, project_pairs
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import real_path
-from fastamp.utils.plugins import import_plugin_file, load_installed_plugins
+from fastamp.utils.plugins import import_plugin_file, load_installed_plugins, naming_distribution
 
 logger = logging.getLogger(__name__)
+
+
+@cache
+def _defaults() -> CfgNode:
+    cfg = CfgNode()
+    cfg.__dict__["_declares"] = False
+    cfg.add_keys(KEYS.values())
+    return cfg
+
+
+def check_is_config(cfg: Any) -> None:
+    """Check that an argument is a config.
+
+    Raises:
+        TypeError: if ``cfg`` has no section ``MODEL``, e.g. because it is the path of a config file.
+    """
+    if not hasattr(cfg, "MODEL"):
+        path = repr(cfg) if isinstance(cfg, str) else '"my.yml"'
+        raise TypeError(
+            f"expected a config (CfgNode), got {brief(cfg)} ({type(cfg).__name__}).\n"
+            f"  fix: from fastamp.config import read_config; cfg = read_config({path})"
+        )
+
+
+def get_cfg() -> CfgNode:
+    """Return a new config with the default values, including the keys of installed plugins.
+
+    Raises:
+        ConfigError: if an installed plugin cannot be loaded.
+    """
+    cfg: CfgNode = _defaults().clone()
+    for entry, plugin in load_installed_plugins().items():
+        with naming_distribution(entry):
+            add_keys_of(plugin, cfg)
+    return cfg
 
 
 def read_config(

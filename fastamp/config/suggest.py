@@ -4,9 +4,12 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from fastamp.config.projects import PROJECTS_KEY, declaring_projects
+from fastamp.config.releases import hint
+
 
 def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable[str]) -> str:
-    """Return the message for an unknown key, with the nearest key and keys of the same name in other sections.
+    """Return the message for an unknown key: its current name, the project that declares it, or similar keys.
 
     Args:
         path: dotted path from the root.
@@ -14,6 +17,14 @@ def unknown_key(path: str, section: str, siblings: Iterable[str], keys: Iterable
         siblings: names in that section.
         keys: paths of all keys.
     """
+    if old := hint(path):
+        return old
+    if projects := declaring_projects(path):
+        return (
+            f"unknown config key {path!r}, which {' and '.join(projects)} declares.\n"
+            f"  fix: load the project: {PROJECTS_KEY}: [{projects[0]}] in the file, {PROJECTS_KEY}=[{projects[0]}] or "
+            f"--plugin {projects[0]}"
+        )
     keys = set(keys)
     sections = {key[:dot] for key in keys for dot, letter in enumerate(key) if letter == "."}
     # A typing error in one name of the path is more likely than a key in the wrong section.
