@@ -106,18 +106,7 @@ def _add(args: argparse.Namespace) -> int:
 
 
 def _list(gallery: "MutableGallery", as_json: bool) -> None:
-    from fastamp.inference.gallery_store import format_time
-
-    rows = [
-        {
-            "id": item.id,
-            "name": item.name,
-            "identity": item.identity,
-            "camera": item.camera,
-            "time": format_time(item.time),
-        }
-        for item in gallery.items
-    ]
+    rows = [item.texts() for item in gallery.items]
     if as_json:
         for row in rows:
             print(json.dumps(row))

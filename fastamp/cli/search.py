@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     model = model_of(args, split_key_values(args.queries[len(names) :]))
     if not has_features(path):
         for query in queries:  # an unreadable one is an error before the features of the gallery are extracted
-            read_image(query, max_pixels=model.max_pixels)
+            read_image(query, max_pixels=model.transforms.max_pixels)
     if gallery is None:
         gallery = open_gallery(path, of=model, **options)
         group_by = _group_key(args.group_by, gallery.columns) if args.group_by else None

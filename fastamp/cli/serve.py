@@ -18,28 +18,10 @@ from dataclasses import fields
 
 from fastamp.cli.model_arguments import EXPORTED_HELP, add_model_arguments, model_of
 from fastamp.cli.options import add_key_values
+from fastamp.serving.options import LOCAL_HOSTS, Limits, read_api_key
 from fastamp.utils.errors import ConfigError
 
 _PACKAGES = ("fastapi", "uvicorn", "python_multipart", "prometheus_client")
-# Defaults of fastamp.serving.options.Limits, which is not imported for the help.
-_LIMITS = {
-    "images": (32, "images per request"),
-    "megabytes": (32.0, "size of a request in MB"),
-    "megapixels": (50.0, "size of an image in megapixels"),
-    "results": (1000, "results per image"),
-    "receive-seconds": (30.0, "time to receive a request"),
-    "decode-seconds": (5.0, "time to decode an image"),
-    "answer-seconds": (60.0, "time to answer a request that was received"),
-    "header-seconds": (10.0, "time to receive the header of a request"),
-    "idle-seconds": (5.0, "time that a connection without a request stays open"),
-    "send-seconds": (30.0, "time to send an answer"),
-    "connections": (512, "connections; a further one closes the one that is idle for the longest time"),
-    "stop-seconds": (60.0, "time to answer the remaining requests after SIGTERM or Ctrl-C"),
-    "total-megabytes": (256.0, "size of all requests that are not yet answered; further ones get status 429"),
-    "queue": (256, "images that wait or are computed; further requests get status 429"),
-    "batch": (32, "images that the model computes at once"),
-    "wait-ms": (10.0, "time that the first image of a batch waits for others, in milliseconds"),
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,10 +35,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-api-key", action="store_true", help="let other machines use the service without a key")
     parser.add_argument("--open-metrics", action="store_true", help="let /metrics be read without the API key")
     parser.add_argument("--no-pictures", action="store_true", help="store no small pictures of images that are added")
-    for name, (default, meaning) in _LIMITS.items():
-        parser.add_argument(
-            f"--{name}", type=type(default), default=default, metavar="N", help=f"{meaning} (default: {default:g})"
-        )
+    for limit in fields(Limits):
+        help_ = f"{limit.metadata['help']} (default: {limit.default:g})"
+        flag = f"--{limit.name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(limit.default), default=limit.default, metavar="N", help=help_)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -70,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         )
     from fastamp.inference.gallery import create_or_open
     from fastamp.inference.gallery_source import gallery_model
-    from fastamp.serving.options import LOCAL_HOSTS, Limits, read_api_key
     from fastamp.serving.run import serve
     from fastamp.serving.service import Service
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fastamp.evaluation.calibration import Calibration
+from fastamp.evaluation.identities import Identities
 from fastamp.evaluation.open_set import OpenSetRates, Reliability, SetScores
-from fastamp.evaluation.protocol import Identities, Protocol
+from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.thresholds import split_identities
 from fastamp.utils.errors import DataError
 from fastamp.utils.table import format_table

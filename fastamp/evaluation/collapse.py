@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fastamp.evaluation.protocol import Identities
+from fastamp.evaluation.identities import Identities
 from fastamp.utils import comm
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fastamp.evaluation.error_rates import ErrorRate, identity_error_rate, pair_error_rate
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches
 from fastamp.evaluation.probability import ProbabilityCurve
-from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
 

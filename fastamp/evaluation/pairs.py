@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.evaluation.protocol import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches
+from fastamp.evaluation.identities import JUNK_PID, SAME_CAMERA, Identities, Junk, Matches
 from fastamp.layers.distance import pairwise_distance
 
 _QUANTILES = 1001

@@ -18,12 +18,10 @@ from fastamp.evaluation.identities import (
     CAMERA,
     JUNK_PID,
     SAME_CAMERA,
-    GalleryGroups,
     Identities,
     Junk,
     Matches,
     Pairs,
-    same_camera,
 )
 from fastamp.evaluation.neighbors import BACKENDS
 from fastamp.evaluation.query_expansion import QueryExpansion
@@ -32,27 +30,6 @@ from fastamp.evaluation.rerank import ReRanking
 from fastamp.layers.distance import check_metric
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean
 from fastamp.utils.registry import Registry
-
-__all__ = [
-    "CAMERA",
-    "JUNK_PID",
-    "KEYS",
-    "PROTOCOL_REGISTRY",
-    "RULES",
-    "SAME_CAMERA",
-    "GalleryGroups",
-    "Identities",
-    "Junk",
-    "Matches",
-    "Pairs",
-    "Protocol",
-    "Ranker",
-    "RankingRule",
-    "accept_rate_name",
-    "build_ranker",
-    "recall_name",
-    "same_camera",
-]
 
 KEYS = (
     Key(

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import Identities, Matches, Protocol, build_ranker
+from fastamp.evaluation.identities import Identities, Matches
+from fastamp.evaluation.protocol import Protocol, build_ranker
 from fastamp.evaluation.rank import RankingResult
 from fastamp.evaluation.roc import RocCounter, RocCurve, sum_over_ranks
 from fastamp.layers.distance import DistanceBlocks

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk, Matches, Pairs
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk, Matches, Pairs
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import writing

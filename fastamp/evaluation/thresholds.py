@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.error_rates import required_identities, required_trials
+from fastamp.evaluation.identities import SAME_CAMERA, Identities, Junk
 from fastamp.evaluation.open_set import SetScores
 from fastamp.evaluation.probability import fit_probability
-from fastamp.evaluation.protocol import SAME_CAMERA, Identities, Junk
 from fastamp.layers.distance import check_metric
 from fastamp.utils.choices import PROBABILITY_METHODS
 from fastamp.utils.errors import ConfigError, DataError, check_choice

@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fastamp.data.transforms import Resize
+from fastamp.data.transforms import Transforms
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.features_file import check_same_model, read_extraction
-from fastamp.inference.images import Image, as_one
+from fastamp.inference.images import COLORS, Image, as_one, decode
 from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
-from fastamp.utils.errors import ConfigError, DataError
+from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 logger = logging.getLogger(__name__)
 
@@ -33,16 +33,17 @@ class FeatureModel(ABC):
 
     Attributes:
         checkpoint: file of the model.
+        transforms: limits of images, and the transform that resizes and crops them.
+        metric: metric of the features: ``"cosine"`` or ``"euclidean"``.
+        batch_size: number of images that are computed at once.
         pairs: name of a dataset, and scores of pairs of its images; "" and None if there are none.
         protocol: protocol whose junk is excluded from the pairs of a reference.
     """
 
     checkpoint: Path
-
-    @property
-    @abstractmethod
-    def metric(self) -> str:
-        """Metric of the features: ``"cosine"`` or ``"euclidean"``."""
+    transforms: Transforms
+    metric: str
+    batch_size: int
 
     @property
     @abstractmethod
@@ -58,31 +59,6 @@ class FeatureModel(ABC):
     @abstractmethod
     def feature_dim(self) -> int:
         """Dimension D of the features."""
-
-    @property
-    @abstractmethod
-    def channels(self) -> int:
-        """Number of channels of input images."""
-
-    @property
-    @abstractmethod
-    def max_pixels(self) -> int:
-        """Maximum number of pixels of an image file."""
-
-    @property
-    @abstractmethod
-    def bit_depth(self) -> int:
-        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
-
-    @property
-    @abstractmethod
-    def batch_size(self) -> int:
-        """Number of images that are computed at once."""
-
-    @property
-    @abstractmethod
-    def resize(self) -> Resize:
-        """Transform that resizes and crops input images."""
 
     @property
     def pairs(self) -> tuple[str, PairScores | None]:
@@ -112,9 +88,37 @@ class FeatureModel(ABC):
     ) -> Tensor:
         """Extract the features (N, D) of images; see ``Predictor.features``."""
 
-    @abstractmethod
     def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Decode and resize an image to (C, H, W) uint8; see ``Predictor.preprocess``."""
+        """Preprocess an image for the model: resize it to the input size, and crop it if the model does.
+
+        Args:
+            image, color: see ``Predictor.features``.
+
+        Returns:
+            (C, H, W) uint8, a row of a batch's ``images``.
+
+        Raises:
+            DataError, ConfigError: see ``Predictor.features``; also DataError if the image has no pixels.
+        """
+        check_choice("color", color, COLORS)
+        pixels = self._load(image, color)
+        if pixels is None:
+            raise DataError(
+                f"the image has no pixels: it is a {type(image).__name__} of size 0.\n"
+                "  fix: pass an image of at least 1 x 1 pixels"
+            )
+        return pixels
+
+    def _load(self, image: Image, color: str) -> Tensor | None:
+        """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
+        pixels = self._decode(image, color, self.transforms.resize.least_side)
+        return self.transforms.resize(pixels) if pixels.numel() else None
+
+    def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
+        """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
+        transforms = self.transforms
+        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side}
+        return decode(image, color, transforms.channels, bit_depth=transforms.bit_depth, **limits)
 
     @abstractmethod
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:

@@ -85,6 +85,16 @@ class Item:
                 "  fix: pass texts, and the time in seconds since 1970 between the years 1 and 9999"
             )
 
+    def texts(self) -> dict[str, str]:
+        """Return the values as texts, without the picture."""
+        return {
+            "id": self.id,
+            "name": self.name,
+            "identity": self.identity,
+            "camera": self.camera,
+            "time": format_time(self.time),
+        }
+
 
 @dataclass(frozen=True)
 class GalleryModel:

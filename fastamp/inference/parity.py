@@ -82,7 +82,7 @@ def compare_on_random_images(
         if predictor.modality_column and not cfg.MODEL.BACKBONE.MODALITY:
             batch[predictor.modality_column] = torch.randint(len(predictor.modalities), (count,), generator=generator)
         title = f"random, batch of {count}" + (f", {width} x {height} pixels" if raw else "")
-        resized = torch.stack([predictor.resize(image) for image in images]) if raw else images
+        resized = torch.stack([predictor.transforms.resize(image) for image in images]) if raw else images
         rows = expected(batch | {"images": resized}), actual(batch | {"images": list(images) if raw else images})
         comparisons.append(compare(title, *rows))
     return comparisons

@@ -17,13 +17,13 @@ from fastamp.amp.policy import dtype_name
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.config import CfgNode
 from fastamp.data.jpeg_warnings import decoding_pool, read_in_threads
-from fastamp.data.transforms import Resize, build_transforms
+from fastamp.data.transforms import build_transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.evaluator import extract_features
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
+from fastamp.inference.images import COLORS, Image, as_list, crop_frame
 from fastamp.inference.index import GalleryIndex
 from fastamp.modeling import load_model
 from fastamp.modeling.heads import ClasHead
@@ -85,7 +85,8 @@ class Predictor(FeatureModel):
         self.cfg, self.model, self.policy, self.extra = loaded.cfg, loaded.model, loaded.policy, loaded.extra
         _check_pairs(self.extra.get("pairs", {}), self.checkpoint)
         self._calibration = read_calibration(self.extra, self.checkpoint)
-        self._transforms = build_transforms(self.cfg, is_train=False)
+        self.transforms = build_transforms(self.cfg, is_train=False)
+        self.metric, self.batch_size = str(self.cfg.TEST.METRIC), int(self.cfg.TEST.IMS_PER_BATCH)
 
     def __call__(self, images: Image | Sequence[Image], **options: Any) -> Tensor:
         """Extract the features of images; see ``features`` for arguments, result and errors."""
@@ -103,36 +104,6 @@ class Predictor(FeatureModel):
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model.parameters()).device
-
-    @property
-    def resize(self) -> Resize:
-        """Transform that resizes and crops input images."""
-        return self._transforms.resize
-
-    @property
-    def metric(self) -> str:
-        """Metric of the features: ``"cosine"`` or ``"euclidean"``."""
-        return str(self.cfg.TEST.METRIC)
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of input images."""
-        return int(self.cfg.INPUT.CHANNELS)
-
-    @property
-    def max_pixels(self) -> int:
-        """Maximum number of pixels of an image file."""
-        return int(self.cfg.INPUT.MAX_PIXELS)
-
-    @property
-    def bit_depth(self) -> int:
-        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
-        return int(self.cfg.INPUT.BIT_DEPTH)
-
-    @property
-    def batch_size(self) -> int:
-        """Number of images that are computed at once."""
-        return int(self.cfg.TEST.IMS_PER_BATCH)
 
     @property
     def pairs(self) -> tuple[str, PairScores | None]:
@@ -170,33 +141,23 @@ class Predictor(FeatureModel):
         """Names of the attributes that a model of FastAttr recognizes; () for other models."""
         return tuple(self.cfg.MODEL.ATTRIBUTES.NAMES) if hasattr(self.model, "features_and_attributes") else ()
 
-    def require_attributes(self) -> tuple[str, ...]:
-        """Return ``attribute_names``; raise ConfigError if the model does not recognize attributes."""
-        if not self.attribute_names:
-            raise ConfigError(
-                f"{self.checkpoint}: the model ({type(self.model).__name__}) does not recognize attributes.\n"
-                "  fix: use a model of FastAttr, which has attributes"
-            )
-        return self.attribute_names
-
-    @property
+    @cached_property
     def config_hash(self) -> str:
         """Hash of the weights and of the config keys that affect the features, 16 hex digits.
 
         Features from models with equal hashes can be compared.
         """
-        if not hasattr(self, "_config_hash"):
-            digest = hashlib.blake2b(digest_size=8)
-            # Without default values, so that hashes stay valid when a release adds a key.
-            defaults = {key.path: key.default for key, _ in self.cfg.keys_below()}
-            values = {path: value for path, value in feature_values(self.cfg).items() if value != defaults[path]}
-            values |= {"crop": self.resize.crop, "interpolation": self.resize.interpolation}
-            digest.update(repr(sorted(values.items())).encode())
-            for name, tensor in sorted(self.model.state_dict().items()):
-                digest.update(name.encode())
-                digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            self._config_hash = digest.hexdigest()
-        return self._config_hash
+        digest = hashlib.blake2b(digest_size=8)
+        # Without default values, so that hashes stay valid when a release adds a key.
+        defaults = {key.path: key.default for key, _ in self.cfg.keys_below()}
+        values = {path: value for path, value in feature_values(self.cfg).items() if value != defaults[path]}
+        resize = self.transforms.resize
+        values |= {"crop": resize.crop, "interpolation": resize.interpolation}
+        digest.update(repr(sorted(values.items())).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        return digest.hexdigest()
 
     @cached_property
     def calibration(self) -> Calibration | None:
@@ -356,10 +317,9 @@ class Predictor(FeatureModel):
 
         def load(number: int) -> Tensor | None:
             try:
-                pixels = self._decode(images[number], color, self.resize.least_side)
+                return self._load(images[number], color)
             except DataError as error:
                 raise DataError(f"image {number}: {error}" if len(images) > 1 else str(error)) from error
-            return self._transforms.resize(pixels) if pixels.numel() else None
 
         def name(number: int) -> str:
             image = images[number]
@@ -374,7 +334,7 @@ class Predictor(FeatureModel):
                 rows = list(readable)
                 if rows:
                     batch = {name: values[rows] for name, values in ids.items()}
-                    batch["images"] = self._transforms.stack(list(readable.values()))
+                    batch["images"] = self.transforms.stack(list(readable.values()))
                     features.append(compute(batch).cpu())
                     kept += rows
         if features and len(kept) == len(images):
@@ -428,7 +388,7 @@ class Predictor(FeatureModel):
                 f"expected a tracklet of at least one frame, got {len(frames)}.\n  fix: pass the frames of the tracklet"
             )
         batch: dict[str, Any] = self._inputs(len(frames), camids=camids, viewids=viewids, modality=modality)
-        batch["images"] = self._transforms.stack([self.preprocess(frame, color=color) for frame in frames])
+        batch["images"] = self.transforms.stack([self.preprocess(frame, color=color) for frame in frames])
         batch["tracklet"] = torch.zeros(len(frames), dtype=torch.int64)
         with torch.inference_mode():
             return self.features_of_batch(batch).cpu().mean(0)
@@ -445,33 +405,6 @@ class Predictor(FeatureModel):
             )
         return rows
 
-    def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Preprocess an image for the model: resize it to INPUT.SIZE_TEST, and crop it if INPUT.CROP is on.
-
-        Args:
-            image, color: see ``features``.
-
-        Returns:
-            (C, H, W) uint8.
-
-        Raises:
-            DataError: if the image cannot be read, has a wrong shape or dtype, or has no pixels.
-        """
-        check_choice("color", color, COLORS)
-        pixels = self._decode(image, color, self.resize.least_side)
-        if not pixels.numel():
-            raise DataError(
-                f"the image has no pixels: its size is {pixels.shape[2]} x {pixels.shape[1]}.\n"
-                "  fix: pass an image of at least 1 x 1 pixels"
-            )
-        return self._transforms.resize(pixels)
-
-    def _decode(self, image: Image, color: str, least_side: int | None = None) -> Tensor:
-        """Decode an image to (C, H, W) uint8 with the model's channels; see ``read_image`` for ``least_side``."""
-        transforms = self._transforms
-        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": least_side}
-        return decode(image, color, transforms.channels, bit_depth=transforms.bit_depth, **limits)
-
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features of images from ``preprocess`` in one batch, without cameras, views and modality.
 
@@ -486,7 +419,7 @@ class Predictor(FeatureModel):
             DataError: if the images have different sizes, or a feature is not finite.
         """
         batch: dict[str, Any] = self._inputs(len(images), camids=None, viewids=None, modality=None)
-        batch["images"] = self._transforms.stack(list(images))
+        batch["images"] = self.transforms.stack(list(images))
         with torch.inference_mode():
             return self.features_of_batch(batch).cpu()
 
@@ -494,9 +427,8 @@ class Predictor(FeatureModel):
     def feature_dim(self) -> int:
         """Dimension D of the features."""
         batch = self._inputs(1, camids=[0], viewids=[0], modality=next(iter(self.modalities), None))
-        batch["images"] = self._transforms.resize(torch.zeros(self._transforms.channels, 256, 128, dtype=torch.uint8))[
-            None
-        ]
+        image = torch.zeros(self.transforms.channels, 256, 128, dtype=torch.uint8)
+        batch["images"] = self.transforms.resize(image)[None]
         with torch.inference_mode():
             return self.features_of_batch(batch).shape[1]
 

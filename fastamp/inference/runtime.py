@@ -15,12 +15,12 @@ from torch import Tensor
 
 from fastamp.checkpoint.entries import damaged_entry_error
 from fastamp.data.decode import BIT_DEPTH, LARGEST_PIXELS
-from fastamp.data.transforms import Resize
+from fastamp.data.transforms import Augmentation, Resize, Transforms
 from fastamp.evaluation.calibration import Calibration, read_calibration
 from fastamp.evaluation.protocol import Protocol
 from fastamp.inference.exported_metadata import read_metadata
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.images import COLORS, Image, as_list, crop_frame, decode
+from fastamp.inference.images import COLORS, Image, as_list, crop_frame
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
 from fastamp.utils.files import check_not_device, expand
@@ -50,6 +50,8 @@ class ExportedModel(FeatureModel):
         WeightsError: if the file cannot be read, or was not written by `fastamp export`.
     """
 
+    batch_size = _BATCH
+
     def __init__(self, path: str | os.PathLike[str], *, threads: int | None = None) -> None:
         self.checkpoint = expand(path)
         self._threads = threads
@@ -64,11 +66,18 @@ class ExportedModel(FeatureModel):
         self._is_preprocessed = self.metadata.get("preprocess") != "inside"
         # With preprocessing inside, the file crops. Resizing images that already have the size does not change them.
         size, crop = self.metadata["resize"], self.metadata["center_crop"] if self._is_preprocessed else None
-        self._resize = Resize(
-            size=tuple(size),
-            crop=None if crop is None else (crop[0], crop[1]),
-            interpolation=self.metadata["interpolation"],
+        crop = None if crop is None else (crop[0], crop[1])
+        augment = Augmentation(transforms=[], seed=0)
+        self.transforms = Transforms(
+            channels=self.metadata["channels"],
+            max_pixels=LARGEST_PIXELS,
+            bit_depth=self.metadata.get("bit_depth", BIT_DEPTH),
+            resize=Resize(size=tuple(size), crop=crop, interpolation=self.metadata["interpolation"]),
+            augment_each=augment,
+            augment=augment,
+            size_key="INPUT.SIZE_TEST",
         )
+        self.metric = self.metadata["metric"]
         mean, std = (
             np.array(self.metadata[name], dtype=np.float32).reshape(-1, 1, 1) for name in ("pixel_mean", "pixel_std")
         )
@@ -80,16 +89,6 @@ class ExportedModel(FeatureModel):
 
     def __repr__(self) -> str:
         return f"ExportedModel({str(self.checkpoint)!r})"
-
-    @property
-    def resize(self) -> Resize:
-        """Transform of input images: resizes them, and crops them unless the file does."""
-        return self._resize
-
-    @property
-    def metric(self) -> str:
-        """Metric of the features: ``"cosine"`` or ``"euclidean"``."""
-        return str(self.metadata["metric"])
 
     @property
     def config_hash(self) -> str:
@@ -125,26 +124,6 @@ class ExportedModel(FeatureModel):
     def feature_dim(self) -> int:
         """Dimension D of the features."""
         return int(self.metadata["feature_width"])
-
-    @property
-    def channels(self) -> int:
-        """Number of channels of input images."""
-        return int(self.metadata["channels"])
-
-    @property
-    def bit_depth(self) -> int:
-        """Number of bits that gray images of more than 8 bits use; see ``read_image``."""
-        return int(self.metadata.get("bit_depth", BIT_DEPTH))
-
-    @property
-    def batch_size(self) -> int:
-        """Number of images that are computed at once."""
-        return _BATCH
-
-    @property
-    def max_pixels(self) -> int:
-        """Maximum number of pixels of an image file."""
-        return LARGEST_PIXELS
 
     def features(
         self,
@@ -197,33 +176,13 @@ class ExportedModel(FeatureModel):
             result[rows] = torch.from_numpy(_joined(features))
         return result
 
-    def preprocess(self, image: Image, *, color: str = "rgb") -> Tensor:
-        """Decode and resize an image; see ``Predictor.preprocess``."""
-        check_choice("color", color, COLORS)
-        pixels = self._load(image, color)
-        if pixels is None:
-            raise DataError(
-                f"the image has no pixels: it is a {type(image).__name__} of size 0.\n"
-                "  fix: pass an image of at least 1 x 1 pixels"
-            )
-        return pixels
-
     def features_of_preprocessed(self, images: Sequence[Tensor]) -> Tensor:
         """Extract the features (N, D) float32 of images (C, H, W) uint8 from ``preprocess``."""
         starts = range(0, len(images), _BATCH)
         return torch.from_numpy(_joined([self._compute(images[start : start + _BATCH]) for start in starts]))
 
     def _is_color_array(self, image: Any) -> bool:
-        return self.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
-
-    def _load(self, image: Image, color: str) -> Tensor | None:
-        """Decode and resize an image to (C, H, W) uint8; return None if it has no pixels."""
-        pixels = self._decode(image, color)
-        return self._resize(pixels) if pixels.numel() else None
-
-    def _decode(self, image: Image, color: str) -> Tensor:
-        limits: dict[str, Any] = {"max_pixels": LARGEST_PIXELS, "least_side": self._resize.least_side}
-        return decode(image, color, self.channels, bit_depth=self.bit_depth, **limits)
+        return self.transforms.channels == 3 and isinstance(image, np.ndarray) and image.shape[2:] == (3,)
 
     def _compute(self, images: Sequence[Tensor], *, reverse: bool = False) -> NDArray[np.float32]:
         """Compute the features of resized images (C, H, W) uint8, whose channels are in ``reverse`` order."""

@@ -8,8 +8,8 @@ import torch
 
 from fastamp.evaluation import Identities
 from fastamp.evaluation.calibration import Calibration, percent
+from fastamp.evaluation.identities import SAME_CAMERA, Junk
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import SAME_CAMERA, Junk
 from fastamp.inference.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
 

@@ -15,6 +15,7 @@ from fastamp.report import EvaluatedSet, evaluated_set
 from fastamp.report.curves import cmc_panel, roc_panel, score_panel
 from fastamp.report.figures import panel_figure, rank_list_figure, similarity_figure, write_figure
 from fastamp.report.panel import Panel
+from fastamp.report.sections import images_of
 from fastamp.report.similarity_map import similarity_map
 
 
@@ -59,7 +60,7 @@ def draw_set(
     examples, protocol = result.examples, result.protocol
     print(f"{name}: mAP {metrics['mAP']:.2f}, Rank-1 {metrics['Rank-1']:.2f}")
     if "rank-lists" in kinds:
-        queries, gallery = _sides(test_set, protocol)
+        queries, gallery = images_of(test_set)
         for kind, lists in examples.lists.items():
             if lists:
                 title = f"{kind} queries on {name}"
@@ -112,12 +113,6 @@ def _similar_pairs(
         first, second = (test_set.images[number] for number in numbers)
         pairs.append((first, second, similarity_map(predictor.model, batch)))
     return pairs
-
-
-def _sides(test_set: EvaluatedSet, protocol: Protocol) -> tuple[list[Any], list[Any]]:
-    """Return the images to which the indices in rank lists refer, as ``(query images, gallery images)``."""
-    queries = test_set.images if protocol.all_images else test_set.query
-    return list(queries), list(test_set.images if protocol.all_images else test_set.gallery)
 
 
 def write(figure: Any, path: Path, *, dpi: int = 120) -> None:

@@ -203,11 +203,8 @@ def _rank_lists(
 
 def images_of(test_set: EvaluatedSet) -> tuple[Sequence[ImageItem], Sequence[ImageItem]]:
     """Return the images that the queries and the gallery indices of the rank lists of a test set refer to."""
-    protocol = test_set.result.protocol if test_set.result is not None else None
-    return (
-        test_set.images if protocol is not None and protocol.all_images else test_set.query,
-        test_set.images if protocol is not None and protocol.all_images else test_set.gallery,
-    )
+    all_images = test_set.result is not None and test_set.result.protocol.all_images
+    return (test_set.images, test_set.images) if all_images else (test_set.query, test_set.gallery)
 
 
 def _rank_list(

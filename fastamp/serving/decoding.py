@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastamp.data.decode import BIT_DEPTH, decode_image, jpeg_header
-from fastamp.data.transforms import Resize
+from fastamp.data.decode import decode_image, jpeg_header
+from fastamp.data.transforms import Transforms
 from fastamp.inference.gallery_source import make_picture
 from fastamp.utils.env import available_cores
 from fastamp.utils.errors import DataError
@@ -37,18 +37,12 @@ class Decoding:
     """Function that decodes an upload.
 
     Attributes:
-        resize: transform of the decoded image.
-        channels: number of channels C.
-        max_pixels: maximum number of pixels.
+        transforms: limits of the image, and its transform.
         pictures: if True, also make a small picture.
-        bit_depth: see ``decode_image``.
     """
 
-    resize: Resize
-    channels: int
-    max_pixels: int
+    transforms: Transforms
     pictures: bool
-    bit_depth: int | None = BIT_DEPTH
 
     def __call__(self, content: bytes, name: str) -> tuple[Tensor, bytes]:
         """Return the preprocessed image (C, H, W) uint8, and its picture or b"".
@@ -56,15 +50,10 @@ class Decoding:
         Raises:
             DataError: see ``decode_image``.
         """
-        pixels = decode_image(
-            content,
-            self.channels,
-            name=name,
-            max_pixels=self.max_pixels,
-            least_side=self.resize.least_side,
-            bit_depth=self.bit_depth,
-        )
-        return self.resize(pixels), make_picture(pixels) if self.pictures else b""
+        transforms, resize = self.transforms, self.transforms.resize
+        limits: dict[str, Any] = {"max_pixels": transforms.max_pixels, "least_side": resize.least_side}
+        pixels = decode_image(content, transforms.channels, name=name, bit_depth=transforms.bit_depth, **limits)
+        return resize(pixels), make_picture(pixels) if self.pictures else b""
 
 
 class Decoder:
@@ -205,7 +194,7 @@ def _run(connection: Connection, decoding: Decoding) -> None:
     """Send True, then answer with (error, pixels, picture) until the connection is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C: the service ends this process
     torch.set_num_threads(1)
-    _limit_memory(decoding.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES)
+    _limit_memory(decoding.transforms.max_pixels * _BYTES_PER_PIXEL + _OTHER_BYTES)
     connection.send(True)
     while True:
         try:

@@ -1,8 +1,9 @@
 """Limits and API key of the service."""
 
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from fastamp.utils.errors import ConfigError
 
@@ -11,54 +12,42 @@ _SHORTEST_KEY = 16
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
+def _limit(default: float, meaning: str) -> Any:
+    return field(default=default, metadata={"help": meaning})
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Limits of requests, and of the memory that they may use.
+    """Limits of requests, and of the memory that they may use; each is described by its ``help``.
 
-    Attributes:
-        images: images per request.
-        megabytes: size of a request, in 10**6 bytes.
-        megapixels: size of an image, in 10**6 pixels; checked before it is decoded.
-        results: results per image of a search.
-        receive_seconds: time to receive a request.
-        decode_seconds: time to decode an image; the process that decodes it is ended then.
-        answer_seconds: time to answer a request after it was received; it then gets status 503.
-        header_seconds: time to receive the header of a request.
-        idle_seconds: time that a connection without a request stays open.
-        send_seconds: time to send an answer to a client that reads slowly.
-        connections: connections; the one that is idle for the longest time is closed for a further one.
-        stop_seconds: time to answer the remaining requests after SIGTERM.
-        total_megabytes: size of all requests that are not yet answered; further ones get status 429.
-        queue: images that wait or are computed; further requests get status 429.
-        batch: images that the model computes at once.
-        wait_ms: time that the first image of a batch waits for further images, in milliseconds.
+    Times are in seconds, unless the name ends in ``ms``.
     """
 
-    images: int = 32
-    megabytes: float = 32.0
-    megapixels: float = 50.0
-    results: int = 1000
-    receive_seconds: float = 30.0
-    decode_seconds: float = 5.0
-    answer_seconds: float = 60.0
-    header_seconds: float = 10.0
-    idle_seconds: float = 5.0
-    send_seconds: float = 30.0
-    connections: int = 512
-    stop_seconds: float = 60.0
-    total_megabytes: float = 256.0
-    queue: int = 256
-    batch: int = 32
-    wait_ms: float = 10.0
+    images: int = _limit(32, "images per request")
+    megabytes: float = _limit(32.0, "size of a request in MB")
+    megapixels: float = _limit(50.0, "size of an image in megapixels")
+    results: int = _limit(1000, "results per image")
+    receive_seconds: float = _limit(30.0, "time to receive a request")
+    decode_seconds: float = _limit(5.0, "time to decode an image")
+    answer_seconds: float = _limit(60.0, "time to answer a request that was received")
+    header_seconds: float = _limit(10.0, "time to receive the header of a request")
+    idle_seconds: float = _limit(5.0, "time that a connection without a request stays open")
+    send_seconds: float = _limit(30.0, "time to send an answer")
+    connections: int = _limit(512, "connections; a further one closes the one that is idle for the longest time")
+    stop_seconds: float = _limit(60.0, "time to answer the remaining requests after SIGTERM or Ctrl-C")
+    total_megabytes: float = _limit(256.0, "size of all unanswered requests; further ones get status 429")
+    queue: int = _limit(256, "images that wait or are computed; further requests get status 429")
+    batch: int = _limit(32, "images that the model computes at once")
+    wait_ms: float = _limit(10.0, "time that the first image of a batch waits for others, in milliseconds")
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            lowest = 0 if field.name == "wait_ms" else 1
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            lowest = 0 if limit.name == "wait_ms" else 1
             if not lowest <= value < float("inf"):
                 raise ConfigError(
-                    f"the limit {field.name} is {value:g}; it must be at least {lowest}.\n"
-                    f"  fix: increase --{field.name.replace('_', '-')}"
+                    f"the limit {limit.name} is {value:g}; it must be at least {lowest}.\n"
+                    f"  fix: increase --{limit.name.replace('_', '-')}"
                 )
         if self.total_megabytes < self.megabytes:
             raise ConfigError(

@@ -14,7 +14,7 @@ from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits
 from fastamp.serving.requests import models_of, number_of, read_form, texts_of, uploads_of
-from fastamp.serving.service import Service, in_time, item_values
+from fastamp.serving.service import Service, in_time
 
 _IMAGES = {"images": {"type": "array", "items": {"type": "string", "format": "binary"}}}
 _TEXTS: dict[str, Any] = {"type": "array", "items": {"type": "string"}}
@@ -158,7 +158,7 @@ def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> Non
 
         def read(gallery: MutableGallery) -> dict[str, Any]:
             gallery.refresh()
-            return {"total": len(gallery), "items": list(map(item_values, gallery.items[offset : offset + limit]))}
+            return {"total": len(gallery), "items": [item.texts() for item in gallery.items[offset : offset + limit]]}
 
         return JSONResponse(await service.in_gallery(read))
 
@@ -200,7 +200,7 @@ def add_gallery_routes(app: FastAPI, service: Service, access: list[Any]) -> Non
 
     @app.get("/v1/gallery/items/{item_id:path}", response_model=schemas.ItemOut, summary="An item", **options)
     async def item(item_id: str) -> Response:
-        return JSONResponse(item_values(await service.in_gallery(lambda gallery: gallery.item(item_id))))
+        return JSONResponse((await service.in_gallery(lambda gallery: gallery.item(item_id))).texts())
 
     @app.delete("/v1/gallery/items/{item_id:path}", status_code=204, summary="Remove an item", **options)
     async def remove(item_id: str) -> Response:

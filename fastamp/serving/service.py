@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import Item, format_time, parse_time
+from fastamp.inference.gallery_store import Item, parse_time
 from fastamp.inference.predictor import Predictor
 from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding
@@ -49,7 +49,7 @@ class Service:
         self, model: FeatureModel, gallery: MutableGallery | None, limits: Limits, *, pictures: bool = True
     ) -> None:
         # Raises an error now instead of at the first request, and loads what the first batch needs.
-        example = model.preprocess(torch.zeros(model.channels, 256, 128, dtype=torch.uint8))
+        example = model.preprocess(torch.zeros(model.transforms.channels, 256, 128, dtype=torch.uint8))
         model.features_of_preprocessed([example])
         self._features = traced_features(model, example)
         self.model, self.gallery, self.limits, self.pictures = model, gallery, limits, pictures
@@ -64,10 +64,9 @@ class Service:
             workers=workers,
             observe=self.metrics.batches.observe,
         )
-        most = min(int(limits.megapixels * 1e6), model.max_pixels)
-        decoding = Decoding(
-            model.resize, model.channels, most, pictures=pictures and gallery is not None, bit_depth=model.bit_depth
-        )
+        most = min(int(limits.megapixels * 1e6), model.transforms.max_pixels)
+        transforms = model.transforms._replace(max_pixels=most)
+        decoding = Decoding(transforms, pictures=pictures and gallery is not None)
         self._decoder = Decoder(decoding, limits.decode_seconds)
         self._gallery_thread = ThreadPoolExecutor(1, "gallery")
         self._gallery_call = 0.0  # start of the call that is running
@@ -223,7 +222,7 @@ class Service:
             gallery.update([new], features)
             return new
 
-        return item_values(await self.in_gallery(change))
+        return (await self.in_gallery(change)).texts()
 
     async def search(self, features: Tensor, k: int, conditions: dict[str, Any]) -> dict[str, Any]:
         """Search for the nearest items of features (Q, D), and decide with the calibration of the model."""
@@ -291,14 +290,3 @@ def _concurrent_batches(model: FeatureModel) -> int:
     """
     on_cpu = isinstance(model, Predictor) and model.device.type == "cpu"
     return 2 if on_cpu and torch.get_num_threads() > 1 else 1
-
-
-def item_values(item: Item) -> dict[str, str]:
-    """Return an item as a dict of texts."""
-    return {
-        "id": item.id,
-        "name": item.name,
-        "identity": item.identity,
-        "camera": item.camera,
-        "time": format_time(item.time),
-    }

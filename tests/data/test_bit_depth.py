@@ -92,12 +92,12 @@ def test_the_bit_depth_is_part_of_the_features(checkpoint, tmp_path):
     assert torch.equal(predictor.features(Image.open(path)), expected)
     with pytest.raises(ConfigError, match="INPUT.BIT_DEPTH"):
         fastamp.Predictor(checkpoint, device="cpu", opts=["INPUT.BIT_DEPTH", "7"])
-    frames = Frames(tmp_path, bit_depth=predictor.bit_depth)
+    frames = Frames(tmp_path, bit_depth=predictor.transforms.bit_depth)
     np.testing.assert_array_equal(next(frames.read())[1][..., 0], EIGHT)
     pytest.importorskip("onnxruntime")
     export(predictor, tmp_path / "model.onnx", data="")
     exported = ExportedModel(tmp_path / "model.onnx")
-    assert exported.bit_depth == 12 and torch.equal(exported.features(path), exported.features(EIGHT))
+    assert exported.transforms.bit_depth == 12 and torch.equal(exported.features(path), exported.features(EIGHT))
 
 
 def png_of_colors(values):

@@ -11,7 +11,8 @@ from naive_ranking import naive, random_set
 
 from fastamp.config import get_cfg
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, print_results
-from fastamp.evaluation.protocol import RULES, Junk, Matches, RankingRule
+from fastamp.evaluation.identities import Junk, Matches
+from fastamp.evaluation.protocol import RULES, RankingRule
 from fastamp.layers.distance import pairwise_distance
 from fastamp.utils.errors import DataError
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fastamp.evaluation import Identities, pairs
+from fastamp.evaluation.identities import SAME_CAMERA
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.evaluation.protocol import SAME_CAMERA
 
 
 def small_set():

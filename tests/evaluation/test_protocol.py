@@ -9,17 +9,9 @@ from fastamp.config import get_cfg
 from fastamp.config.defaults import KEYS
 from fastamp.evaluation import Identities, Protocol, ReidEvaluator, ReportOptions, compute_metrics, rank_distances
 from fastamp.evaluation import identities as module
+from fastamp.evaluation.identities import SAME_CAMERA, Junk, Matches, same_camera
 from fastamp.evaluation.neighbors import BACKENDS
-from fastamp.evaluation.protocol import (
-    PROTOCOL_REGISTRY,
-    RULES,
-    SAME_CAMERA,
-    Junk,
-    Matches,
-    Ranker,
-    RankingRule,
-    same_camera,
-)
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, RULES, Ranker, RankingRule
 from fastamp.evaluation.query_expansion import TARGETS
 from fastamp.evaluation.rerank import VARIANTS
 from fastamp.layers.distance import METRICS, pairwise_distance

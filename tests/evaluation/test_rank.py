@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from naive_ranking import REFERENCE, load, naive, random_distances, random_set, rows_of
 
 from fastamp.evaluation import Identities, rank_distances, rank_features
-from fastamp.evaluation.protocol import SAME_CAMERA, Matches
+from fastamp.evaluation.identities import SAME_CAMERA, Matches
 from fastamp.evaluation.rank import _ranks_on_device, ranks_of_matches
 from fastamp.layers import pairwise_distance
 from fastamp.layers.distance import FeatureDistances

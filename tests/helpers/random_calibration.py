@@ -5,7 +5,7 @@ import torch
 
 from fastamp.evaluation import Identities
 from fastamp.evaluation.calibration import Calibration
-from fastamp.evaluation.protocol import SAME_CAMERA
+from fastamp.evaluation.identities import SAME_CAMERA
 from fastamp.evaluation.thresholds import calibrate
 
 

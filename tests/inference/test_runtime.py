@@ -15,6 +15,7 @@ import torch
 from random_calibration import random_calibration
 
 import fastamp
+from fastamp.data import decode
 from fastamp.inference.export import export
 from fastamp.inference.export.tflite_format import VARIABLE
 from fastamp.inference.gallery import create_or_open
@@ -140,6 +141,15 @@ def test_boxes_without_pixels_are_nan(exported, predictor):
     assert found[1].isnan().all()
     assert_close(found[[0, 2]], predictor.features(frame, boxes=[boxes[0], boxes[2]]))
     assert exported.features(frame, boxes=[]).shape == (0, exported.feature_dim)
+
+
+def test_boxes_are_pixels_of_a_large_frame(exported, monkeypatch, tmp_path):
+    monkeypatch.setattr(decode, "_MAX_FULL_SIZE_PIXELS", 1000)
+    frame = np.random.default_rng(0).integers(256, size=(1100, 1100, 3), dtype=np.uint8)
+    PIL.Image.fromarray(frame).save(tmp_path / "frame.jpg")
+    boxes = [[600, 600, 900, 1000]]
+    actual = exported.features(tmp_path / "frame.jpg", boxes=boxes)
+    assert_close(actual, exported.features(np.asarray(PIL.Image.open(tmp_path / "frame.jpg")), boxes=boxes))
 
 
 def test_preprocess_equals_that_of_the_predictor(exported, predictor):

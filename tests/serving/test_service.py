@@ -15,7 +15,7 @@ from random_calibration import random_calibration
 from slow_resize import SLOW, SlowResize
 
 from fastamp import Predictor
-from fastamp.cli.serve import _LIMITS
+from fastamp.cli import command_parser
 from fastamp.data.build import build_dataset
 from fastamp.inference.export import export
 from fastamp.inference.gallery import MutableGallery, create_or_open
@@ -368,7 +368,7 @@ def png(side=40, color=(9, 9, 9)):
 
 
 def test_images_are_decoded_in_a_process_that_ends_at_the_deadline(predictor):
-    decoder = Decoder(Decoding(SlowResize(), 3, 10**6, pictures=True), seconds=4)
+    decoder = Decoder(Decoding(predictor.transforms._replace(resize=SlowResize()), pictures=True), seconds=4)
 
     async def decode_both():
         slow, usual = await asyncio.gather(
@@ -676,7 +676,8 @@ def test_a_full_queue_rejects_requests_and_answers_all_others():
 
 
 def test_options_are_checked(tmp_path, monkeypatch):
-    assert {name.replace("-", "_"): value for name, (value, _) in _LIMITS.items()} == vars(Limits())
+    args = command_parser("serve").parse_args(["model.onnx"])
+    assert vars(Limits()).items() <= vars(args).items()
     for wrong in ({"images": 0}, {"megabytes": float("inf")}, {"wait_ms": -1}, {"queue": 31}, {"total_megabytes": 31}):
         with pytest.raises(ConfigError):
             Limits(**wrong)

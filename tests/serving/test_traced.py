@@ -24,7 +24,7 @@ def eager(predictor, monkeypatch):
 
 
 def pixels(predictor, count, height=256):
-    images = torch.randint(256, (count, predictor.channels, height, 128), dtype=torch.uint8)
+    images = torch.randint(256, (count, predictor.transforms.channels, height, 128), dtype=torch.uint8)
     return [predictor.preprocess(image) for image in images]
 
 
@@ -46,7 +46,7 @@ def test_the_trace_computes_images_of_the_size_of_the_example_only(predictor, ea
     eager.clear()
     assert compute([example, example]).shape == (2, predictor.feature_dim)
     assert not eager
-    larger = torch.zeros(predictor.channels, example.shape[1] + 32, example.shape[2], dtype=torch.uint8)
+    larger = torch.zeros(predictor.transforms.channels, example.shape[1] + 32, example.shape[2], dtype=torch.uint8)
     assert compute([larger]).shape == (1, predictor.feature_dim) and eager == [1]
 
 

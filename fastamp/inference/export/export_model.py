@@ -193,7 +193,7 @@ def _preprocessing(
             "--preprocess inside includes the normalization, but --no-normalization was given.\n"
             "  fix: omit one of the two options"
         )
-    if inside and precision == "int8" and predictor.resize.crop is not None:
+    if inside and precision == "int8" and predictor.transforms.resize.crop is not None:
         # The calibration images are cropped: the file would crop them again.
         raise ConfigError(
             "--precision int8 with --preprocess inside does not support the center crop of INPUT.CROP.ENABLED True.\n"
@@ -205,4 +205,4 @@ def _preprocessing(
             f"--color-order bgr requires --preprocess inside and 3 channels; {setting}.\n"
             "  fix: omit --color-order" + ("" if inside else ", or add --preprocess inside")
         )
-    return Preprocessing(predictor.resize, reverse_channels=color_order == "bgr") if inside else None
+    return Preprocessing(predictor.transforms.resize, reverse_channels=color_order == "bgr") if inside else None

@@ -31,7 +31,7 @@ def export_metadata(
     """Build the metadata to store in an exported file; for the arguments see ``export``."""
     cfg = predictor.cfg
     model: Any = predictor.model
-    resize = predictor.resize
+    resize = predictor.transforms.resize
     modalities = {"modalities": list(predictor.modalities)} if predictor.modalities else {}
     if modalities and cfg.MODEL.BACKBONE.MODALITY:
         modalities["modalities"] = [cfg.MODEL.BACKBONE.MODALITY]
