@@ -12,7 +12,7 @@ ASSIGNED = {
     "relative_position_index", "allow_tf32", "fp32_precision", "deterministic", "benchmark",
     "_accelerator_graph_capture_health_check",
     # Standard library.
-    "propagate", "prefix", "name", "loader_state", "__spec__", "__init__", "daemon", "argv",
+    "propagate", "prefix", "name", "loader_state", "__spec__", "daemon", "argv",
     "logging.getLogger(other).parent",
     "entry.key", "entry.value", "dim.dim_param", "options.log_severity_level", "options.intra_op_num_threads",  # ONNX
     "index.cp.spherical", "index.cp.min_points_per_centroid", "index.hnsw.efConstruction",  # faiss

@@ -2,18 +2,17 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data.cache import ImageCache
 from fastamp.data.columns import CAMERA, EncodedColumn
-from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import DATASET_REGISTRY, ImageDataset, data_root, log_splits
 from fastamp.data.datasets.custom import PATH_DATASETS, CsvDataset
@@ -24,7 +23,6 @@ from fastamp.data.samplers import SAMPLER_REGISTRY, EpochBatchSampler, IdentityS
 from fastamp.data.tracklets import TrackletInferenceSampler, TrackletSampler, select_test_frames, tracklets_of
 from fastamp.data.training_images import exclude_rare_identities, training_parts
 from fastamp.data.transforms import build_transforms
-from fastamp.fastreid import data_names as fastreid_data  # fastamp.fastreid.data_names imports fastamp.data
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError, DataError, UserError, did_you_mean
 from fastamp.utils.files import expand
@@ -39,12 +37,10 @@ def build_reid_train_loader(
     start_iter: int = 0,
     rank: int | None = None,
     world_size: int | None = None,
-    train_set: Dataset | None = None,
-    sampler: Iterable[int] | None = None,
-    transforms: Callable[[Any], Any] | None = None,
-    **kwargs: Any,
-) -> TrainLoader | CustomTrainLoader:
+) -> TrainLoader:
     """Build the infinite loader for the training sets in DATASETS.NAMES.
+
+    ``build_custom_train_loader`` builds one for a dataset that is not registered.
 
     Which images form batch n depends only on the config, not on ``start_iter``, the number of workers or the number of
     ranks. One epoch is ``num_images // SOLVER.IMS_PER_BATCH`` iterations.
@@ -54,36 +50,14 @@ def build_reid_train_loader(
         start_iter: index of the first batch to load, counted from the start of training. Default 0.
         rank, world_size: rank of this process and number of processes. Default: values from torch.distributed, or 0 and
             1 if it is not initialized.
-        train_set: custom map-style dataset instead of DATASETS.NAMES; see ``build_custom_train_loader``. With
-            ``train_set``, ``start_iter``, ``rank`` and ``world_size`` must not be set.
-        sampler: sampler of ``train_set``. Default: DATALOADER.SAMPLER_TRAIN.
-        transforms: as in FastReID, function of a PIL image instead of the augmentations in INPUT.
-        kwargs: as in FastReID, ``total_batch_size`` and ``num_workers`` instead of the values in the config, with which
-            ``cfg`` may be the ``train_set``; ``combineall`` instead of DATASETS.COMBINEALL; and further constructor
-            arguments of the datasets in DATASETS.NAMES.
 
     Returns:
-        Infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes; a ``CustomTrainLoader`` for a
-        custom ``train_set``, ``transforms`` or ``kwargs``.
+        Infinite loader of batches, whose format ``ReidDataset.__getitems__`` describes.
 
     Raises:
         DataError: if a dataset is missing or empty, or the training set has too few images or identities for a batch.
         ConfigError: if a value is out of range, a name is unknown, or the sampler cannot build batches of this size.
     """
-    cfg, given_set = _fastreid_arguments(cfg, kwargs, "SOLVER.IMS_PER_BATCH", "DATALOADER.NUM_WORKERS")
-    train_set = given_set if train_set is None else train_set
-    if train_set is None and (transforms is not None or kwargs):
-        datasets = [build_dataset(name, cfg, **kwargs) for name in cfg.DATASETS.NAMES]
-        parts = training_parts(datasets, combine_all=cfg.DATASETS.COMBINEALL)
-        transforms = transforms or build_transforms(cfg, is_train=True)
-        train_set = fastreid_data.CommDataset([item for part in parts for item in part], transforms)
-    if train_set is not None:
-        return build_custom_train_loader(cfg, train_set, sampler, pin_memory=_device(cfg).type == "cuda")
-    if sampler is not None:
-        raise ConfigError(
-            "build_reid_train_loader: sampler requires train_set.\n"
-            "  fix: pass train_set, or register the sampler in SAMPLER_REGISTRY and set DATALOADER.SAMPLER_TRAIN"
-        )
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=True)
     if not cfg.DATASETS.NAMES:
@@ -119,28 +93,7 @@ def build_reid_train_loader(
             logger.warning("%s", repeats)
     num_workers = worker_count("DATALOADER.NUM_WORKERS", cfg.DATALOADER.NUM_WORKERS)
     _attach_cache(dataset, cfg)
-    return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=_device(cfg))
-
-
-def _fastreid_arguments(
-    cfg: Any, kwargs: dict[str, Any], batch_size: str, num_workers: str
-) -> tuple[CfgNode, Dataset | None]:
-    """Move FastReID's arguments of the loaders from ``kwargs`` to a copy of the config.
-
-    Args:
-        cfg: config, or the dataset.
-        kwargs: keyword arguments.
-        batch_size, num_workers: config keys.
-
-    Returns:
-        The config, and the dataset if ``cfg`` is one, else None.
-    """
-    names = {"total_batch_size": batch_size, "test_batch_size": batch_size, "num_workers": num_workers}
-    names |= {"combineall": "DATASETS.COMBINEALL"}
-    values = {names[name]: kwargs.pop(name) for name in names.keys() & kwargs.keys()}
-    dataset = cfg if isinstance(cfg, Dataset) else None
-    cfg = get_cfg() if dataset is not None else cfg
-    return cfg.with_values(values) if values else cfg, dataset
+    return TrainLoader(dataset, batch_sampler, num_workers=num_workers, device=loading_device(cfg))
 
 
 def _build_batch_sampler(
@@ -283,17 +236,15 @@ def _check_equal_sizes(dataset: ReidDataset, batch_size: int) -> None:
 
 def build_reid_test_loader(
     cfg: Any,
-    dataset_name: str | None = None,
+    dataset_name: str,
     *,
     rank: int | None = None,
     world_size: int | None = None,
-    test_set: Dataset | None = None,
-    num_query: int = 0,
-    transforms: Callable[[Any], Any] | None = None,
     requires_gallery: bool = True,
-    **kwargs: Any,
-) -> tuple[TestLoader | DataLoader, int]:
+) -> tuple[TestLoader, int]:
     """Build the loader for a test set. It loads all query images, then all gallery images, without shuffling.
+
+    ``build_custom_test_loader`` builds one for a dataset that is not registered.
 
     Args:
         cfg: config; the sections INPUT, DATALOADER and TEST are used. TEST.IMS_PER_BATCH is the number of images per
@@ -301,14 +252,8 @@ def build_reid_test_loader(
         dataset_name: name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``.
         rank, world_size: rank of this process and number of processes; each rank loads a contiguous part of the test
             set. Default: values from torch.distributed, or 0 and 1 if it is not initialized.
-        test_set: custom map-style dataset instead of ``dataset_name``, with ``num_query`` query images at its start;
-            see ``build_custom_test_loader``.
-        num_query: number of query images in ``test_set``. Default 0.
-        transforms: as in FastReID, function of a PIL image instead of the resize in INPUT.
         requires_gallery: if False, the dataset may have query images only, e.g. for a protocol in which each image is a
             query against all others. Default True.
-        kwargs: as in FastReID, ``test_batch_size`` and ``num_workers`` instead of the values in the config, with which
-            ``cfg`` may be the ``test_set``; and further constructor arguments of the dataset.
 
     Returns:
         The loader and the number of query images. In each batch, ``indices`` contains the positions of the images in
@@ -318,19 +263,6 @@ def build_reid_test_loader(
         DataError: if the dataset is missing or empty, or the images of the first batch have different sizes.
         ConfigError: if a value is out of range or a name is unknown.
     """
-    cfg, given_set = _fastreid_arguments(cfg, kwargs, "TEST.IMS_PER_BATCH", "TEST.NUM_WORKERS")
-    test_set = given_set if test_set is None else test_set
-    if dataset_name is None and test_set is None:
-        raise ConfigError(
-            "build_reid_test_loader requires dataset_name or test_set, got neither.\n  fix: pass dataset_name"
-        )
-    if test_set is None and (transforms is not None or kwargs):
-        source = build_dataset(dataset_name, cfg, **kwargs)
-        transforms = transforms or build_transforms(cfg, is_train=False)
-        query, gallery = source.test_items()
-        test_set, num_query = fastreid_data.CommDataset([*query, *gallery], transforms, relabel=False), len(query)
-    if test_set is not None:
-        return build_custom_test_loader(cfg, test_set, num_query)
     rank, world_size = _rank_and_world_size(rank, world_size)
     transforms = build_transforms(cfg, is_train=False)
     source = build_dataset(dataset_name, cfg)
@@ -371,7 +303,7 @@ def build_reid_test_loader(
     if transforms.resize.output_size is None:
         # Fail on images of different sizes here, instead of at the first evaluation.
         dataset.__getitems__(next(iter(batch_sampler)))
-    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=_device(cfg))
+    loader = TestLoader(dataset, batch_sampler, num_workers=worker_count(key, requested), device=loading_device(cfg))
     return loader, num_query
 
 
@@ -396,14 +328,13 @@ def check_split(dataset_name: str, split: str, images: int) -> None:
         )
 
 
-def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **kwargs: Any) -> ImageDataset:
+def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False) -> ImageDataset:
     """Build a dataset from its name in the config.
 
     Args:
         name: name of a registered dataset, ``csv:FILE`` or ``folder:FOLDER``, as in DATASETS.NAMES.
         cfg: config that contains the settings of the datasets, e.g. DATASETS.CUHK03. Default: the default config.
         skip_invalid: exclude invalid lines of a CSV file; see ``CsvDataset``. Default False.
-        kwargs: further constructor arguments of a registered dataset.
 
     Returns:
         The dataset, whose splits may be read at first use.
@@ -431,12 +362,11 @@ def build_dataset(name: str, cfg: Any = None, *, skip_invalid: bool = False, **k
     if name not in DATASET_REGISTRY and (name.endswith(".csv") or "/" in name):
         kind = "csv" if name.endswith(".csv") else "folder"
         raise ConfigError(f"DATASETS.NAMES: {name!r} is a path without a prefix.\n  fix: use {kind}:{name}")
-    component = DATASET_REGISTRY.get(name)
-    # A string, because FastReID's dataset classes join it with `os.path` or `+`.
-    root = str(data_root())
-    if kwargs or not hasattr(component, "from_config"):
-        return component(root=root, **kwargs)
-    return component.from_config(cfg, root)
+    component, root = DATASET_REGISTRY.get(name), str(data_root())
+    dataset: ImageDataset = (
+        component.from_config(cfg, root) if hasattr(component, "from_config") else component(root=root)
+    )
+    return dataset
 
 
 def family_of(name: str) -> str:
@@ -474,7 +404,7 @@ def _attach_cache(dataset: ReidDataset, cfg: Any) -> None:
     dataset.use_cache(cache)
 
 
-def _device(cfg: Any) -> torch.device:
+def loading_device(cfg: Any) -> torch.device:
     """Return the device in MODEL.DEVICE, or the CPU if it is invalid: building the model will raise the error."""
     try:
         return resolve_device(requested_device(cfg))

@@ -2,13 +2,14 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fastamp.data.build import loading_device
 from fastamp.data.columns import CAMERA
 from fastamp.data.loader import start_worker, worker_count
 from fastamp.data.samplers import EpochSampler, InferenceSampler, batch_size_per_rank, build_sampler
@@ -146,18 +147,21 @@ class _Once:
 
 
 def build_custom_train_loader(
-    cfg: Any, dataset: Dataset, sampler: Iterable[int] | EpochSampler | None = None, *, pin_memory: bool = False
-) -> Any:
+    cfg: Any,
+    dataset: Dataset,
+    sampler: Iterable[int] | EpochSampler | None = None,
+    *,
+    items: Sequence[tuple] | None = None,
+) -> CustomTrainLoader:
     """Build an infinite training loader over a map-style dataset.
 
     Args:
-        cfg: config; reads SOLVER.IMS_PER_BATCH and DATALOADER.
+        cfg: config; reads SOLVER.IMS_PER_BATCH, DATALOADER, SEED and MODEL.DEVICE.
         dataset: returns a dict with at least ``images``: (C, H, W) and ``targets``: int. Its attribute ``num_classes``
             is the number of classes.
         sampler: indices of the images of this rank, or an ``EpochSampler``, whose batches are split among the ranks.
-            Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require ``dataset.img_items``, a list of ``(path,
-            pid, camid)``.
-        pin_memory: see ``CustomTrainLoader``. Default False.
+            Default: DATALOADER.SAMPLER_TRAIN; samplers of identities require ``items``.
+        items: ``(path, pid, camid)`` of each image. Default: the attribute ``items`` of the dataset, if it has one.
 
     Returns:
         Loader of the batches of this rank.
@@ -170,7 +174,7 @@ def build_custom_train_loader(
     iters_per_epoch = len(dataset) // size  # type: ignore[arg-type]
     if sampler is None:
         name = cfg.DATALOADER.SAMPLER_TRAIN
-        labels, camids = _labels(dataset, required_by=name)
+        labels, camids = _labels(dataset, items, required_by=name)
         sets = np.zeros(len(labels), dtype=np.int64)
         sampler = build_sampler(
             cfg, labels=labels, camids=camids, sets=sets, world_size=world_size, columns={CAMERA: camids}
@@ -193,7 +197,7 @@ def build_custom_train_loader(
         batches,
         iters_per_epoch=iters_per_epoch,
         num_workers=workers,
-        pin_memory=pin_memory,
+        pin_memory=loading_device(cfg).type == "cuda",
         seed=cfg.SEED,
     )
 
@@ -228,16 +232,16 @@ def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> 
     return loader, num_query
 
 
-def _labels(dataset: Dataset, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of the identities and cameras of ``dataset.img_items``: (N,) int64 each."""
-    items = getattr(dataset, "img_items", None)
+def _labels(dataset: Dataset, items: Sequence[tuple] | None, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of the identities and cameras of the items of a dataset: (N,) int64 each."""
+    items = getattr(dataset, "items", None) if items is None else items
     if items is None and required_by == "TrainingSampler":
         zeros = np.zeros(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
         return zeros, zeros
     if items is None or any(len(item) < 3 for item in items):
         raise ConfigError(
             f"DATALOADER.SAMPLER_TRAIN={required_by} requires identities and cameras, but "
-            f"{type(dataset).__name__} has no list img_items of (path, pid, camid).\n"
+            f"{type(dataset).__name__} has no list items of (path, pid, camid).\n"
             "  fix: set DATALOADER.SAMPLER_TRAIN to TrainingSampler, or pass sampler=..."
         )
     pids, camids = (np.unique([str(item[column]) for item in items], return_inverse=True)[1] for column in (1, 2))

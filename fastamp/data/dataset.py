@@ -94,16 +94,6 @@ class ReidDataset(Dataset):
         """Read resized images from ``cache`` instead of decoding image files."""
         self.cache = cache
 
-    @property
-    def img_items(self) -> Sequence[ImageItem]:
-        """FastReID's name of ``items``."""
-        return self.items
-
-    @property
-    def num_cameras(self) -> int:
-        """Number of distinct cameras."""
-        return len(np.unique(self.camids))
-
     def rankable_columns(self) -> list[str]:
         """List the columns with one number for each image, which protocols and ``TEST.GROUP_BY`` can use."""
         return [name for name, column in self.columns.items() if getattr(column.values, "ndim", 0) == 1]

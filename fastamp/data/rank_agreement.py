@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -23,15 +24,15 @@ def check_equal_on_all_ranks(dataset: Any, title: str) -> None:
     Paths are compared relative to the folder that contains all images, because machines may mount it elsewhere.
 
     Args:
-        dataset: dataset with ``items`` or FastReID's ``img_items``; others are not checked.
+        dataset: dataset with a sequence ``items``; others are not checked.
         title: description of the dataset, for the message.
 
     Raises:
         DataError: on all ranks, if the number, the order, the paths, the labels or the columns of the images differ;
             the message names the first image that differs.
     """
-    listed = getattr(dataset, "img_items", None)
-    if not comm.is_distributed() or listed is None:
+    listed = getattr(dataset, "items", None)
+    if not comm.is_distributed() or not isinstance(listed, Sequence):
         return
     items = PackedItems.of(listed)
     fields = _hashes(items, _common_folder(items))

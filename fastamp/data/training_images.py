@@ -195,5 +195,5 @@ def _add_prefixes(items: PackedItems, pid_prefix: str, camid_prefix: str | None)
 
 
 def _add_prefix(name: int | str, prefix: str) -> str:
-    # FastReID's dataset classes add the prefix themselves.
+    # Some dataset classes add the prefix themselves.
     return name if isinstance(name, str) and name.startswith(f"{prefix}_") else f"{prefix}_{name}"

@@ -505,8 +505,10 @@ class DefaultTrainer(FastReIDMethods):
             The evaluator; ``(test loader, evaluator)`` for the name of a test set.
         """
         if isinstance(num_query, str):
+            from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator as build  # imports evaluation
+
             loader, count = cls.build_test_loader(cfg, num_query)
-            return loader, build_evaluator(cfg, count, output_dir)
+            return loader, build(cfg, count, output_dir)
         return build_evaluator(cfg, num_query, output_dir)
 
     @classmethod

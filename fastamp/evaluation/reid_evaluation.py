@@ -22,7 +22,6 @@ from fastamp.evaluation.retrieval_examples import ReportOptions
 from fastamp.evaluation.roc import write_roc
 from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
-from fastamp.fastreid.evaluator import FastReIDAttributes
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
 from fastamp.utils.errors import DataError, writing
@@ -36,7 +35,7 @@ _COLUMN = "column "
 
 
 @EVALUATOR_REGISTRY.register()
-class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
+class ReidEvaluator(DatasetEvaluator):
     """Compute CMC, mAP, mINP and verification metrics of a test set that lists query images before gallery images.
 
     Args:
@@ -103,7 +102,6 @@ class ReidEvaluator(FastReIDAttributes, DatasetEvaluator):
 
     def reset(self) -> None:
         """Discard all features."""
-        super().reset()
         self._batches: dict[str, list[torch.Tensor]] = {}
         self._num_images = 0
         self._device = torch.device("cpu")

@@ -14,16 +14,18 @@ from types import ModuleType
 from typing import Any
 
 _PROVIDERS = {
-    "data.datasets.catalog": (
-        "data.datasets.caviara data.datasets.cuhk_sysu data.datasets.dukemtmcreid data.datasets.grid "
-        "data.datasets.iLIDS data.datasets.lpw data.datasets.pes3d data.datasets.pku data.datasets.prai "
-        "data.datasets.prid data.datasets.saivt data.datasets.shinpuhkan data.datasets.sysu_mm "
-        "data.datasets.thermalworld data.datasets.wildtracker"
+    "fastreid.data.datasets.registered": (
+        "data.datasets.AirportALERT data.datasets.caviara data.datasets.cuhk03 data.datasets.cuhk_sysu "
+        "data.datasets.dukemtmcreid data.datasets.grid data.datasets.iLIDS data.datasets.lpw data.datasets.market1501 "
+        "data.datasets.msmt17 data.datasets.pes3d data.datasets.pku data.datasets.prai data.datasets.prid "
+        "data.datasets.saivt data.datasets.sensereid data.datasets.shinpuhkan data.datasets.sysu_mm "
+        "data.datasets.thermalworld data.datasets.vehicleid data.datasets.veri data.datasets.veriwild "
+        "data.datasets.viper data.datasets.wildtracker"
     ),
-    "fastreid.data_names": "data.common data.data_utils",
-    "fastreid.datasets": "data.datasets.bases",
-    "data.datasets.airportalert": "data.datasets.AirportALERT",
-    "fastreid.evaluation_names": "evaluation.clas_evaluator evaluation.testing utils.compute_dist",
+    "fastreid.data.samplers": (
+        "data.samplers.data_sampler data.samplers.imbalance_sampler data.samplers.triplet_sampler"
+    ),
+    "fastreid.data.transforms": "data.transforms.transforms",
     "fastreid.layers_names": (
         "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.weight_init"
     ),
@@ -57,9 +59,6 @@ _SOURCES: dict[str, dict[str, str]] = {
     },
     "config": {"fastreid.config_names": "configurable"},
     "config.config": {"fastreid.config_names": "configurable"},
-    "data": {"fastreid.data_names": "CommDataset"},
-    "data.build": {"fastreid.data_names": "CommDataset _root fast_batch_collator"},
-    "data.transforms": {"fastreid.data_names": "ToTensor"},
     "engine": {
         "fastreid.engine_names": "DefaultPredictor",
         "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
@@ -73,17 +72,9 @@ _SOURCES: dict[str, dict[str, str]] = {
     },
     "engine.hooks": {
         "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
-        "fastreid.evaluation_names": "flatten_results_dict",
+        "fastreid.evaluation.testing": "flatten_results_dict",
         "fastreid.tools": "get_bn_modules",
     },
-    "evaluation": {"fastreid.evaluation_names": "ClasEvaluator aqe inference_context evaluate_rank print_csv_format"},
-    "evaluation.evaluator": {
-        "evaluation.reid_evaluation": "ReidEvaluator",
-        "fastreid.evaluation_names": "inference_context",
-    },
-    "evaluation.query_expansion": {"fastreid.evaluation_names": "aqe"},
-    "evaluation.rank": {"fastreid.evaluation_names": "eval_cuhk03 eval_market1501 evaluate_rank"},
-    "evaluation.rerank": {"fastreid.evaluation_names": "re_ranking"},
     "layers": {
         "fastreid": "any_softmax",
         "layers.pooling": (

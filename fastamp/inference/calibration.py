@@ -3,13 +3,12 @@
 import logging
 import os
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from fastamp.checkpoint.checkpointer import STRIPPED
 from fastamp.checkpoint.entries import no_config_error
 from fastamp.checkpoint.weights_file import read_checkpoint, write_checkpoint
 from fastamp.data import build_reid_test_loader
-from fastamp.data.dataset import ReidDataset
 from fastamp.data.datasets.base import ImageDataset
 from fastamp.data.datasets.items import PackedItems
 from fastamp.evaluation import ReidEvaluator, inference_on_dataset
@@ -45,7 +44,7 @@ def calibrate_model(predictor: Predictor, data: str, **options: Any) -> Calibrat
     unused = {"TEST.BASELINES": False, "TEST.PER_QUERY": False, "TEST.REPORT": False, "TEST.GROUP_BY": ""}
     cfg = predictor.cfg.with_values(unused)
     loader, num_query = build_reid_test_loader(cfg, data)
-    dataset = cast(ReidDataset, loader.dataset)
+    dataset = loader.dataset
     if data in cfg.DATASETS.NAMES:
         _check_not_trained(dataset.sources[0], data)
     if len(dataset.sources[0].train) and (note := getattr(dataset.sources[0], "split_note", "")):

@@ -5,9 +5,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from fastamp.fastreid.config import get_cfg
-from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.fastreid.modeling import build_model
 from fastamp.fastreid.modeling.heads import EmbeddingHead
 from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
@@ -15,6 +13,8 @@ from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
 from torch import nn
 
 from fastamp.fastreid.config_names import configurable
+from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.registry import Registry
 

@@ -16,7 +16,7 @@ from fastamp.fastreid.layers import classifier
 from PIL import Image
 from torch import nn
 
-from fastamp.fastreid.datasets import ImageDataset
+from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.events import EventStorage, get_event_storage
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -31,7 +31,9 @@ BATCH = {"images": torch.zeros(2, 4)}
 
 def load(module, name):
     """Import a name after ``fastreid`` is replaced by ``fastamp``."""
-    return getattr(importlib.import_module(f"fastamp.{module}"), name)
+    scope: dict = {}
+    exec(f"from fastamp.{module} import {name}", scope)
+    return scope[name]
 
 
 @pytest.fixture
@@ -326,9 +328,10 @@ def is_class(base):
 
 def check(name, found, cfg, model, tmp_path, image):
     """Call ``found``, the object that FastReID provides as ``name``, with FastReID's argument order."""
-    from fastamp.fastreid.evaluation import DatasetEvaluator
     from fastamp.fastreid.utils.checkpoint import Checkpointer
     from fastamp.fastreid.utils.events import JSONWriter
+
+    from fastamp.fastreid.evaluation import DatasetEvaluator
 
     calls = {
         "AMPTrainer": lambda: is_class(importlib.import_module("fastamp.fastreid.engine").SimpleTrainer)(found),

@@ -7,17 +7,16 @@ import pytest
 import tiny
 import torch
 from fastamp.fastreid.config import CfgNode, get_cfg
-from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
-from fastamp.fastreid.data.datasets import DATASET_REGISTRY
-from fastamp.fastreid.data.transforms import ToTensor, build_transforms
 from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.evaluation import DatasetEvaluator, print_csv_format
-from fastamp.fastreid.evaluation.testing import flatten_results_dict
 from fastamp.fastreid.utils.checkpoint import Checkpointer, PeriodicCheckpointer
 from PIL import Image
 
-from fastamp.fastreid.data_names import CommDataset
-from fastamp.fastreid.datasets import ImageDataset
+from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
+from fastamp.fastreid.data.datasets import DATASET_REGISTRY
+from fastamp.fastreid.data.datasets.bases import ImageDataset
+from fastamp.fastreid.data.transforms import ToTensor, build_transforms
+from fastamp.fastreid.evaluation import DatasetEvaluator, print_csv_format
+from fastamp.fastreid.evaluation.testing import flatten_results_dict
 from fastamp.utils.errors import ConfigError, DataError
 
 

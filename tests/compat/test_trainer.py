@@ -8,10 +8,10 @@ import tiny
 import torch
 from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.engine import DefaultTrainer, HookBase, hooks
-from fastamp.fastreid.evaluation import inference_on_dataset
 from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.fastreid.utils.events import JSONWriter
 
+from fastamp.fastreid.evaluation import inference_on_dataset
 from fastamp.fastreid.events import EventWriter, get_event_storage
 
 pytestmark = pytest.mark.integration

@@ -13,7 +13,7 @@ from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.decode import read_image
 from fastamp.data.file_parts import file_of, read_bytes
 from fastamp.data.missing_images import missing_files, unreadable_files
-from fastamp.fastreid.data_names import read_image as read_with_pil
+from fastamp.fastreid.data.data_utils import read_image as read_with_pil
 from fastamp.utils.errors import DataError
 
 

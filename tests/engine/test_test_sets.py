@@ -15,7 +15,7 @@ from fastamp.data.training_images import leaked_identities, training_items
 from fastamp.engine import DefaultTrainer
 from fastamp.engine.dry_run import dry_run
 from fastamp.evaluation import Protocol
-from fastamp.fastreid.datasets import ImageDataset as FastReIDDataset
+from fastamp.fastreid.data.datasets.bases import ImageDataset as FastReIDDataset
 from fastamp.utils.errors import DataError, NoMatchError
 
 TRAIN = [("train", pid, camera) for pid in ("a", "b", "c", "d") for camera in (1, 2, 1, 2)]

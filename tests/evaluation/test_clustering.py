@@ -22,7 +22,7 @@ from fastamp.evaluation.clustering import (
     jaccard_distances,
 )
 from fastamp.evaluation.rerank import ReRanking, reciprocal_weights
-from fastamp.fastreid.evaluation_names import compute_jaccard_distance
+from fastamp.fastreid.utils.compute_dist import compute_jaccard_distance
 from fastamp.utils.errors import ConfigError, DataError
 
 REFERENCE = Path(__file__).parents[1] / "reference/methods"

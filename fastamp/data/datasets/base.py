@@ -15,7 +15,6 @@ from fastamp.data.boxes import are_normalized, normalized_error, warn_of_small_b
 from fastamp.data.datasets.identity_names import is_unknown_identity, log_excluded
 from fastamp.data.datasets.items import ImageItem, PackedItems
 from fastamp.data.datasets.missing_dataset import missing_dataset_error
-from fastamp.fastreid.dataset_methods import FastReIDDataset
 from fastamp.utils.files import expand
 from fastamp.utils.registry import Registry
 
@@ -30,7 +29,7 @@ ROOT_FIX = f"move the data there, or set {ROOT_VARIABLES[0]} to the folder that 
 Items = Sequence[tuple] | Callable[[], Sequence[tuple]]
 
 
-class ImageDataset(FastReIDDataset):
+class ImageDataset:
     """Training, query and gallery images of a dataset.
 
     To add a dataset, register a subclass in ``DATASET_REGISTRY`` and set ``dataset_name``. The constructor of the
@@ -146,9 +145,7 @@ class ImageDataset(FastReIDDataset):
         return ""
 
     def check_before_run(self, required_files: str | Sequence[str]) -> None:
-        """Check that files or folders exist.
-
-        Dataset classes written for FastReID call this method; new classes should call ``check_tree`` instead.
+        """Check that files or folders exist; ``check_tree`` also describes the expected layout.
 
         Raises:
             DataError: if a file or folder is missing.

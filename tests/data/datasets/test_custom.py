@@ -17,7 +17,7 @@ from fastamp.data.image_summary import inspect_image
 from fastamp.data.missing_images import check_files
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
-from fastamp.fastreid.data_names import CommDataset
+from fastamp.fastreid.data import CommDataset
 from fastamp.utils.errors import ConfigError, DataError
 
 HEADER = "path,pid,camid,split"

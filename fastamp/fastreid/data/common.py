@@ -1,65 +1,14 @@
-"""FastReID's functions for images and datasets."""
+"""FastReID's map-style dataset of images."""
 
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import PIL.Image
-import PIL.ImageOps
-import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from fastamp.data.boxes import clip_box
-from fastamp.data.datasets.base import data_root
 from fastamp.data.datasets.items import ImageItem
-from fastamp.data.decode import open_with_pil
+from fastamp.fastreid.data.data_utils import read_image
 from fastamp.utils.errors import DataError
-from fastamp.utils.files import expand
-
-
-def __getattr__(name: str) -> Any:
-    if name == "_root":  # the environment may change after the import
-        return str(data_root())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-fast_batch_collator = default_collate
-
-
-def read_image(file_name: str, format: str | None = None) -> PIL.Image.Image:
-    """Read an image file as a PIL image, rotated according to its EXIF orientation.
-
-    Args:
-        file_name: image file.
-        format: PIL mode, or ``"BGR"`` for an RGB image with swapped channels. Default None: the mode of the file, but
-            RGB for grayscale images.
-
-    Raises:
-        OSError: if the file cannot be read or is not an image.
-        DataError: if decoding it would take unusually long.
-    """
-    with open_with_pil(expand(file_name)) as image:
-        image = PIL.ImageOps.exif_transpose(image)
-        if format is None:
-            return image.convert("RGB") if image.mode in ("L", "1") else image.copy()
-        image = image.convert("RGB" if format == "BGR" else format)
-    return PIL.Image.fromarray(np.asarray(image)[:, :, ::-1]) if format == "BGR" else image
-
-
-class ToTensor:
-    """Convert an image to a float32 tensor (C, H, W) in 0..255."""
-
-    def __call__(self, pic: PIL.Image.Image | np.ndarray | torch.Tensor) -> torch.Tensor:
-        """Convert ``pic``: a PIL image, an array (H, W) or (H, W, C), or a tensor (C, H, W)."""
-        if isinstance(pic, torch.Tensor):
-            return pic.float()
-        array = np.array(pic)
-        if array.ndim == 2:
-            array = array[:, :, None]
-        return torch.from_numpy(np.ascontiguousarray(array.transpose(2, 0, 1))).float()
-
-    def __repr__(self) -> str:
-        return "ToTensor()"
 
 
 class CommDataset(Dataset):
@@ -104,6 +53,11 @@ class CommDataset(Dataset):
         if self.relabel:
             pid, camid = self.pid_dict[pid], self.cam_dict[camid]
         return {"images": image, "targets": pid, "camids": camid, "img_paths": path}
+
+    @property
+    def items(self) -> Sequence[tuple]:
+        """``img_items``, as in the datasets of fastamp."""
+        return self.img_items
 
     @property
     def num_classes(self) -> int:

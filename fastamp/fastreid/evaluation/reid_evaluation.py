@@ -1,26 +1,31 @@
-"""Attributes of FastReID's ``ReidEvaluator`` for subclasses written for FastReID."""
+"""FastReID's evaluator of re-identification."""
 
 from typing import Any
 
 import torch
 
+from fastamp.engine import evaluation
+from fastamp.evaluation import reid_evaluation
+from fastamp.fastreid.evaluation.evaluator import DatasetEvaluator
 from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
+_COLUMNS = {"feats": "features", "pids": "targets", "camids": "camids"}
+"""Name in a prediction of FastReID -> name of the column in fastamp's evaluator."""
 
-class FastReIDAttributes:
-    """Base class of ``ReidEvaluator`` with the attributes that ``process`` and ``evaluate`` of FastReID use.
+
+class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
+    """Evaluator with the attributes that ``process`` and ``evaluate`` of FastReID use.
 
     Attributes:
         features, pids, camids: empty after ``reset``; filled by ``process`` of a subclass.
     """
 
-    num_query: int
-    output_dir: str | None
-    _batches: dict[str, list[torch.Tensor]]
+    _cpu_device = torch.device("cpu")
 
     def reset(self) -> None:
-        """Discard all lists."""
+        """Discard all features and lists."""
+        super().reset()
         self.features: list[Any] = []
         self.pids: list[Any] = []
         self.camids: list[Any] = []
@@ -39,15 +44,25 @@ class FastReIDAttributes:
         batches = zip(*columns, strict=True)
         return _Predictions(self, [dict(zip(_COLUMNS, batch, strict=True)) for batch in batches])
 
+    @_predictions.setter
+    def _predictions(self, predictions: list[dict[str, torch.Tensor]]) -> None:
+        ReidEvaluator.reset(self)
+        for prediction in predictions:
+            self._predictions.append(prediction)
 
-_COLUMNS = {"feats": "features", "pids": "targets", "camids": "camids"}
-"""Name in a prediction of FastReID -> name of the column in ``ReidEvaluator``."""
+
+def build_evaluator(cfg: Any, num_query: int, output_dir: str | None = None) -> DatasetEvaluator:
+    """Build the evaluator of a test set; see ``fastamp.engine.evaluation.build_evaluator``."""
+    evaluator = evaluation.build_evaluator(cfg, num_query, output_dir)
+    if type(evaluator) is reid_evaluation.ReidEvaluator:
+        return ReidEvaluator(cfg, num_query, output_dir)
+    return evaluator
 
 
 class _Predictions(list):
     """Predictions of an evaluator, one dict per batch, to which ``process`` of a subclass can append."""
 
-    def __init__(self, evaluator: FastReIDAttributes, batches: list[dict[str, torch.Tensor]]) -> None:
+    def __init__(self, evaluator: ReidEvaluator, batches: list[dict[str, torch.Tensor]]) -> None:
         super().__init__(batches)
         self._evaluator = evaluator
 
@@ -64,7 +79,5 @@ class _Predictions(list):
                 "positions of the images are unknown.\n"
                 "  fix: call super().process(inputs, outputs) instead"
             )
-        from fastamp.evaluation.reid_evaluation import ReidEvaluator  # it imports this module
-
         inputs = {_COLUMNS[name]: torch.as_tensor(prediction[name]) for name in ("pids", "camids")}
         ReidEvaluator.process(self._evaluator, inputs, prediction["feats"])

@@ -1,0 +1,150 @@
+"""FastReID's functions that build loaders."""
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import default_collate as fast_batch_collator
+
+from fastamp.config import CfgNode, get_cfg
+from fastamp.data import build
+from fastamp.data.custom_loader import CustomTrainLoader, build_custom_test_loader, build_custom_train_loader
+from fastamp.data.datasets import ImageDataset, data_root
+from fastamp.data.loader import TestLoader, TrainLoader
+from fastamp.data.training_images import training_items
+from fastamp.data.transforms import build_transforms
+from fastamp.fastreid.config_names import is_called_with_config
+from fastamp.fastreid.data.common import CommDataset
+from fastamp.fastreid.data.datasets import DATASET_REGISTRY
+
+__all__ = [
+    "DATASET_REGISTRY",
+    "CommDataset",
+    "build_reid_test_loader",
+    "build_reid_train_loader",
+    "build_transforms",
+    "fast_batch_collator",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "_root":  # the environment may change after the import
+        return str(data_root())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def build_reid_train_loader(*args: Any, **kwargs: Any) -> TrainLoader | CustomTrainLoader:
+    """Build the infinite training loader from a config, or from a dataset.
+
+    The arguments are ``(cfg, *, train_set, sampler, transforms, total_batch_size, num_workers, combineall, **kwargs)``
+    or ``(train_set, *, sampler, total_batch_size, num_workers)``. All but the first are optional.
+
+    Args:
+        cfg: config; ``total_batch_size``, ``num_workers`` and ``combineall`` replace SOLVER.IMS_PER_BATCH,
+            DATALOADER.NUM_WORKERS and DATASETS.COMBINEALL.
+        train_set: map-style dataset instead of DATASETS.NAMES.
+        sampler: indices of the images of this rank. Default: DATALOADER.SAMPLER_TRAIN, which takes the identities from
+            ``train_set.img_items``.
+        transforms: function of a PIL image instead of the augmentations in INPUT.
+        kwargs: constructor arguments of the datasets in DATASETS.NAMES.
+
+    Returns:
+        The loader of ``fastamp.data.build_reid_train_loader``; with ``train_set``, ``sampler``, ``transforms`` or
+        ``kwargs`` that of ``build_custom_train_loader``.
+    """
+    if is_called_with_config(args, kwargs):
+        return _train_loader_from_config(*args, **kwargs)
+    return _train_loader(*args, **kwargs)
+
+
+def _train_loader(train_set: Dataset, **options: Any) -> TrainLoader | CustomTrainLoader:
+    return _train_loader_from_config(get_cfg(), train_set=train_set, **options)
+
+
+def _train_loader_from_config(
+    cfg: CfgNode,
+    *,
+    train_set: Dataset | None = None,
+    transforms: Any = None,
+    sampler: Any = None,
+    total_batch_size: int | None = None,
+    num_workers: int | None = None,
+    combineall: bool | None = None,
+    **kwargs: Any,
+) -> TrainLoader | CustomTrainLoader:
+    values = {"SOLVER.IMS_PER_BATCH": total_batch_size, "DATALOADER.NUM_WORKERS": num_workers}
+    cfg = _with_values(cfg, values | {"DATASETS.COMBINEALL": combineall})
+    if train_set is None and transforms is None and sampler is None and not kwargs:
+        return _with_attributes(build.build_reid_train_loader(cfg))
+    if train_set is None:
+        datasets = [_build_dataset(name, cfg, kwargs) for name in cfg.DATASETS.NAMES]
+        items = training_items(datasets, combine_all=cfg.DATASETS.COMBINEALL)
+        train_set = CommDataset(items, transforms or build_transforms(cfg, is_train=True))
+    return build_custom_train_loader(cfg, train_set, sampler, items=getattr(train_set, "img_items", None))
+
+
+def build_reid_test_loader(*args: Any, **kwargs: Any) -> tuple[TestLoader | DataLoader, int]:
+    """Build a test loader from a config, or from a dataset.
+
+    The arguments are ``(cfg, dataset_name, *, test_set, num_query, transforms, test_batch_size, num_workers,
+    **kwargs)``, all but the first optional, or ``(test_set, test_batch_size, num_query, num_workers=4)``.
+
+    Args:
+        cfg: config; ``test_batch_size`` and ``num_workers`` replace TEST.IMS_PER_BATCH and TEST.NUM_WORKERS.
+        dataset_name: name of a dataset.
+        test_set: map-style dataset instead of ``dataset_name``, with ``num_query`` query images at its start.
+        transforms: function of a PIL image instead of the resize in INPUT.
+        kwargs: constructor arguments of the dataset.
+
+    Returns:
+        The loader and the number of query images.
+    """
+    if is_called_with_config(args, kwargs):
+        return _test_loader_from_config(*args, **kwargs)
+    return _test_loader(*args, **kwargs)
+
+
+def _test_loader(
+    test_set: Dataset, test_batch_size: int, num_query: int, num_workers: int = 4
+) -> tuple[TestLoader | DataLoader, int]:
+    cfg = _with_values(get_cfg(), {"TEST.IMS_PER_BATCH": test_batch_size, "TEST.NUM_WORKERS": num_workers})
+    return build_custom_test_loader(cfg, test_set, num_query)
+
+
+def _test_loader_from_config(
+    cfg: CfgNode,
+    dataset_name: str = "",
+    *,
+    test_set: Dataset | None = None,
+    num_query: int = 0,
+    transforms: Any = None,
+    test_batch_size: int | None = None,
+    num_workers: int | None = None,
+    **kwargs: Any,
+) -> tuple[TestLoader | DataLoader, int]:
+    cfg = _with_values(cfg, {"TEST.IMS_PER_BATCH": test_batch_size, "TEST.NUM_WORKERS": num_workers})
+    if test_set is None and transforms is None and not kwargs:
+        loader, num_query = build.build_reid_test_loader(cfg, dataset_name, requires_gallery=False)
+        return _with_attributes(loader), num_query
+    if test_set is None:
+        query, gallery = _build_dataset(dataset_name, cfg, kwargs).test_items()
+        transforms = transforms or build_transforms(cfg, is_train=False)
+        test_set, num_query = CommDataset([*query, *gallery], transforms, relabel=False), len(query)
+    return build_custom_test_loader(cfg, test_set, num_query)
+
+
+def _with_values(cfg: CfgNode, values: dict[str, Any]) -> CfgNode:
+    """Return a copy of the config with the values that are not None."""
+    given = {key: value for key, value in values.items() if value is not None}
+    return cfg.with_values(given) if given else cfg
+
+
+def _build_dataset(name: str, cfg: CfgNode, options: dict[str, Any]) -> ImageDataset:
+    """Build a dataset; with ``options``, from these constructor arguments instead of the config."""
+    return DATASET_REGISTRY.get(name)(root=str(data_root()), **options) if options else build.build_dataset(name, cfg)
+
+
+def _with_attributes(loader: Any) -> Any:
+    """Give the dataset of a loader the attributes of ``CommDataset``."""
+    dataset = loader.dataset
+    vars(dataset).update(img_items=dataset.items, num_cameras=len(set(dataset.camids.tolist())))
+    return loader

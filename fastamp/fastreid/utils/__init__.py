@@ -1,0 +1,1 @@
+"""FastReID's utilities."""
