@@ -3,6 +3,7 @@
 from fastamp.engine import hooks
 from fastamp.engine.command_line import run_command_line
 from fastamp.engine.defaults import ConfigText, DefaultTrainer
+from fastamp.engine.hooks import Priority
 from fastamp.engine.launch import launch
 from fastamp.engine.setup import default_setup
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer, HookBase, SimpleTrainer, TrainerBase
@@ -14,6 +15,7 @@ __all__ = [
     "ConfigText",
     "DefaultTrainer",
     "HookBase",
+    "Priority",
     "SimpleTrainer",
     "TrainerBase",
     "default_argument_parser",

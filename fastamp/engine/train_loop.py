@@ -4,7 +4,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -17,7 +17,7 @@ from fastamp.amp.policy import dtype_name
 from fastamp.amp.step import Clip
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.hooks.base import HookBase
-from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook
+from fastamp.engine.hooks.precision import DeviceErrors, ParallelChecks, PrecisionHook, PreflightHook
 from fastamp.report import ClusterSheets
 from fastamp.solver import build_gradient_clipping
 from fastamp.utils import comm
@@ -53,8 +53,6 @@ class TrainerBase:
 
     def __init__(self) -> None:
         self._hooks: list[HookBase] = []
-        self._internal_hooks: list[HookBase] = []
-        self._callbacks: dict[str, list[Callable[..., None]]] = {}
         self._in_step = False
         self.iter = self.start_iter = self.max_iter = 0
         self.epoch = self.max_epoch = 0
@@ -93,24 +91,11 @@ class TrainerBase:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
-        """Add hooks. Hooks are called in the order of registration, but hooks with ``saves`` are called last."""
-        for hook in hooks:
+        """Add hooks. They are called by ``priority``, and hooks of the same priority in the order of registration."""
+        added = list(hooks)
+        for hook in added:
             hook.trainer = self
-            self._hooks.append(hook)
-        self._hooks.sort(key=lambda hook: hook.saves)
-        self._callbacks.clear()
-
-    def attach_internal_hooks(self, *hooks: HookBase) -> None:
-        """Add hooks that the trainer itself requires. Their state is not checkpointed.
-
-        Internal hooks are called before all registered hooks, except for ``before_forward``, where they are called
-        last. ``step_context`` calls ``before_step`` and ``after_step`` of internal hooks, so these methods are also
-        called if ``run_step`` is used outside ``train``.
-        """
-        for hook in hooks:
-            hook.trainer = self
-            self._internal_hooks.append(hook)
-        self._callbacks.clear()
+        self._hooks = sorted([*self._hooks, *added], key=lambda hook: hook.priority)
 
     def set_data(self, iters_per_epoch: int, labels_checksum: int | None = None) -> None:
         """Set the number of iterations per epoch and the checksum of the training labels, both verified on resume."""
@@ -126,7 +111,6 @@ class TrainerBase:
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
         self.start_iter, self.iters_per_epoch = start_iter, iters_per_epoch
-        self._callbacks.clear()
         self.move_to(start_iter, max_epoch)
         running_trainers.append(self)
         try:
@@ -135,11 +119,9 @@ class TrainerBase:
                 self.move_to(iteration, max_epoch)
                 if self.iter == start_iter or self.iter % iters_per_epoch == 0:
                     self.call_hooks("before_epoch")
-                self.call_hooks("before_step")
                 self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
                 with self.step_context():
                     self.run_step()
-                self.call_hooks("after_step")
                 if (self.iter + 1) % iters_per_epoch == 0:
                     self.call_hooks("after_epoch")
             self.call_hooks("after_train")
@@ -159,52 +141,35 @@ class TrainerBase:
         return iteration
 
     def call_hooks(self, moment: str, *args: Any) -> None:
-        """Call the method named ``moment``, e.g. ``"after_step"``, of every hook that overrides this method.
-
-        ``register_hooks`` and ``attach_internal_hooks`` describe the order of the calls.
-        """
-        if moment not in self._callbacks:
-            self._callbacks[moment] = self._overridden(moment)
-        for callback in self._callbacks[moment]:
-            callback(*args)
-
-    def _overridden(self, moment: str) -> list[Callable[..., None]]:
-        """Return the methods named ``moment`` of all hooks that override this method, in call order."""
-        hooks = [] if moment in ("before_step", "after_step") else self._internal_hooks
-        # Registered hooks may modify the batch; internal hooks record the batch that the model receives.
-        order = (*self._hooks, *hooks) if moment == "before_forward" else (*hooks, *self._hooks)
-        methods = [getattr(hook, moment) for hook in order]
-        base = getattr(HookBase, moment, None)
-        return [method for method in methods if base is None or getattr(method, "__func__", None) is not base]
-
-    def step_context(self) -> AbstractContextManager[None]:
-        """Return a context manager for one step.
-
-        The context calls the internal hooks before and after the step. If the step raises, the context calls
-        ``on_step_error`` of all hooks. A context nested in another one has no effect. Both ``train`` and ``run_step``
-        enter the context, because a subclass may override either of them.
-        """
-        return nullcontext() if self._in_step else self._step_context()
+        """Call the method named ``moment``, e.g. ``"after_step"``, of every hook."""
+        for hook in self._hooks:
+            getattr(hook, moment)(*args)
 
     @contextmanager
-    def _step_context(self) -> Iterator[None]:
+    def step_context(self) -> Iterator[None]:
+        """Return a context manager for one step, which calls ``before_step``, and ``after_step`` or ``on_step_error``.
+
+        A context nested in another one has no effect. Both ``train`` and ``run_step`` enter the context, because a
+        subclass may override either of them.
+        """
+        if self._in_step:
+            yield
+            return
+        self.call_hooks("before_step")
         self._in_step = True
         try:
-            for hook in self._internal_hooks:
-                hook.before_step()
             yield
-            for hook in self._internal_hooks:
-                hook.after_step()
         except Exception as error:
             self._notify_error(error)
             raise
         finally:
             self._in_step = False
+        self.call_hooks("after_step")
 
     def _notify_error(self, error: Exception) -> None:
         """Call ``on_step_error`` of every hook, then raise the first error that a hook raised, if any."""
         first = None
-        for hook in (*self._internal_hooks, *self._hooks):
+        for hook in self._hooks:
             try:
                 hook.on_step_error(error)
             except Exception as other:
@@ -221,7 +186,7 @@ class TrainerBase:
             "iters_per_epoch": self.iters_per_epoch,
             "processes": self.processes,
             "labels_checksum": self.labels_checksum,
-            "hooks": {name: hook.state_dict() for name, hook in self._hooks_by_name()},
+            "hooks": {name: state for name, hook in self._hooks_by_name() if (state := hook.state_dict())},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -322,7 +287,7 @@ class SimpleTrainer(TrainerBase):
             guard_buffers=guard_buffers,
             rank_maxima=self.rank_maxima,
         )
-        self.attach_internal_hooks(PrecisionHook(), ParallelChecks(), DeviceErrors())
+        self.register_hooks([PrecisionHook(), ParallelChecks(), DeviceErrors(), PreflightHook()])
         self._first_dtype = policy.dtype
         self._autocast_checked = False
         self._parallel_model: nn.Module | None = None
@@ -385,7 +350,7 @@ class SimpleTrainer(TrainerBase):
         Raises:
             PrecisionFailure: if too many steps were skipped; see ``OptimizationStep.check_skips``.
         """
-        with self.step_context():  # internal hooks explain errors, and raise after too many skipped steps
+        with self.step_context():  # its hooks explain errors, and raise after too many skipped steps
             self._start_clock()
             model, step, history = self.parallel_model(), self.step, []
             count = self.batches_before(self.iter + 1) - self.batches_before(self.iter)

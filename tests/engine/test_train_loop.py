@@ -10,7 +10,7 @@ from torch import nn
 
 from fastamp.amp import LossScaler, PrecisionFailure, PrecisionPolicy
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
-from fastamp.engine import TRAINER_REGISTRY, HookBase, SimpleTrainer, TrainerBase
+from fastamp.engine import TRAINER_REGISTRY, HookBase, Priority, SimpleTrainer, TrainerBase
 from fastamp.engine.hooks import LRScheduler
 from fastamp.modeling import build_model
 from fastamp.solver import build_lr_schedule, build_optimizer
@@ -145,11 +145,29 @@ def test_error_raised_by_a_hook_replaces_the_step_error():
         trainer.train(0, 1, 1)
 
 
-def test_trainer_state_dict_excludes_internal_hooks():
+def test_trainer_state_dict_excludes_hooks_without_state():
+    class Stateful(HookBase):
+        def state_dict(self):
+            return {"value": 0}
+
     trainer = explosive_trainer([{"number": 0}])
-    assert trainer.state_dict()["hooks"] == {}
-    trainer.register_hooks([RecordCalls(), RecordCalls()])
-    assert trainer.state_dict()["hooks"] == {"RecordCalls": {}, "RecordCalls.1": {}}
+    trainer.register_hooks([RecordCalls(), Stateful(), Stateful()])
+    assert trainer.state_dict()["hooks"] == {"Stateful": {"value": 0}, "Stateful.1": {"value": 0}}
+
+
+def test_hooks_are_called_by_priority_then_in_the_order_of_registration():
+    class Named(HookBase):
+        def __init__(self, name, priority):
+            self.name, self.priority = name, priority
+
+        def after_step(self):
+            calls.append(self.name)
+
+    calls, trainer = [], explosive_trainer([{}])
+    trainer.register_hooks([Named("last", Priority.LOW + 1), Named("first", Priority.NORMAL)])
+    trainer.register_hooks([Named("before", -1), Named("second", Priority.NORMAL), Named("third", Priority.LOW)])
+    trainer.train(0, 1, 1)
+    assert calls == ["before", "first", "second", "third", "last"]
 
 
 def test_step_time_includes_hooks_but_not_the_preflight(monkeypatch):
@@ -223,6 +241,13 @@ def test_overridden_run_step_raises_after_too_many_skips():
     with pytest.raises(PrecisionFailure):
         trainer.train(0, 1, 9)
     assert trainer.iter == 3
+
+
+def test_run_step_outside_train_calls_the_hooks_of_a_step():
+    moments, trainer = RecordCalls(), explosive_trainer([{"number": 0}])
+    trainer.register_hooks([moments])
+    trainer.run_step()
+    assert moments.calls == ["before_step", "before_forward 0", "after_backward", "after_step"]
 
 
 def test_precision_diagnostics_and_on_failure_can_be_replaced_after_construction():

@@ -2,7 +2,7 @@
 
 from fastamp.engine.hooks.activations import ActivationMonitor
 from fastamp.engine.hooks.averaging import EMA, SWA
-from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
 from fastamp.engine.hooks.epoch import SetEpoch
 from fastamp.engine.hooks.evaluation import BestMetric, EvalHook
@@ -24,6 +24,7 @@ __all__ = [
     "LRScheduler",
     "PeriodicCheckpointer",
     "PeriodicWriter",
+    "Priority",
     "ReportHook",
     "SetEpoch",
     "StopOnSignal",

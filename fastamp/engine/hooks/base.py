@@ -1,15 +1,28 @@
 """Base class of training hooks."""
 
+from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastamp.engine.train_loop import TrainerBase
 
 
+class Priority(IntEnum):
+    """Priorities of hooks, as in MMEngine: the lower the number, the earlier a hook is called."""
+
+    VERY_HIGH = 0
+    HIGH = 10
+    ABOVE_NORMAL = 30
+    NORMAL = 50
+    BELOW_NORMAL = 70
+    LOW = 90
+    VERY_LOW = 100
+
+
 class HookBase:
     """Base class of hooks: callbacks at fixed points of the training loop.
 
-    Order of the calls:
+    At each point, the hooks are called by ``priority``. Order of the points:
 
         before_train()
         for each epoch:
@@ -25,17 +38,17 @@ class HookBase:
         after_train()
 
     After a resume in the middle of an epoch, ``before_epoch`` is called again for that epoch. A trainer that overrides
-    ``run_step`` must call ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls only
-    ``before_forward``, ``after_backward`` and ``on_step_error``.
+    ``run_step`` must call ``before_forward`` and ``after_backward`` itself. Outside ``train``, ``run_step`` calls the
+    points from ``before_step`` to ``after_step``.
 
     Attributes:
         trainer: the trainer, set by ``register_hooks``.
-        saves: whether the hook saves the state of the run. Such hooks are called last, so that they save the updated
-            state of all other hooks. Default False.
+        priority: number, see ``Priority``, read by ``register_hooks``. The checks of the trainer are VERY_HIGH. Hooks
+            that save the state of the run are LOW, so that they save the updated state of the others. Default NORMAL.
     """
 
     trainer: "TrainerBase"
-    saves = False
+    priority: int = Priority.NORMAL
 
     def before_train(self) -> None:
         """Called before the first iteration."""
@@ -62,14 +75,14 @@ class HookBase:
         """Called after the last backward pass of an iteration, before the gradients are unscaled."""
 
     def on_step_error(self, error: Exception) -> None:
-        """Called after an exception in ``run_step``; may raise a more specific error instead.
+        """Called after an exception in ``run_step``, instead of ``after_step``; may raise a more specific error.
 
         Every hook is called with the original error. If several hooks raise an error, the first of these errors is
         raised.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in checkpoints, as tensors and plain values."""
+        """Return the state to save in checkpoints, as tensors and plain values. Default: empty, which is not saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

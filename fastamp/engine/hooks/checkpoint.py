@@ -8,7 +8,7 @@ from typing import Any
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.checkpoint.strip import strip
-from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.layers.lora import adapted_modules
 from fastamp.utils import comm
 
@@ -34,7 +34,7 @@ class PeriodicCheckpointer(HookBase):
         clock: returns the current time in seconds. Default ``time.monotonic``.
     """
 
-    saves = True
+    priority = Priority.LOW
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Internal hooks of the trainer: precision diagnostics, DDP checks and device errors."""
+"""Hooks of every trainer: precision diagnostics, DDP checks and device errors."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ from fastamp.amp import PrecisionFailure
 from fastamp.amp.checks import check_communication, check_replicas
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error
 from fastamp.amp.policy import dtype_name
-from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
 from fastamp.utils.errors import TrainingError
 
@@ -19,40 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 class PrecisionHook(HookBase):
-    """Run the pre-flight check on the first batch, record batches, and react to too many skipped steps.
+    """Check the model with the trainer's ``precision_diagnostics`` before each epoch, and after too many skipped steps.
 
-    The trainer's ``precision_diagnostics`` runs the checks, records the batches and writes crash dumps. After too many
-    skipped steps, the trainer's ``on_failure`` determines whether training continues in another dtype, at most once per
-    run, or raises ``PrecisionFailure``.
+    After too many skipped steps, the trainer's ``on_failure`` determines whether training continues in another dtype,
+    at most once per run, or raises ``PrecisionFailure``.
     """
 
-    def __init__(self) -> None:
-        self._preflight_done = False
-
-    def before_train(self) -> None:
-        # Checked here as well because subclasses may override run_step.
-        self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
-        self.trainer.precision_diagnostics.begin_recording()
-        self._preflight_done = False
+    priority = Priority.VERY_HIGH
 
     def before_epoch(self) -> None:
         # Hooks and custom code may have replaced a module, converted parameters, or loaded weights.
-        if self._preflight_done:
-            self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
-
-    def before_step(self) -> None:
-        self.trainer.precision_diagnostics.begin_recording()
-
-    def before_forward(self, batch: dict[str, Any]) -> None:
-        trainer = self.trainer
-        if not self._preflight_done:
-            self._preflight_done = True
-            start = time.perf_counter()
-            diagnostics = trainer.precision_diagnostics
-            policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
-            trainer.set_policy(policy)
-            trainer.exclude_time(time.perf_counter() - start)
-        trainer.precision_diagnostics.record(batch)
+        self.trainer.precision_diagnostics.check(self.trainer.step, self.trainer.policy)
 
     def after_step(self) -> None:
         """After too many skipped steps, switch to the dtype in ``on_failure`` or raise ``PrecisionFailure``.
@@ -72,12 +49,42 @@ class PrecisionHook(HookBase):
             trainer.metrics.latest(skipped_in_a_row=0)
 
 
+class PreflightHook(HookBase):
+    """Run the pre-flight check on the first batch, and record the batches of each step for a replay.
+
+    Its priority is VERY_LOW because other hooks may modify the batch before the model receives it.
+    """
+
+    priority = Priority.VERY_LOW
+
+    def __init__(self) -> None:
+        self._done = False
+
+    def before_train(self) -> None:
+        self._done = False
+
+    def before_step(self) -> None:
+        self.trainer.precision_diagnostics.begin_recording()
+
+    def before_forward(self, batch: dict[str, Any]) -> None:
+        trainer, diagnostics = self.trainer, self.trainer.precision_diagnostics
+        if not self._done:
+            self._done = True
+            start = time.perf_counter()
+            policy = diagnostics.before_first_step(trainer.step, batch, trainer.policy, iteration=trainer.iter)
+            trainer.set_policy(policy)
+            trainer.exclude_time(time.perf_counter() - start)
+        diagnostics.record(batch)
+
+
 class ParallelChecks(HookBase):
     """Check that all ranks train the same model.
 
     Gradients are checked once per DDP instance: at the start, and after layers have been frozen or unfrozen. Parameters
     and the names of the losses are checked after each epoch.
     """
+
+    priority = Priority.VERY_HIGH
 
     def __init__(self) -> None:
         self._checked: Any = lambda: None
@@ -118,6 +125,8 @@ def _check_all_reached(model: nn.Module) -> None:
 
 class DeviceErrors(HookBase):
     """Replace device errors in a step, e.g. out-of-memory errors, with errors that state the batch shapes and a fix."""
+
+    priority = Priority.VERY_HIGH
 
     def __init__(self) -> None:
         self._batch: dict[str, Any] = {}

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.engine.reporting import write_training_report
 from fastamp.report import Run, rank_list_image
 from fastamp.report.cluster_page import sheet_image
@@ -18,7 +18,7 @@ class ReportHook(HookBase):
             the clusters of the training images. Default: none.
     """
 
-    saves = True
+    priority = Priority.LOW
 
     def __init__(self, run: Callable[[], Run | None], writers: Sequence[Any] = ()) -> None:
         self.run = run

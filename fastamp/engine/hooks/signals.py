@@ -9,7 +9,7 @@ from types import FrameType
 
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.engine.command_line import TrainingInterrupted
-from fastamp.engine.hooks.base import HookBase
+from fastamp.engine.hooks.base import HookBase, Priority
 from fastamp.utils import comm
 from fastamp.utils.signals import STOP_SIGNALS, handling, set_handler
 
@@ -30,7 +30,7 @@ class StopOnSignal(HookBase):
         checkpointer: saves ``model_interrupted``.
     """
 
-    saves = True
+    priority = Priority.LOW
     SIGNALS = STOP_SIGNALS
     SAME_WITHIN = 1.0  # seconds
 

@@ -19,7 +19,7 @@ from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine.command_line import TrainingInterrupted
-from fastamp.engine.hooks import HookBase, LRScheduler, StopOnSignal
+from fastamp.engine.hooks import HookBase, LRScheduler, Priority, StopOnSignal
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.solver.lr_schedule import EpochCosineSchedule
 from fastamp.solver.state import OptimizerState
@@ -108,7 +108,7 @@ class _StageHook(HookBase):
         period: period of checkpoints in epochs.
     """
 
-    saves = True
+    priority = Priority.LOW
 
     def __init__(self, outer: "CLIPReIDTrainer", period: int) -> None:
         self.outer, self.period = outer, period

@@ -11,7 +11,7 @@ from domaingeneralization.graph_sampler import GraphSampler, nearest_identities
 from fastamp.amp import PrecisionPolicy
 from fastamp.data.dataset import ReidDataset
 from fastamp.data.unaugmented import build_unaugmented_loader
-from fastamp.engine.hooks import HookBase
+from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation import DatasetEvaluator, inference_on_dataset
 from fastamp.layers import pairwise_distance
@@ -45,6 +45,8 @@ class _OutputCollector(DatasetEvaluator):
 class _BuildGraph(HookBase):
     """Compute the graph of identities before each epoch."""
 
+    priority = Priority.VERY_HIGH
+
     def before_epoch(self) -> None:
         assert isinstance(self.trainer, GraphTrainer)
         self.trainer.start_epoch()
@@ -66,7 +68,7 @@ class GraphTrainer(AMPTrainer):
         super().__init__(*args, **options)
         self.config: Any = None
         self.graph_epoch = -1
-        self.attach_internal_hooks(_BuildGraph())
+        self.register_hooks([_BuildGraph()])
 
     @classmethod
     def from_config(

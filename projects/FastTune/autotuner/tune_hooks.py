@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fastamp.engine import DefaultTrainer, HookBase
+from fastamp.engine import DefaultTrainer, HookBase, Priority
 from fastamp.utils.env import peak_memory_mb
 
 Report = Callable[[dict[str, Any], Path], None]
@@ -55,7 +55,7 @@ class TuneReportHook(HookBase):
         keep: number of newest checkpoints to keep; if greater than 1, file names contain the epoch. Default 1.
     """
 
-    saves = True
+    priority = Priority.LOW
 
     def __init__(self, trainer: DefaultTrainer, report: Report, *, keep: int = 1) -> None:
         self.owner, self.report, self.keep = trainer, report, keep

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fastamp.amp import PrecisionPolicy
 from fastamp.config import Key
 from fastamp.data.dataset import ReidDataset
-from fastamp.engine.hooks import HookBase
+from fastamp.engine.hooks import HookBase, Priority
 from fastamp.engine.train_loop import TRAINER_REGISTRY, AMPTrainer
 from fastamp.evaluation.clustering import cluster_quality
 from fastamp.report import ClusterSheets
@@ -50,6 +50,8 @@ def _check_labeled_names(names: list[str], labeled: list[str]) -> None:
 class _Relabel(HookBase):
     """Cluster the training set before each epoch."""
 
+    priority = Priority.VERY_HIGH
+
     def before_epoch(self) -> None:
         assert isinstance(self.trainer, ClusterTrainer)
         self.trainer.start_epoch()
@@ -80,7 +82,7 @@ class ClusterTrainer(AMPTrainer):
         self.targets = self._classes = self.labels
         self._pseudo: PseudoLabels | None = None
         self._extraction: FeatureExtraction | None = None
-        self.attach_internal_hooks(_Relabel())
+        self.register_hooks([_Relabel()])
 
     @classmethod
     def from_config(

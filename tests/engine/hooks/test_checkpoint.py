@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fastamp.checkpoint.checkpointer import Checkpointer
-from fastamp.engine import HookBase, TrainerBase
+from fastamp.engine import HookBase, Priority, TrainerBase
 from fastamp.engine.hooks.checkpoint import PeriodicCheckpointer
 
 EPOCH = 4  # iterations
@@ -23,7 +23,7 @@ class Killed(Exception):
 class KillAfter(HookBase):
     """Raise ``Killed`` after the given number of iterations, when all other hooks have been called."""
 
-    saves = True
+    priority = Priority.LOW
 
     def __init__(self, iteration):
         self.iteration = iteration
