@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 
 def _with_modules(package: str) -> list[str]:
     """Return a package and its modules."""
-    folder = ROOT / "fastamp" / package.replace(".", "/")
-    return [package, *(f"{package}.{path.stem}" for path in sorted(folder.glob("[!_]*.py")))]
+    paths = sorted((ROOT / "fastamp" / package.replace(".", "/")).rglob("[!_]*.py"))
+    return [package, *(".".join(path.relative_to(ROOT / "fastamp").with_suffix("").parts) for path in paths)]
 
 
 # Package -> (summary, modules). The public names of a module are those in its ``__all__``, else all its functions and

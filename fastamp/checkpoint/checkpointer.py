@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,6 @@ class Checkpointer:
             are refused.
         check: called with the model before each save; if it raises an exception, nothing is saved.
         notes: function that returns additional entries for each checkpoint; ``resume`` does not require these entries.
-        save_to_disk: ignored: only the main process writes, as with FastReID's default. Default None.
         checkpointables: objects with ``state_dict()`` and ``load_state_dict(state)``; each keyword becomes an entry of
             the checkpoint. ``resume`` compares the structure of an entry with ``form()`` of the object, or, without
             this method, with its ``state_dict()``.
@@ -53,12 +52,9 @@ class Checkpointer:
         base: str | os.PathLike[str] = "",
         check: Callable[[nn.Module], None] | None = None,
         notes: Callable[[], dict[str, Any]] = dict,
-        save_to_disk: bool | None = None,
         **checkpointables: Any,
     ) -> None:
-        # As in FastReID, the wrapper of a custom training loop is not part of the names in the file.
-        wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
-        self.model = model.module if wrapped else model
+        self.model = model
         self.save_dir = Path(save_dir)
         self.min_match, self.allow_missing = min_match, allow_missing
         self.base = base
@@ -170,36 +166,12 @@ class Checkpointer:
         """List the entries that ``resume`` requires and that ``content`` lacks."""
         return [key for key in ("model", *self.checkpointables) if not isinstance(content, dict) or key not in content]
 
-    def has_checkpoint(self) -> bool:
-        """Return True if ``save_dir`` contains a checkpoint to resume from. Must be called on every rank."""
-        return self.last_checkpoint() is not None
-
-    def get_checkpoint_file(self) -> str:
-        """Return the path of the checkpoint to resume from; "" if there is none. Must be called on every rank."""
-        return str(self.last_checkpoint() or "")
-
-    def resume_or_load(self, path: str | os.PathLike[str] = "", *, resume: bool = True) -> dict[str, Any]:
-        """Resume from the newest readable checkpoint in ``save_dir``; if there is none, load weights.
-
-        Args:
-            path: weights file; ``""`` (default) loads nothing.
-            resume: search for a checkpoint. Default True.
-
-        Returns:
-            See ``resume`` and ``load``; empty if nothing was loaded.
-        """
-        last = self.last_checkpoint() if resume else None
-        if last is not None:
-            return self.resume(last)
-        return self.load(path) if path else {}
-
-    def load(self, path: str | os.PathLike[str], checkpointables: Sequence[str] = ()) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Load only the model weights from a file.
 
         Args:
             path: checkpoint or weights file; of a checkpoint of DINO, the teacher is loaded. A file of LoRA adapters is
                 loaded on top of ``base``.
-            checkpointables: as in FastReID, names of objects whose state is also loaded. Default ().
 
         Returns:
             The remaining entries of the file, without the weights; empty for a bare state dict.
@@ -220,8 +192,6 @@ class Checkpointer:
                 config=stored_config(content),
                 allow_missing=self.allow_missing,
             )
-        for key in checkpointables or ():
-            self.checkpointables[key].load_state_dict(content.pop(key))
         return {key: value for key, value in content.items() if key != "model"} if "model" in content else {}
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ that ``NAMES`` adds; they are imported on first access.
 """
 
 import importlib
+import logging
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -38,12 +39,8 @@ _PROVIDERS = {
     "modeling.losses.focal": "modeling.losses.focal_loss",
     "modeling.losses.triplet": "modeling.losses.triplet_loss",
     "fastreid.modeling_names": "modeling.losses.utils",
-    "checkpoint.checkpointer": "utils.checkpoint",
-    "fastreid.tools": "utils.collect_env utils.precision_bn utils.timer",
-    "fastreid.files": "utils.file_io",
     "fastreid.events": "utils.history_buffer",
     "fastreid.solver_names": "utils.params",
-    "fastreid.visualizer": "utils.visualizer",
 }
 """Module of fastamp -> modules of FastReID whose names it provides, both without the package."""
 
@@ -53,10 +50,6 @@ MODULES = {
 """Module of FastReID -> module that provides its names."""
 
 _SOURCES: dict[str, dict[str, str]] = {
-    "utils.checkpoint": {
-        "fastreid.files": "PathManager",
-        "fastreid.checkpoint": "PeriodicCheckpointer get_missing_parameters_message get_unexpected_parameters_message",
-    },
     "config": {"fastreid.config_names": "configurable"},
     "config.config": {"fastreid.config_names": "configurable"},
     "engine": {
@@ -73,7 +66,7 @@ _SOURCES: dict[str, dict[str, str]] = {
     "engine.hooks": {
         "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
         "fastreid.evaluation.testing": "flatten_results_dict",
-        "fastreid.tools": "get_bn_modules",
+        "fastreid.utils.precision_bn": "get_bn_modules",
     },
     "layers": {
         "fastreid": "any_softmax",
@@ -97,10 +90,7 @@ _SOURCES: dict[str, dict[str, str]] = {
     },
     "solver": {"fastreid.solver_names": "build_lr_scheduler"},
     "solver.build": {"fastreid.solver_names": "build_lr_scheduler"},
-    "utils.comm": {"fastreid.comm": "gather get_local_rank get_local_size reduce_dict shared_random_seed"},
-    "utils.env": {"fastreid.tools": "seed_all_rng"},
     "utils.events": {"fastreid.events": "CommonMetricPrinter EventStorage EventWriter get_event_storage"},
-    "utils.logger": {"fastreid.files": "PathManager"},
 }
 """Module of FastReID -> module of fastamp -> names of it that the module has in addition, both without the package."""
 
@@ -216,3 +206,4 @@ def provide_fastreid() -> None:
 
 
 sys.meta_path.append(_Modules())
+logging.getLogger("fastreid").parent = logging.getLogger("fastamp")

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from fastamp.engine.hooks.base import HookBase
 from fastamp.engine.hooks.freeze import FreezeLayers
 from fastamp.evaluation.precise_bn import update_bn_statistics
-from fastamp.fastreid.tools import get_bn_modules
+from fastamp.fastreid.utils.precision_bn import get_bn_modules
 
 
 class CallbackHook(HookBase):

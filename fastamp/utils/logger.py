@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from fastamp.utils import comm
 from fastamp.utils.errors import writing
@@ -180,15 +180,7 @@ def _log_files() -> list[_LogFile]:
     return [handler for handler in logging.getLogger("fastamp").handlers if isinstance(handler, _LogFile)]
 
 
-def setup_logger(
-    output_dir: str | Path | None = None,
-    distributed_rank: int = 0,
-    *,
-    rank: int | None = None,
-    name: str = "fastamp",
-    output: str | Path | None = None,
-    **unused: Any,
-) -> logging.Logger:
+def setup_logger(output_dir: str | Path | None = None, *, rank: int = 0) -> logging.Logger:
     """Configure logging to the console (rank 0) and to ``log.txt`` in ``output_dir``.
 
     Replaces the handlers of earlier calls. Handlers that the user added to the logger ``fastamp`` are kept; if one of
@@ -197,24 +189,14 @@ def setup_logger(
     Args:
         output_dir: folder of the log file, created if missing; None (default) logs only to the console. Ranks above 0
             write ``log.txt.rank<N>``.
-        distributed_rank: FastReID's name of ``rank``. Default 0.
-        rank: rank of this process. Default: ``distributed_rank``.
-        name: name of another logger whose lines are handled in the same way, as are those of the logger ``fastreid``,
-            which code written for FastReID uses. Default ``"fastamp"``.
-        output: FastReID's name of ``output_dir``.
-        unused: FastReID's arguments ``color`` and ``abbrev_name``; ignored.
+        rank: rank of this process. Default 0.
 
     Returns:
         The logger ``fastamp``.
     """
-    rank = distributed_rank if rank is None else rank
-    output_dir = output if output_dir is None else output_dir
     logger = logging.getLogger("fastamp")
     logger.setLevel(logging.INFO)
     logger.propagate = False
-    for other in {"fastreid", name}:
-        if other.partition(".")[0] != "fastamp":
-            logging.getLogger(other).parent = logger
     for handler in list(logger.handlers):
         if isinstance(handler, (ConsoleHandler, _LogFile)):
             logger.removeHandler(handler)

@@ -7,14 +7,14 @@ import pytest
 import tiny
 import torch
 from fastamp.fastreid.config import get_cfg
-from fastamp.fastreid.utils.checkpoint import Checkpointer
-from fastamp.fastreid.utils.logger import setup_logger
 from torch import nn
 
 from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 from fastamp.fastreid.data.transforms import build_transforms
 from fastamp.fastreid.evaluation import ReidEvaluator
+from fastamp.fastreid.utils.checkpoint import Checkpointer
+from fastamp.fastreid.utils.logger import setup_logger
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import tiny
 import torch
 from fastamp.fastreid.config import CfgNode, get_cfg
 from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.utils.checkpoint import Checkpointer, PeriodicCheckpointer
 from PIL import Image
 
 from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
@@ -17,6 +16,7 @@ from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.data.transforms import ToTensor, build_transforms
 from fastamp.fastreid.evaluation import DatasetEvaluator, print_csv_format
 from fastamp.fastreid.evaluation.testing import flatten_results_dict
+from fastamp.fastreid.utils.checkpoint import Checkpointer, PeriodicCheckpointer
 from fastamp.utils.errors import ConfigError, DataError
 
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fastamp.utils import comm
+from fastamp.utils.comm import *  # noqa: F403
 
 
 def get_local_rank() -> int:

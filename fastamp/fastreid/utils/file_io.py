@@ -7,6 +7,8 @@ from typing import Any
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import expand
 
+__all__ = ["PathManager"]
+
 
 class _PathManager:
     """File functions of FastReID's ``PathManager``, for local paths. URLs are not supported."""
