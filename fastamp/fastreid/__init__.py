@@ -27,20 +27,13 @@ _PROVIDERS = {
         "data.samplers.data_sampler data.samplers.imbalance_sampler data.samplers.triplet_sampler"
     ),
     "fastreid.data.transforms": "data.transforms.transforms",
-    "fastreid.layers_names": (
-        "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.weight_init"
+    "fastreid.layers": (
+        "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.norm layers.pooling "
+        "layers.se_layer layers.weight_init"
     ),
-    "fastreid.any_softmax": "layers.any_softmax",
-    "layers.attention": "layers.se_layer",
     "modeling.backbones.mobilenet": "modeling.backbones.mobilenetv3",
     "modeling.backbones.vit": "modeling.backbones.vision_transformer",
-    "modeling.losses.pairwise_cosine": "modeling.losses.circle_loss",
-    "modeling.losses.cross_entropy": "modeling.losses.cross_entroy_loss",
-    "modeling.losses.focal": "modeling.losses.focal_loss",
-    "modeling.losses.triplet": "modeling.losses.triplet_loss",
-    "fastreid.modeling_names": "modeling.losses.utils",
     "fastreid.events": "utils.history_buffer",
-    "fastreid.solver_names": "utils.params",
 }
 """Module of fastamp -> modules of FastReID whose names it provides, both without the package."""
 
@@ -50,8 +43,6 @@ MODULES = {
 """Module of FastReID -> module that provides its names."""
 
 _SOURCES: dict[str, dict[str, str]] = {
-    "config": {"fastreid.config_names": "configurable"},
-    "config.config": {"fastreid.config_names": "configurable"},
     "engine": {
         "fastreid.engine_names": "DefaultPredictor",
         "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
@@ -68,48 +59,16 @@ _SOURCES: dict[str, dict[str, str]] = {
         "fastreid.evaluation.testing": "flatten_results_dict",
         "fastreid.utils.precision_bn": "get_bn_modules",
     },
-    "layers": {
-        "fastreid": "any_softmax",
-        "layers.pooling": (
-            "AdaptiveAvgMaxPool ClipGlobalAvgPool Flatten GeneralizedMeanPooling GeneralizedMeanPoolingP "
-            "GlobalAvgPool GlobalMaxPool Identity"
-        ),
-        "fastreid.layers_names": (
-            "DropPath FastGlobalAvgPool FrozenBatchNorm GELU MemoryEfficientSwish Mish Non_local Swish SyncBatchNorm "
-            "drop_path get_norm make_divisible to_2tuple trunc_normal_ weights_init_classifier weights_init_kaiming"
-        ),
-    },
-    "layers.norm": {"fastreid.layers_names": "get_norm"},
-    "layers.pooling": {"fastreid.layers_names": "FastGlobalAvgPool"},
-    "modeling.backbones": {
-        "fastreid.modeling_names": (
-            "build_effnet_backbone build_mobilenetv2_backbone build_mobilenetv3_backbone build_osnet_backbone "
-            "build_regnet_backbone build_repvgg_backbone build_resnest_backbone build_resnet_backbone "
-            "build_shufflenetv2_backbone build_vit_backbone"
-        ),
-    },
-    "solver": {"fastreid.solver_names": "build_lr_scheduler"},
-    "solver.build": {"fastreid.solver_names": "build_lr_scheduler"},
     "utils.events": {"fastreid.events": "CommonMetricPrinter EventStorage EventWriter get_event_storage"},
 }
 """Module of FastReID -> module of fastamp -> names of it that the module has in addition, both without the package."""
 
-NAMES = (
-    {
-        f"{__name__}.{module}": {
-            name: f"fastamp.{source}.{name}" for source, names in sources.items() for name in names.split()
-        }
-        for module, sources in _SOURCES.items()
+NAMES = {
+    f"{__name__}.{module}": {
+        name: f"fastamp.{source}.{name}" for source, names in sources.items() for name in names.split()
     }
-    | {
-        f"{__name__}.{module}": {"REID_HEADS_REGISTRY": "fastamp.modeling.heads.build.HEADS_REGISTRY"}
-        for module in ("modeling.heads", "modeling.heads.build")
-    }
-    | {
-        f"{__name__}.{module}": {"pairwise_circleloss": "fastamp.modeling.losses.pairwise_cosine.pairwise_circle_loss"}
-        for module in ("modeling.losses", "modeling.losses.circle_loss")
-    }
-)
+    for module, sources in _SOURCES.items()
+}
 """Module of FastReID -> name in FastReID -> module and name of the object."""
 
 

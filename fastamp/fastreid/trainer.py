@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fastamp.amp import requested_device, resolve_device
 from fastamp.data.custom_loader import CustomTrainLoader
-from fastamp.fastreid.solver_names import build_lr_scheduler
+from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.utils.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -64,14 +64,10 @@ class IBN(nn.Module):
     Args:
         norm: a name in ``NORM_REGISTRY``.
         channels: number of input channels.
-
-    FastReID's argument order, ``IBN(channels, norm)``, is also accepted.
     """
 
     def __init__(self, norm: str, channels: int) -> None:
         super().__init__()
-        if isinstance(norm, int):
-            norm, channels = channels, norm
         self.instance_channels = channels // 2
         self.IN = nn.InstanceNorm2d(self.instance_channels, affine=True)
         self.BN = build_norm(norm, channels - self.instance_channels)

@@ -1,6 +1,5 @@
 """Registry of components that a config selects by name."""
 
-import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -34,8 +33,9 @@ class Registry:
         replaces_built_in: whether a component from outside fastamp replaces, with a warning, one of fastamp of the same
             name. Default False: that is an error.
 
-    A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or, as in
-    FastReID, a dict of the constructor's arguments; or a function ``build_x(cfg, **context)``:
+    A component is a class with a classmethod ``from_config(cfg, **context)``, which returns an object or a dict of the
+    constructor's arguments; a class whose attribute ``takes_config`` is True, which is called with the config; or a
+    function ``build_x(cfg, **context)``:
 
         @BACKBONE_REGISTRY.register()
         def build_resnet_backbone(cfg): ...
@@ -108,7 +108,8 @@ class Registry:
             context: additional keyword arguments for the component.
         """
         component = self.get(name)
-        build = component if _has_own_constructor(component) else getattr(component, "from_config", component)
+        takes_config = getattr(component, "takes_config", False)
+        build = component if takes_config else getattr(component, "from_config", component)
         built = build(cfg, **context)
         if isinstance(built, dict) and isinstance(component, type):
             return component(**built)
@@ -133,15 +134,3 @@ def _source(component: Any) -> tuple[str, str]:
 
 def _is_built_in(component: Any) -> bool:
     return getattr(component, "__module__", type(component).__module__).partition(".")[0] == "fastamp"
-
-
-def _has_own_constructor(component: Any) -> bool:
-    """Return True for a class that inherits ``from_config`` and defines ``__init__(self, cfg)``, as in FastReID."""
-    if not isinstance(component, type):
-        return False
-    for base in component.__mro__:
-        if "from_config" in vars(base):
-            return False
-        if "__init__" in vars(base):
-            return list(inspect.signature(base.__init__).parameters)[1:2] == ["cfg"]
-    return False

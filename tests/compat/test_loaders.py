@@ -6,9 +6,9 @@ import os
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.config import get_cfg
 from torch import nn
 
+from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 from fastamp.fastreid.data.transforms import build_transforms

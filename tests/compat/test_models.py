@@ -4,19 +4,20 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.modeling import build_model
-from fastamp.fastreid.modeling.heads import EmbeddingHead
-from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
-from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline
+from fastamp.fastreid.utils.events import EventStorage
 from torch import nn
 
-from fastamp.fastreid.config_names import configurable
+from fastamp.fastreid.config import configurable, get_cfg
 from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
+from fastamp.fastreid.modeling import build_model
+from fastamp.fastreid.modeling.heads import EmbeddingHead, build_heads
+from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
+from fastamp.fastreid.modeling.losses import log_accuracy
+from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline, Distiller
+from fastamp.fastreid.solver import build_optimizer
 from fastamp.utils.errors import ConfigError
-from fastamp.utils.registry import Registry
 
 LAYERS = ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"]
 
@@ -81,7 +82,7 @@ class OwnLossArguments(Baseline):
 
     def losses(self, outputs, gt_labels):
         assert self.loss_kwargs["loss_names"] == ("OwnLoss", "TripletLoss")
-        found = Baseline.losses.fget(self)(outputs, gt_labels)
+        found = Baseline.losses(self, outputs, gt_labels)
         return found | {"loss_own": self.loss_kwargs["own"]["scale"] * outputs["features"].square().mean()}
 
 
@@ -147,7 +148,8 @@ def cfg(demo, tmp_path):
 def test_head_with_config_constructor_equals_the_usual_head(cfg, name, layer):
     values = {"MODEL.HEADS.NUM_CLASSES": 5, "MODEL.HEADS.CLS_LAYER": layer, "MODEL.HEADS.SCALE": 16.0}
     cfg = cfg.with_values(values | {"MODEL.HEADS.MARGIN": 0.2})
-    usual = EmbeddingHead(**EmbeddingHead.from_config(cfg))
+    usual = build_heads(cfg)
+    assert not isinstance(usual, EmbeddingHead)
     head = REID_HEADS_REGISTRY.build(name, cfg)
     head.load_state_dict(usual.state_dict())
     nn.init.normal_(usual.weight)
@@ -251,7 +253,7 @@ def test_loss_kwargs_are_those_of_the_config(cfg):
     cfg = cfg.with_values(
         {"MODEL.LOSSES.CE.EPSILON": 0.1, "MODEL.LOSSES.TRI.MARGIN": 0.4, "MODEL.LOSSES.TRI.SCALE": 2.0}
     )
-    kwargs = build_model(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 4})).loss_kwargs
+    kwargs = Baseline(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 4})).loss_kwargs
     assert kwargs["loss_names"] == ("CrossEntropyLoss", "TripletLoss") and set(kwargs) == {"loss_names", "ce", "tri"}
     assert kwargs["ce"] == {"eps": 0.1, "alpha": cfg.MODEL.LOSSES.CE.ALPHA, "scale": 1.0}
     assert kwargs["tri"] == {"margin": 0.4, "norm_feat": False, "hard_mining": True, "scale": 2.0}
@@ -308,33 +310,92 @@ def test_outputs_of_several_tensors_are_passed_to_the_evaluator():
     assert inference_on_dataset(Several(), [batch], Shapes()) == {"shapes": [(2, 3), (2, 1)]}
 
 
-def test_registry_prefers_the_more_specific_of_constructor_and_from_config():
-    registry = Registry("KIND")
-
-    class Base:
-        def __init__(self, *, width):
-            self.width = width
-
+def test_head_takes_the_arguments_of_fastreid(cfg):
+    class Wide(EmbeddingHead):
         @classmethod
         def from_config(cls, cfg):
-            return cls(width=cfg)
+            arguments = super().from_config(cfg)
+            assert arguments["norm_type"] == "BN"
+            return arguments | {"pool_type": "GlobalMaxPool", "cls_type": "CosSoftmax", "embedding_dim": 3}
 
-    @registry.register()
-    class Own(Base):
-        def __init__(self, cfg):
-            super().__init__(width=2 * cfg)
+    head = Wide(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2}))
+    assert type(head.pool_layer).__name__ == "GlobalMaxPool" and type(head.cls_layer).__name__ == "CosSoftmax"
+    assert head.weight.shape == (2, 3)
 
-    @registry.register()
-    class Both(Base):
-        def __init__(self, cfg):
-            self.width = 0
 
-        @classmethod
-        def from_config(cls, cfg):
-            return {"cfg": cfg}
+def outputs_and_labels():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 2)
+    outputs = {"cls_outputs": logits, "pred_class_logits": logits, "features": torch.randn(4, 3)}
+    return outputs, torch.tensor([0, 0, 1, 1])
 
-    @registry.register()
-    class Neither(Base):
-        pass
 
-    assert [registry.build(name, 3).width for name in ("Own", "Both", "Neither")] == [6, 0, 3]
+@pytest.mark.parametrize("own_dict", [False, True])
+def test_losses_use_the_values_in_loss_kwargs(cfg, own_dict):
+    arguments = Baseline.from_config(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2}))
+    arguments["loss_kwargs"]["ce"]["scale"] = 0.25
+    if own_dict:
+        arguments["loss_kwargs"] = dict(arguments["loss_kwargs"])
+    outputs, labels = outputs_and_labels()
+    found = Baseline(**arguments).losses(outputs, labels)
+    assert set(found) == {"loss_cls", "loss_triplet"}
+    assert found["loss_cls"].item() == pytest.approx(F.cross_entropy(outputs["cls_outputs"], labels).item() / 4)
+
+
+class OwnDistiller(Distiller):
+    """Distiller that calls its teachers itself."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.connector = nn.Conv2d(cfg.MODEL.BACKBONE.FEAT_DIM, cfg.MODEL.BACKBONE.FEAT_DIM, 1)
+
+    def forward(self, batched_inputs):
+        if not self.training:
+            return super().forward(batched_inputs)
+        maps = self.backbone(self.preprocess_image(batched_inputs))
+        targets = batched_inputs["targets"].to(self.device)
+        t_maps, t_outputs = [], []
+        with torch.no_grad():
+            if self.ema_enabled:
+                self._momentum_update_key_encoder(self.ema_momentum)
+            for teacher in self.model_ts:
+                t_maps.append(teacher.backbone(self.preprocess_image(batched_inputs)))
+                t_outputs.append(teacher.heads(t_maps[-1], targets))
+        return self.losses(self.heads(maps, targets), maps, t_outputs, t_maps, targets)
+
+    def losses(self, s_outputs, maps, t_outputs, t_maps, gt_labels):
+        losses = super().losses(s_outputs, t_outputs, gt_labels)
+        return losses | {"loss_maps": sum((self.connector(maps) - each).square().mean() for each in t_maps)}
+
+
+@pytest.mark.parametrize("kind", [Distiller, OwnDistiller])
+def test_distiller_with_fastreids_attributes_is_trained(cfg, kind):
+    cfg = cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 4, "KD.EMA.ENABLED": True, "KD.EMA.MOMENTUM": 0.5})
+    torch.manual_seed(0)
+    model = kind(cfg).train()
+    batch = {"images": torch.rand(8, 3, 64, 32) * 255, "targets": torch.arange(8) // 2}
+    nn.init.constant_(model.heads.weight, 0.5)
+    losses = model(batch)
+    assert {"loss_cls", "loss_triplet", "loss_jsdiv"} <= set(losses) and losses["loss_jsdiv"].requires_grad
+    assert ("loss_maps" in losses) == (kind is OwnDistiller)
+    average = model.ema.heads.weight  # halfway between N(0, 0.01) and 0.5
+    assert model.ema_momentum == 0.5 and average.mean().item() == pytest.approx(0.25, abs=0.01)
+    assert model.eval()(batch).shape == (8, tiny.WIDTH)
+    assert torch.equal(model.jsdiv_loss(torch.ones(2, 3), torch.ones(2, 3)), torch.tensor(0.0))
+
+
+def test_optimizer_is_also_the_pair_of_later_releases(cfg):
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer(cfg, model)
+    unpacked, params = build_optimizer(cfg, model, contiguous=False)
+    assert type(unpacked).__name__ == type(optimizer).__name__ and params is None
+    model(torch.ones(1, 2)).sum().backward()
+    before = model.weight.clone()
+    unpacked.step()
+    assert isinstance(optimizer, torch.optim.Optimizer) and not torch.equal(model.weight, before)
+
+
+def test_accuracy_of_the_batch_is_logged():
+    with EventStorage(0) as storage:
+        log_accuracy(torch.tensor([[0.0, 1.0], [0.0, 1.0]]), torch.tensor([1, 0]))
+    assert storage.latest()["cls_accuracy"][0] == 0.5

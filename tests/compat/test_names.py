@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.config import CfgNode, get_cfg
 from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.layers import classifier
 from PIL import Image
 from torch import nn
 
+from fastamp.fastreid.config import CfgNode, get_cfg
 from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.events import EventStorage, get_event_storage
+from fastamp.fastreid.layers import classifier
 from fastamp.utils.errors import ConfigError, DataError
 
 LIST = [

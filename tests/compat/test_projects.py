@@ -6,10 +6,10 @@ from collections import OrderedDict
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.config import CfgNode, get_cfg
 from fastamp.fastreid.engine import DefaultTrainer
 from PIL import Image
 
+from fastamp.fastreid.config import CfgNode, get_cfg
 from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 from fastamp.fastreid.data.datasets.bases import ImageDataset

@@ -6,13 +6,13 @@ from collections import OrderedDict
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.engine import DefaultTrainer, HookBase, hooks
-from fastamp.fastreid.solver import build_lr_scheduler
 from fastamp.fastreid.utils.events import JSONWriter
 
+from fastamp.fastreid.config import get_cfg
 from fastamp.fastreid.evaluation import inference_on_dataset
 from fastamp.fastreid.events import EventWriter, get_event_storage
+from fastamp.fastreid.solver import build_lr_scheduler
 
 pytestmark = pytest.mark.integration
 

@@ -22,10 +22,22 @@ def test_registered_components_are_found_and_built_by_name():
         def from_config(cls, cfg):
             return ("b", cfg)
 
+    class Third:
+        takes_config = True
+
+        def __init__(self, cfg):
+            self.cfg = cfg
+
+        @classmethod
+        def from_config(cls, cfg):
+            raise NotImplementedError
+
+    registry.register("C")(Third)
+    assert registry.build("C", 1).cfg == 1
     assert registry.get("B") is Second
     assert registry.build("build_a", 1, extra=2) == ("a", 1, 2)
     assert registry.build("B", 1) == ("b", 1)
-    assert list(registry) == ["B", "build_a"] and "B" in registry and "C" not in registry
+    assert list(registry) == ["B", "C", "build_a"] and "B" in registry and "D" not in registry
 
 
 def test_registering_a_component_name_twice_raises():

@@ -12,7 +12,7 @@ from fastamp.data.datasets import ImageDataset, data_root
 from fastamp.data.loader import TestLoader, TrainLoader
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
-from fastamp.fastreid.config_names import is_called_with_config
+from fastamp.fastreid.config.config import is_called_with_config
 from fastamp.fastreid.data.common import CommDataset
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 

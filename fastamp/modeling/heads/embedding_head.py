@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from fastamp.amp import force_fp32
-from fastamp.fastreid.heads import accepts_config
 from fastamp.layers import CLS_LAYER_REGISTRY, POOL_LAYER_REGISTRY, PartialFC, build_norm, pooled_width
 from fastamp.modeling.heads.build import HEADS_REGISTRY
 from fastamp.modeling.heads.temporal_pool import TEMPORAL_POOLS
@@ -79,7 +78,6 @@ class EmbeddingHead(nn.Module):
 
     classifiers = ("weight",)
 
-    @accepts_config
     def __init__(
         self,
         *,

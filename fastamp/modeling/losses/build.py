@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 LOSS_REGISTRY = Registry("MODEL.LOSSES.NAME")
 
 
-def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
+def build_losses(cfg: Any) -> nn.ModuleDict:
     """Build the losses listed in ``MODEL.LOSSES.NAME``.
 
     A loss is a module with a class attribute ``loss_name`` and a method ``forward(outputs, targets) -> scalar``, where
@@ -23,10 +23,6 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     compares the ``features`` of all images in a batch; if ``MODEL.LOSSES.GATHER`` is True, it receives the features of
     all ranks. A loss with an attribute ``columns``, e.g. ``("clothes",)``, receives these columns of the batch in
     ``outputs``, under their names.
-
-    Args:
-        cfg: the config.
-        allow_unknown: skip losses that are not registered, because the model computes them. Default False.
 
     Returns:
         Loss name, as in the logs (e.g. ``loss_cls``) -> module.
@@ -47,8 +43,6 @@ def build_losses(cfg: Any, *, allow_unknown: bool = False) -> nn.ModuleDict:
     for name in names:
         if name.startswith(PML):
             loss = build_pml_loss(cfg, name.removeprefix(PML), feature_dim=feature_dim(cfg))
-        elif allow_unknown and name not in LOSS_REGISTRY:
-            continue
         else:
             loss = LOSS_REGISTRY.build(name, cfg)
         if loss is None:

@@ -1,12 +1,11 @@
 """Baseline meta-architecture: one backbone, one head and the configured losses."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fastamp.fastreid.config_names import configurable
-from fastamp.fastreid.modeling_names import LossArguments
 from fastamp.modeling.backbones import build_backbone, with_feature_dim
 from fastamp.modeling.heads import build_heads
 from fastamp.modeling.losses import build_losses
@@ -25,33 +24,25 @@ class Baseline(ImageModel):
     Args:
         backbone, pixel_mean, pixel_std: see ``ImageModel``.
         heads: head, e.g. ``EmbeddingHead``.
-        losses: loss name -> module with ``forward(outputs, targets) -> scalar``. Default None: the losses of
-            ``loss_kwargs``.
+        losses: loss name -> module with ``forward(outputs, targets) -> scalar``.
         gather: gather the features of all ranks for losses that compare images (``over_pairs``). Default False.
-        loss_kwargs: names and arguments of the losses, as in FastReID; see
-            ``fastamp.fastreid.modeling_names.LossArguments``. Default None: those of ``losses``.
     """
 
     supports_partial_fc = True
 
-    @configurable
     def __init__(
         self,
         *,
         backbone: nn.Module,
         heads: nn.Module,
-        losses: nn.ModuleDict | None = None,
+        losses: Mapping[str, nn.Module],
         pixel_mean: list[float] | tuple[float, ...],
         pixel_std: list[float] | tuple[float, ...],
         gather: bool = False,
-        loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(backbone=backbone, pixel_mean=pixel_mean, pixel_std=pixel_std)
         self.heads = heads
-        if losses is None:
-            losses = getattr(loss_kwargs, "losses", {})
-        self.losses = losses if isinstance(losses, Losses) else Losses(losses, gather=gather)
-        self.loss_kwargs = dict(LossArguments(self._modules["losses"]) if loss_kwargs is None else loss_kwargs)
+        self.losses = Losses(losses, gather=gather)
 
     @classmethod
     def from_config(cls, cfg: Any) -> dict[str, Any]:
@@ -63,14 +54,14 @@ class Baseline(ImageModel):
         """
         backbone = build_backbone(cfg)
         cfg = with_feature_dim(cfg, backbone)
-        heads, losses = build_heads(cfg, backbone), build_losses(cfg, allow_unknown=_computes_losses(cfg))
+        heads, losses = build_heads(cfg, backbone), build_losses(cfg)
         if getattr(heads, "several_outputs", False):
             check_shareable(losses, f"the outputs of {cfg.MODEL.HEADS.NAME}")
-        losses = Losses(losses, gather=cfg.MODEL.LOSSES.GATHER)
         return {
             "backbone": backbone,
             "heads": heads,
-            "loss_kwargs": LossArguments(losses, names=cfg.MODEL.LOSSES.NAME),
+            "losses": losses,
+            "gather": cfg.MODEL.LOSSES.GATHER,
             **normalization(cfg),
             **cls.further_options(cfg),
         }
@@ -140,25 +131,12 @@ class Baseline(ImageModel):
             for name, value in batch.items()
         }
 
-    @property
-    def losses(self) -> Losses:
-        """Losses by name; ``losses(outputs, targets)`` computes them. As in FastReID, a subclass may define a method.
-
-        As a property, ``super().losses(outputs, targets)`` works in that method.
-        """
-        return self._modules["losses"]
-
     def loss_terms(
         self, outputs: Outputs | list[tuple[float, Outputs]], targets: torch.Tensor, batch: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Compute the losses, name -> scalar float32, from the outputs of the head in training mode."""
-        return self.losses(with_columns(outputs, batch, self._modules["losses"]), targets)
+        return self.losses(with_columns(outputs, batch, self.losses), targets)
 
     def class_logits(self, batch: dict[str, Any]) -> torch.Tensor:
         """Compute scaled class logits without margin, (B, K) float32; works in both training and evaluation mode."""
         return self.heads.logits(self.feature_maps(batch))
-
-
-def _computes_losses(cfg: Any) -> bool:
-    """Return True if the class of the model has a method ``losses``, which may compute losses of other names."""
-    return callable(getattr(META_ARCH_REGISTRY.get(cfg.MODEL.META_ARCHITECTURE), "losses", None))

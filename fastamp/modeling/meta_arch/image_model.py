@@ -71,20 +71,15 @@ class ImageModel(nn.Module):
         """Return the names of the buffers that are equal on all ranks: constants."""
         return ("pixel_mean", "pixel_std")
 
-    def preprocess_image(self, batched_inputs: dict[str, Any] | torch.Tensor) -> torch.Tensor:
-        """Return normalized images of a batch; see ``preprocess``. FastReID's models override this method.
-
-        Args:
-            batched_inputs: batch with ``images``, or the images.
-        """
-        return self.preprocess(batched_inputs["images"] if isinstance(batched_inputs, Mapping) else batched_inputs)
+    def preprocess_image(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Return the normalized images of a batch; see ``preprocess``."""
+        return self.preprocess(batch["images"])
 
     def as_batch(self, batch: dict[str, Any] | torch.Tensor) -> dict[str, Any]:
         """Validate the input of the model; wrap a tensor of images in a dict.
 
         Args:
-            batch: ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode, a tensor of images is also accepted,
-                as in FastReID.
+            batch: ``{"images": (B, C, H, W) in 0..255, ...}``; in evaluation mode, a tensor of images is also accepted.
 
         Raises:
             TypeError: if ``batch`` is neither a dict nor a tensor, or is a tensor in training mode, which requires
@@ -153,18 +148,14 @@ class ImageModel(nn.Module):
         return backbone(images, **{name: batch[name].to(self.device, non_blocking=True) for name in names})
 
     def targets(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the class labels of a training batch, (B,) int64, on the device of the model.
-
-        For a subclass with a method ``losses``, as in FastReID, they may be any tensor, e.g. attributes (B, A).
-        """
+        """Return the class labels of a training batch, (B,) int64, on the device of the model."""
         if "targets" not in batch:
             raise KeyError(
                 'the batch does not contain "targets", which training requires; fix: add "targets", (B,) int64, to the '
                 "batch; for evaluation, call model.eval() first"
             )
         labels = batch["targets"]
-        of_classes = isinstance(labels, torch.Tensor) and labels.dim() == 1 and not labels.is_floating_point()
-        if not of_classes and not (isinstance(labels, torch.Tensor) and callable(getattr(type(self), "losses", None))):
+        if not isinstance(labels, torch.Tensor) or labels.dim() != 1 or labels.is_floating_point():
             description = type(labels).__name__
             if isinstance(labels, torch.Tensor):
                 description = f"{str(labels.dtype).removeprefix('torch.')} {tuple(labels.shape)}"
@@ -173,7 +164,7 @@ class ImageModel(nn.Module):
                 "  fix: pass torch.tensor(labels), with one integer per image"
             )
         # Labels on the device are not checked: reading them would block the host.
-        if of_classes and self._num_classes and labels.device.type == "cpu":
+        if self._num_classes and labels.device.type == "cpu":
             self._check_labels(labels, batch.get("img_paths"))
         return labels.to(self.device, non_blocking=True)
 

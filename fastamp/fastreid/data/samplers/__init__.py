@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fastamp.data import samplers
-from fastamp.fastreid.comm import shared_random_seed
+from fastamp.fastreid.utils.comm import shared_random_seed
 from fastamp.utils import comm
 
 __all__ = [

@@ -9,21 +9,42 @@ from torch.nn.modules.utils import _pair as to_2tuple
 from torchvision.models._utils import _make_divisible as make_divisible
 from torchvision.ops import StochasticDepth, stochastic_depth
 
-from fastamp.layers.attention import NonLocal
-from fastamp.layers.norm import IBN, FrozenBatchNorm2d, build_norm
-from fastamp.layers.pooling import GlobalAvgPool
+from fastamp.fastreid.layers import any_softmax
+from fastamp.layers import norm as norms
+from fastamp.layers.attention import NonLocal, SELayer
+from fastamp.layers.norm import FrozenBatchNorm2d, build_norm
+from fastamp.layers.pooling import (
+    AdaptiveAvgMaxPool,
+    ClipGlobalAvgPool,
+    Flatten,
+    GeneralizedMeanPooling,
+    GeneralizedMeanPoolingP,
+    GlobalAvgPool,
+    GlobalMaxPool,
+    Identity,
+)
 
 __all__ = [
     "GELU",
     "IBN",
+    "AdaptiveAvgMaxPool",
+    "ClipGlobalAvgPool",
     "DropPath",
     "FastGlobalAvgPool",
+    "Flatten",
     "FrozenBatchNorm",
+    "GeneralizedMeanPooling",
+    "GeneralizedMeanPoolingP",
+    "GlobalAvgPool",
+    "GlobalMaxPool",
+    "Identity",
     "MemoryEfficientSwish",
     "Mish",
     "Non_local",
+    "SELayer",
     "Swish",
     "SyncBatchNorm",
+    "any_softmax",
     "drop_path",
     "get_norm",
     "make_divisible",
@@ -52,6 +73,19 @@ class DropPath(StochasticDepth):
 
     def __init__(self, drop_prob: float | None = None) -> None:
         super().__init__(drop_prob or 0.0, mode="row")
+
+
+class IBN(norms.IBN):
+    """Instance and batch norm with FastReID's arguments; see ``fastamp.layers.IBN``.
+
+    Args:
+        planes: number of input channels.
+        bn_norm: name of the normalization layer.
+        kwargs: ignored.
+    """
+
+    def __init__(self, planes: int, bn_norm: str, **kwargs: Any) -> None:
+        super().__init__(bn_norm, planes)
 
 
 class Non_local(NonLocal):

@@ -1,9 +1,15 @@
-"""FastReID's ``configurable`` decorator."""
+"""FastReID's ``configurable`` decorator, and the config tree."""
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
+
+from yacs.config import CfgNode as YacsCfgNode
+
+from fastamp.config import CfgNode, get_cfg
+
+__all__ = ["CfgNode", "configurable", "get_cfg"]
 
 
 def configurable(init: Callable[..., Any] | None = None, *, from_config: Callable[..., Any] | None = None) -> Any:
@@ -48,9 +54,7 @@ def _configurable_function(function: Callable[..., Any], *, from_config: Callabl
 
 def is_called_with_config(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if the first argument, or the keyword argument ``cfg``, is a config."""
-    from yacs.config import CfgNode
-
-    return isinstance(args[0] if args else kwargs.get("cfg"), CfgNode)
+    return isinstance(args[0] if args else kwargs.get("cfg"), YacsCfgNode)
 
 
 def _explicit_arguments(

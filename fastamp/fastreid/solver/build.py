@@ -1,12 +1,12 @@
-"""FastReID's learning-rate schedulers and parameter buffers."""
+"""FastReID's optimizers and learning-rate schedulers."""
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from fastamp.solver import build
 from fastamp.solver.lr_schedule import EpochSchedule, build_lr_schedule, warmup_factor
 from fastamp.utils.errors import ConfigError
 
@@ -78,38 +78,26 @@ def build_lr_scheduler(cfg: Any, optimizer: Optimizer, iters_per_epoch: int) -> 
     return schedulers
 
 
-class ContiguousParams:
-    """Replacement for FastReID's flat parameter buffer: keeps the parameters as they are.
-
-    With PyTorch 2, training on a flat buffer does not change the weights, because ``zero_grad`` releases the gradients
-    that the buffer refers to. The foreach and fused optimizers are as fast without it.
-
-    Args:
-        parameters: parameters, or groups of parameters.
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter | dict[str, Any]]) -> None:
-        warnings.warn(
-            f"{type(self).__name__} has no effect: PyTorch's optimizers do not need it.\n"
-            "  fix: pass the parameters to the optimizer",
-            stacklevel=2,
-        )
-        self._parameters = list(parameters)
-
-    def contiguous(self) -> list[nn.Parameter | dict[str, Any]]:
-        """Return the parameters for the optimizer."""
-        return self._parameters
-
-    def original(self) -> list[nn.Parameter | dict[str, Any]]:
-        """Return the parameters."""
-        return self._parameters
-
-    def buffer_is_valid(self) -> bool:
-        """Return True: there is no buffer."""
-        return True
-
-    def assert_buffer_is_valid(self) -> None:
-        """Do nothing: there is no buffer."""
+class _Unpacked:
+    """Mixin for an optimizer that can be unpacked as ``(optimizer, parameters)``; the parameters are None."""
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._parameters)
+        return iter((self, None))
+
+
+def build_optimizer(cfg: Any, model: nn.Module, contiguous: bool = True) -> Optimizer:
+    """Build the optimizer of a model; see ``fastamp.solver.build_optimizer``.
+
+    Args:
+        cfg: config; reads SOLVER.
+        model: model to optimize.
+        contiguous: ignored: the parameters are not copied to a flat buffer, see ``ContiguousParams``.
+
+    Returns:
+        The optimizer. As FastReID's releases return either an optimizer or a pair, it can be unpacked as the pair
+        ``(optimizer, None)``.
+    """
+    optimizer = build.build_optimizer(cfg, model)
+    kind = type(optimizer)
+    optimizer.__class__ = type(kind.__name__, (_Unpacked, kind), {})
+    return optimizer
