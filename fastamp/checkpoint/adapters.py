@@ -1,6 +1,5 @@
 """Files with the LoRA adapters of a run, without the weights of the backbone that they adapt."""
 
-import hashlib
 import os
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import nn
 
 from fastamp.checkpoint.entries import stored_config
 from fastamp.checkpoint.load_state import examples, load_model_state
+from fastamp.checkpoint.safetensors_file import checksum
 from fastamp.checkpoint.shards import full_state_form
 from fastamp.checkpoint.weights_file import read_checkpoint, state_dict_in, teacher_in
 from fastamp.layers.lora import is_adapter
@@ -52,7 +52,7 @@ def adapters_in(state: dict[str, torch.Tensor], source: str | os.PathLike[str]) 
             "  fix: run this command without --adapters"
         )
     base = base_tensors(state)
-    return {"model": {name: state[name] for name in state if name not in base}, ADAPTERS_OF: _checksum(base)}
+    return {"model": {name: state[name] for name in state if name not in base}, ADAPTERS_OF: checksum(base)}
 
 
 def load_adapters(
@@ -103,17 +103,8 @@ def load_adapters(
         min_match=min_match,
         fit=lambda converted: base_tensors(converted) | adapters,
     )
-    if _checksum(base_tensors(model.state_dict())) != content[ADAPTERS_OF]:
+    if checksum(base_tensors(model.state_dict())) != content[ADAPTERS_OF]:
         raise WeightsError(
             f"the adapters in {source} were trained with other weights than those in {base}.\n"
             "  fix: set MODEL.LORA.BASE to the weights of the training, and the size of the images as in training"
         )
-
-
-def _checksum(tensors: dict[str, torch.Tensor]) -> str:
-    """Compute the SHA-256 of the names and values of tensors."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()

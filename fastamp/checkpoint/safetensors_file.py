@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fastamp.config.files import LARGEST
-from fastamp.utils.errors import ConfigError, WeightsError
+from fastamp.utils.errors import WeightsError, optional_package
 from fastamp.utils.files import FORMAT_KEY, check_format, write_atomically
 
 WEIGHTS_NAME = "model.safetensors"
@@ -43,7 +43,7 @@ def write_packaged_model(folder: Path, content: Mapping[str, Any]) -> None:
         for name, tensor in content["model"].items()
     }
     entries = json.dumps({name: _to_json(content[name]) for name in INFERENCE_ENTRIES if name in content})
-    metadata = {"format": "pt", FORMAT_KEY: str(FORMAT), "fastamp": entries, "sha256": _checksum(tensors, entries)}
+    metadata = {"format": "pt", FORMAT_KEY: str(FORMAT), "fastamp": entries, "sha256": checksum(tensors, entries)}
     write_atomically(folder / WEIGHTS_NAME, lambda file: file.write(save(tensors, metadata)))
     write_atomically(folder / CONFIG_NAME, lambda file: file.write(content["config"].encode()))
 
@@ -76,7 +76,7 @@ def read_safetensors(path: Path) -> dict[str, Any]:
     except Exception as error:  # safetensors and PyTorch raise many exception types for damaged bytes
         raise _damaged(path, "it is truncated or not a .safetensors file") from error
     check_format(metadata.get(FORMAT_KEY, str(FORMAT)), str(FORMAT), path, WeightsError)
-    if metadata.get("sha256", expected := _checksum(tensors, text)) != expected:
+    if metadata.get("sha256", expected := checksum(tensors, text)) != expected:
         raise _damaged(path, "its checksum does not match")
     content = {"model": tensors} | entries
     config = path.with_name(CONFIG_NAME)
@@ -103,21 +103,17 @@ def _damaged(path: Path, cause: str) -> WeightsError:
 
 def _safetensors() -> Any:
     """Import safetensors, which is an optional package."""
-    try:
+    with optional_package(".safetensors files require safetensors", "hub"):
         import safetensors.torch
-    except ImportError as error:
-        raise ConfigError(
-            'safetensors is not installed; .safetensors files require it.\n  fix: pip install "fastamp[hub]"'
-        ) from error
     return safetensors
 
 
-def _checksum(tensors: Mapping[str, torch.Tensor], entries: str) -> str:
-    """Return the SHA-256 of the names, dtypes, shapes and bytes of tensors and of the text of the entries."""
-    digest = hashlib.sha256(entries.encode())
+def checksum(tensors: Mapping[str, torch.Tensor], text: str = "") -> str:
+    """Return the SHA-256 of a text and of the names, dtypes, shapes and bytes of tensors."""
+    digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fastamp.checkpoint.pickle_limits import PickleLimitError, check_pickle
+from fastamp.checkpoint.weights_file import tensors_by_path
 from fastamp.utils.errors import WeightsError
 from fastamp.utils.files import expand
 
@@ -28,13 +29,12 @@ _STORAGES = {
 _LISTS = ("build_intlist", "build_tensorlist", "build_doublelist", "build_boollist")
 
 
-class _ScriptObject:
+class _ScriptObject(dict[str, Any]):
     """Attributes of an object in the archive; its class, which is code, is not loaded."""
 
-    attributes: Any = None
-
     def __setstate__(self, state: Any) -> None:
-        self.attributes = state
+        if isinstance(state, dict):
+            self.update(state)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -95,8 +95,7 @@ def read_torchscript(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         if "constants.pkl" not in archive.get_all_records():
             raise ValueError("it contains no constants.pkl")
         check_pickle(archive.get_record("data.pkl"))
-        tensors: dict[str, torch.Tensor] = {}
-        _collect(_Unpickler(archive).load(), "", tensors)
+        tensors = tensors_by_path(_Unpickler(archive).load())
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, EOFError, AttributeError) as error:
         raise _error(path, str(error)) from error
     except (pickle.UnpicklingError, PickleLimitError) as error:
@@ -104,16 +103,6 @@ def read_torchscript(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
     if not tensors:
         raise _error(path, "it contains no tensors")
     return tensors
-
-
-def _collect(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> None:
-    if isinstance(value, _ScriptObject):
-        value = value.attributes
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value
-    elif isinstance(value, dict):
-        for key, child in value.items():
-            _collect(child, f"{name}.{key}" if name else str(key), tensors)
 
 
 def _error(path: Path, reason: str) -> WeightsError:

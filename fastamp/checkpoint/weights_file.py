@@ -84,10 +84,6 @@ def damaged_record(path: str | os.PathLike[str]) -> str:
     return ""
 
 
-class _DamagedRecord(Exception):
-    """Raised if the checksum of a record does not match."""
-
-
 def write_checkpoint(path: Path, content: Any) -> None:
     """Write a checkpoint file atomically; a dict with the entry ``model`` gets an entry with the number of the format.
 
@@ -162,15 +158,13 @@ def read_checkpoint(path: str | os.PathLike[str], *, lazily: bool = False) -> An
             return read_safetensors(path)
         _check_archive(path)
         if record := damaged_record(path):
-            raise _DamagedRecord(f"the checksum of its record {record} does not match")
+            raise _damaged_file_error(path, f"the checksum of its record {record} does not match")
         _check_pickles(path)
         with torch.serialization.safe_globals(_allowed_types()):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
         if isinstance(content, dict):
             check_format(content.pop(FORMAT_KEY, FORMAT), FORMAT, path, WeightsError)
         return content
-    except _DamagedRecord as error:
-        raise _damaged_file_error(path, str(error)) from error
     except PickleLimitError as error:
         raise WeightsError(
             f"weights file {path} ({path.stat().st_size} bytes) was rejected: "

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageOps
+from PIL import Image, ImageDraw
 
 from fastamp.data.datasets.base import ImageDataset, ImageItem
 from fastamp.data.datasets.csv_table import SPLITS
-from fastamp.data.decode import LARGEST_PIXELS, read_image
-from fastamp.utils.errors import DataError
+from fastamp.data.thumbnails import thumbnail
 from fastamp.utils.fonts import drawable_text, load_font
 from fastamp.utils.plural import plural
 
@@ -57,15 +56,10 @@ def contact_sheet(dataset: ImageDataset, path: Path, *, identities: int = 8, col
             escaped.append(title)
         draw.text((gap, gap + row * step), drawn, fill="black", font=load_font(font, 12))
         for column, item in enumerate(items):
-            try:
-                pixels = read_image(
-                    item.path, box=item.box, max_pixels=LARGEST_PIXELS, least_side=2 * height, bit_depth=None
-                )
-                pixels = pixels.permute(1, 2, 0).numpy()
-            except DataError:
+            picture = thumbnail(item, (width, height))
+            if picture is None:
                 continue  # reported as a finding
             corner = (gap + column * (width + gap), gap + line + row * step)
-            picture = ImageOps.contain(Image.fromarray(pixels), (width, height))
             sheet.paste(picture, corner)
             if column < framed:
                 end = (corner[0] + picture.width + 1, corner[1] + picture.height + 1)

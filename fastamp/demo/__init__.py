@@ -2,13 +2,11 @@
 
 from fastamp.demo.attributes import VALUES, ImageAttributes
 from fastamp.demo.generate import DEMO_VERSION, generate_demo, image_attributes, is_complete
-from fastamp.demo.sheet import contact_sheet
 
 __all__ = [
     "DEMO_VERSION",
     "VALUES",
     "ImageAttributes",
-    "contact_sheet",
     "generate_demo",
     "image_attributes",
     "is_complete",

@@ -15,7 +15,7 @@ from tabulate import tabulate
 from fastamp.amp import PrecisionPolicy
 from fastamp.amp.policy import dtype_name
 from fastamp.diagnostics.profiling import Cost, LayerReport
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, optional_package
 from fastamp.utils.files import write_atomically
 
 logger = logging.getLogger(__name__)
@@ -245,10 +245,8 @@ def draw_layers(reports: Sequence[PrecisionReport], path: Path) -> None:
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    try:
+    with optional_package("figures require matplotlib", "vis"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError('matplotlib is not installed.\n  fix: pip install "fastamp[vis]"') from error
     layers = reports[0].layers
     figure = Figure(figsize=(max(8, min(30, 0.22 * len(layers))), 9), layout="constrained")
     errors, sizes = figure.subplots(2, 1, sharex=True)

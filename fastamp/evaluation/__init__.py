@@ -15,7 +15,7 @@ from fastamp.evaluation import (  # noqa: F401  register their protocols
 )
 from fastamp.evaluation.evaluator import EVALUATOR_REGISTRY, DatasetEvaluator, inference_on_dataset
 from fastamp.evaluation.identities import Identities
-from fastamp.evaluation.metrics import EvaluationResult, check_matches, compute_metrics, rank_distances, rank_features
+from fastamp.evaluation.metrics import EvaluationResult, check_matches, compute_metrics, rank_distances
 from fastamp.evaluation.precise_bn import update_bn_statistics
 from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, RankingRule
 from fastamp.evaluation.rank import RankingResult
@@ -46,6 +46,5 @@ __all__ = [
     "inference_on_dataset",
     "print_results",
     "rank_distances",
-    "rank_features",
     "update_bn_statistics",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import optional_package
 
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
@@ -23,13 +23,8 @@ def check_hdbscan() -> None:
     Raises:
         ConfigError: if scikit-learn 1.3 or later is not installed.
     """
-    try:
+    with optional_package("HDBSCAN requires scikit-learn 1.3 or later", "cluster", ", or choose the method dbscan"):
         from sklearn.cluster import HDBSCAN  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "HDBSCAN requires scikit-learn 1.3 or later, which is not installed.\n"
-            '  fix: pip install "fastamp[cluster]", or choose the method dbscan'
-        ) from error
 
 
 def hdbscan(distances: "csr_matrix", *, min_samples: int = 4) -> np.ndarray:

@@ -264,38 +264,6 @@ def distances_of(query_features: torch.Tensor, gallery_features: torch.Tensor, p
     )
 
 
-def rank_features(
-    query_features: torch.Tensor,
-    gallery_features: torch.Tensor,
-    identities: Identities,
-    *,
-    metric: str = "cosine",
-    memory_budget_mb: float = 256,
-) -> RankingResult:
-    """Rank the gallery for each query by feature distance, under the Market-1501 rule.
-
-    Args:
-        query_features: (Q, D) float, any precision.
-        gallery_features: (G, D) float, on the same device.
-        identities: identities and cameras of the Q query and G gallery images.
-        metric: ``"cosine"`` (default) or ``"euclidean"``; distances are float32, or float64 for float64 features.
-        memory_budget_mb: memory for distances in MiB. Default: 256.
-
-    Returns:
-        Per-query results on the CPU.
-
-    Raises:
-        ConfigError: if the metric is unknown.
-        DataError: if the query or gallery set is empty, shapes do not match, or a feature is not finite.
-    """
-    check_features(query_features, gallery_features, identities)
-    blocks = FeatureDistances(query_features, gallery_features, metric=metric, memory_budget_mb=memory_budget_mb)
-    ranker = Ranker(identities, junk=SAME_CAMERA)
-    for start, distances in blocks.blocks():
-        ranker.add(start, distances)
-    return ranker.result()
-
-
 def rank_distances(distances: torch.Tensor, identities: Identities, *, trapezoid: bool = False) -> RankingResult:
     """Rank the gallery for each query by precomputed distances, under the Market-1501 rule.
 

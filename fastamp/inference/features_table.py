@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 
 from fastamp.inference.features_file import Extraction, is_unknown
-from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.errors import optional_package, writing
 from fastamp.utils.files import write_atomically
 
 SUFFIXES = (".csv", ".parquet")
@@ -23,13 +23,9 @@ def check_table_format(path: Path) -> None:
         ConfigError: if the name ends in ``.parquet`` and pyarrow is not installed.
     """
     if path.suffix == ".parquet":
-        try:
+        alternative = ", or use a name that ends in .npz or .csv"
+        with optional_package(f"writing {path} requires pyarrow", "parquet", alternative):
             import pyarrow  # noqa: F401
-        except ImportError as error:
-            raise ConfigError(
-                f"writing {path} requires pyarrow, which is not installed.\n"
-                '  fix: pip install "fastamp[parquet]", or use a name that ends in .npz or .csv'
-            ) from error
 
 
 def write_table(path: Path, extraction: Extraction) -> None:

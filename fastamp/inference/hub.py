@@ -17,7 +17,7 @@ from fastamp.checkpoint.safetensors_file import CONFIG_NAME, WEIGHTS_NAME
 from fastamp.config.recipes import find_recipe
 from fastamp.inference.package import CARD_NAME, LICENSE_NAME, check_packaged
 from fastamp.inference.predictor import Predictor
-from fastamp.utils.errors import ConfigError, HubError
+from fastamp.utils.errors import HubError, optional_package
 from fastamp.utils.files import expand
 from fastamp.utils.logger import log_to_console
 
@@ -238,15 +238,10 @@ def _check_files(repository: str, files: Sequence[str]) -> None:
 
 
 def _import_hub() -> ModuleType:
-    try:
+    with optional_package("the Hub requires huggingface_hub", "hub", ", or pass the path of a downloaded folder"):
         import huggingface_hub
         import huggingface_hub.constants
         import huggingface_hub.errors
-    except ImportError as error:
-        raise ConfigError(
-            "huggingface_hub is not installed; models on the Hub require it.\n"
-            '  fix: pip install "fastamp[hub]", or pass the path of a downloaded folder'
-        ) from error
     return huggingface_hub
 
 

@@ -22,7 +22,7 @@ from fastamp.inference.exported_metadata import read_metadata
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.images import COLORS, Image, as_list, crop_frame
 from fastamp.inference.sessions import Session, open_onnx, open_openvino, open_tflite
-from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice
+from fastamp.utils.errors import ConfigError, DataError, WeightsError, check_choice, optional_package
 from fastamp.utils.files import check_not_device, expand
 
 logger = logging.getLogger(__name__)
@@ -240,12 +240,8 @@ def _open(path: Path, threads: int | None) -> Session:
     if not path.exists():
         raise WeightsError(f"{path} not found.\n  fix: correct the path")
     title, package, extra, open_session = _RUNTIMES[path.suffix]
-    try:
+    with optional_package(f"{path} requires {package}", extra):
         importlib.import_module(package)
-    except ImportError as error:
-        raise ConfigError(
-            f'{path} requires {package}, which cannot be imported ({error}).\n  fix: pip install "fastamp[{extra}]"'
-        ) from error
     try:
         check_not_device(path)
         return open_session(path, threads=threads)

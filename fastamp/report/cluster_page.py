@@ -9,10 +9,10 @@ import numpy as np
 from PIL import Image
 
 from fastamp.data.datasets.base import ImageItem
+from fastamp.data.thumbnails import data_address, grid, thumbnail
 from fastamp.evaluation.clustering import OUTLIER
 from fastamp.report.page import embedded_style, templates
 from fastamp.report.run import ClusterSheets, SheetGroup, SheetImage
-from fastamp.report.thumbnails import SIZE, data_address, thumbnail
 from fastamp.utils.errors import writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.plural import plural
@@ -95,15 +95,8 @@ def write_cluster_page(
 
 def sheet_image(sheets: ClusterSheets) -> Image.Image | None:
     """Draw the first sheets as rows of an RGB image; None if there are no images."""
-    rows = [group.images for group in sheets.groups if group.images][:_ROWS]
-    if not rows:
-        return None
-    width, height = SIZE
-    sheet = Image.new("RGB", (max(map(len, rows)) * width, len(rows) * height), "white")
-    for row, images in enumerate(rows):
-        for column, image in enumerate(images):
-            sheet.paste(image.picture, (column * width, row * height))
-    return sheet
+    rows = [[image.picture for image in group.images] for group in sheets.groups if group.images][:_ROWS]
+    return grid(rows) if rows else None
 
 
 def _split_identities(

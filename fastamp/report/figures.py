@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fastamp.data.datasets.base import ImageItem
+from fastamp.data.thumbnails import thumbnail
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.retrieval_examples import RankList
 from fastamp.report.curves import score_name, scores
 from fastamp.report.panel import Panel
 from fastamp.report.run import EvaluatedSet
 from fastamp.report.similarity_map import SimilarityMap
-from fastamp.report.thumbnails import thumbnail
-from fastamp.utils.errors import ConfigError, writing
+from fastamp.utils.errors import optional_package, writing
 from fastamp.utils.files import write_atomically
 from fastamp.utils.fonts import drawable_text
 from fastamp.utils.table import display_width
@@ -37,12 +37,8 @@ def new_figure(width: float, height: float) -> "Figure":
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    try:
+    with optional_package("figures require matplotlib", "vis"):
         from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            'figures require matplotlib, which is not installed.\n  fix: pip install "fastamp[vis]"'
-        ) from error
     return Figure(figsize=(width, height), layout="constrained")
 
 

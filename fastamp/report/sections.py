@@ -7,6 +7,7 @@ from typing import Any
 
 from fastamp.config import CfgNode
 from fastamp.data.datasets.base import ImageItem
+from fastamp.data.thumbnails import data_address, thumbnail
 from fastamp.evaluation.protocol import Protocol
 from fastamp.evaluation.report_section import CountMatrix, ImageExample, ReportSection, Table
 from fastamp.evaluation.retrieval_examples import CameraMatrix, RankList, RetrievalExamples
@@ -15,7 +16,6 @@ from fastamp.report.history import History
 from fastamp.report.open_set import open_set_section
 from fastamp.report.run import EvaluatedSet, Run, data_counts
 from fastamp.report.svg import draw_panels
-from fastamp.report.thumbnails import data_address, thumbnail
 from fastamp.report.verdict import previous_run, verdict
 from fastamp.utils.plural import plural
 

@@ -3,9 +3,9 @@
 from PIL import Image, ImageOps
 
 from fastamp.data.datasets.base import ImageItem
+from fastamp.data.thumbnails import SIZE, grid, thumbnail
 from fastamp.report.run import EvaluatedSet
 from fastamp.report.sections import images_of
-from fastamp.report.thumbnails import SIZE, thumbnail
 
 _BORDER, _GAP = 3, 4
 _GRAY, _GREEN, _RED = "#57606a", "#1a7f37", "#cf222e"
@@ -27,16 +27,14 @@ def rank_list_image(test_set: EvaluatedSet) -> Image.Image | None:
     queries, gallery = images_of(test_set)
     if not lists or not gallery:
         return None
-    width, height = (side + 2 * _BORDER + _GAP for side in SIZE)
-    columns = 1 + max(len(rank_list.gallery) for rank_list in lists)
-    sheet = Image.new("RGB", (columns * width, len(lists) * height), "white")
-    for row, ranked in enumerate(lists):
-        cells = [(queries[ranked.query], _GRAY)]
+    rows = []
+    for ranked in lists:
+        row = [_framed(queries[ranked.query], _GRAY)]
         for number, match in zip(ranked.gallery.tolist(), ranked.matches.tolist(), strict=True):
-            cells.append((gallery[number], _GREEN if match else _RED))
-        for column, (item, color) in enumerate(cells):
-            sheet.paste(_framed(item, color), (column * width, row * height))
-    return sheet
+            row.append(_framed(gallery[number], _GREEN if match else _RED))
+        rows.append(row)
+    width, height = SIZE
+    return grid(rows, (width + 2 * _BORDER + _GAP, height + 2 * _BORDER + _GAP))
 
 
 def _framed(item: ImageItem, color: str) -> Image.Image:

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw
 
 from fastamp.data.decode import LARGEST_PIXELS, read_image
 from fastamp.tracking.mot_file import Boxes
-from fastamp.utils.errors import ConfigError, DataError, writing
+from fastamp.utils.errors import DataError, optional_package, writing
 from fastamp.utils.files import check_not_device, expand
 from fastamp.utils.fonts import load_font
 from fastamp.utils.plural import plural
@@ -151,13 +151,8 @@ def _numbered_images(folder: Path) -> dict[int, Path]:
 
 def import_av(purpose: str) -> ModuleType:
     """Import PyAV; raise ConfigError with the fix if it is not installed."""
-    try:
+    with optional_package(f"{purpose} requires PyAV", "video", "; a folder of frames does not need it"):
         import av
-    except ImportError as error:
-        raise ConfigError(
-            f"{purpose} requires PyAV, which cannot be imported ({error}).\n"
-            '  fix: pip install "fastamp[video]"; a folder of frames does not need it'
-        ) from error
     return av
 
 

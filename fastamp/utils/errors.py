@@ -64,6 +64,23 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def optional_package(purpose: str, extra: str, alternative: str = "") -> Iterator[None]:
+    """Convert an ImportError inside the context into a ConfigError.
+
+    Args:
+        purpose: what requires which package, e.g. "writing a video requires PyAV".
+        extra: extra of fastamp that installs the package.
+        alternative: continuation of the fix. Default empty.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f'{purpose}, which cannot be imported ({error}).\n  fix: pip install "fastamp[{extra}]"{alternative}'
+        ) from error
+
+
 def check_choice(key: str, value: str, choices: Sequence[str]) -> None:
     """Check that ``value`` is one of ``choices``.
 

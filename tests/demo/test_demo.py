@@ -10,14 +10,13 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from fastamp.data.datasets.demo import Demo
-from fastamp.demo import contact_sheet, generate_demo, is_complete
+from fastamp.demo import generate_demo, is_complete
 from fastamp.demo.picture import draw_picture
 from fastamp.demo.wardrobe import (
     BAGS,
@@ -316,15 +315,3 @@ def test_badly_cropped_images_with_objects_below_the_image_can_be_drawn():
     for seed in range(100):
         image = draw_picture(np.random.default_rng(seed), person, 0, 1, seed=1, image_size=(32, 16), bad_box=True)
         assert image.size == (16, 32)
-
-
-def test_contact_sheet_contains_one_row_per_identity(small, tmp_path):
-    contact_sheet(small, tmp_path / "sheet.png", identities=3, columns=5, scale=1)
-    with Image.open(tmp_path / "sheet.png") as sheet:
-        assert sheet.size == (5 * 36 + 4, 3 * 68 + 4)
-        assert sheet.getpixel((0, 0)) == (255, 255, 255)
-        assert len(sheet.crop((4, 4, 36, 68)).getcolors(4096)) > 100
-    with pytest.raises(ValueError, match="choices: train, test"):
-        contact_sheet(small, tmp_path / "sheet.png", split="gallery")
-    with pytest.raises(ValueError, match="test"):
-        contact_sheet(Path(tmp_path), tmp_path / "sheet.png")

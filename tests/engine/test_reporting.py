@@ -14,9 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.api_pb2 import Status
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from fastamp.data.thumbnails import SIZE
 from fastamp.engine import DefaultTrainer, HookBase
 from fastamp.report import rank_list_image
-from fastamp.report.thumbnails import SIZE
 from fastamp.utils.errors import ConfigError, DataError
 
 pytestmark = pytest.mark.integration

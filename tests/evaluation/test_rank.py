@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive_ranking import REFERENCE, load, naive, random_distances, random_set, rows_of
 
-from fastamp.evaluation import Identities, rank_distances, rank_features
+from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_distances
 from fastamp.evaluation.identities import SAME_CAMERA, Matches
 from fastamp.evaluation.rank import _ranks_on_device, ranks_of_matches
 from fastamp.layers import pairwise_distance
@@ -37,6 +37,10 @@ def check(result, name, metric):
 
 
 CASES = [(name, metric) for name in VALUES for metric in ("euclidean", "cosine") if VALUES[name]["num_valid"]]
+
+
+def rank_features(queries, gallery, ids, **options):
+    return compute_metrics(queries, gallery, ids, Protocol(**options)).ranking
 
 
 def test_ranking_by_fastreid_distances_equals_fastreid_ranking(subtests):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from naive_ranking import naive, random_set
 
-from fastamp.evaluation import Identities, Protocol, compute_metrics, rank_features
+from fastamp.evaluation import Identities, Protocol, compute_metrics
 from fastamp.layers import pairwise_distance
 
 
@@ -99,6 +99,6 @@ def test_vehicleid_excludes_identities_with_one_image():
 
 def test_market1501_ap_equals_naive_loop():
     queries, gallery, ids = random_set(9)
-    result = rank_features(queries, gallery, ids)
+    result = compute_metrics(queries, gallery, ids).ranking
     expected = list(naive(pairwise_distance(queries, gallery, "cosine").tolist(), ids))
     assert result.ap.tolist() == pytest.approx([row[0] for row in expected], abs=1e-12)

@@ -18,7 +18,7 @@ from fastamp.inference.export import (
 )
 from fastamp.inference.export.trace import Source
 from fastamp.inference.sessions import Run
-from fastamp.utils.errors import ConfigError
+from fastamp.utils.errors import ConfigError, optional_package
 
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _ONNX_TORCH = (2, 7)
@@ -64,13 +64,9 @@ class Format:
             )
         through_onnx = precision == "int8" and self.quantize is quantize.quantize
         for package in dict.fromkeys((*self.packages, *(_ONNX if through_onnx else ()))):
-            try:
+            extra = self.extra if package in self.packages else "export"
+            with optional_package(f"{self.title} export requires {package}", extra):
                 importlib.import_module(package)
-            except ImportError as error:
-                raise ConfigError(
-                    f"{self.title} export requires {package}, which cannot be imported ({error}).\n"
-                    f'  fix: pip install "fastamp[{self.extra if package in self.packages else "export"}]"'
-                ) from error
         lowest_torch = _ONNX_TORCH if through_onnx else self.lowest_torch
         if tuple(map(int, torch.__version__.split(".")[:2])) < lowest_torch:
             raise ConfigError(

@@ -27,7 +27,7 @@ from fastamp.modeling.backbones.transformer import (
     patch_grid,
     size_of_training_images,
 )
-from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean
+from fastamp.utils.errors import ConfigError, WeightsError, did_you_mean, optional_package
 from fastamp.utils.files import expand
 
 logger = logging.getLogger(__name__)
@@ -214,7 +214,8 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
         WeightsError: if the pretrained weights cannot be downloaded or read, or do not match the model.
     """
     backbone = cfg.MODEL.BACKBONE
-    timm = _import_timm(name)
+    with optional_package(f"MODEL.BACKBONE.NAME=timm/{name} requires timm", "timm"):
+        import timm
     warn_ignored_options(cfg, "WITH_IBN", "WITH_SE", "WITH_NL", "STEM_CONV")
     warn_ignored_options(cfg, "PART_TOKENS", disabled=0)
     if backbone.NORM != "BN":
@@ -261,17 +262,6 @@ def build_timm_backbone(cfg: Any, name: str) -> TimmBackbone | TimmVisionTransfo
     if backbone.PRETRAIN and path:
         load_pretrained_backbone(wrapped, path=path, online=None, without=("sie_embed",))
     return wrapped
-
-
-def _import_timm(name: str) -> ModuleType:
-    try:
-        import timm
-    except ImportError as error:
-        raise ConfigError(
-            f"MODEL.BACKBONE.NAME=timm/{name} requires timm, which is not installed.\n"
-            '  fix: pip install "fastamp[timm]"'
-        ) from error
-    return timm
 
 
 def _probe(timm: ModuleType, name: str) -> nn.Module:

@@ -11,7 +11,7 @@ from torch import nn
 
 from fastamp.amp import force_fp32
 from fastamp.config import Key
-from fastamp.utils.errors import ConfigError, did_you_mean
+from fastamp.utils.errors import ConfigError, did_you_mean, optional_package
 
 KEYS = (
     Key(
@@ -140,13 +140,8 @@ def build_pml_loss(cfg: Any, name: str, *, feature_dim: int) -> PMLLoss | None:
 
 
 def _import_package(name: str) -> tuple[ModuleType, ModuleType]:
-    try:
+    with optional_package(f"MODEL.LOSSES.NAME={PML}{name} requires pytorch-metric-learning", "metric-learning"):
         from pytorch_metric_learning import losses, miners
-    except ImportError as error:
-        raise ConfigError(
-            f"MODEL.LOSSES.NAME={PML}{name} requires pytorch-metric-learning, which is not installed.\n"
-            '  fix: pip install "fastamp[metric-learning]"'
-        ) from error
     return losses, miners
 
 

@@ -1,7 +1,8 @@
-"""Thumbnails of dataset images for embedding in the report."""
+"""Thumbnails of dataset images, for contact sheets and reports."""
 
 import base64
 import io
+from collections.abc import Sequence
 
 from PIL import Image, ImageOps
 
@@ -23,6 +24,16 @@ def thumbnail(item: ImageItem, size: tuple[int, int] = SIZE) -> Image.Image | No
     except DataError:
         return None
     return ImageOps.contain(Image.fromarray(pixels), size)
+
+
+def grid(rows: Sequence[Sequence[Image.Image]], size: tuple[int, int] = SIZE) -> Image.Image:
+    """Draw rows of pictures, at most ``size`` (width, height) large, as cells of a white RGB image."""
+    width, height = size
+    sheet = Image.new("RGB", (max(map(len, rows)) * width, len(rows) * height), "white")
+    for row, pictures in enumerate(rows):
+        for column, picture in enumerate(pictures):
+            sheet.paste(picture, (column * width, row * height))
+    return sheet
 
 
 def data_address(picture: Image.Image) -> str:
