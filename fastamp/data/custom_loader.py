@@ -235,10 +235,11 @@ def build_custom_test_loader(cfg: Any, dataset: Dataset, num_query: int = 0) -> 
 def _labels(dataset: Dataset, items: Sequence[tuple] | None, *, required_by: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of the identities and cameras of the items of a dataset: (N,) int64 each."""
     items = getattr(dataset, "items", None) if items is None else items
-    if items is None and required_by == "TrainingSampler":
+    labeled = items is not None and all(len(item) >= 3 for item in items)
+    if not labeled and required_by == "TrainingSampler":
         zeros = np.zeros(len(dataset), dtype=np.int64)  # type: ignore[arg-type]
         return zeros, zeros
-    if items is None or any(len(item) < 3 for item in items):
+    if items is None or not labeled:
         raise ConfigError(
             f"DATALOADER.SAMPLER_TRAIN={required_by} requires identities and cameras, but "
             f"{type(dataset).__name__} has no list items of (path, pid, camid).\n"

@@ -103,7 +103,7 @@ class ReidEvaluator(DatasetEvaluator):
     def reset(self) -> None:
         """Discard all features."""
         self._batches: dict[str, list[torch.Tensor]] = {}
-        self._num_images = 0
+        self._num_images, self._in_order = 0, False
         self._device = torch.device("cpu")
 
     def process(self, inputs: dict[str, Any], outputs: torch.Tensor) -> None:
@@ -111,9 +111,10 @@ class ReidEvaluator(DatasetEvaluator):
 
         Args:
             inputs: batch with ``targets`` and ``camids``: (B,) int64. ``indices``: (B,) int64 positions in the test
-                set; may be omitted in a single process if batches arrive in the order of the test set. Columns that
-                the protocol or ``TEST.GROUP_BY`` needs: (B,), under their names. ``tracklet``: (B,) int64, if present,
-                the tracklet of each frame, whose features are pooled (``TEST.TRACKLET.POOL``).
+                set; may be omitted if the first rank has the first images of the test set, the next rank the following
+                ones, and so on, all in order. Columns that the protocol or ``TEST.GROUP_BY`` needs: (B,), under their
+                names. ``tracklet``: (B,) int64, if present, the tracklet of each frame, whose features are pooled
+                (``TEST.TRACKLET.POOL``).
             outputs: (B, D) features of any precision, stored on the CPU in float32, or in float64 if they are float64.
 
         Raises:
@@ -122,8 +123,9 @@ class ReidEvaluator(DatasetEvaluator):
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}
+        self._in_order = "indices" not in inputs
         in_order = torch.arange(self._num_images, self._num_images + len(outputs))
-        batch["indices"] = inputs["indices"].cpu() if "indices" in inputs else in_order
+        batch["indices"] = in_order if self._in_order else inputs["indices"].cpu()
         if self.protocol.columns:
             self.protocol.check_columns(columns_of(inputs))
             batch |= {_COLUMN + name: inputs[name].cpu() for name in self.protocol.columns}
@@ -226,7 +228,9 @@ class ReidEvaluator(DatasetEvaluator):
 
     def _gather(self) -> dict[str, torch.Tensor]:
         """Gather features, identities and cameras from all ranks in the order of ``indices``, and free the batches."""
-        indices = comm.gather_rows(torch.cat(self._batches.pop("indices")))
+        counts = comm.gather_rows(torch.tensor([self._num_images]))
+        first = counts[: comm.get_rank()].sum() if self._in_order else 0
+        indices = comm.gather_rows(torch.cat(self._batches.pop("indices")) + first)
         rows = indices.argsort().argsort()
         columns = {"indices": indices.sort().values}
         for name in list(self._batches):

@@ -1,5 +1,7 @@
 """Datasets, loaders, checkpoints, evaluators and loggers in the style of FastReID."""
 
+import importlib
+import itertools
 import logging
 import os
 
@@ -8,13 +10,18 @@ import tiny
 import torch
 from torch import nn
 
+from fastamp.data import datasets as core
+from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.fastreid.config import get_cfg
-from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader
+from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_reid_train_loader, datasets, samplers
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
+from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.data.transforms import build_transforms
 from fastamp.fastreid.evaluation import ReidEvaluator
 from fastamp.fastreid.utils.checkpoint import Checkpointer
 from fastamp.fastreid.utils.logger import setup_logger
+from fastamp.utils import comm
+from fastamp.utils.errors import ConfigError
 
 
 @pytest.fixture
@@ -27,7 +34,8 @@ def cfg(demo, tmp_path):
 def test_dataset_accepts_combineall_and_has_fastreids_methods(demo, caplog):
     usual = DATASET_REGISTRY.get("Demo")(root=str(demo), combineall=False)
     combined = DATASET_REGISTRY.get("Demo")(root=str(demo), combineall=True)
-    assert len(combined.train) == len(usual.train) + len(usual.query) + len(usual.gallery)
+    people = [item for item in usual.gallery if item.pid > 0]
+    assert len(combined.train) == len(usual.train) + len(usual.query) + len(people) and len(people) < len(usual.gallery)
     assert usual.get_num_pids(usual.train) == 16 and usual.get_num_cams(usual.train) == 3
     with caplog.at_level(logging.INFO):
         usual.show_train()
@@ -105,3 +113,106 @@ def test_lines_of_fastreids_loggers_are_written(tmp_path):
         setup_logger()
         for name, parent in parents.items():
             logging.getLogger(name).parent = parent
+
+
+class Standalone(ReidEvaluator):
+    """Evaluator whose constructor does not call that of its base class, as in PartialReID."""
+
+    def __init__(self, cfg, num_query, output_dir=None):
+        self.cfg = cfg
+        self._num_query = num_query
+        self._output_dir = output_dir
+        self.scores = []
+
+    def reset(self):
+        self._predictions = []
+        self.scores.clear()
+
+
+def test_evaluator_whose_constructor_does_not_call_that_of_its_base_class():
+    evaluator, features = Standalone(get_cfg(), 10, "folder"), torch.randn(30, 4)
+    assert evaluator.protocol.metric == "cosine" and (evaluator.num_query, evaluator.output_dir) == (10, "folder")
+    batch = {"targets": torch.arange(30) % 5, "camids": torch.arange(30) % 2}
+    for _ in range(2):
+        evaluator.reset()
+        evaluator.process(batch, features)
+        assert len(evaluator._predictions) == 1
+
+
+ITEMS = [(f"{number}.jpg", f"{'ab'[number % 2]}_{number % 6}", number % 3) for number in range(48)]
+
+
+def test_samplers_take_fastreids_arguments(subtests, monkeypatch):
+    built = {
+        "naive": samplers.NaiveIdentitySampler(ITEMS, 8, 4, 3),
+        "balanced": samplers.BalancedIdentitySampler(ITEMS, 8, 4, 3),
+        "weighted": samplers.SetReWeightSampler(ITEMS, 8, 4, [1, 1], 3),
+    }
+    for name, sampler in built.items():
+        with subtests.test(name):
+            batch = list(itertools.islice(sampler, 8))
+            pids = [ITEMS[index][1] for index in batch]
+            assert pids[:4] == pids[:1] * 4 and pids[4:] == pids[4:5] * 4 and pids[0] != pids[4]
+            if name == "weighted":
+                assert {pid[0] for pid in pids} == {"a", "b"}
+    drawn = list(itertools.islice(samplers.ImbalancedDatasetSampler(ITEMS[:3] + ITEMS[3:4] * 97), 400))
+    assert 200 < sum(index < 3 for index in drawn) < 400
+    assert list(itertools.islice(samplers.TrainingSampler(4, False), 6)) == [0, 1, 2, 3, 0, 1]
+    assert sorted(itertools.islice(samplers.TrainingSampler(4), 4)) == [0, 1, 2, 3]
+    assert list(samplers.InferenceSampler(5)) == [0, 1, 2, 3, 4]
+    whole = list(itertools.islice(samplers.NaiveIdentitySampler(ITEMS, 16, 4, 3), 16))
+    monkeypatch.setattr(comm, "get_world_size", lambda: 2)
+    parts = []
+    for rank in (0, 1):
+        monkeypatch.setattr(comm, "get_rank", lambda rank=rank: rank)
+        parts += itertools.islice(samplers.NaiveIdentitySampler(ITEMS, 8, 4, 3), 8)
+        assert list(samplers.InferenceSampler(5)) == ([0, 1], [2, 3, 4])[rank]
+    assert parts == whole
+
+
+def test_sampler_of_fastreid_draws_the_batches_of_the_configured_datasets(cfg):
+    dataset = build_reid_train_loader(cfg).dataset
+    sampler = samplers.NaiveIdentitySampler(dataset.img_items, 16, 4, 0)
+    loader = build_reid_train_loader(cfg, sampler=sampler)
+    targets = next(iter(loader))["targets"]
+    assert len(targets) == 16 and targets.view(4, 4).unique(dim=1).shape == (4, 1)
+
+
+def test_dataset_of_items_without_identities_is_loaded_at_random(cfg):
+    class Attributes(CommDataset):
+        def __init__(self, img_items):
+            self.img_items = img_items
+
+        num_classes = 3
+
+        def __getitem__(self, index):
+            return {"images": torch.zeros(3, 8, 4), "targets": torch.tensor(self.img_items[index][1])}
+
+    dataset = Attributes([("a.jpg", [0.0, 1.0, 0.0])] * 20)
+    random, identities = (
+        cfg.with_values({"DATALOADER.SAMPLER_TRAIN": name}) for name in ("TrainingSampler", "NaiveIdentitySampler")
+    )
+    loader = build_reid_train_loader(random, train_set=dataset)
+    assert next(iter(loader))["targets"].shape == (16, 3)
+    check_equal_on_all_ranks(loader.dataset, "the training set")
+    with pytest.raises(ConfigError, match="NaiveIdentitySampler"):
+        build_reid_train_loader(identities, train_set=dataset)
+
+
+def test_built_in_datasets_have_fastreids_methods_in_each_module(subtests):
+    names = {"market1501": "Market1501", "iLIDS": "iLIDS", "AirportALERT": "AirportALERT", "caviara": "CAVIARa"}
+    for module, name in names.items():
+        with subtests.test(module):
+            found = getattr(importlib.import_module(f"fastamp.fastreid.data.datasets.{module}"), name)
+            assert found is DATASET_REGISTRY.get(name) is getattr(datasets, name)
+            assert issubclass(found, core.DATASET_REGISTRY.get(name)) and found.combine_all and found.show_train
+
+
+def test_combine_all_excludes_junk_identities_only():
+    class Mine(ImageDataset):
+        _junk_pids = (-1,)
+
+    for cls, expected in ((Mine, ["a", "Unknown_test_0", "Unknown_test_0"]), (ImageDataset, 4)):
+        dataset = cls([("a.jpg", "a", 0)], [("b.jpg", 0, 0)], [("c.jpg", 0, 1), ("d.jpg", -1, 0)], combineall=True)
+        pids = [item.pid for item in dataset.train]
+        assert (pids if isinstance(expected, list) else len(pids)) == expected

@@ -55,9 +55,10 @@ class CommDataset(Dataset):
         return {"images": image, "targets": pid, "camids": camid, "img_paths": path}
 
     @property
-    def items(self) -> Sequence[tuple]:
-        """``img_items``, as in the datasets of fastamp."""
-        return self.img_items
+    def items(self) -> list[ImageItem] | None:
+        """The images as in datasets of fastamp; None if they have no identities and cameras."""
+        labeled = all(len(item) >= 3 for item in self.img_items)
+        return [ImageItem(*item[:3]) for item in self.img_items] if labeled else None
 
     @property
     def num_classes(self) -> int:

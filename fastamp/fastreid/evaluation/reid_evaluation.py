@@ -7,8 +7,6 @@ import torch
 from fastamp.engine import evaluation
 from fastamp.evaluation import reid_evaluation
 from fastamp.fastreid.evaluation.evaluator import DatasetEvaluator
-from fastamp.utils import comm
-from fastamp.utils.errors import ConfigError
 
 _COLUMNS = {"feats": "features", "pids": "targets", "camids": "camids"}
 """Name in a prediction of FastReID -> name of the column in fastamp's evaluator."""
@@ -17,11 +15,29 @@ _COLUMNS = {"feats": "features", "pids": "targets", "camids": "camids"}
 class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
     """Evaluator with the attributes that ``process`` and ``evaluate`` of FastReID use.
 
+    The constructor of a subclass need not call that of this class.
+
+    Args:
+        cfg, num_query, output_dir, options: see ``fastamp.evaluation.ReidEvaluator``.
+
     Attributes:
         features, pids, camids: empty after ``reset``; filled by ``process`` of a subclass.
     """
 
     _cpu_device = torch.device("cpu")
+
+    def __new__(
+        cls, cfg: Any, num_query: int, output_dir: str | None = None, *arguments: Any, **options: Any
+    ) -> "ReidEvaluator":
+        """Create an evaluator that is initialized already."""
+        evaluator = super().__new__(cls)
+        ReidEvaluator.__init__(evaluator, cfg, num_query, output_dir)
+        return evaluator
+
+    def __init__(self, cfg: Any, num_query: int, output_dir: str | None = None, **options: Any) -> None:
+        # Without ``reset`` of a subclass, whose attributes do not exist yet.
+        vars(self).update(vars(reid_evaluation.ReidEvaluator(cfg, num_query, output_dir, **options)))
+        ReidEvaluator.reset(self)
 
     def reset(self) -> None:
         """Discard all features and lists."""
@@ -34,9 +50,17 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
     def _num_query(self) -> int:
         return self.num_query
 
+    @_num_query.setter
+    def _num_query(self, number: int) -> None:
+        self.num_query = number
+
     @property
     def _output_dir(self) -> str | None:
         return self.output_dir
+
+    @_output_dir.setter
+    def _output_dir(self, folder: str | None) -> None:
+        self.output_dir = folder
 
     @property
     def _predictions(self) -> "_Predictions":
@@ -46,7 +70,7 @@ class ReidEvaluator(DatasetEvaluator, reid_evaluation.ReidEvaluator):
 
     @_predictions.setter
     def _predictions(self, predictions: list[dict[str, torch.Tensor]]) -> None:
-        ReidEvaluator.reset(self)
+        reid_evaluation.ReidEvaluator.reset(self)
         for prediction in predictions:
             self._predictions.append(prediction)
 
@@ -67,17 +91,7 @@ class _Predictions(list):
         self._evaluator = evaluator
 
     def append(self, prediction: dict[str, torch.Tensor]) -> None:
-        """Accumulate a batch: ``feats`` (B, D), ``pids`` and ``camids`` (B,).
-
-        Raises:
-            ConfigError: if there are several processes.
-        """
+        """Accumulate a batch: ``feats`` (B, D), ``pids`` and ``camids`` (B,)."""
         super().append(prediction)
-        if comm.is_distributed():
-            raise ConfigError(
-                f"{type(self._evaluator).__name__}._predictions.append does not support several processes, because the "
-                "positions of the images are unknown.\n"
-                "  fix: call super().process(inputs, outputs) instead"
-            )
         inputs = {_COLUMNS[name]: torch.as_tensor(prediction[name]) for name in ("pids", "camids")}
         ReidEvaluator.process(self._evaluator, inputs, prediction["feats"])

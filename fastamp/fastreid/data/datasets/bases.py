@@ -48,13 +48,13 @@ class DatasetMethods(base.ImageDataset):
     def combine_all(self) -> None:
         """Add query and gallery images to the training images, except the identities in ``_junk_pids``.
 
+        Without ``_junk_pids``, the distractors of a dataset of fastamp are excluded.
         The added identities get the prefix ``<dataset_name>_test_``; cameras keep their numbers.
         """
+        junk = self._junk_pids or ((0, -1) if self.has_distractors else ())
         prefix = f"{self.dataset_name or 'Unknown'}_test_"
         extra = [
-            item._replace(pid=f"{prefix}{item.pid}")
-            for item in (*self.query, *self.gallery)
-            if item.pid not in self._junk_pids
+            item._replace(pid=f"{prefix}{item.pid}") for item in (*self.query, *self.gallery) if item.pid not in junk
         ]
         self._items["train"] = [*self.train, *extra]
 
@@ -91,6 +91,11 @@ class ImageDataset(DatasetMethods):
         if mode not in ("train", "query", "gallery"):
             raise ValueError(f"mode: expected train, query or gallery, got {mode!r}")
         self.transform, self.mode, self.combineall, self.verbose = transform, mode, combineall, verbose
+
+    @property
+    def has_distractors(self) -> bool:  # type: ignore[override]
+        """True if ``_junk_pids`` names identities that are not used for training."""
+        return bool(self._junk_pids)
 
     @property
     def data(self) -> Sequence[ImageItem]:
