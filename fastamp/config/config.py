@@ -51,9 +51,9 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
     value. For any other section, ``bool(section)`` is True if the section is not empty.
 
     In a node created by ``CfgNode()``, assigning to a new attribute declares a key. If such a node is assigned to an
-    attribute of a config, the node becomes a section in which assignments still declare keys. In the other sections, as
-    in the ``add_*_config(cfg)`` of FastReID's projects, an assignment declares a key with a warning, unless the name is
-    similar to that of an existing key, which is an error.
+    attribute of a config, the node becomes a section in which assignments still declare keys. In the other sections,
+    an assignment declares a key with a warning, unless the name is similar to that of an existing key, which is an
+    error.
 
     Spellings that ``releases.current_path`` resolves can be set, too.
     """

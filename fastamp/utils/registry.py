@@ -50,16 +50,20 @@ class Registry:
         self._components = {} if components is None else components
         _REGISTRIES.append(self)
 
-    def register(self, name: str | None = None) -> Callable[[Any], Any]:
+    def register(self, name: Any = None) -> Callable[[Any], Any]:
         """Create a decorator that registers a class or function.
 
         Args:
-            name: name of the component. Default: ``__name__`` of the class or function.
+            name: name of the component. Default: ``__name__`` of the class or function. If it is a class or function,
+                it is registered, as by ``@REGISTRY.register`` without parentheses.
 
         Raises:
             DuplicateNameError: if the name is already registered for a component that is not from the same place in the
                 same file, which is replaced.
         """
+
+        if callable(name):
+            return self.register()(name)
 
         def add(component: Any) -> Any:
             key = name or component.__name__

@@ -318,9 +318,13 @@ def test_head_takes_the_arguments_of_fastreid(cfg):
             assert arguments["norm_type"] == "BN"
             return arguments | {"pool_type": "GlobalMaxPool", "cls_type": "CosSoftmax", "embedding_dim": 3}
 
+        def reset_parameters(self):
+            super().reset_parameters()
+            nn.init.ones_(self.weight)
+
     head = Wide(cfg.with_values({"MODEL.HEADS.NUM_CLASSES": 2}))
     assert type(head.pool_layer).__name__ == "GlobalMaxPool" and type(head.cls_layer).__name__ == "CosSoftmax"
-    assert head.weight.shape == (2, 3)
+    assert torch.equal(head.weight, torch.ones(2, 3))
 
 
 def outputs_and_labels():

@@ -40,6 +40,16 @@ def test_registered_components_are_found_and_built_by_name():
     assert list(registry) == ["B", "C", "build_a"] and "B" in registry and "D" not in registry
 
 
+def test_component_is_registered_without_parentheses_of_the_decorator():
+    registry = Registry("MODEL.THING")
+
+    @registry.register
+    def build_a(cfg):
+        return cfg
+
+    assert build_a(1) == registry.build("build_a", 1) == 1
+
+
 def test_registering_a_component_name_twice_raises():
     registry = Registry("MODEL.THING")
     registry.register("a")(int)

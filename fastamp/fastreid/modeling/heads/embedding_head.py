@@ -2,8 +2,10 @@
 
 from typing import Any
 
+from torch import nn
+
 from fastamp.fastreid.config import configurable
-from fastamp.fastreid.layers import any_softmax
+from fastamp.fastreid.layers import any_softmax, weights_init_kaiming
 from fastamp.modeling.heads import embedding_head
 
 _ARGUMENTS = {"pool_type": "pool_layer", "cls_type": "cls_layer", "norm_type": "norm"}
@@ -27,6 +29,13 @@ class EmbeddingHead(embedding_head.EmbeddingHead):
         layer = getattr(any_softmax, type(self.cls_layer).__name__, None)
         if layer is not None:
             self.cls_layer = layer(len(self.weight), self.cls_layer.scale, self.cls_layer.margin)
+        if type(self).reset_parameters is not EmbeddingHead.reset_parameters:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize the neck and the class weights; called by the constructor if a subclass overrides it."""
+        self.bottleneck.apply(weights_init_kaiming)
+        nn.init.normal_(self.weight, std=0.01)
 
     @classmethod
     def from_config(cls, cfg: Any) -> dict[str, Any]:

@@ -129,6 +129,7 @@ def _losses(loss_kwargs: dict[str, Any]) -> Losses:
         losses = Losses({loss.loss_name: loss for loss in built})
     for loss in losses.values():
         section, arguments = _SECTIONS.get(type(loss).__name__, ("", {}))
-        for name, value in loss_kwargs.get(section, {}).items():
-            setattr(loss, arguments[name], value)
+        values = loss_kwargs.get(section, {})
+        for name in arguments.keys() & values.keys():
+            setattr(loss, arguments[name], values[name])
     return losses
