@@ -7,7 +7,7 @@ import os
 import re
 import struct
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Event, Lock
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from fastamp.data.boxes import clip_box
+from fastamp.data.boxes import Box, clip_box
 from fastamp.data.file_parts import read_bytes
 from fastamp.data.jpeg_warnings import named_warnings
 from fastamp.utils.errors import DataError
@@ -103,12 +103,20 @@ def read_image(
     image = _read_full_image(path, channels, max_pixels, least_side if box is None else None, bit_depth)
     if box is None:
         return image
-    height, width = image.shape[1:]
+    left, top, right, bottom = box_inside(box, path, width=image.shape[2], height=image.shape[1])
+    return image[:, top:bottom, left:right]
+
+
+def box_inside(box: Sequence[float], path: str, *, width: int, height: int) -> Box:
+    """Return the part of ``box`` inside the image at ``path``; see ``clip_box``.
+
+    Raises:
+        DataError: if ``box`` is outside the image.
+    """
     clipped = clip_box(box, width, height)
     if clipped is None:
         raise DataError(f"box {' '.join(map(str, box))} is outside the image {path} of {width} x {height} pixels")
-    left, top, right, bottom = clipped
-    return image[:, top:bottom, left:right]
+    return clipped
 
 
 def _read_full_image(

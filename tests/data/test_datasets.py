@@ -138,7 +138,7 @@ class Numbered(ImageDataset):
         super().__init__([("n.jpg", 1, 0), ("m.jpg", 10, 1)], [("q.jpg", 1, 0)], [("g.jpg", 1, 1), ("j.jpg", -1, 0)])
 
 
-def test_dataset_class_written_for_fastreid_is_supported():
+def test_splits_are_lists_or_functions():
     dataset = OtherDataset(root="x")
     assert dataset.train[0] == ImageItem("a.jpg", "others_1", "others_0")
     assert dataset.query == [ImageItem("b.jpg", 1, 0)] and dataset.gallery == [ImageItem("c.jpg", 1, 1)]

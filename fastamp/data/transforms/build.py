@@ -143,8 +143,8 @@ def build_transforms(cfg: Any, is_train: bool = True) -> Transforms:
             0 < side < crop for side, crop in zip(_least_size(resize.size), resize.crop, strict=True)
         ):
             logger.warning(
-                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images are padded with black, as in "
-                "FastReID\n  fix: set INPUT.SIZE_TEST to at least INPUT.CROP.SIZE",
+                "INPUT.CROP.SIZE %s is larger than INPUT.SIZE_TEST %s: test images are padded with black\n"
+                "  fix: set INPUT.SIZE_TEST to at least INPUT.CROP.SIZE",
                 resize.crop,
                 resize.size,
             )

@@ -12,7 +12,6 @@ from fastamp.data.datasets import ImageDataset, data_root
 from fastamp.data.loader import TestLoader, TrainLoader
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
-from fastamp.fastreid.config.config import is_called_with_config
 from fastamp.fastreid.data.common import CommDataset
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 
@@ -32,36 +31,8 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def build_reid_train_loader(*args: Any, **kwargs: Any) -> TrainLoader | CustomTrainLoader:
-    """Build the infinite training loader from a config, or from a dataset.
-
-    The arguments are ``(cfg, *, train_set, sampler, transforms, total_batch_size, num_workers, combineall, **kwargs)``
-    or ``(train_set, *, sampler, total_batch_size, num_workers)``. All but the first are optional.
-
-    Args:
-        cfg: config; ``total_batch_size``, ``num_workers`` and ``combineall`` replace SOLVER.IMS_PER_BATCH,
-            DATALOADER.NUM_WORKERS and DATASETS.COMBINEALL.
-        train_set: map-style dataset instead of DATASETS.NAMES.
-        sampler: indices of the images of this rank. Default: DATALOADER.SAMPLER_TRAIN, which takes the identities from
-            ``train_set.img_items``.
-        transforms: function of a PIL image instead of the augmentations in INPUT.
-        kwargs: constructor arguments of the datasets in DATASETS.NAMES.
-
-    Returns:
-        The loader of ``fastamp.data.build_reid_train_loader``; with ``train_set``, ``sampler``, ``transforms`` or
-        ``kwargs`` that of ``build_custom_train_loader``.
-    """
-    if is_called_with_config(args, kwargs):
-        return _train_loader_from_config(*args, **kwargs)
-    return _train_loader(*args, **kwargs)
-
-
-def _train_loader(train_set: Dataset, **options: Any) -> TrainLoader | CustomTrainLoader:
-    return _train_loader_from_config(get_cfg(), train_set=train_set, **options)
-
-
-def _train_loader_from_config(
-    cfg: CfgNode,
+def build_reid_train_loader(
+    cfg: CfgNode | Dataset | None = None,
     *,
     train_set: Dataset | None = None,
     transforms: Any = None,
@@ -71,8 +42,24 @@ def _train_loader_from_config(
     combineall: bool | None = None,
     **kwargs: Any,
 ) -> TrainLoader | CustomTrainLoader:
+    """Build the infinite training loader from a config, or from a dataset.
+
+    Args:
+        cfg: config, or the dataset. Default: the default config.
+        train_set: map-style dataset instead of DATASETS.NAMES.
+        transforms: function of a PIL image instead of the augmentations in INPUT.
+        sampler: indices of the images of this rank. Default: DATALOADER.SAMPLER_TRAIN, which takes the identities from
+            ``train_set.img_items``.
+        total_batch_size, num_workers, combineall: values of SOLVER.IMS_PER_BATCH, DATALOADER.NUM_WORKERS and
+            DATASETS.COMBINEALL. Default: those of the config.
+        kwargs: constructor arguments of the datasets in DATASETS.NAMES.
+
+    Returns:
+        The loader of ``fastamp.data.build_reid_train_loader``; with ``train_set``, ``sampler``, ``transforms`` or
+        ``kwargs`` that of ``build_custom_train_loader``.
+    """
     values = {"SOLVER.IMS_PER_BATCH": total_batch_size, "DATALOADER.NUM_WORKERS": num_workers}
-    cfg = _with_values(cfg, values | {"DATASETS.COMBINEALL": combineall})
+    cfg, train_set = _with_values(cfg, train_set, values | {"DATASETS.COMBINEALL": combineall})
     if train_set is None and transforms is None and sampler is None and not kwargs:
         return _with_attributes(build.build_reid_train_loader(cfg))
     if train_set is None:
@@ -82,46 +69,35 @@ def _train_loader_from_config(
     return build_custom_train_loader(cfg, train_set, sampler, items=getattr(train_set, "img_items", None))
 
 
-def build_reid_test_loader(*args: Any, **kwargs: Any) -> tuple[TestLoader | DataLoader, int]:
+def build_reid_test_loader(
+    cfg: CfgNode | Dataset | None = None,
+    dataset_name: str | int = "",
+    num_query: int = 0,
+    num_workers: int | None = None,
+    *,
+    test_set: Dataset | None = None,
+    transforms: Any = None,
+    test_batch_size: int | None = None,
+    **kwargs: Any,
+) -> tuple[TestLoader | DataLoader, int]:
     """Build a test loader from a config, or from a dataset.
 
-    The arguments are ``(cfg, dataset_name, *, test_set, num_query, transforms, test_batch_size, num_workers,
-    **kwargs)``, all but the first optional, or ``(test_set, test_batch_size, num_query, num_workers=4)``.
-
     Args:
-        cfg: config; ``test_batch_size`` and ``num_workers`` replace TEST.IMS_PER_BATCH and TEST.NUM_WORKERS.
-        dataset_name: name of a dataset.
-        test_set: map-style dataset instead of ``dataset_name``, with ``num_query`` query images at its start.
+        cfg: config, or the dataset. Default: the default config.
+        dataset_name: name of a dataset; or ``test_batch_size``, if the first argument is a dataset.
+        num_query: number of query images, at the start of ``test_set``. Default 0.
+        num_workers, test_batch_size: values of TEST.NUM_WORKERS and TEST.IMS_PER_BATCH. Default: those of the config.
+        test_set: map-style dataset instead of ``dataset_name``.
         transforms: function of a PIL image instead of the resize in INPUT.
         kwargs: constructor arguments of the dataset.
 
     Returns:
         The loader and the number of query images.
     """
-    if is_called_with_config(args, kwargs):
-        return _test_loader_from_config(*args, **kwargs)
-    return _test_loader(*args, **kwargs)
-
-
-def _test_loader(
-    test_set: Dataset, test_batch_size: int, num_query: int, num_workers: int = 4
-) -> tuple[TestLoader | DataLoader, int]:
-    cfg = _with_values(get_cfg(), {"TEST.IMS_PER_BATCH": test_batch_size, "TEST.NUM_WORKERS": num_workers})
-    return build_custom_test_loader(cfg, test_set, num_query)
-
-
-def _test_loader_from_config(
-    cfg: CfgNode,
-    dataset_name: str = "",
-    *,
-    test_set: Dataset | None = None,
-    num_query: int = 0,
-    transforms: Any = None,
-    test_batch_size: int | None = None,
-    num_workers: int | None = None,
-    **kwargs: Any,
-) -> tuple[TestLoader | DataLoader, int]:
-    cfg = _with_values(cfg, {"TEST.IMS_PER_BATCH": test_batch_size, "TEST.NUM_WORKERS": num_workers})
+    if isinstance(dataset_name, int):
+        test_batch_size = dataset_name
+    values = {"TEST.IMS_PER_BATCH": test_batch_size, "TEST.NUM_WORKERS": num_workers}
+    cfg, test_set = _with_values(cfg, test_set, values)
     if test_set is None and transforms is None and not kwargs:
         loader, num_query = build.build_reid_test_loader(cfg, dataset_name, requires_gallery=False)
         return _with_attributes(loader), num_query
@@ -132,10 +108,15 @@ def _test_loader_from_config(
     return build_custom_test_loader(cfg, test_set, num_query)
 
 
-def _with_values(cfg: CfgNode, values: dict[str, Any]) -> CfgNode:
-    """Return a copy of the config with the values that are not None."""
+def _with_values(
+    cfg: CfgNode | Dataset | None, dataset: Dataset | None, values: dict[str, Any]
+) -> tuple[Any, Dataset | None]:
+    """Return a copy of the config with the values that are not None, and the dataset, which may be given as ``cfg``."""
+    if isinstance(cfg, Dataset):
+        cfg, dataset = None, cfg
+    cfg = get_cfg() if cfg is None else cfg
     given = {key: value for key, value in values.items() if value is not None}
-    return cfg.with_values(given) if given else cfg
+    return cfg.with_values(given) if given else cfg, dataset
 
 
 def _build_dataset(name: str, cfg: CfgNode, options: dict[str, Any]) -> ImageDataset:

@@ -5,10 +5,10 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from fastamp.data.boxes import clip_box
+from fastamp.data.datasets.base import number_cameras
 from fastamp.data.datasets.items import ImageItem
+from fastamp.data.decode import box_inside
 from fastamp.fastreid.data.data_utils import read_image
-from fastamp.utils.errors import DataError
 
 
 class CommDataset(Dataset):
@@ -21,16 +21,14 @@ class CommDataset(Dataset):
         relabel: map identities and cameras to 0..N-1 in sorted order. Default True.
 
     Attributes:
-        pid_dict, cam_dict: identity or camera -> number; only with ``relabel``.
+        pid_dict, cam_dict: identity or camera -> number.
         num_classes, num_cameras: numbers of identities and cameras.
     """
 
     def __init__(self, img_items: Sequence[tuple], transform: Any = None, relabel: bool = True) -> None:
         self.img_items, self.transform, self.relabel = img_items, transform, relabel
-        self.pids, self.cams = (_sorted({item[column] for item in img_items}) for column in (1, 2))
-        if relabel:
-            self.pid_dict = {pid: number for number, pid in enumerate(self.pids)}
-            self.cam_dict = {camera: number for number, camera in enumerate(self.cams)}
+        self.pid_dict, self.cam_dict = (number_cameras(item[column] for item in img_items) for column in (1, 2))
+        self.pids, self.cams = [*self.pid_dict], [*self.cam_dict]
 
     def __len__(self) -> int:
         return len(self.img_items)
@@ -41,13 +39,7 @@ class CommDataset(Dataset):
         path, pid, camid = item[:3]
         image = read_image(path)
         if item.box is not None:
-            box = clip_box(item.box, *image.size)
-            if box is None:
-                raise DataError(
-                    f"box {item.box} is outside the image {path} of {image.size[0]} x {image.size[1]} pixels.\n"
-                    "  fix: correct the box, (x0, y0, x1, y1) in pixels, or remove the item"
-                )
-            image = image.crop(box)
+            image = image.crop(box_inside(item.box, path, width=image.width, height=image.height))
         if self.transform is not None:
             image = self.transform(image)
         if self.relabel:
@@ -69,7 +61,3 @@ class CommDataset(Dataset):
     def num_cameras(self) -> int:
         """Number of cameras."""
         return len(self.cams)
-
-
-def _sorted(values: set) -> list:
-    return sorted(values, key=lambda value: (isinstance(value, str), value))

@@ -8,8 +8,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from fastamp.data import samplers
 from fastamp.fastreid.utils.comm import shared_random_seed
 from fastamp.utils import comm
@@ -100,12 +98,21 @@ class _Identities(_RankIndices):
         mini_batch_size: images per batch of this rank, P * K.
         num_instances: images per identity, K.
         seed: see ``TrainingSampler``.
+        options: further arguments of the sampler of ``fastamp.data.samplers``.
     """
 
     def __init__(
-        self, data_source: Sequence[tuple], mini_batch_size: int, num_instances: int, seed: int | None = None
+        self,
+        data_source: Sequence[tuple],
+        mini_batch_size: int,
+        num_instances: int,
+        seed: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(**_identity_options(data_source, mini_batch_size, num_instances, seed))
+        count = comm.get_world_size()
+        options["labels"], options["camids"] = (_numbers([item[column] for item in data_source]) for column in (1, 2))
+        options |= {"batch_size": mini_batch_size * count, "num_instances": num_instances, "world_size": count}
+        super().__init__(seed=_seed(seed), **options)
         self.mini_batch_size = mini_batch_size
 
 
@@ -117,7 +124,7 @@ class BalancedIdentitySampler(_Identities, samplers.BalancedIdentitySampler):
     """Draw images of different cameras; see ``fastamp.data.samplers.BalancedIdentitySampler``."""
 
 
-class SetReWeightSampler(_RankIndices, samplers.SetReWeightSampler):
+class SetReWeightSampler(_Identities, samplers.SetReWeightSampler):
     """Draw a number of identities per batch from each dataset; see ``fastamp.data.samplers.SetReWeightSampler``.
 
     Args:
@@ -135,31 +142,14 @@ class SetReWeightSampler(_RankIndices, samplers.SetReWeightSampler):
         set_weight: Sequence[float],
         seed: int | None = None,
     ) -> None:
-        names = [str(item[1]).partition("_")[0] for item in data_source]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        options = _identity_options(data_source, mini_batch_size, num_instances, seed)
-        super().__init__(sets=[numbers[name] for name in names], weights=set_weight, **options)
-        self.mini_batch_size = mini_batch_size
+        sets = _numbers([str(item[1]).partition("_")[0] for item in data_source])
+        super().__init__(data_source, mini_batch_size, num_instances, seed, sets=sets, weights=set_weight)
 
 
-def _identity_options(
-    data_source: Sequence[tuple], mini_batch_size: int, num_instances: int, seed: int | None
-) -> dict[str, Any]:
-    """Return the keyword arguments of ``fastamp.data.samplers.IdentitySampler``."""
-    count = comm.get_world_size()
-    return {
-        "labels": _numbers([item[1] for item in data_source]),
-        "camids": _numbers([item[2] for item in data_source]),
-        "batch_size": mini_batch_size * count,
-        "num_instances": num_instances,
-        "seed": _seed(seed),
-        "world_size": count,
-    }
-
-
-def _numbers(values: Sequence[Any]) -> np.ndarray:
-    """Number distinct values from 0."""
-    return np.unique([str(value) for value in values], return_inverse=True)[1]
+def _numbers(values: Sequence[Any]) -> list[int]:
+    """Number distinct values from 0, in the order in which they occur first."""
+    numbers = {value: number for number, value in enumerate(dict.fromkeys(values))}
+    return [numbers[value] for value in values]
 
 
 def _seed(seed: int | None) -> int:
