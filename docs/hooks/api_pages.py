@@ -100,8 +100,8 @@ def public_names(module: str) -> list[str]:
             bound |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             bound.add(node.targets[0].id)
-            if node.targets[0].id == "__all__":
-                listed = ast.literal_eval(node.value)
+            if node.targets[0].id == "__all__" and isinstance(node.value, ast.List):
+                listed = [entry.value for entry in node.value.elts if isinstance(entry, ast.Constant)]
     if listed is None:
         return [name for name in defined if not name.startswith("_")]
     return sorted((name for name in listed if name in bound or name in defined), key=str.lower)

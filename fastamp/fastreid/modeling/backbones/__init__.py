@@ -8,7 +8,17 @@ from fastamp.modeling.backbones import BACKBONE_REGISTRY, build_backbone
 __all__ = [
     "BACKBONE_REGISTRY",
     "build_backbone",
-    *(name for name in BACKBONE_REGISTRY if name.startswith("build_") and name.endswith("_backbone")),
+    "build_effnet_backbone",
+    "build_mobilenetv2_backbone",
+    "build_mobilenetv3_backbone",
+    "build_osnet_backbone",
+    "build_regnet_backbone",
+    "build_repvgg_backbone",
+    "build_resnest_backbone",
+    "build_resnet_backbone",
+    "build_resnext_backbone",
+    "build_shufflenetv2_backbone",
+    "build_vit_backbone",
 ]
 
 
