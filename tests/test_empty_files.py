@@ -10,7 +10,7 @@ from fastamp.data.datasets.file_utils import read_lines
 from fastamp.data.decode import read_image
 from fastamp.data.split_table import Table
 from fastamp.inference.evaluate_features import read_arrays
-from fastamp.inference.features_file import read_extraction
+from fastamp.retrieval.features_file import read_extraction
 from fastamp.utils.errors import DataError, UserError
 
 

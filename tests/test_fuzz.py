@@ -33,11 +33,12 @@ from hypothesis import strategies as st
 from fastamp import Predictor
 from fastamp.config.defaults import KEYS
 from fastamp.engine import setup
-from fastamp.inference import features_file, index
+from fastamp.inference import index
 from fastamp.inference.gallery import MutableGallery, create_or_open
 from fastamp.inference.gallery_source import gallery_model
-from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.inference.runtime import ExportedModel
+from fastamp.retrieval import features_file
+from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import UserError
 

@@ -22,7 +22,7 @@ from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import print_results
 from fastamp.inference.evaluate_features import check, compute
-from fastamp.inference.features_file import Extraction, read_extraction, write_arrays
+from fastamp.retrieval.features_file import Extraction, read_extraction, write_arrays
 from fastamp.utils.errors import ConfigError, DataError, NoMatchError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.logger import setup_logger

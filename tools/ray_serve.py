@@ -20,7 +20,7 @@ import numpy as np
 from fastamp import Predictor
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
-from fastamp.inference.gallery_store import Item
+from fastamp.retrieval.gallery_store import Item
 from fastamp.serving.errors import user_request_error
 from fastamp.utils.errors import DataError, UserError
 

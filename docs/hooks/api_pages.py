@@ -49,9 +49,13 @@ PACKAGES = {
             "inference",
             *(
                 f"inference.{name}"
-                for name in ("extract", "index", "gallery", "gallery_store", "similarity", "export", "runtime", "hub")
+                for name in ("extract", "index", "gallery", "similarity", "export", "runtime", "hub")
             ),
         ],
+    ),
+    "retrieval": (
+        "features with their columns, and galleries",
+        ["retrieval", "retrieval.features_file", "retrieval.gallery_store"],
     ),
     "integrations": ("adapters for the trackers of BoxMOT and Ultralytics", ["integrations"]),
     "tracking": ("tracking of detections, and its metrics", ["tracking", "tracking.track", "tracking.frames"]),

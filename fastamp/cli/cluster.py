@@ -24,7 +24,7 @@ from fastamp.utils.errors import ConfigError
 from fastamp.utils.plural import plural
 
 if TYPE_CHECKING:
-    from fastamp.inference.features_file import Extraction
+    from fastamp.retrieval.features_file import Extraction
 
 EPS, MIN_SAMPLES, K1, K2 = 0.6, 4, 30, 6
 
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.amp import resolve_device
     from fastamp.evaluation.clustering import Clustering, describe_few_clusters
     from fastamp.inference.cluster import check_outputs, cluster, describe_dominant_cluster, write_csv, write_page
-    from fastamp.inference.features_file import read_extraction
+    from fastamp.retrieval.features_file import read_extraction
     from fastamp.utils.logger import setup_logger
 
     setup_logger()

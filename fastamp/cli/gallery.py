@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
 def _add(args: argparse.Namespace) -> int:
     from fastamp.data.datasets.custom import image_files
     from fastamp.inference.gallery_source import Metadata, add_extraction, add_images
-    from fastamp.inference.gallery_store import parse_time
+    from fastamp.retrieval.gallery_store import parse_time
 
     metadata = Metadata(args.camera, args.identity, parse_time(args.time) if args.time else None)
     extractions = [source for source in args.sources if Path(source).suffix == ".npz"]

@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     from fastamp.config import get_cfg
     from fastamp.data.datasets.custom import image_files
     from fastamp.data.decode import read_image
-    from fastamp.inference.features_file import check_same_model, has_missing_integers, is_unknown
     from fastamp.inference.index import check_gallery, has_features, open_gallery
+    from fastamp.retrieval.features_file import check_same_model, has_missing_integers, is_unknown
 
     known = get_cfg()  # an image that is not found may be spelled as a key: IMG_1.JPG
     names = list(
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return the conditions on the items of a mutable gallery, see ``MutableGallery.rows_where``."""
-    from fastamp.inference.gallery_store import parse_time
+    from fastamp.retrieval.gallery_store import parse_time
 
     conditions: dict[str, Any] = {_PLURALS[name]: values for name in _PLURALS if (values := getattr(args, name))}
     return conditions | {name: parse_time(text) for name in ("after", "before") if (text := getattr(args, name))}
@@ -178,7 +178,7 @@ def _score_name(metric: str) -> str:
 
 def _probability_columns(attributes: str | None, names: Sequence[str]) -> set[str | None]:
     """Return the columns with the probabilities of the attributes in ``--attributes``."""
-    from fastamp.inference.attribute_search import PROBABILITY_PREFIX, parse_query
+    from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX, parse_query
 
     terms = parse_query(attributes, names) if attributes else []
     return {PROBABILITY_PREFIX + name for term in terms for name in term}
@@ -256,7 +256,7 @@ def _rows(
     Probabilities of attributes are omitted, except those of the columns ``shown``. ``has_missing`` names the columns in
     which -1 is a missing value.
     """
-    from fastamp.inference.attribute_search import PROBABILITY_PREFIX
+    from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
 
     columns = {"score": result.scores}
     if result.probabilities is not None:

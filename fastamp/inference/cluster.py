@@ -18,8 +18,8 @@ from fastamp.evaluation.clustering import (
     cluster_quality,
     dominant_cluster,
 )
-from fastamp.inference.features_file import Extraction
 from fastamp.report.cluster_page import write_cluster_page
+from fastamp.retrieval.features_file import Extraction
 from fastamp.utils.errors import ConfigError, writing
 from fastamp.utils.files import write_atomically
 

@@ -27,8 +27,9 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems
 from fastamp.data.loader import TestLoader, worker_count
 from fastamp.data.samplers import InferenceSampler
 from fastamp.data.transforms import build_transforms
-from fastamp.inference.attribute_search import PROBABILITY_PREFIX
-from fastamp.inference.features_file import (
+from fastamp.inference.predictor import Predictor
+from fastamp.retrieval.attribute_search import PROBABILITY_PREFIX
+from fastamp.retrieval.features_file import (
     COLUMN_PREFIX,
     Extraction,
     open_arrays,
@@ -36,8 +37,7 @@ from fastamp.inference.features_file import (
     read_extraction,
     write_arrays,
 )
-from fastamp.inference.features_table import SUFFIXES, check_table_format, write_table
-from fastamp.inference.predictor import Predictor
+from fastamp.retrieval.features_table import SUFFIXES, check_table_format, write_table
 from fastamp.utils.choices import EXTRACTED_SPLITS
 from fastamp.utils.errors import ConfigError, DataError, check_choice, did_you_mean, writing
 from fastamp.utils.files import real_path, write_atomically

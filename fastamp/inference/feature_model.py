@@ -15,11 +15,11 @@ from fastamp.data.transforms import Transforms
 from fastamp.evaluation.calibration import Calibration
 from fastamp.evaluation.pairs import PairScores
 from fastamp.evaluation.protocol import Protocol
-from fastamp.inference.features_file import check_same_model, read_extraction
 from fastamp.inference.images import COLORS, Image, as_one, decode
 from fastamp.inference.index import GalleryIndex, SearchResult, open_gallery
 from fastamp.inference.similarity import Comparison, sample_pair_scores
 from fastamp.layers.distance import pairwise_distance
+from fastamp.retrieval.features_file import check_same_model, read_extraction
 from fastamp.utils.errors import ConfigError, DataError, check_choice
 
 logger = logging.getLogger(__name__)

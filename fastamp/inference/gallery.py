@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastamp.inference.candidates import WANTED_RECALL, Candidates, trained_on
-from fastamp.inference.features_file import check_same_model
-from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, GalleryStore, Item, format_time
 from fastamp.inference.index import FLAT_UP_TO, GalleryIndex, SearchResult
+from fastamp.retrieval.candidates import WANTED_RECALL, Candidates, trained_on
+from fastamp.retrieval.features_file import check_same_model
+from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryModel, GalleryStore, Item, format_time
 from fastamp.utils.errors import ConfigError, DataError, writing
 
 logger = logging.getLogger(__name__)

@@ -16,9 +16,9 @@ from torch import Tensor
 from fastamp.data.decode import read_image
 from fastamp.data.file_parts import file_of
 from fastamp.inference.feature_model import FeatureModel
-from fastamp.inference.features_file import read_extraction
 from fastamp.inference.gallery import MutableGallery, create_or_open
-from fastamp.inference.gallery_store import GalleryModel, Item
+from fastamp.retrieval.features_file import read_extraction
+from fastamp.retrieval.gallery_store import GalleryModel, Item
 from fastamp.utils.errors import DataError
 from fastamp.utils.progress import track
 

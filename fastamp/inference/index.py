@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fastamp.data.datasets.base import DATASET_REGISTRY
 from fastamp.data.datasets.custom import PATH_DATASETS, image_files
-from fastamp.inference.attribute_search import attribute_columns, has_attributes, parse_query, score
-from fastamp.inference.features_file import (
+from fastamp.layers.distance import squared_norms
+from fastamp.retrieval.attribute_search import attribute_columns, has_attributes, parse_query, score
+from fastamp.retrieval.features_file import (
     COLUMN_PREFIX,
     Extraction,
     check_columns,
@@ -30,9 +31,8 @@ from fastamp.inference.features_file import (
     text_of,
     write_arrays,
 )
-from fastamp.inference.features_table import SUFFIXES as TABLE_SUFFIXES
-from fastamp.inference.gallery_store import DATABASE_FILE
-from fastamp.layers.distance import squared_norms
+from fastamp.retrieval.features_table import SUFFIXES as TABLE_SUFFIXES
+from fastamp.retrieval.gallery_store import DATABASE_FILE
 from fastamp.utils.choices import EF_SEARCH, INDEX_KINDS, PROBED
 from fastamp.utils.errors import ConfigError, DataError, WriteError, check_choice, summarize_error, writing
 from fastamp.utils.files import write_atomically

@@ -10,7 +10,7 @@ from fastamp.evaluation import Identities
 from fastamp.evaluation.calibration import Calibration, percent
 from fastamp.evaluation.identities import SAME_CAMERA, Junk
 from fastamp.evaluation.pairs import PairScores, sample_pairs
-from fastamp.inference.features_file import Extraction, read_extraction
+from fastamp.retrieval.features_file import Extraction, read_extraction
 from fastamp.utils.errors import DataError
 
 _NO_PAIRS = (

@@ -9,7 +9,7 @@ from starlette.datastructures import FormData
 from starlette.responses import JSONResponse, Response
 
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import parse_time
+from fastamp.retrieval.gallery_store import parse_time
 from fastamp.serving import schemas
 from fastamp.serving.errors import RequestError
 from fastamp.serving.options import Limits

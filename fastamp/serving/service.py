@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fastamp.inference.feature_model import FeatureModel
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import Item, parse_time
 from fastamp.inference.predictor import Predictor
+from fastamp.retrieval.gallery_store import Item, parse_time
 from fastamp.serving.batching import Batcher
 from fastamp.serving.decoding import Decoder, Decoding
 from fastamp.serving.errors import RequestError, split_fix

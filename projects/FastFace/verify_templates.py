@@ -16,7 +16,7 @@ import numpy as np
 from tabulate import tabulate
 
 from fastamp.engine import run_command_line
-from fastamp.inference.features_file import read_extraction
+from fastamp.retrieval.features_file import read_extraction
 from fastamp.utils.errors import DataError
 
 sys.path.append(str(Path(__file__).parent))

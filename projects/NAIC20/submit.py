@@ -22,7 +22,7 @@ from fastamp.config import CfgNode, read_config
 from fastamp.engine import run_command_line
 from fastamp.evaluation import Protocol
 from fastamp.evaluation.metrics import distances_of
-from fastamp.inference.features_file import Extraction, read_extraction
+from fastamp.retrieval.features_file import Extraction, read_extraction
 from fastamp.utils.errors import ConfigError, DataError
 from fastamp.utils.files import write_atomically
 from fastamp.utils.progress import track

@@ -5,9 +5,9 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from fastamp.fastreid.config import get_cfg
 from torch import nn
 
+from fastamp.fastreid.config import get_cfg
 from fastamp.utils.errors import ConfigError
 
 NAMES = {

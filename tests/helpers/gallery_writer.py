@@ -8,7 +8,7 @@ import sys
 import numpy as np
 
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import GalleryModel, Item
+from fastamp.retrieval.gallery_store import GalleryModel, Item
 
 WIDTH = 16
 

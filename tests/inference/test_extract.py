@@ -22,8 +22,8 @@ from fastamp.data.build import build_dataset
 from fastamp.engine import DefaultTrainer
 from fastamp.inference import extract as module
 from fastamp.inference.extract import extract, list_images
-from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import open_gallery
+from fastamp.retrieval.features_file import read_extraction
 from fastamp.utils import lock
 from fastamp.utils.errors import ConfigError, DataError, UserError, WriteError
 

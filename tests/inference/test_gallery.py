@@ -24,13 +24,13 @@ from fastamp.cli import gallery as command
 from fastamp.cli import search as search_command
 from fastamp.data.build import build_dataset
 from fastamp.inference import gallery as module
-from fastamp.inference.candidates import Candidates
 from fastamp.inference.export import export
 from fastamp.inference.extract import extract
 from fastamp.inference.gallery import MissingItemError, MutableGallery, create_or_open
 from fastamp.inference.gallery_source import Metadata, add_images
-from fastamp.inference.gallery_store import GalleryModel, Item, format_time, parse_time
 from fastamp.inference.index import open_gallery
+from fastamp.retrieval.candidates import Candidates
+from fastamp.retrieval.gallery_store import GalleryModel, Item, format_time, parse_time
 from fastamp.utils.errors import ConfigError, DataError, WeightsError, WriteError
 
 WIDTH = 16

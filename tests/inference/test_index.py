@@ -12,8 +12,8 @@ from fastamp.cli import search as command
 from fastamp.data.build import build_dataset
 from fastamp.inference import index as module
 from fastamp.inference.extract import extract
-from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, choose_kind, load_index, open_gallery
+from fastamp.retrieval.features_file import read_extraction, write_arrays
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import ConfigError, DataError
 

@@ -20,10 +20,10 @@ from fastamp.inference.export import export
 from fastamp.inference.export.tflite_format import VARIABLE
 from fastamp.inference.gallery import create_or_open
 from fastamp.inference.gallery_source import gallery_model
-from fastamp.inference.gallery_store import Item
 from fastamp.inference.runtime import ExportedModel
 from fastamp.inference.sessions import open_tflite
 from fastamp.integrations import BoxmotReID, UltralyticsReID
+from fastamp.retrieval.gallery_store import Item
 from fastamp.utils.errors import ConfigError, DataError
 
 

@@ -15,8 +15,8 @@ import torch
 
 from fastamp import Predictor
 from fastamp.checkpoint.weights_file import read_checkpoint
-from fastamp.inference.features_file import read_extraction
 from fastamp.inference.index import load_index, open_gallery
+from fastamp.retrieval.features_file import read_extraction
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import WeightsError
 

@@ -441,7 +441,7 @@ def test_predictor_of_a_model_without_attributes_raises_config_error(checkpoint,
 
 
 def test_query_in_words_finds_attributes_and_scores_images():
-    from fastamp.inference.attribute_search import has_attributes, parse_query, score
+    from fastamp.retrieval.attribute_search import has_attributes, parse_query, score
 
     names = ["upper_color=red", "lower_color=red", "hat", "hat_kind=cap"]
     assert parse_query("red", names) == [["upper_color=red", "lower_color=red"]]

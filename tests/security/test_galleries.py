@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from fuzz import bounded
 
-from fastamp.inference.candidates import Candidates
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.inference.index import open_gallery
+from fastamp.retrieval.candidates import Candidates
+from fastamp.retrieval.gallery_store import DATABASE_FILE, GalleryModel, Item
 from fastamp.utils.errors import DataError
 
 WIDTH = 4

@@ -8,8 +8,8 @@ import preloaded
 import pytest
 import torch
 
-from fastamp.inference.features_file import Extraction
 from fastamp.layers.distance import FeatureDistances
+from fastamp.retrieval.features_file import Extraction
 from fastamp.utils.errors import ConfigError, DataError
 
 

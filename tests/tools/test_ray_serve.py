@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import GalleryModel
+from fastamp.retrieval.gallery_store import GalleryModel
 
 pytest.importorskip("starlette")
 pytest.importorskip("python_multipart")

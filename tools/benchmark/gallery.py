@@ -20,10 +20,10 @@ from search import Images
 from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.gallery import MutableGallery
-from fastamp.inference.gallery_store import GalleryModel, Item
 from fastamp.inference.index import build_index
+from fastamp.retrieval.features_file import read_extraction, write_arrays
+from fastamp.retrieval.gallery_store import GalleryModel, Item
 
 SINGLE, BATCH, CHANGES = 30, 64, 50
 

@@ -17,7 +17,7 @@ from tabulate import tabulate
 from fastamp.evaluation import Identities
 from fastamp.evaluation.error_rates import ErrorRate, difference_interval
 from fastamp.evaluation.thresholds import calibrate
-from fastamp.inference.features_file import read_extraction
+from fastamp.retrieval.features_file import read_extraction
 
 RATES = ("far", "frr", "fpir")
 

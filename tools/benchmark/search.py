@@ -22,8 +22,8 @@ import torch
 from tabulate import tabulate
 
 from fastamp.diagnostics.environment import inspect_environment
-from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import build_index, load_index
+from fastamp.retrieval.features_file import read_extraction, write_arrays
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.env import peak_memory_mb
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fastamp.inference.features_file import open_arrays, read_array, write_arrays
+from fastamp.retrieval.features_file import open_arrays, read_array, write_arrays
 from fastamp.utils.errors import DataError, writing
 from fastamp.utils.files import write_atomically
 

@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from fastamp.inference.features_file import Extraction, is_unknown
+from fastamp.retrieval.features_file import Extraction, is_unknown
 from fastamp.utils.errors import optional_package, writing
 from fastamp.utils.files import write_atomically
 

@@ -9,9 +9,9 @@ import faiss
 import numpy as np
 import pytest
 
-from fastamp.inference import features_file
-from fastamp.inference.features_file import read_extraction, write_arrays
 from fastamp.inference.index import load_index
+from fastamp.retrieval import features_file
+from fastamp.retrieval.features_file import read_extraction, write_arrays
 from fastamp.utils.choices import INDEX_KINDS
 from fastamp.utils.errors import DataError
 

@@ -1,0 +1,1 @@
+"""Features with their columns, indices, stores of features, and search."""
