@@ -329,14 +329,10 @@ class _HeicError(UnidentifiedImageError):
         super().__init__("it is a HEIC image, as of an iPhone, which is not supported; convert it to JPEG")
 
 
-def _is_heic(source: str | os.PathLike[str] | Any) -> bool:
+def _is_heic(source: Any) -> bool:
     """Return True if the header of a file is that of HEIF with the video codec HEVC or of unknown kind."""
-    if isinstance(source, str | os.PathLike):
-        with open(source, "rb") as file:
-            header = file.read(12)
-    else:
-        source.seek(0)
-        header = source.read(12)
+    source.seek(0)
+    header = source.read(12)
     return header[4:8] == b"ftyp" and header[8:12] in _HEIC_BRANDS
 
 

@@ -85,15 +85,12 @@ class AnimalRanker(Ranker):
             _check_validation(identities, validation)
         super().__init__(identities, junk=junk, trapezoid=trapezoid)
         self.offset = 1.0 if metric == "cosine" else 0.0
-        self.column, count = validation, len(self.matches.query_pids)
-        self.validation = self.matches.query_columns[validation] > 0 if validation else np.zeros(count, dtype=bool)
-        self.missing_is_wrong, self.leave_one_out = missing_is_wrong, leave_one_out
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images, without those for validation, and without the query itself."""
-        hidden = int((self.matches.gallery_columns[self.column] > 0).sum()) if self.column else 0
-        return len(self.matches.gallery_pids) - hidden - int(self.leave_one_out)
+        self.validation = np.zeros(len(self.matches.query_pids), dtype=bool)
+        if validation:
+            self.validation = self.matches.query_columns[validation] > 0
+            self.num_gallery -= int((self.matches.gallery_columns[validation] > 0).sum())
+        self.num_gallery -= leave_one_out
+        self.missing_is_wrong = missing_is_wrong
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery, see ``Ranker.rank``; also return the extra columns, (B, 6) float64."""

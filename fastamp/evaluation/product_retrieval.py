@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from fastamp.evaluation.identities import IMAGE, Identities, Junk, Matches
-from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Ranker, RankingRule
+from fastamp.evaluation.protocol import PROTOCOL_REGISTRY, Protocol, Ranker, RankingRule, build_ranker
 from fastamp.evaluation.rank import MISS, query_scores, ranks_of_matches
 
 
@@ -20,23 +20,6 @@ def same_image(matches: Matches, queries: np.ndarray, gallery: np.ndarray) -> np
 
 SAME_IMAGE = Junk(same_image, uses_cameras=False)
 """The query itself, under rules in which each image is a query against all others."""
-
-
-class LeaveOneOutRanker(Ranker):
-    """Ranker in which each image is a query against all others.
-
-    Args:
-        identities: identities of N images, which are both queries and gallery, see ``Identities.all_images``.
-        trapezoid: see ``Ranker``.
-    """
-
-    def __init__(self, identities: Identities, *, trapezoid: bool = False) -> None:
-        super().__init__(identities, junk=SAME_IMAGE, trapezoid=trapezoid)
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images of each query."""
-        return len(self.matches.gallery_pids) - 1
 
 
 class FirstHitRanker(Ranker):
@@ -52,11 +35,7 @@ class FirstHitRanker(Ranker):
 
     def __init__(self, identities: Identities, *, trapezoid: bool = False) -> None:
         super().__init__(identities, junk=None, trapezoid=trapezoid)
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images of each query."""
-        return len(self.matches.gallery_pids) - 1
+        self.num_gallery -= 1
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery without the nearest image, see ``Ranker.rank``."""
@@ -67,11 +46,18 @@ class FirstHitRanker(Ranker):
         return ap, inp, np.where(first_match < 0, MISS, first_match)[:, None]
 
 
+def _build_leave_one_out(identities: Identities, protocol: Protocol) -> Ranker:
+    """Build a ranker of N images, each of which is a query against all others; see ``Identities.all_images``."""
+    ranker = build_ranker(identities, protocol)
+    ranker.num_gallery -= 1
+    return ranker
+
+
 PROTOCOL_REGISTRY.register("recall_at_k")(
     RankingRule(
         text="recall at k, leave-one-out (each image is a query against all others)",
         junk=SAME_IMAGE,
-        build=lambda identities, protocol: LeaveOneOutRanker(identities, trapezoid=protocol.trapezoid),
+        build=_build_leave_one_out,
         all_images=True,
         recall=True,
     )

@@ -54,6 +54,7 @@ class Ranker:
 
     Attributes:
         num_trials: number of random galleries, R.
+        num_gallery: number of gallery images; in one trial, if the gallery is drawn at random.
         num_extra: number of columns of ``RankingResult.extra``, which ``rank`` then returns last. Default: 0.
     """
 
@@ -71,6 +72,7 @@ class Ranker:
         unmatched = JUNK_PID if trapezoid else None
         self.matches = Matches(identities, junk=junk, unmatched_pid=unmatched, excluded=excluded)
         self.trapezoid = trapezoid
+        self.num_gallery = len(self.matches.gallery_pids)
         self._parts: dict[int, tuple[np.ndarray, ...]] = {}
 
     def add(self, start: int, distances: torch.Tensor) -> None:
@@ -94,11 +96,6 @@ class Ranker:
         if len(self.matches.unmatched):
             distances[:, torch.from_numpy(self.matches.unmatched).to(distances.device)] = torch.nan
         return pairs
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images; in one trial, if the gallery is drawn at random."""
-        return len(self.matches.gallery_pids)
 
     def result(self) -> RankingResult:
         """Return the results of all added queries on the CPU, in query order."""

@@ -70,13 +70,8 @@ class VehicleIDRanker(Ranker):
 
     def __init__(self, identities: Identities, *, num_trials: int, seed: int) -> None:
         super().__init__(identities, junk=None)
-        self.num_trials = num_trials
+        self.num_trials, self.num_gallery = num_trials, len(self.matches.groups.pids)
         self._drawn = _draw_gallery(self.matches.groups, num_trials, np.random.default_rng(seed))
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images in one trial: one per identity."""
-        return len(self.matches.groups.pids)
 
     def rank(self, start: int, distances: torch.Tensor) -> tuple[np.ndarray, ...]:
         """Rank the gallery in each trial, see ``Ranker.rank``."""

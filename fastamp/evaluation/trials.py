@@ -59,7 +59,7 @@ class TrialRanker(Ranker):
             excluded=np.setdiff1d(np.arange(len(identities.gallery_pids)), shown),
         )
         self.num_trials = len(trials)
-        self._num_gallery = len(np.unique(shown))
+        self.num_gallery = len(np.unique(shown))
         self._trials = [
             [
                 _PartRanker(identities, part, junk, trapezoid, counts_identities)
@@ -68,11 +68,6 @@ class TrialRanker(Ranker):
             ]
             for parts in trials
         ]
-
-    @property
-    def num_gallery(self) -> int:
-        """Number of gallery images in the first trial."""
-        return self._num_gallery
 
     def add(self, start: int, distances: torch.Tensor) -> None:
         """Rank the gallery for queries ``start:start + B`` in each trial, given (B, G) distances."""

@@ -118,20 +118,22 @@ class BatchTransform:
         size: output height and width in pixels. None (default) keeps the input size.
         before: only used for custom transforms: name in ``build.ORDER`` of the transform before which this one is
             applied. The default "" applies it last.
+        section: name of its config section in INPUT, which the default ``from_config`` reads.
     """
 
     draws: int
+    section: str
     size: tuple[int, int] | None = None
     before: str = ""
 
     @classmethod
     def from_config(cls, cfg: Any) -> "BatchTransform":
-        """Build the transform from its config section in INPUT.
+        """Build the transform from its config section. By default, its keys other than ENABLED are the arguments.
 
         Raises:
             ConfigError: if the values in the section are inconsistent.
         """
-        raise NotImplementedError
+        return cls(**{key.lower(): value for key, value in cfg.INPUT[cls.section].items() if key != "ENABLED"})
 
     def output_size(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the output size for images of ``size``; both sizes are (height, width) in pixels."""

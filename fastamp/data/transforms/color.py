@@ -59,24 +59,13 @@ class ColorJitter(BatchTransform):
         hue: the hue shift is uniform in [-hue, hue], as a fraction of the color circle; at most 0.5.
     """
 
+    section = "CJ"
     draws = 9  # 1 to select images, 4 for the factors, 4 for the order: the slices in ``parameters``
 
     def __init__(self, *, prob: float, brightness: float, contrast: float, saturation: float, hue: float) -> None:
         self.prob = prob
         self._low = np.array([max(0, 1 - brightness), max(0, 1 - contrast), max(0, 1 - saturation), -hue])
         self._high = np.array([1 + brightness, 1 + contrast, 1 + saturation, hue])
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "ColorJitter":
-        """Build the transform from the config section ``INPUT.CJ``."""
-        jitter = cfg.INPUT.CJ
-        return cls(
-            prob=jitter.PROB,
-            brightness=jitter.BRIGHTNESS,
-            contrast=jitter.CONTRAST,
-            saturation=jitter.SATURATION,
-            hue=jitter.HUE,
-        )
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute the factors and the order of the operations for each image.
@@ -122,15 +111,11 @@ class RandomGrayscale(BatchTransform):
         prob: probability of converting an image.
     """
 
+    section = "GRAYSCALE"
     draws = 1
 
     def __init__(self, *, prob: float) -> None:
         self.prob = prob
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "RandomGrayscale":
-        """Build the transform from the config section ``INPUT.GRAYSCALE``."""
-        return cls(prob=cfg.INPUT.GRAYSCALE.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute ``grayscale``, the (B,) bool mask of images to convert."""

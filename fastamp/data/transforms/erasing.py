@@ -141,13 +141,10 @@ class LocalGrayscale(RandomRectangle):
         prob: probability of converting a rectangle in an image.
     """
 
+    section = "LOCAL_GRAYSCALE"
+
     def __init__(self, *, prob: float) -> None:
         super().__init__(prob=prob, scale=(0.02, 0.4), ratio=(0.3, 1 / 0.3))
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "LocalGrayscale":
-        """Build the transform from the config section ``INPUT.LOCAL_GRAYSCALE``."""
-        return cls(prob=cfg.INPUT.LOCAL_GRAYSCALE.PROB)
 
     def apply(self, images: Tensor, parameters: Parameters) -> Tensor:
         """Convert the rectangles to grayscale."""
@@ -166,15 +163,11 @@ class RandomPatch(RandomRectangle):
         prob: probability of pasting a patch into an image.
     """
 
+    section = "RPT"
     draws = RandomRectangle.draws + 4
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(prob=prob, scale=(0.01, 0.5), ratio=(0.1, 10.0))
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "RandomPatch":
-        """Build the transform from the config section ``INPUT.RPT``."""
-        return cls(prob=cfg.INPUT.RPT.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute the rectangle and the source patch of each image.

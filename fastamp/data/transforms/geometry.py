@@ -132,15 +132,11 @@ def _has_uint8_operator(interpolation: str) -> bool:
 class RandomHorizontalFlip(BatchTransform):
     """Flip an image horizontally with probability ``prob``."""
 
+    section = "FLIP"
     draws = 1
 
     def __init__(self, *, prob: float) -> None:
         self.prob = prob
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "RandomHorizontalFlip":
-        """Build the transform from the config section ``INPUT.FLIP``."""
-        return cls(prob=cfg.INPUT.FLIP.PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute ``flip``, the (B,) bool mask of images to flip."""

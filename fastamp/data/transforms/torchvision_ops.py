@@ -325,13 +325,10 @@ class RandomAffine(TorchvisionTransform):
     Pixels outside of the image are black.
     """
 
+    section = "AFFINE"
+
     def __init__(self) -> None:
         super().__init__(transform=v2.RandomAffine(degrees=10, scale=(0.9, 1.1), shear=0.1), prob=1.0)
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "RandomAffine":
-        """Build the transform; INPUT.AFFINE has no settings other than ENABLED."""
-        return cls()
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute the parameters of ``TorchvisionTransform``, and draw an affine map for each image.
