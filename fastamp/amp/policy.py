@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -347,15 +347,13 @@ class _DtypeRecorder(TorchDispatchMode):
     @contextmanager
     def follow(self, model: nn.Module | None) -> Iterator[None]:
         """Record in ``products`` which child module of ``model`` runs each operation."""
-        handles = []
-        for name, child in [] if model is None else model.named_children():
-            handles.append(child.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_child", name)))
-            handles.append(child.register_forward_hook(lambda *_: setattr(self, "_child", "")))
-        try:
+        with ExitStack() as handles:
+            for name, child in [] if model is None else model.named_children():
+                handles.enter_context(
+                    child.register_forward_pre_hook(lambda *_, name=name: setattr(self, "_child", name))
+                )
+                handles.enter_context(child.register_forward_hook(lambda *_: setattr(self, "_child", "")))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def report(self, model: nn.Module) -> None:
         """Log the recorded dtypes of each child module, and warn about large ones that computed only in float32."""

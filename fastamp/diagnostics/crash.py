@@ -203,26 +203,23 @@ def replay_failure(
 def build_crash_dump(
     model: nn.Module,
     *,
-    message: str,
-    iteration: int,
-    config: str,
     policy: PrecisionPolicy,
-    loss_scale: float,
-    micro_batch: MicroBatch,
-    losses: dict[str, float],
     location: NonFiniteLocation | None,
     frozen: tuple[str, ...],
+    **attributes: Any,
 ) -> CrashDump:
-    """Build the crash dump of a skipped step; the model is unchanged because the step was not applied."""
+    """Build the crash dump of a skipped step; the model is unchanged because the step was not applied.
+
+    Args:
+        model: the model.
+        policy: precision of the step.
+        location: first non-finite value; None if it was not located in this process.
+        frozen: ``MODEL.FREEZE_LAYERS``, if the layers were frozen in this step.
+        attributes: the other attributes of ``CrashDump`` that the model does not have.
+    """
     return CrashDump(
-        message=message,
-        iteration=iteration,
         rank=comm.get_rank(),
-        config=config,
         policy=policy.state_dict(),
-        loss_scale=loss_scale,
-        micro_batch=micro_batch,
-        losses=losses,
         location=location.as_dict() if location else None,
         model={name: tensor.detach().cpu() for name, tensor in _tensors(model).items()},
         evaluating=[name for name, module in model.named_modules() if not module.training],
@@ -230,6 +227,7 @@ def build_crash_dump(
         frozen_layers=list(frozen),
         counters={name: numbers for name, module in model.named_modules() if (numbers := _counters(module))},
         sharded=list(row_shards(model)),
+        **attributes,
     )
 
 

@@ -1,7 +1,7 @@
 """Error messages for failed model passes that report the module, the source line and the batch."""
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import nn
 
 from fastamp.amp.device_errors import IN_TRAINING, explain_device_error, is_out_of_memory, shapes_of
 from fastamp.diagnostics.isolated_passes import IsolatedPasses, batch_size, slice_batch
-from fastamp.utils.compiled import uncompiled
+from fastamp.diagnostics.layer_hooks import hooked
 from fastamp.utils.errors import TrainingError, UserError, summarize_error
 
 T = TypeVar("T")
@@ -42,10 +42,8 @@ def run_passes(
     """
     count = batch_size(batch)
     while True:
-        with (
-            IsolatedPasses(model, slice_batch(batch, count), frozen=frozen) as passes,
-            ErrorContext(model, precision) as context,
-        ):
+        context = ErrorContext(model, precision)
+        with IsolatedPasses(model, slice_batch(batch, count), frozen=frozen) as passes, context.watching():
             try:
                 return run(passes), count
             except Exception as error:
@@ -57,7 +55,7 @@ def run_passes(
 
 
 class ErrorContext:
-    """Context manager that tracks the module being called, to report where an exception was raised.
+    """Hooks that track the module being called, to report where an exception was raised.
 
     Args:
         model: the model.
@@ -67,26 +65,17 @@ class ErrorContext:
     def __init__(self, model: nn.Module, precision: str) -> None:
         self.model = model
         self.precision = precision
-        self._stack: list[tuple[str, nn.Module, Any]] = []
-        self._handles = ExitStack()
+        self._names = {module: name for name, module in model.named_modules()}
+        self._stack: list[tuple[nn.Module, Any]] = []
 
-    def __enter__(self) -> "ErrorContext":
-        self._handles.enter_context(uncompiled(self.model))
-        for name, module in self.model.named_modules():
-            for handle in (
-                module.register_forward_pre_hook(self._enter(name)),
-                module.register_forward_hook(self._leave),
-            ):
-                self._handles.callback(handle.remove)
-        return self
+    def watching(self) -> AbstractContextManager[None]:
+        """Register the hooks for the duration of the context."""
+        return hooked(self.model, self._names, enter=self._enter, leave=self._leave)
 
-    def __exit__(self, *_: object) -> None:
-        self._handles.close()
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._stack.append((module, args))
 
-    def _enter(self, name: str) -> Callable[[nn.Module, Any], None]:
-        return lambda module, args: self._stack.append((name, module, args))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, *_: Any) -> None:
         self._stack.pop()
 
     def explain(self, error: Exception, batch: dict[str, Any]) -> None:
@@ -97,8 +86,9 @@ class ErrorContext:
         """
         if isinstance(error, UserError):
             raise error
-        name, module, args = self._stack[-1] if self._stack else ("", self.model, ())
-        where = f"{name or 'the model itself'} ({type(module).__name__})" if self._stack else "the backward pass"
+        module, args = self._stack[-1] if self._stack else (self.model, ())
+        name = self._names[module] or "the model itself"
+        where = f"{name} ({type(module).__name__})" if self._stack else "the backward pass"
         explained = explain_device_error(error, f"the pre-flight, in {self.precision}, in {where}", batch, IN_TRAINING)
         if explained is not None:
             raise explained from error

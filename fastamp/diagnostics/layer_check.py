@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,11 +141,9 @@ class _LayerCheck:
         self._calls: list[tuple[Any, dict[str, Any], list[Callable[[], Any]]]] = []
         self._inside = False
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Register the hooks for the duration of the context."""
-        with hooked(self.model, self.layers, enter=self._enter, leave=self._leave):
-            yield
+        return hooked(self.model, self.layers, enter=self._enter, leave=self._leave)
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._inside:

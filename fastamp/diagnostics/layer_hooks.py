@@ -1,7 +1,7 @@
 """Hooks on the layers of a model."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -29,15 +29,10 @@ def hooked(
         enter: called as ``enter(layer, args, kwargs)`` before a layer.
         leave: called as ``leave(layer, args, kwargs, output)`` after a layer.
     """
-    handles = []
-    for layer in layers:
-        if enter:
-            handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-        if leave:
-            handles.append(layer.register_forward_hook(leave, with_kwargs=True))
-    try:
-        with uncompiled(model):
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with uncompiled(model), ExitStack() as handles:
+        for layer in layers:
+            if enter:
+                handles.enter_context(layer.register_forward_pre_hook(enter, with_kwargs=True))
+            if leave:
+                handles.enter_context(layer.register_forward_hook(leave, with_kwargs=True))
+        yield

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -50,19 +50,14 @@ class NonFiniteObserver:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Register the hooks for the duration of the context."""
-        handles = []
-        for module in self.names:
-            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(self._leave))
-            for parameter_name, parameter in module.named_parameters(recurse=False):
-                if parameter.requires_grad:
-                    handles.append(parameter.register_hook(self._watch_parameter(self.names[module], parameter_name)))
-        try:
-            with uncompiled(self.model):
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with uncompiled(self.model), ExitStack() as handles:
+            for module, name in self.names.items():
+                handles.enter_context(module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True))
+                handles.enter_context(module.register_forward_hook(self._leave))
+                for parameter_name, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad:
+                        handles.enter_context(parameter.register_hook(self._watch_parameter(name, parameter_name)))
+            yield
 
     def location(self, kind: str, scale: float, safe_scale: float | None = None) -> NonFiniteLocation:
         """Build the location of the first non-finite value."""

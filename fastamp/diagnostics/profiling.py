@@ -2,8 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,12 +117,10 @@ class _Outputs:
         self.own_errors: dict[str, float] = {}
         self._inputs: Any = None
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Register the hooks for the duration of the context."""
         enter = self._enter if self.second_policy else None
-        with hooked(self.model, self.layers, enter=enter, leave=self._leave):
-            yield
+        return hooked(self.model, self.layers, enter=enter, leave=self._leave)
 
     def _enter(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._inputs = cloned(args)

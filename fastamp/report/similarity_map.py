@@ -93,10 +93,8 @@ def _recorded_maps(backbone: nn.Module) -> Iterator[list[Tensor]]:
         handle = backbone.last_block.register_forward_pre_hook(lambda _, inputs: (keep(inputs[0]), *inputs[1:]))
     else:  # if the head contains the last block, the backbone returns all tokens
         handle = backbone.register_forward_hook(lambda _, __, output: keep(output))
-    try:
+    with handle:
         yield recorded
-    finally:
-        handle.remove()
 
 
 def _to_feature_maps(values: Tensor, backbone: nn.Module, size: torch.Size) -> Tensor:
