@@ -10,11 +10,11 @@ from fastamp.checkpoint.load_state import convert_state_dict, load_model_state
 from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.modeling.backbones.repvgg import DEPTHS, RepVGG, RepVGGBlock
+from fastamp.modeling.backbones.repvgg import DEPTHS, Depth, RepVGG, RepVGGBlock
 from fastamp.utils.errors import ConfigError, WeightsError
 
 WIDTHS = {"A0": 1280, "A1": 1280, "A2": 1408, "B0": 1280, "B1": 2048, "B2": 2560, "B3": 2560}
-SMALL = {"blocks": (2, 2, 3, 1), "widths": (0.25, 0.25, 0.25, 0.25), "groups": 4}
+SMALL = Depth((2, 2, 3, 1), (0.25, 0.25, 0.25, 0.25), 4)
 
 
 def config(depth, *opts):
@@ -42,7 +42,7 @@ def randomized(module):
 
 def small(**options):
     torch.manual_seed(0)
-    return randomized(RepVGG(**SMALL, **options))
+    return randomized(RepVGG(SMALL, **options))
 
 
 def assert_same_features(one, other, images):
@@ -108,8 +108,8 @@ def test_repvgg_in_deploy_form_computes_same_features():
     fused = copy.deepcopy(backbone)
     fused.switch_to_deploy()
     assert_same_features(backbone, fused, images)
-    assert shapes(fused.state_dict()) == shapes(RepVGG(**SMALL, deploy=True).state_dict())
-    assert sum(isinstance(module, torch.nn.Conv2d) for module in fused.modules()) == 1 + sum(SMALL["blocks"])
+    assert shapes(fused.state_dict()) == shapes(RepVGG(SMALL, deploy=True).state_dict())
+    assert sum(isinstance(module, torch.nn.Conv2d) for module in fused.modules()) == 1 + sum(SMALL.blocks)
 
 
 def test_repvgg_in_deploy_form_loads_training_and_deploy_weights():
@@ -120,7 +120,7 @@ def test_repvgg_in_deploy_form_loads_training_and_deploy_weights():
     without_counters = {name: value for name, value in backbone.state_dict().items() if "num_batches" not in name}
     for state in (backbone.state_dict(), without_counters, fused.state_dict(), fastreid_names):
         before = {name: value.clone() for name, value in state.items()}
-        model = RepVGG(**SMALL, deploy=True).eval()
+        model = RepVGG(SMALL, deploy=True).eval()
         report = load_model_state(model, state, source="a file", backbone_prefix="")
         assert not report.missing and not report.dropped
         assert_same_features(backbone, model, images)
@@ -139,26 +139,26 @@ def test_loading_deploy_weights_into_repvgg_in_training_form_raises(suffixes):
         if pair[0] in name
     }
     with pytest.raises(WeightsError, match="MODEL.BACKBONE.DEPLOY"):
-        load_model_state(RepVGG(**SMALL), state, source="a file", backbone_prefix="")
+        load_model_state(RepVGG(SMALL), state, source="a file", backbone_prefix="")
 
 
 def test_loading_incomplete_branches_into_repvgg_in_deploy_form_raises():
     state = {name: value for name, value in small().state_dict().items() if "rbr_1x1" not in name}
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
-        load_model_state(RepVGG(**SMALL, deploy=True), state, source="a file", backbone_prefix="")
+        load_model_state(RepVGG(SMALL, deploy=True), state, source="a file", backbone_prefix="")
 
 
 @pytest.mark.parametrize("deploy", [False, True])
 def test_repvgg_computes_same_features_from_gray_image_and_replicated_channels(tmp_path, deploy):
     backbone, gray = small(), torch.randn(2, 1, 64, 32)
     torch.save(backbone.state_dict(), tmp_path / "repvgg.pth")
-    model = RepVGG(**SMALL, in_channels=1, deploy=deploy).eval()
+    model = RepVGG(SMALL, in_channels=1, deploy=deploy).eval()
     load_pretrained_backbone(model, path=str(tmp_path / "repvgg.pth"), online=None)
     assert_same_features(lambda images: backbone(images.expand(-1, 3, -1, -1)), model, gray)
 
 
 def test_all_repvgg_parameters_have_gradients():
-    backbone = RepVGG(**SMALL, norm="BN", last_stride=1).train()
+    backbone = RepVGG(SMALL, norm="BN", last_stride=1).train()
     out = backbone(torch.randn(4, 3, 64, 32))
     assert out.shape == (4, 128, 4, 2)
     out.square().mean().backward()

@@ -6,14 +6,15 @@ import torch
 from timm.models.resnest import ResNestBottleneck
 from timm.models.resnet import ResNet as TimmResNet
 
-from fastamp.checkpoint.pretrained import load_pretrained_backbone
+from fastamp.checkpoint.pretrained import Download, load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
-from fastamp.modeling.backbones.resnest import DEPTHS, ResNeSt, SplitAttention
+from fastamp.modeling.backbones.resnest import DEPTHS, Depth, ResNeSt, SplitAttention
 from fastamp.utils.errors import ConfigError, WeightsError
 
 TIMM_NAMES = {"50x": "resnest50d", "101x": "resnest101e", "200x": "resnest200e", "269x": "resnest269e"}
 BLOCKS = (1, 2, 1, 3)
+NO_FILE = Download("")
 
 
 def build_meta(depth, *opts):
@@ -65,7 +66,7 @@ def test_resnest_parameter_names_and_shapes_equal_timm(depth):
 @pytest.mark.parametrize("size", [(64, 32), (75, 45)])
 def test_resnest_features_equal_timm(timm_model, tmp_path, size):
     torch.save(timm_model.state_dict(), tmp_path / "resnest.pth")
-    backbone = ResNeSt(blocks=BLOCKS, stem_width=16, last_stride=2).eval()
+    backbone = ResNeSt(Depth(BLOCKS, 16, NO_FILE), last_stride=2).eval()
     load_pretrained_backbone(backbone, path=str(tmp_path / "resnest.pth"), online=None)
     images = torch.randn(2, 3, *size)
     torch.testing.assert_close(backbone(images), timm_model.forward_features(images), rtol=1e-4, atol=1e-4)
@@ -98,13 +99,13 @@ def test_resnest_last_stride_1_dilates_last_stage_except_first_block():
 
 @pytest.mark.parametrize("norm", ["BN", "GN"])
 def test_all_resnest_parameters_have_gradients(norm):
-    backbone = ResNeSt(blocks=(1, 1, 1, 2), stem_width=32, in_channels=1, norm=norm)
+    backbone = ResNeSt(Depth((1, 1, 1, 2), 32, NO_FILE), in_channels=1, norm=norm)
     backbone(torch.randn(4, 1, 64, 32)).square().mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
 def test_resnest_bfloat16_features_are_close_to_float32():
-    backbone, images = ResNeSt(blocks=(1, 1, 1, 1), stem_width=32).eval(), torch.randn(2, 3, 64, 32)
+    backbone, images = ResNeSt(Depth((1, 1, 1, 1), 32, NO_FILE)).eval(), torch.randn(2, 3, 64, 32)
     with torch.no_grad():
         expected = backbone(images)
         with torch.autocast("cpu", torch.bfloat16):
@@ -128,5 +129,5 @@ def test_loading_weights_of_another_network_into_resnest_raises(tmp_path):
     torch.save(torch.nn.Conv2d(3, 3, 3).state_dict(), tmp_path / "other.pth")
     with pytest.raises(WeightsError, match="MODEL.WEIGHTS_MIN_MATCH"):
         load_pretrained_backbone(
-            ResNeSt(blocks=(1, 1, 1, 1), stem_width=8), path=str(tmp_path / "other.pth"), online=None
+            ResNeSt(Depth((1, 1, 1, 1), 8, NO_FILE)), path=str(tmp_path / "other.pth"), online=None
         )

@@ -16,6 +16,7 @@ from fastamp.checkpoint.load_state import load_model_state
 from fastamp.config import read_config
 from fastamp.modeling import build_model
 from fastamp.modeling.backbones.solider import PaddedWindowAttention, SoliderSwin
+from fastamp.modeling.backbones.swin import DEPTHS
 from fastamp.modeling.infer_config import infer_config
 from fastamp.solver import build_lr_schedule
 from fastamp.utils.errors import ConfigError, WeightsError
@@ -127,7 +128,7 @@ def test_tables_of_another_window_are_resized(tmp_path):
     state = pretrained_state()
     name = "stages.0.blocks.0.attn.w_msa.relative_position_bias_table"
     state[name] = torch.linspace(0, 1, 23)[:, None, None].expand(23, 23, 3).reshape(-1, 3).clone()
-    model = SoliderSwin(width=96, blocks=(2, 2, 6, 2), heads=(3, 6, 12, 24))
+    model = SoliderSwin(DEPTHS["tiny"])
     converted = model.convert_state_dict(state, [])["features.1.0.attn.relative_position_bias_table"]
     expected = torch.linspace(0, 1, 13)[:, None, None].expand(13, 13, 3).reshape(-1, 3)
     assert converted.shape == (169, 3) and (converted - expected).abs().max() < 0.05
@@ -148,7 +149,7 @@ def test_config_of_a_fine_tuned_file_is_inferred():
 
 
 def test_negative_weight_removes_the_layers_and_loads_files_that_have_them():
-    model = SoliderSwin(semantic_weight=-1, width=96, blocks=(2, 2, 6, 2), heads=(3, 6, 12, 24))
+    model = SoliderSwin(DEPTHS["tiny"], semantic_weight=-1)
     report = load_model_state(model, pretrained_state(), source="file", backbone_prefix="")
     assert len(model.semantic) == 0 and report.missing == []
     with pytest.raises(ConfigError, match="SEMANTIC_WEIGHT"):

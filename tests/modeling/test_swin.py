@@ -12,11 +12,11 @@ from fastamp.checkpoint.pretrained import load_pretrained_backbone
 from fastamp.config import get_cfg
 from fastamp.modeling import build_backbone
 from fastamp.modeling.backbones import vit
-from fastamp.modeling.backbones.swin import DEPTHS, Swin
+from fastamp.modeling.backbones.swin import DEPTHS, Depth, Swin
 from fastamp.utils.errors import ConfigError
 
 WIDTHS = {"tiny": 768, "small": 768, "base": 1024}
-SMALL = {"width": 12, "blocks": (2, 2, 2, 2), "heads": (1, 2, 3, 4)}
+SMALL = Depth(12, (2, 2, 2, 2), (1, 2, 3, 4), "")
 
 
 def build(depth, *opts):
@@ -70,7 +70,7 @@ def test_swin_with_timm_or_authors_weights_computes_same_features(origin):
                 state[key.replace(f"layers.{stage}.", f"layers.{stage - 1}.")] = state.pop(key)
         state["layers.0.blocks.1.attn_mask"] = torch.zeros(4, 49, 49)
         state["layers.0.blocks.1.attn.relative_position_index"] = torch.zeros(49, 49, dtype=torch.int64)
-    backbone = Swin(**SMALL).eval()
+    backbone = Swin(SMALL).eval()
     report = load_model_state(backbone, state, source=origin, backbone_prefix="")
     assert report.missing == []
     assert {key.split(".")[0] for key in report.dropped} == {"head"}
@@ -81,7 +81,7 @@ def test_swin_with_timm_or_authors_weights_computes_same_features(origin):
 
 
 def test_swin_state_dict_can_be_loaded_completely():
-    backbone, other = Swin(**SMALL), Swin(**SMALL)
+    backbone, other = Swin(SMALL), Swin(SMALL)
     report = load_model_state(other, backbone.state_dict(), source="own", backbone_prefix="")
     assert report.missing == report.dropped == report.renamed == []
     x = torch.randn(2, 3, 64, 32)
@@ -91,7 +91,7 @@ def test_swin_state_dict_can_be_loaded_completely():
 @pytest.mark.parametrize("size, expected", [((256, 128), (8, 4)), ((75, 41), (3, 2)), ((64, 32), (2, 1))])
 def test_swin_accepts_any_image_size(size, expected):
     with torch.no_grad():
-        assert Swin(**SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
+        assert Swin(SMALL).eval()(torch.randn(2, 3, *size)).shape == (2, 96, *expected)
 
 
 def test_config_sets_swin_dropout_and_image_channels():
@@ -105,15 +105,15 @@ def test_config_sets_swin_dropout_and_image_channels():
 
 
 def test_all_swin_parameters_have_gradients():
-    backbone = Swin(**SMALL, drop_path=0.0)
+    backbone = Swin(SMALL, drop_path=0.0)
     # The mean and the mean square of normalized values are constant.
     (backbone(torch.randn(4, 3, 64, 32)) ** 3).mean().backward()
     assert [name for name, p in backbone.named_parameters() if p.grad is None] == []
 
 
 def test_loading_rgb_weights_into_swin_sets_fourth_channel_to_zero(tmp_path):
-    torch.save(Swin(**SMALL).state_dict(), tmp_path / "swin.pth")
-    backbone = Swin(**SMALL, in_channels=4)
+    torch.save(Swin(SMALL).state_dict(), tmp_path / "swin.pth")
+    backbone = Swin(SMALL, in_channels=4)
     load_pretrained_backbone(backbone, path=str(tmp_path / "swin.pth"), online=None)
     assert not backbone.features[0][0].weight[:, 3].any()
 

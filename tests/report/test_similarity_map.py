@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastamp.modeling.backbones.swin import Swin
+from fastamp.modeling.backbones.swin import Depth, Swin
 from fastamp.modeling.backbones.timm_vit import TimmVisionTransformer
 from fastamp.modeling.backbones.vit import DEPTHS, VisionTransformer
 from fastamp.report.similarity_map import similarity_map
@@ -53,7 +53,7 @@ def test_similarity_map_highlights_the_common_pattern():
 def test_similarity_map_supports_vit_and_swin(frozen):
     vit = VisionTransformer(depth=DEPTHS["deit_small"], image_size=(64, 32))
     vit.blocks = vit.blocks[:2]
-    swin = Swin(width=24, blocks=(1, 1, 1, 1), heads=(1, 1, 1, 1))
+    swin = Swin(Depth(24, (1, 1, 1, 1), (1, 1, 1, 1), ""))
     for backbone, shape in ((vit, (4, 2)), (swin, (2, 1))):
         model = Model(backbone).eval().requires_grad_(not frozen)
         found = similarity_map(model, pair())

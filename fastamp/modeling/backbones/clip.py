@@ -21,7 +21,6 @@ from fastamp.modeling.backbones.build_utils import (
 from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
-    patch_grid,
     run_block,
     size_of_training_images,
 )
@@ -349,14 +348,6 @@ class ClipVisionTransformer(TokenBackbone):
         """List the modules of each block, in order, and the final norm and projection."""
         last = [parameter for parameter in (self.ln_post, self.proj) if parameter is not None]
         return [*([block] for block in self.transformer.resblocks), last]
-
-    def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
-        return patch_grid(size, (PATCH, PATCH), self.stride)
-
-    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
-        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
-        return patch_grid(size, (PATCH, PATCH), stride)
 
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.

@@ -104,32 +104,19 @@ class EfficientNet(nn.Module):
     Drop-connect is not implemented; its rate is 0 in all FastReID variants.
 
     Args:
-        stem: output channels of the stem.
-        widths: output channels of the seven stages.
-        blocks: number of blocks in each stage.
-        head: channels of the output feature map.
+        depth: widths and numbers of blocks.
         in_channels: number of image channels.
         last_stride: stride of the sixth stage; 1 doubles the height and width of the output.
         norm: name of the normalization layer.
     """
 
-    def __init__(
-        self,
-        *,
-        stem: int,
-        widths: tuple[int, ...],
-        blocks: tuple[int, ...],
-        head: int,
-        in_channels: int = 3,
-        last_stride: int = 1,
-        norm: str = "BN",
-    ) -> None:
+    def __init__(self, depth: Depth, *, in_channels: int = 3, last_stride: int = 1, norm: str = "BN") -> None:
         super().__init__()
-        self.stem = Stem(in_channels, stem, norm, nn.SiLU(inplace=True))
+        self.stem = Stem(in_channels, depth.stem, norm, nn.SiLU(inplace=True))
         strides = [*STRIDES]
         strides[_LAST_STRIDE_STAGE] = last_stride
-        channels = stem
-        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+        channels = depth.stem
+        for stage, (width, count) in enumerate(zip(depth.widths, depth.blocks, strict=True)):
             layers = nn.Sequential()
             for number in range(count):
                 block = MBConv(
@@ -143,8 +130,8 @@ class EfficientNet(nn.Module):
                 layers.add_module(f"b{number + 1}", block)
                 channels = width
             self.add_module(f"s{stage + 1}", layers)
-        self.head = _Head(channels, head, norm)
-        self.feature_dim = head
+        self.head = _Head(channels, depth.head, norm)
+        self.feature_dim = depth.head
         init_convolutions(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,15 +175,7 @@ def build_effnet_backbone(cfg: Any) -> EfficientNet:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    model = EfficientNet(
-        stem=depth.stem,
-        widths=depth.widths,
-        blocks=depth.blocks,
-        head=depth.head,
-        in_channels=cfg.INPUT.CHANNELS,
-        last_stride=backbone.LAST_STRIDE,
-        norm=backbone.NORM,
-    )
+    model = EfficientNet(depth, in_channels=cfg.INPUT.CHANNELS, last_stride=backbone.LAST_STRIDE, norm=backbone.NORM)
     return with_pretrained_weights(
         model, cfg, Download(f"{PYCLS}{depth.pycls_id}/EN-{backbone.DEPTH.upper()}_dds_8gpu.pyth")
     )

@@ -218,9 +218,7 @@ class RepVGG(nn.Module):
     """RepVGG without global pooling and classifier.
 
     Args:
-        blocks: number of blocks in each of the four stages after the stem.
-        widths: channel multipliers of the stages; see ``Depth``.
-        groups: number of groups of the convolutions in every second block.
+        depth: widths, numbers of blocks and groups.
         in_channels: number of image channels.
         last_stride: stride of the last stage.
         norm: name of the normalization layer.
@@ -229,21 +227,14 @@ class RepVGG(nn.Module):
     """
 
     def __init__(
-        self,
-        *,
-        blocks: tuple[int, int, int, int],
-        widths: tuple[float, float, float, float],
-        groups: int = 1,
-        in_channels: int = 3,
-        last_stride: int = 1,
-        norm: str = "BN",
-        deploy: bool = False,
+        self, depth: Depth, *, in_channels: int = 3, last_stride: int = 1, norm: str = "BN", deploy: bool = False
     ) -> None:
         super().__init__()
-        channels, number = min(64, int(64 * widths[0])), 0
+        channels, number = min(64, int(64 * depth.widths[0])), 0
         self.stage0 = RepVGGBlock(in_channels, channels, stride=2, norm=norm, deploy=deploy)
         strides = (2, 2, 2, last_stride)
-        for stage, (count, factor, stride) in enumerate(zip(blocks, widths, strides, strict=True), start=1):
+        stages = zip(depth.blocks, depth.widths, strides, strict=True)
+        for stage, (count, factor, stride) in enumerate(stages, start=1):
             width, layers = int(64 * 2 ** (stage - 1) * factor), []
             for index in range(count):
                 number += 1  # index of the block; the stem has 0
@@ -251,7 +242,7 @@ class RepVGG(nn.Module):
                     channels,
                     width,
                     stride=stride if index == 0 else 1,
-                    groups=groups if number % 2 == 0 else 1,
+                    groups=depth.groups if number % 2 == 0 else 1,
                     norm=norm,
                     deploy=deploy,
                 )
@@ -315,9 +306,7 @@ def build_repvgg_backbone(cfg: Any) -> RepVGG:
             "  fix: set MODEL.BACKBONE.DEPLOY to False for training"
         )
     model = RepVGG(
-        blocks=depth.blocks,
-        widths=depth.widths,
-        groups=depth.groups,
+        depth,
         in_channels=cfg.INPUT.CHANNELS,
         last_stride=backbone.LAST_STRIDE,
         norm=backbone.NORM,

@@ -118,24 +118,15 @@ class ResNeSt(nn.Module):
     """ResNeSt without global pooling and classifier.
 
     Args:
-        blocks: number of blocks in each of the four stages.
-        stem_width: see ``Depth``.
+        depth: width of the stem and numbers of blocks.
         in_channels: number of image channels.
         last_stride: stride of the last stage; if 1, all blocks of this stage except the first have dilation 2.
         norm: name of the normalization layer.
     """
 
-    def __init__(
-        self,
-        *,
-        blocks: tuple[int, int, int, int],
-        stem_width: int,
-        in_channels: int = 3,
-        last_stride: int = 1,
-        norm: str = "BN",
-    ) -> None:
+    def __init__(self, depth: Depth, *, in_channels: int = 3, last_stride: int = 1, norm: str = "BN") -> None:
         super().__init__()
-        channels = 2 * stem_width
+        stem_width, channels = depth.stem_width, 2 * depth.stem_width
         self.conv1 = nn.Sequential(
             nn.Conv2d(in_channels, stem_width, 3, stride=2, padding=1, bias=False),
             build_norm(norm, stem_width),
@@ -149,7 +140,7 @@ class ResNeSt(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
         strides = (1, 2, 2, last_stride)
-        for stage, (count, stride) in enumerate(zip(blocks, strides, strict=True), start=1):
+        for stage, (count, stride) in enumerate(zip(depth.blocks, strides, strict=True), start=1):
             width = 64 * 2 ** (stage - 1)
             dilation = 2 if stage == 4 and last_stride == 1 else 1
             layers = _stage(channels, width, count, stride=stride, dilation=dilation, pool=stage > 1, norm=norm)
@@ -195,11 +186,5 @@ def build_resnest_backbone(cfg: Any) -> ResNeSt:
     """
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
-    model = ResNeSt(
-        blocks=depth.blocks,
-        stem_width=depth.stem_width,
-        in_channels=cfg.INPUT.CHANNELS,
-        last_stride=backbone.LAST_STRIDE,
-        norm=backbone.NORM,
-    )
+    model = ResNeSt(depth, in_channels=cfg.INPUT.CHANNELS, last_stride=backbone.LAST_STRIDE, norm=backbone.NORM)
     return with_pretrained_weights(model, cfg, depth.pretrained)

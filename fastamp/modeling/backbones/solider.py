@@ -15,7 +15,7 @@ from fastamp.config import Key
 from fastamp.layers import dot_product_attention
 from fastamp.modeling.backbones.build import BACKBONE_REGISTRY, variants
 from fastamp.modeling.backbones.build_utils import choose_depth, with_pretrained_weights
-from fastamp.modeling.backbones.swin import DEPTHS, Swin
+from fastamp.modeling.backbones.swin import DEPTHS, Depth, Swin
 
 KEYS = (
     Key(
@@ -110,12 +110,13 @@ class SoliderSwin(Swin):
     """Swin Transformer whose maps are modulated by a semantic weight after each patch merging.
 
     Args:
+        depth: width and numbers of blocks and heads.
         semantic_weight: semantic weight, in 0..1; negative for a model without modulation. Default 0.2.
         arguments: see ``Swin``.
     """
 
-    def __init__(self, *, semantic_weight: float = 0.2, **arguments: Any) -> None:
-        super().__init__(**arguments, attention=PaddedWindowAttention)
+    def __init__(self, depth: Depth, *, semantic_weight: float = 0.2, **arguments: Any) -> None:
+        super().__init__(depth, **arguments, attention=PaddedWindowAttention)
         self.semantic = nn.ModuleList()
         if semantic_weight >= 0:
             mergings = (self.features[index] for index in (2, 4, 6))
@@ -208,10 +209,8 @@ def build_solider_backbone(cfg: Any) -> SoliderSwin:
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     model = SoliderSwin(
+        depth,
         semantic_weight=backbone.SEMANTIC_WEIGHT,
-        width=depth.width,
-        blocks=depth.blocks,
-        heads=depth.heads,
         in_channels=cfg.INPUT.CHANNELS,
         drop_path=backbone.DROP_PATH_RATIO,
         dropout=backbone.DROP_RATIO,

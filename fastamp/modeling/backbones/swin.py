@@ -54,9 +54,7 @@ class Swin(SwinTransformer):
     resolution also doubles the number of channels.
 
     Args:
-        width: channels of the first stage.
-        blocks: number of blocks in each of the four stages.
-        heads: number of attention heads in each stage.
+        depth: width and numbers of blocks and heads.
         in_channels: number of image channels.
         drop_path: stochastic depth probability of the last block; it grows linearly from 0 in the first block.
         dropout: dropout probability of the attention and MLP outputs.
@@ -67,10 +65,8 @@ class Swin(SwinTransformer):
 
     def __init__(
         self,
+        depth: Depth,
         *,
-        width: int,
-        blocks: tuple[int, int, int, int],
-        heads: tuple[int, int, int, int],
         in_channels: int = 3,
         drop_path: float = 0.1,
         dropout: float = 0.0,
@@ -80,9 +76,9 @@ class Swin(SwinTransformer):
     ) -> None:
         super().__init__(
             patch_size=[PATCH, PATCH],
-            embed_dim=width,
-            depths=[*blocks],
-            num_heads=[*heads],
+            embed_dim=depth.width,
+            depths=[*depth.blocks],
+            num_heads=[*depth.heads],
             window_size=[WINDOW, WINDOW],
             dropout=dropout,
             attention_dropout=attention_dropout,
@@ -91,7 +87,7 @@ class Swin(SwinTransformer):
         )
         del self.avgpool, self.flatten, self.head
         if in_channels != 3:
-            self.features[0][0] = nn.Conv2d(in_channels, width, PATCH, stride=PATCH)
+            self.features[0][0] = nn.Conv2d(in_channels, depth.width, PATCH, stride=PATCH)
         for module in self.modules():
             if isinstance(module, ShiftedWindowAttention):
                 index = module.relative_position_index
@@ -158,9 +154,7 @@ def build_swin_backbone(cfg: Any) -> Swin:
     backbone = cfg.MODEL.BACKBONE
     depth = choose_depth(cfg, DEPTHS)
     model = Swin(
-        width=depth.width,
-        blocks=depth.blocks,
-        heads=depth.heads,
+        depth,
         in_channels=cfg.INPUT.CHANNELS,
         drop_path=backbone.DROP_PATH_RATIO,
         dropout=backbone.DROP_RATIO,

@@ -206,10 +206,14 @@ class TokenBackbone(PositionGrid, SideInformation):
     Attributes:
         feature_dim: width D of the tokens.
         prefix: number of learned tokens before the patches: class, part and register tokens.
+        patch: height and width of a patch. Default (16, 16).
+        stride: vertical and horizontal distance of the patches.
     """
 
     feature_dim: int
     prefix: int
+    patch: tuple[int, int] = (16, 16)
+    stride: tuple[int, int]
 
     @property
     def last_block(self) -> nn.Module | None:
@@ -222,7 +226,11 @@ class TokenBackbone(PositionGrid, SideInformation):
 
     def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
         """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
-        raise NotImplementedError
+        return patch_grid(size, self.patch, self.stride)
+
+    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
+        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
+        return patch_grid(size, self.patch, stride)
 
     def hand_over_last_block(self) -> nn.Module:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens, for ``JPMHead``.

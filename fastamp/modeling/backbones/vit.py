@@ -341,14 +341,6 @@ class VisionTransformer(TokenBackbone):
         """List the modules of each block, in order, and the final norm, for layer-wise learning-rate decay."""
         return layers_in_order(self, "blocks")
 
-    def patch_grid(self, size: tuple[int, int]) -> tuple[int, int]:
-        """Compute the number of rows and columns of patches for images of ``size`` (height, width)."""
-        return patch_grid(size, (PATCH, PATCH), self.stride)
-
-    def grid_for(self, size: tuple[int, int], stride: tuple[int, int], last_stride: int) -> tuple[int, int]:
-        """Compute the grid for training images of ``size``; ``last_stride`` has no effect."""
-        return patch_grid(size, (PATCH, PATCH), stride)
-
     def hand_over_last_block(self) -> nn.Sequential:
         """Remove and return the last block and the norm; ``forward`` then returns all tokens.
 
