@@ -13,7 +13,7 @@ from fastamp.data.loader import TestLoader, TrainLoader
 from fastamp.data.training_images import training_items
 from fastamp.data.transforms import build_transforms
 from fastamp.fastreid.data.common import CommDataset
-from fastamp.fastreid.data.datasets import DATASET_REGISTRY
+from fastamp.fastreid.data.datasets.registered import DATASET_REGISTRY
 
 __all__ = [
     "DATASET_REGISTRY",
