@@ -28,6 +28,7 @@ from fastamp.config import (
     explain_key,
     read_config,
 )
+from fastamp.config.releases import NO_COUNTERPART
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import write_atomically
 
@@ -163,7 +164,7 @@ def convert(source: str, output: str = "", *, release: str = "", plugin: str = "
     title = notes[0] if notes else f"{source} with its base files"
     head = [
         title,
-        *(note for note in notes if note.startswith("no counterpart")),
+        *(note for note in notes if note.startswith(NO_COUNTERPART)),
         "Other keys have their default values.",
     ]
     text = "".join(f"# {line}\n" for line in head) + yaml.safe_dump(changed_values(cfg), sort_keys=False)

@@ -24,7 +24,7 @@ from fastamp.config.projects import (
     projects_first,
     projects_of,
 )
-from fastamp.config.releases import OLD_NAMES, current_path, hint, read_recipe
+from fastamp.config.releases import NO_COUNTERPART, OLD_NAMES, current_path, hint, read_recipe
 from fastamp.config.suggest import fix_of_pairs, is_misspelled, unknown_key
 from fastamp.utils.errors import ConfigError
 from fastamp.utils.files import FORMAT_KEY
@@ -168,11 +168,9 @@ class CfgNode(YacsCfgNode):  # type: ignore[misc]  # yacs has no types
             self.merge_from_list([PROJECTS_KEY, projects])
         recipe = read_recipe(cfg_filename, known={key.path for key, _ in self.keys_below()}, release=release)
         _apply(edit for source, mapping in recipe.layers for edit in self._mapping_edits(mapping, source))
-        self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes()]
-        for line in recipe.lines:
-            logger.info("%s", line)
-        for line in recipe.missing:
-            logger.warning("no counterpart: %s", line)
+        self.__dict__["_notes"] = [*self.translation_notes(), *recipe.notes]
+        for note in recipe.notes:
+            logger.log(logging.WARNING if note.startswith(NO_COUNTERPART) else logging.INFO, "%s", note)
 
     def translation_notes(self) -> list[str]:
         """Return the lines that ``merge_from_file`` logged about translated keys and keys without a counterpart."""

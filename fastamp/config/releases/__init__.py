@@ -11,6 +11,7 @@ from fastamp.config.releases.translation import Layers, Translation, detect, fla
 from fastamp.utils.errors import check_choice
 
 RELEASES = tuple(RELEASE_DEFAULTS)
+NO_COUNTERPART = "no counterpart"
 OLD_NAMES = SPELLINGS | OLD_KEYS
 """Name of a key in FastReID that is not a current key -> current key; "" if there is none."""
 
@@ -23,18 +24,13 @@ class Recipe:
         layers: ``(source, mapping)`` of each file in the order of merging. For an old release, one pair with the
             translated mapping of all files.
         release: "v0.1.1", "v1.0.0", or "" for a file of the current keys.
-        lines: log lines: the detected release, and one line per translated key.
-        missing: one line per key without a counterpart.
+        notes: log lines: the detected release, one line per translated key, and one line per key without a
+            counterpart, which starts with ``NO_COUNTERPART``.
     """
 
     layers: Layers
     release: str = ""
-    lines: list[str] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-    def notes(self) -> list[str]:
-        """Return ``lines`` and ``missing`` as log lines."""
-        return [*self.lines, *(f"no counterpart: {line}" for line in self.missing)]
+    notes: list[str] = field(default_factory=list)
 
 
 def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, release: str = "") -> Recipe:
@@ -58,8 +54,10 @@ def read_recipe(path: str | os.PathLike[str], *, known: Iterable[str] = KEYS, re
         read_as, lines = detect(settings, known)
     if not read_as:
         return Recipe(layers)
-    translation, lines[0] = Translation(read_as, settings, known), f"{os.fspath(path)}: {lines[0]}"
-    return Recipe([(os.fspath(path), translation.new)], read_as, [*lines, *translation.lines], translation.missing)
+    source, translation = os.fspath(path), Translation(read_as, settings, known)
+    missing = [f"{NO_COUNTERPART}: {line}" for line in translation.missing]
+    notes = [f"{source}: {lines[0]}", *lines[1:], *translation.lines, *missing]
+    return Recipe([(source, translation.new)], read_as, notes)
 
 
 def current_path(path: str) -> str:
