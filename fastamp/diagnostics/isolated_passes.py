@@ -144,6 +144,8 @@ class IsolatedPasses:
     def evaluate(self, policy: PrecisionPolicy) -> torch.Tensor:
         """Run a forward pass in evaluation mode; return its output, e.g. (B, D) features, as float32.
 
+        Only the first output of a model that returns several is returned.
+
         Batch norm layers that have not been trained use the statistics of this batch. With their initial statistics,
         the activations of a deep network could grow without bound in any precision.
         """
@@ -154,6 +156,7 @@ class IsolatedPasses:
         self.model.eval()
         with policy.autocast():
             output = self.model(self._copy())
+        output = output[0] if isinstance(output, tuple | list) and output else output
         return output.float() if isinstance(output, torch.Tensor) else output
 
     @property

@@ -24,7 +24,7 @@ from fastamp.evaluation.tracklets import COLUMN as TRACKLET
 from fastamp.evaluation.tracklets import FRAMES, pool_tracklets
 from fastamp.layers.distance import DistanceBlocks
 from fastamp.utils import comm
-from fastamp.utils.errors import DataError, writing
+from fastamp.utils.errors import DataError, TrainingError, writing
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,13 @@ class ReidEvaluator(DatasetEvaluator):
 
         Raises:
             DataError: if the batch does not contain a column that the evaluation needs.
+            TrainingError: if ``outputs`` is not a tensor.
         """
+        if not isinstance(outputs, torch.Tensor):
+            raise TrainingError(
+                f"in evaluation mode the model must return a tensor of (B, D) features, got {type(outputs).__name__}.\n"
+                "  fix: return the features if self.training is False, or use an evaluator for these outputs"
+            )
         self._device = outputs.device
         batch = {"features": to_float32(outputs.detach()).cpu()}
         batch |= {name: inputs[name].cpu() for name in ("targets", "camids")}

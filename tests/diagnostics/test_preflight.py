@@ -272,14 +272,26 @@ def test_amp_replay_exits_with_2_without_a_valid_crash_dump(tmp_path, capfd):
     assert amp_replay.cli([str(tmp_path / "x.pth")]) == 2
 
 
-def test_preflight_raises_if_evaluation_output_is_not_a_tensor():
-    class Tuple(Net):
-        def forward(self, batch):
-            out = super().forward(batch)
-            return out if self.training else (out, out)
+class Structured(Net):
+    """Net whose output in evaluation mode is in a list, tuple or dict."""
 
-    with pytest.raises(TrainingError, match=r"evaluation.* tuple"):
-        preflight(Tuple(3), make_batch(), policy=policy(torch.bfloat16))
+    kind = tuple
+
+    def forward(self, batch):
+        out = super().forward(batch)
+        return out if self.training else {tuple: (out, "x"), list: [out], dict: {"features": out}}[self.kind]
+
+
+def test_preflight_raises_if_evaluation_output_is_not_a_tensor(monkeypatch):
+    monkeypatch.setattr(Structured, "kind", dict)
+    with pytest.raises(TrainingError, match=r"evaluation.* dict"):
+        preflight(Structured(3), make_batch(), policy=policy(torch.bfloat16))
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_preflight_compares_the_first_of_several_evaluation_outputs(kind, monkeypatch):
+    monkeypatch.setattr(Structured, "kind", kind)
+    assert preflight(Structured(3), make_batch(), policy=policy(torch.bfloat16)).cosine[0] > 0.9
 
 
 def test_preflight_raises_if_amp_has_no_effect():

@@ -240,3 +240,9 @@ def test_distributed_evaluation_metrics_equal_those_of_one_process(evaluated_fol
         if "TEST.PER_QUERY" in evaluate_ranks.CONFIGS[name]:
             found[-1]["ap"] = np.load(folder / "per_query.npz")["ap"].tolist()
     assert found[0] == found[1] == found[2] and found[0]["mAP"] > 20
+
+
+def test_model_with_several_outputs_needs_an_own_evaluator():
+    evaluator = ReidEvaluator(get_cfg(), 2)
+    with pytest.raises(TrainingError, match="tuple"):
+        evaluator.process(batches()[0], (torch.zeros(4, 2), torch.zeros(4, 2)))

@@ -47,10 +47,9 @@ class CommDataset(Dataset):
         return {"images": image, "targets": pid, "camids": camid, "img_paths": path}
 
     @property
-    def items(self) -> list[ImageItem] | None:
-        """The images as in datasets of fastamp; None if they have no identities and cameras."""
-        labeled = all(len(item) >= 3 for item in self.img_items)
-        return [ImageItem(*item[:3]) for item in self.img_items] if labeled else None
+    def items(self) -> list[ImageItem]:
+        """The images as in datasets of fastamp; those without identity and camera are omitted."""
+        return [ImageItem(*item[:3]) for item in self.img_items if len(item) >= 3]
 
     @property
     def num_classes(self) -> int:

@@ -112,7 +112,7 @@ class _Identities(_RankIndices):
         count = comm.get_world_size()
         options["labels"], options["camids"] = (_numbers([item[column] for item in data_source]) for column in (1, 2))
         options |= {"batch_size": mini_batch_size * count, "num_instances": num_instances, "world_size": count}
-        super().__init__(seed=_seed(seed), **options)
+        super().__init__(**options, **{"seed": _seed(seed)})
         self.mini_batch_size = mini_batch_size
 
 
