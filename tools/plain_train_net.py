@@ -16,7 +16,6 @@ from fastamp.amp import OptimizationStep, PrecisionPolicy
 from fastamp.amp.checks import check_finite
 from fastamp.checkpoint.checkpointer import Checkpointer
 from fastamp.config import CfgNode
-from fastamp.data.build import with_num_categories
 from fastamp.diagnostics.precision_diagnostics import PrecisionDiagnostics
 from fastamp.engine import ConfigText, DefaultTrainer, launch, run_command_line
 from fastamp.modeling.training_state import set_class_counts, set_epoch
@@ -47,7 +46,7 @@ class Progress(dict):
 def train(cfg: CfgNode, resume: bool) -> dict[str, Any]:
     """Train the model of ``cfg`` and return the metrics of the last evaluation."""
     loader = DefaultTrainer.build_train_loader(cfg)
-    cfg = with_num_categories(DefaultTrainer.auto_scale_hyperparams(cfg, loader.dataset.num_classes), loader.dataset)
+    cfg = DefaultTrainer.build_run_config(cfg, loader.dataset)
     model = DefaultTrainer.build_model(cfg)
     set_class_counts(model, loader)
     comm.broadcast([*model.parameters(), *model.buffers()])  # initialized on each rank

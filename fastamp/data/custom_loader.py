@@ -129,6 +129,29 @@ class CustomTrainLoader:
         return int(sequence.generate_state(1, np.uint64)[0])
 
 
+def as_train_loader(loader: Any, cfg: Any) -> Any:
+    """Return a training loader with the attributes that ``DefaultTrainer`` requires.
+
+    Args:
+        loader: return value of ``build_train_loader``. A ``torch.utils.data.DataLoader`` over a map-style dataset is
+            wrapped.
+        cfg: config; the length of an epoch is computed from SOLVER.IMS_PER_BATCH.
+
+    Raises:
+        ConfigError: if ``loader`` lacks an attribute and is not a ``DataLoader``.
+    """
+    missing = [name for name in ("iters_per_epoch", "start_at") if not hasattr(loader, name)]
+    if not missing:
+        return loader
+    if isinstance(loader, DataLoader):
+        on_cuda = loading_device(cfg).type == "cuda"
+        return CustomTrainLoader.wrap(loader, batch_size=cfg.SOLVER.IMS_PER_BATCH, pin_memory=on_cuda, seed=cfg.SEED)
+    raise ConfigError(
+        f"build_train_loader returned {type(loader).__name__} without {', '.join(missing)}.\n"
+        "  fix: return the result of build_reid_train_loader(cfg, train_set=...), or a torch.utils.data.DataLoader"
+    )
+
+
 def _start_custom_worker(then: Callable[[int], None] | None, worker: int) -> None:
     """Initialize a worker as in the other loaders, and then as the user of the loader asks."""
     start_worker(worker)

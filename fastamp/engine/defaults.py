@@ -1,6 +1,5 @@
 """Default trainer, built from a config."""
 
-import inspect
 import logging
 import time
 from collections.abc import Iterable, Iterator
@@ -20,6 +19,7 @@ from fastamp.checkpoint.evaluated_weights import load_evaluated_weights
 from fastamp.config import CfgNode, check_is_config
 from fastamp.data import build_reid_test_loader, build_reid_train_loader
 from fastamp.data.build import with_num_categories, with_num_classes
+from fastamp.data.custom_loader import as_train_loader
 from fastamp.data.loader import explain_lost_workers
 from fastamp.data.rank_agreement import check_equal_on_all_ranks
 from fastamp.diagnostics import environment_queries
@@ -27,10 +27,10 @@ from fastamp.engine import hooks
 from fastamp.engine.evaluation import (
     EvaluationOutput,
     build_evaluator,
+    check_test_set,
     describe_protocol,
     evaluate_sets,
     evaluation_policy,
-    loader_and_evaluator,
     report_evaluation,
     unwrap_single,
 )
@@ -56,16 +56,8 @@ from fastamp.engine.run_state import (
 from fastamp.engine.setup import check_links
 from fastamp.engine.summary import summarize_run, warn_below_baselines
 from fastamp.engine.train_loop import TRAINER_REGISTRY, HookBase, TrainerBase
-from fastamp.evaluation import update_bn_statistics
+from fastamp.evaluation import DatasetEvaluator, update_bn_statistics
 from fastamp.evaluation.calibration import Calibration, read_calibration
-from fastamp.fastreid.trainer import (
-    FastReIDMethods,
-    as_train_loader,
-    build_writers_of,
-    only_optimizer,
-    overrides,
-    results_by_dataset,
-)
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.modeling.training_state import set_class_counts
 from fastamp.report import Run
@@ -82,7 +74,7 @@ from fastamp.utils.sharding import replicated_tensors
 logger = logging.getLogger(__name__)
 
 
-class DefaultTrainer(FastReIDMethods):
+class DefaultTrainer:
     """Trainer that builds the model, data loaders, optimizers, training loop and hooks from a config.
 
     Override a ``build_`` method in a subclass to replace one component. The training loop is ``self.trainer``; its
@@ -102,8 +94,7 @@ class DefaultTrainer(FastReIDMethods):
         check_loggers(cfg)
         self.data_loader = as_train_loader(self.build_train_loader(cfg), cfg)
         check_equal_on_all_ranks(self.data_loader.dataset, "the training set")
-        cfg = self.auto_scale_hyperparams(*adapt_to_training_set(cfg, self.data_loader.dataset))
-        self.cfg = cfg = with_num_categories(cfg, self.data_loader.dataset)
+        self.cfg = cfg = self.build_run_config(cfg, self.data_loader.dataset)
         # Built before the model, so that missing images and test sets that cannot be evaluated fail early.
         self.test_loaders = self._build_test_loaders(cfg)
         self.best_metric = self.build_best_metric()
@@ -112,8 +103,8 @@ class DefaultTrainer(FastReIDMethods):
         set_class_counts(self.model, self.data_loader)
         # Ranks have different seeds, e.g. for dropout, but need the same initial weights.
         comm.broadcast(replicated_tensors(self.model))
-        self.optimizer = only_optimizer(self.build_optimizer(cfg, self.model))
-        self.optimizers = {"optimizer": self.optimizer} | build_own_optimizers(self.model)
+        self.optimizers = self.build_optimizers()
+        self.optimizer = self.optimizers["optimizer"]
         self.trainer = self.build_trainer()
         self.average = self.build_weight_average(cfg, self.model)
         self.checkpointer = self.build_checkpointer()
@@ -124,8 +115,7 @@ class DefaultTrainer(FastReIDMethods):
         self._last_iteration = -1
         self._applied = "model"  # weights that are in the model: "model", or "ema" or "swa" during their evaluation
         self._resumed: Path | None = None
-        self.trainer.set_owner(self)
-        self.register_hooks([*self.build_hooks(), *self.hooks_of_overridden_methods()])
+        self.register_hooks(self.build_hooks())
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -196,7 +186,7 @@ class DefaultTrainer(FastReIDMethods):
         if comm.is_main_process():
             self.checkpointer.remove_leftovers()
             write_atomically(output_dir / "config.yaml", lambda file: file.write(cfg.saved_text().encode()))
-            self.writers += build_writers_of(self, start)
+            self.writers += self.build_writers()
         total = cfg.SOLVER.MAX_EPOCH * self.trainer.iters_per_epoch
         if start >= total:
             logger.info(
@@ -258,17 +248,16 @@ class DefaultTrainer(FastReIDMethods):
         policy = self.policy.for_evaluation(self.cfg.SOLVER.AMP.EVAL_DTYPE)
         comm.broadcast(self.model.buffers())  # batch-norm statistics differ between ranks
         check_finite(self.model)
-        if loaders is None and overrides(self, "test", DefaultTrainer):
-            results = results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
-            output = EvaluationOutput(results if comm.is_main_process() else {})
-        else:
-            output = evaluate_sets(self.cfg, self.model, policy, loaders or self.test_loaders, self.build_evaluator)
-        self._last = replace(output, weights=self._applied)
+        self._last = replace(self.evaluate_loaders(policy, loaders or self.test_loaders), weights=self._applied)
         self._last_iteration = self.trainer.iter
         results = self._last.results
         if not self.cfg.TEST.REPORT:
             self._last.sets.clear()  # only needed for the report
         return results
+
+    def evaluate_loaders(self, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]) -> EvaluationOutput:
+        """Evaluate the model on the test sets in ``loaders``; see ``evaluate``."""
+        return evaluate_sets(self.cfg, self.model, policy, loaders, self.build_test)
 
     def _pop_run(self) -> Run | None:
         """Return the data for the report on the last evaluation and delete it; return None if it is already deleted."""
@@ -347,7 +336,7 @@ class DefaultTrainer(FastReIDMethods):
         cfg, iters_per_epoch = self.cfg, self.trainer.iters_per_epoch
         batches_per_iteration = self.trainer.batches_before(iters_per_epoch) / iters_per_epoch
         return [
-            *self.with_own_schedulers(build_training_hooks(cfg, self.model, self.average, iters_per_epoch)),
+            *build_training_hooks(cfg, self.model, self.average, iters_per_epoch),
             hooks.PeriodicWriter(
                 cfg.LOG_PERIOD,
                 self.writers,
@@ -380,11 +369,8 @@ class DefaultTrainer(FastReIDMethods):
 
     def build_best_metric(self) -> hooks.BestMetric:
         """Parse ``SOLVER.BEST_METRIC`` and check that the evaluators report this metric."""
-        if overrides(self, "test", DefaultTrainer):
-            return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, dict.fromkeys(self.test_loaders))
         reported = {
-            name: loader_and_evaluator(self.build_evaluator, self.cfg, name, test)[1].metric_names()
-            for name, test in self.test_loaders.items()
+            name: self.build_test(self.cfg, name, test)[1].metric_names() for name, test in self.test_loaders.items()
         }
         return hooks.BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, reported)
 
@@ -427,22 +413,22 @@ class DefaultTrainer(FastReIDMethods):
             at_start=self.cfg.TEST.EVAL_START,
         )
 
-    def build_writers(self, start_iter: int) -> list[Any]:
-        """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``.
+    def build_writers(self) -> list[Any]:
+        """Build the writers of ``metrics.json`` and of the loggers in ``LOGGERS``, from ``trainer.start_iter`` on."""
+        return build_writers(self.cfg, self.trainer.start_iter)
 
-        Args:
-            start_iter: first iteration of this training; above 0 after a resume.
-        """
-        return build_writers(self.cfg, start_iter)
+    def build_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        """Build the optimizers by name: ``"optimizer"``, and those that modules of the model build themselves."""
+        return {"optimizer": self.build_optimizer(self.cfg, self.model)} | build_own_optimizers(self.model)
 
     @classmethod
-    def auto_scale_hyperparams(cls, cfg: CfgNode, num_classes: int) -> CfgNode:
-        """Return a frozen copy of ``cfg`` with ``MODEL.HEADS.NUM_CLASSES`` set to ``num_classes``.
+    def build_run_config(cls, cfg: CfgNode, dataset: Any) -> CfgNode:
+        """Return a frozen copy of ``cfg`` with the keys that depend on the training set.
 
         Raises:
-            ConfigError: if ``MODEL.HEADS.NUM_CLASSES`` is set to a different number.
+            ConfigError: if ``MODEL.HEADS.NUM_CLASSES`` is set to a different number than that of the training set.
         """
-        return with_num_classes(cfg, num_classes)
+        return with_num_categories(with_num_classes(*adapt_to_training_set(cfg, dataset)), dataset)
 
     @classmethod
     def build_model(cls, cfg: CfgNode) -> nn.Module:
@@ -460,8 +446,9 @@ class DefaultTrainer(FastReIDMethods):
     def build_train_loader(cls, cfg: CfgNode) -> Any:
         """Build the training loader.
 
-        A custom loader must provide ``dataset.num_classes``, ``iters_per_epoch`` (the number of batches in an epoch),
-        and ``start_at(n)``, after which the next iterator starts at batch ``n``.
+        A custom loader is a ``torch.utils.data.DataLoader``; or it provides ``dataset.num_classes``,
+        ``iters_per_epoch`` (the number of batches in an epoch), and ``start_at(n)``, after which the next iterator
+        starts at batch ``n``.
         """
         return build_reid_train_loader(cfg)
 
@@ -493,23 +480,32 @@ class DefaultTrainer(FastReIDMethods):
         return {name: cls.build_test_loader(cfg, name) for name in cfg.DATASETS.TESTS}
 
     @classmethod
-    def build_evaluator(cls, cfg: CfgNode, num_query: int | str, output_dir: str | None = None) -> Any:
+    def build_evaluator(cls, cfg: CfgNode, num_query: int, output_dir: str | None = None) -> Any:
         """Build the evaluator ``TEST.EVALUATOR`` for a test set.
 
         Args:
             cfg: config.
-            num_query: number of query images; or, as in FastReID, the name of the test set.
+            num_query: number of query images.
             output_dir: folder for the files of the evaluator.
-
-        Returns:
-            The evaluator; ``(test loader, evaluator)`` for the name of a test set.
         """
-        if isinstance(num_query, str):
-            from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator as build  # imports evaluation
-
-            loader, count = cls.build_test_loader(cfg, num_query)
-            return loader, build(cfg, count, output_dir)
         return build_evaluator(cfg, num_query, output_dir)
+
+    @classmethod
+    def build_test(
+        cls, cfg: CfgNode, name: str, test: tuple[Any, int], output_dir: str | None = None
+    ) -> tuple[Any, DatasetEvaluator]:
+        """Return the loader and the evaluator of a test set, checked by ``check_test_set``.
+
+        Args:
+            cfg: config.
+            name: name of the test set.
+            test: ``(test loader, number of query images)``.
+            output_dir: folder for the files of the evaluator.
+        """
+        loader, num_query = test
+        evaluator = cls.build_evaluator(cfg, num_query, output_dir)
+        check_test_set(cfg, name, loader, evaluator)
+        return loader, evaluator
 
     @classmethod
     def test(
@@ -538,7 +534,7 @@ class DefaultTrainer(FastReIDMethods):
         log_to_console()
         policy = evaluation_policy(cfg, model)
         loaders = loaders or cls._build_test_loaders(cfg)
-        output = evaluate_sets(cfg, model, policy, loaders, cls.build_evaluator, calibration=calibration)
+        output = evaluate_sets(cfg, model, policy, loaders, cls.build_test, calibration=calibration)
         report_evaluation(cfg, model, policy, output.sets)
         warn_below_baselines(output.results)
         return unwrap_single(output.results)
@@ -559,19 +555,16 @@ class DefaultTrainer(FastReIDMethods):
         # Built before the model, so that missing images and test sets fail early.
         loaders, precise_bn_loader = cls._build_test_loaders(cfg), cls.build_precise_bn_loader(cfg)
         for name, test in loaders.items():
-            loader_and_evaluator(cls.build_evaluator, cfg, name, test)
+            cls.build_test(cfg, name, test)
         model, extra = cls.load_model(cfg)
         policy = PrecisionPolicy.from_config(cfg, next(model.parameters()).device)
         evaluation = policy.for_evaluation(cfg.SOLVER.AMP.EVAL_DTYPE)
         evaluation.compare(extra.get("policy"), "these weights were trained")
         if precise_bn_loader is not None:
             update_bn_statistics(model, precise_bn_loader, cfg.TEST.PRECISE_BN.NUM_ITER, policy=policy)
-        options_of_test = {"loaders": loaders, "calibration": read_calibration(extra, cfg.MODEL.WEIGHTS)}
         if not is_training_recorded(extra):
             cfg = cfg.with_values({"DATASETS.NAMES": ()})  # the training sets are unknown
-        # FastReID's method, which a subclass may override, has no further parameters.
-        accepted = inspect.signature(cls.test).parameters
-        results = cls.test(cfg, model, **{name: value for name, value in options_of_test.items() if name in accepted})
+        results = cls.test(cfg, model, loaders=loaders, calibration=read_calibration(extra, cfg.MODEL.WEIGHTS))
         names = dict.fromkeys(cfg.DATASETS.TESTS)
         by_name = results if len(names) > 1 else dict.fromkeys(names, results)
         if comm.is_main_process():

@@ -1,6 +1,5 @@
 """Evaluation on the test sets of a config."""
 
-import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +38,7 @@ from fastamp.utils.files import folder_name
 
 logger = logging.getLogger(__name__)
 
-BuildEvaluator = Callable[..., Any]
+BuildTest = Callable[[CfgNode, str, tuple[Any, int], str | None], tuple[Any, DatasetEvaluator]]
 
 
 @dataclass
@@ -64,7 +63,7 @@ def evaluate_sets(
     model: nn.Module,
     policy: PrecisionPolicy,
     loaders: dict[str, tuple[Any, int]],
-    build_evaluator: BuildEvaluator,
+    build_test: BuildTest,
     *,
     calibration: Calibration | None = None,
 ) -> EvaluationOutput:
@@ -75,7 +74,8 @@ def evaluate_sets(
         model: maps a batch of images to (B, D) features.
         policy: precision of the evaluation.
         loaders: dataset name -> (test loader, number of query images).
-        build_evaluator: see ``loader_and_evaluator``.
+        build_test: function (config, dataset name, its entry in ``loaders``, folder for the files of the evaluator)
+            that returns ``(loader, evaluator)``; see ``DefaultTrainer.build_test``.
         calibration: calibration of the model, whose error rates are measured.
 
     Returns:
@@ -84,16 +84,15 @@ def evaluate_sets(
     output = EvaluationOutput()
     for name, test in loaders.items():
         logger.info("evaluating on %s", name)
-        num_query = test[1] if isinstance(test, tuple) else 0
         folder = Path(cfg.OUTPUT_DIR) / "evaluation" / folder_name(name)
-        loader, evaluator = loader_and_evaluator(build_evaluator, cfg, name, test, str(folder))
+        loader, evaluator = build_test(cfg, name, test, str(folder))
         if calibration is not None and isinstance(evaluator, ReidEvaluator):
             evaluator.set_calibration(calibration, name)
         metrics = inference_on_dataset(model, loader, evaluator, cfg.TEST.FLIP.ENABLED, policy=policy)
         metrics = {key: value.item() if hasattr(value, "item") else value for key, value in metrics.items()}
         if metrics:
             output.results[name] = metrics
-            test_set = evaluated_set(name, metrics, evaluator, loader, num_query)
+            test_set = evaluated_set(name, metrics, evaluator, loader, test[1])
             output.sets.append(test_set)
             if getattr(evaluator, "per_query", False) and getattr(evaluator, "ranking", None) and test_set.images:
                 path = folder / "queries.csv"
@@ -149,35 +148,24 @@ def _test_sets(evaluator: str) -> Sequence[str]:
     return getattr(EVALUATOR_REGISTRY.get(evaluator), "test_sets", ())
 
 
-def loader_and_evaluator(
-    build_evaluator: BuildEvaluator, cfg: CfgNode, name: str, test: tuple[Any, int], folder: str | None = None
-) -> tuple[Any, DatasetEvaluator]:
-    """Call ``build_evaluator`` of a trainer with its own signature.
+def check_test_set(cfg: CfgNode, name: str, loader: Any, evaluator: DatasetEvaluator) -> None:
+    """Check that an evaluator can evaluate a test set, and set the names of the columns in a ``ReidEvaluator``.
 
     Args:
-        build_evaluator: function ``(cfg, num_query, folder)`` that returns an evaluator, or FastReID's function ``(cfg,
-            dataset_name, folder)`` that returns ``(loader, evaluator)``. The name of the second parameter decides.
         cfg: config.
         name: name of the test set.
-        test: ``(test loader, number of query images)``, or only the loader.
-        folder: folder for the files of the evaluator.
-
-    Returns:
-        ``(loader, evaluator)``.
+        loader: its loader; without an attribute ``dataset``, nothing is checked.
+        evaluator: its evaluator.
 
     Raises:
         DataError: if the test set differs between the ranks; or, if the evaluator is a ``ReidEvaluator``, the test set
             lacks a column or cameras that the evaluation needs, has no gallery images, unless the protocol ranks all
             images for each image, or has labels that make an evaluation impossible or invalid, see ``_check_labels``.
     """
-    loader, num_query = test if isinstance(test, tuple) else (test, 0)
-    if "dataset" in list(inspect.signature(build_evaluator).parameters)[1]:
-        loader, evaluator = build_evaluator(cfg, name, folder)
-    else:
-        evaluator = build_evaluator(cfg, num_query, folder)
-    if hasattr(loader, "dataset"):
-        check_equal_on_all_ranks(loader.dataset, f"the test set {name}")
-    if isinstance(evaluator, ReidEvaluator) and hasattr(loader, "dataset"):
+    if not hasattr(loader, "dataset"):
+        return
+    check_equal_on_all_ranks(loader.dataset, f"the test set {name}")
+    if isinstance(evaluator, ReidEvaluator):
         if not evaluator.protocol.ranking_rule.all_images:
             check_split(name, "gallery", len(loader.dataset) - evaluator.num_query)
         if isinstance(loader.dataset, ReidDataset):
@@ -186,7 +174,6 @@ def loader_and_evaluator(
             evaluator.protocol.check_cameras(np.unique(queries).tolist(), np.unique(gallery).tolist())
             evaluator.set_column_names(loader.dataset.column_names())
             _check_labels(cfg, name, loader.dataset, evaluator)
-    return loader, evaluator
 
 
 def _check_labels(cfg: CfgNode, name: str, dataset: ReidDataset, evaluator: ReidEvaluator) -> None:
@@ -259,5 +246,5 @@ def describe_protocol(cfg: CfgNode, policy: PrecisionPolicy) -> str:
 
 
 def unwrap_single(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of the dataset if ``results`` has one entry, else ``results`` itself, as FastReID does."""
+    """Return the metrics of the dataset if ``results`` has one entry, else ``results`` itself."""
     return next(iter(results.values())) if len(results) == 1 else results

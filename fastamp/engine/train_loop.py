@@ -3,7 +3,6 @@
 import itertools
 import logging
 import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -27,12 +26,6 @@ from fastamp.utils.registry import Registry
 logger = logging.getLogger(__name__)
 
 TRAINER_REGISTRY = Registry("SOLVER.TRAINER")
-
-running_trainers: list["TrainerBase"] = []
-"""Trainers in ``train``, innermost last."""
-
-ATTRIBUTES_OF_OWNER = ("cfg", "checkpointer", "optimizer")
-"""Attributes of ``DefaultTrainer`` that hooks written for FastReID read from ``self.trainer``."""
 
 
 class TrainerBase:
@@ -61,34 +54,6 @@ class TrainerBase:
         self.processes = comm.get_world_size()
         self.metrics = MetricStore()
         self.rank_maxima = comm.RankMaxima()
-        self._storage: Any = None
-        self._losses: dict[str, torch.Tensor] = {}
-        self._owner: weakref.ref[Any] | None = None
-
-    @property
-    def storage(self) -> Any:
-        """FastReID's ``EventStorage`` of this run, created on first access."""
-        if self._storage is None:
-            from fastamp.fastreid.events import EventStorage
-
-            self._storage = EventStorage(self.iter, metrics=self.metrics)
-            self._record_losses()
-        return self._storage
-
-    def _record_losses(self) -> None:
-        """Add the losses of the last batch to the storage, if it is in use."""
-        if self._storage is not None:
-            for name, loss in self._losses.items():
-                self._storage.record(name, loss)
-
-    def set_owner(self, owner: Any) -> None:
-        """Set the trainer that provides the attributes in ``ATTRIBUTES_OF_OWNER``."""
-        self._owner = weakref.ref(owner)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ATTRIBUTES_OF_OWNER and (reference := self.__dict__.get("_owner")) is not None:
-            return getattr(reference(), name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def register_hooks(self, hooks: Iterable[HookBase]) -> None:
         """Add hooks. They are called by ``priority``, and hooks of the same priority in the order of registration."""
@@ -105,28 +70,22 @@ class TrainerBase:
         """Set ``iter`` and ``epoch`` for ``iteration``, and ``max_iter`` to the length of ``max_epoch`` epochs."""
         self.max_epoch, self.max_iter = max_epoch, max_epoch * self.iters_per_epoch
         self.iter, self.epoch = iteration, iteration // self.iters_per_epoch
-        if self._storage is not None:
-            self._storage.iter, self._storage.epoch = self.iter, self.epoch
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Run iterations ``start_iter`` to ``max_epoch * iters_per_epoch - 1``."""
         self.start_iter, self.iters_per_epoch = start_iter, iters_per_epoch
         self.move_to(start_iter, max_epoch)
-        running_trainers.append(self)
-        try:
-            self.call_hooks("before_train")
-            for iteration in range(start_iter, self.max_iter):
-                self.move_to(iteration, max_epoch)
-                if self.iter == start_iter or self.iter % iters_per_epoch == 0:
-                    self.call_hooks("before_epoch")
-                self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
-                with self.step_context():
-                    self.run_step()
-                if (self.iter + 1) % iters_per_epoch == 0:
-                    self.call_hooks("after_epoch")
-            self.call_hooks("after_train")
-        finally:
-            running_trainers.remove(self)
+        self.call_hooks("before_train")
+        for iteration in range(start_iter, self.max_iter):
+            self.move_to(iteration, max_epoch)
+            if self.iter == start_iter or self.iter % iters_per_epoch == 0:
+                self.call_hooks("before_epoch")
+            self.rank_maxima.discard()  # run_step may be overridden and compute no verdict
+            with self.step_context():
+                self.run_step()
+            if (self.iter + 1) % iters_per_epoch == 0:
+                self.call_hooks("after_epoch")
+        self.call_hooks("after_train")
 
     def run_step(self) -> None:
         """Run one iteration."""
@@ -251,6 +210,7 @@ class SimpleTrainer(TrainerBase):
 
     Attributes:
         on_failure, precision_diagnostics: see Args. A newly assigned value takes effect at the next step.
+        losses: detached losses of the last batch, with their sum ``total_loss``.
     """
 
     def __init__(
@@ -278,6 +238,7 @@ class SimpleTrainer(TrainerBase):
         self.precision_diagnostics = precision_diagnostics or PrecisionDiagnostics()
         self.batches_per_epoch: int | None = getattr(data_loader, "iters_per_epoch", None)
         self.steps_taken = 0
+        self.losses: dict[str, torch.Tensor] = {}
         self.step = OptimizationStep(
             model,
             self.optimizers,
@@ -425,8 +386,7 @@ class SimpleTrainer(TrainerBase):
             losses: one dict per batch of the step: loss name -> detached loss. ``total_loss`` is the sum of the losses.
         """
         step, verdict = self.step, self.step.verdict
-        self._losses = losses[-1]
-        self._record_losses()
+        self.losses = losses[-1]
         if verdict.ok:
             # Skipped steps are excluded from averages: one infinite norm would make the average infinite.
             for batch_losses in losses:

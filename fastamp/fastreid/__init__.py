@@ -1,7 +1,7 @@
 """FastReID's Python API on top of fastamp: ``import fastamp.fastreid as fastreid``.
 
-Modules with code of their own are files of this package. The others have the names of a module of fastamp, and those
-that ``NAMES`` adds; they are imported on first access.
+Modules with code of their own are files of this package. The others have the names of a module of fastamp; they are
+imported on first access.
 """
 
 import importlib
@@ -33,7 +33,7 @@ _PROVIDERS = {
     ),
     "modeling.backbones.mobilenet": "modeling.backbones.mobilenetv3",
     "modeling.backbones.vit": "modeling.backbones.vision_transformer",
-    "fastreid.events": "utils.history_buffer",
+    "fastreid.utils.events": "utils.history_buffer",
 }
 """Module of fastamp -> modules of FastReID whose names it provides, both without the package."""
 
@@ -41,35 +41,6 @@ MODULES = {
     f"{__name__}.{alias}": f"fastamp.{module}" for module, aliases in _PROVIDERS.items() for alias in aliases.split()
 }
 """Module of FastReID -> module that provides its names."""
-
-_SOURCES: dict[str, dict[str, str]] = {
-    "engine": {
-        "fastreid.engine_names": "DefaultPredictor",
-        "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
-        "engine.hooks": "EvalHook LRScheduler PeriodicCheckpointer PeriodicWriter",
-    },
-    "engine.defaults": {
-        "fastreid.engine_names": "DefaultPredictor",
-        "engine.train_loop": "AMPTrainer SimpleTrainer",
-        "utils.arguments": "default_argument_parser",
-        "engine.setup": "default_setup",
-    },
-    "engine.hooks": {
-        "fastreid.hooks": "CallbackHook IterationTimer LayerFreeze PreciseBN",
-        "fastreid.evaluation.testing": "flatten_results_dict",
-        "fastreid.utils.precision_bn": "get_bn_modules",
-    },
-    "utils.events": {"fastreid.events": "CommonMetricPrinter EventStorage EventWriter get_event_storage"},
-}
-"""Module of FastReID -> module of fastamp -> names of it that the module has in addition, both without the package."""
-
-NAMES = {
-    f"{__name__}.{module}": {
-        name: f"fastamp.{source}.{name}" for source, names in sources.items() for name in names.split()
-    }
-    for module, sources in _SOURCES.items()
-}
-"""Module of FastReID -> name in FastReID -> module and name of the object."""
 
 
 class _Modules(MetaPathFinder, Loader):
@@ -93,7 +64,6 @@ class _Modules(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         provider = importlib.import_module(_provider(module.__name__))
-        names = NAMES.get(module.__name__, {})
         public = getattr(provider, "__all__", None) or [
             name
             for name, value in vars(provider).items()
@@ -101,13 +71,13 @@ class _Modules(MetaPathFinder, Loader):
         ]
 
         def getattr_(name: str) -> Any:
-            value = resolve(names[name]) if name in names else getattr(provider, name, None)
+            value = getattr(provider, name, None)
             # Submodules are imported below this package. ``__path__`` and the like are those of this module.
-            if value is None or (name not in names and (name.startswith("__") or _is_submodule(value, provider))):
+            if value is None or name.startswith("__") or _is_submodule(value, provider):
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             return value
 
-        vars(module).update(__getattr__=getattr_, __doc__=provider.__doc__, __all__=[*public, *names])
+        vars(module).update(__getattr__=getattr_, __doc__=provider.__doc__, __all__=public)
         for alias in MODULES:
             # The import of a submodule would replace a function of the same name, e.g. ``losses.triplet_loss``.
             parent, _, name = alias.rpartition(".")
@@ -148,15 +118,6 @@ class _Aliases(MetaPathFinder, Loader):
         spec = module.__spec__
         if spec is not None and spec.loader is self:
             module.__spec__ = spec.loader_state  # the import system has replaced it by that of the alias
-
-
-def resolve(path: str) -> Any:
-    """Import the object with the full name ``path``, or the module if ``path`` is the name of a module."""
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except AttributeError:
-        return importlib.import_module(path)
 
 
 def provide_fastreid() -> None:

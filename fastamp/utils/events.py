@@ -53,30 +53,6 @@ class MetricStore:
         return metrics
 
 
-class UnwrittenMetrics:
-    """New metrics of FastReID's ``get_event_storage()``, for ``writer.write()`` in a custom training loop.
-
-    Args:
-        window_size: number of values whose median is written, for metrics that are smoothed.
-    """
-
-    def __init__(self, window_size: int) -> None:
-        self._window_size = window_size
-        self._last = -1
-
-    def write_to(self, writer: Any) -> None:
-        """Write the metrics recorded since the last call, by iteration."""
-        from fastamp.fastreid.events import get_event_storage
-
-        rows: dict[int, dict[str, float]] = {}
-        for name, (value, iteration) in get_event_storage().latest_with_smoothing_hint(self._window_size).items():
-            if iteration > self._last:
-                rows.setdefault(iteration, {})[name] = value
-        for iteration in sorted(rows):
-            writer.write(iteration, rows[iteration])
-        self._last = max(rows, default=self._last)
-
-
 class JSONWriter:
     """Writer that appends metrics to ``metrics.json``, one JSON object per line.
 
@@ -84,20 +60,16 @@ class JSONWriter:
         path: path of the file.
         start_iter: first iteration. Existing lines from this iteration on are removed, so that the file of a resumed
             run contains each iteration once. Default 0.
-        window_size: see ``UnwrittenMetrics``. Default 20.
     """
 
-    def __init__(self, path: str | Path, window_size: int = 20, *, start_iter: int = 0) -> None:
+    def __init__(self, path: str | Path, *, start_iter: int = 0) -> None:
         self.path = Path(path)
-        self._unwritten = UnwrittenMetrics(window_size)
         lines = [] if start_iter == 0 else _lines_before(self.path, start_iter)
         write_atomically(self.path, lambda file: file.write("".join(lines).encode()))
         self._file = _AppendedFile(self.path)
 
-    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
-        """Append one line. Non-finite numbers become null. Without arguments, see ``UnwrittenMetrics``."""
-        if metrics is None:
-            return self._unwritten.write_to(self)
+    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """Append one line. Non-finite numbers become null."""
         row = {key: _plain(value) for key, value in {"iteration": iteration, **metrics}.items()}
         self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
 
@@ -171,14 +143,10 @@ class TensorboardXWriter:
     Args:
         log_dir: folder of the event files.
         start_iter: first iteration. TensorBoard discards existing values from this iteration on. Default 0.
-        window_size: see ``UnwrittenMetrics``. Default 20.
         datasets: names of the test sets. Default (): none.
     """
 
-    def __init__(
-        self, log_dir: str | Path, window_size: int = 20, *, start_iter: int = 0, datasets: Sequence[str] = ()
-    ) -> None:
-        self._unwritten = UnwrittenMetrics(window_size)
+    def __init__(self, log_dir: str | Path, *, start_iter: int = 0, datasets: Sequence[str] = ()) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -193,13 +161,8 @@ class TensorboardXWriter:
         if start_iter > 0:
             self._append(step=start_iter, session_log=SessionLog(status=SessionLog.START))
 
-    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
-        """Write the finite numbers in ``metrics``, and skip other values.
-
-        Without arguments, see ``UnwrittenMetrics``.
-        """
-        if metrics is None:
-            return self._unwritten.write_to(self)
+    def write(self, iteration: int, metrics: dict[str, Any]) -> None:
+        """Write the finite numbers in ``metrics``, and skip other values."""
         numbers = {
             name: value for name, value in metrics.items() if isinstance(value, (int, float)) and math.isfinite(value)
         }

@@ -9,8 +9,8 @@ import torch
 from fastamp.amp import requested_device, resolve_device
 from fastamp.config import CfgNode, get_cfg
 from fastamp.data import build_reid_train_loader
+from fastamp.data.custom_loader import as_train_loader
 from fastamp.engine import default_setup
-from fastamp.fastreid.trainer import as_train_loader
 from fastamp.utils.errors import ConfigError
 
 

@@ -1,6 +1,6 @@
 """Event storage of FastReID: reads of recorded values."""
 
-from fastamp.fastreid.events import EventStorage
+from fastamp.fastreid.utils.events import EventStorage
 
 
 class Counted:

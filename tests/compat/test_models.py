@@ -4,12 +4,11 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from fastamp.fastreid.engine import DefaultTrainer
-from fastamp.fastreid.utils.events import EventStorage
 from torch import nn
 
 from fastamp.fastreid.config import configurable, get_cfg
 from fastamp.fastreid.data import build_reid_test_loader, build_reid_train_loader
+from fastamp.fastreid.engine import DefaultTrainer
 from fastamp.fastreid.evaluation import DatasetEvaluator, ReidEvaluator, inference_on_dataset
 from fastamp.fastreid.modeling import build_model
 from fastamp.fastreid.modeling.heads import EmbeddingHead, build_heads
@@ -17,6 +16,7 @@ from fastamp.fastreid.modeling.heads.build import REID_HEADS_REGISTRY
 from fastamp.fastreid.modeling.losses import log_accuracy
 from fastamp.fastreid.modeling.meta_arch import META_ARCH_REGISTRY, Baseline, Distiller
 from fastamp.fastreid.solver import build_optimizer
+from fastamp.fastreid.utils.events import EventStorage
 from fastamp.utils.errors import ConfigError
 
 LAYERS = ["Linear", "CosSoftmax", "ArcSoftmax", "CircleSoftmax"]

@@ -6,7 +6,6 @@ from collections import OrderedDict
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.engine import DefaultTrainer
 from PIL import Image
 
 from fastamp.fastreid.config import CfgNode, get_cfg
@@ -14,6 +13,7 @@ from fastamp.fastreid.data import CommDataset, build_reid_test_loader, build_rei
 from fastamp.fastreid.data.datasets import DATASET_REGISTRY
 from fastamp.fastreid.data.datasets.bases import ImageDataset
 from fastamp.fastreid.data.transforms import ToTensor, build_transforms
+from fastamp.fastreid.engine import DefaultTrainer
 from fastamp.fastreid.evaluation import DatasetEvaluator, print_csv_format
 from fastamp.fastreid.evaluation.testing import flatten_results_dict
 from fastamp.fastreid.utils.checkpoint import Checkpointer, PeriodicCheckpointer

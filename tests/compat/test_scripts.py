@@ -11,9 +11,9 @@ import pytest
 import tiny
 import torch
 import yaml
-from fastamp.fastreid.engine import run_command_line
 from PIL import Image
 
+from fastamp.engine import run_command_line
 from fastamp.fastreid import script
 
 pytestmark = pytest.mark.integration
@@ -141,5 +141,5 @@ def test_fastamp_takes_the_place_of_an_installed_fastreid(tmp_path):
 def test_method_that_is_never_called_gives_a_warning():
     from fastamp.fastreid.engine import DefaultTrainer
 
-    with pytest.warns(UserWarning, match="run_step"):
-        type("Trainer", (DefaultTrainer,), {"run_step": lambda self: None})
+    with pytest.warns(UserWarning, match="_detect_anomaly"):
+        type("Trainer", (DefaultTrainer,), {"_detect_anomaly": lambda self, losses: None})

@@ -1,18 +1,18 @@
 """Trainers in the style of FastReID: own schedulers, writers, evaluation, hooks and attributes."""
 
 import json
+import warnings
 from collections import OrderedDict
 
 import pytest
 import tiny
 import torch
-from fastamp.fastreid.engine import DefaultTrainer, HookBase, hooks
-from fastamp.fastreid.utils.events import JSONWriter
 
 from fastamp.fastreid.config import get_cfg
+from fastamp.fastreid.engine import DefaultTrainer, HookBase, TrainerBase, hooks
 from fastamp.fastreid.evaluation import inference_on_dataset
-from fastamp.fastreid.events import EventWriter, get_event_storage
 from fastamp.fastreid.solver import build_lr_scheduler
+from fastamp.fastreid.utils.events import EventWriter, JSONWriter, get_event_storage
 
 pytestmark = pytest.mark.integration
 
@@ -129,15 +129,8 @@ def test_attributes_of_the_trainer(cfg):
     trainer = DefaultTrainer(cfg)
     assert (trainer.start_iter, trainer.start_epoch, trainer.max_epoch) == (0, 0, 2)
     assert trainer.max_iter == 2 * trainer.iters_per_epoch > 2
-    assert (
-        trainer._trainer is trainer.trainer
-        and trainer._hooks
-        and set(trainer.scheduler)
-        == {
-            "lr_sched",
-            "warmup_sched",
-        }
-    )
+    assert trainer._trainer.model is trainer.model and trainer._hooks
+    assert set(trainer.scheduler) == {"lr_sched", "warmup_sched"}
 
 
 class HooksTrainer(DefaultTrainer):
@@ -168,3 +161,133 @@ def test_hooks_with_fastreids_arguments(cfg, tmp_path):
     assert (tmp_path / "run" / "model_final.pth").exists()
     with pytest.raises(TypeError):
         hooks.CallbackHook(before_all=print)
+
+
+class InnerStepTrainer(DefaultTrainer):
+    """Trainer that changes nothing in the step, as written in FastReID's ``DefaultTrainer``."""
+
+    def run_step(self):
+        self.own_steps = getattr(self, "own_steps", 0) + 1
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
+
+
+class SuperStepTrainer(DefaultTrainer):
+    def run_step(self):
+        self.own_steps = getattr(self, "own_steps", 0) + 1
+        super().run_step()
+
+
+class OwnStepTrainer(DefaultTrainer):
+    """Trainer with a step of its own, as written in FastReID's ``SimpleTrainer``."""
+
+    def run_step(self):
+        self.own_steps = getattr(self, "own_steps", 0) + 1
+        data = next(self._trainer._data_loader_iter)
+        loss_dict = self.model(data)
+        losses = sum(loss_dict.values())
+        self.optimizer.zero_grad()
+        losses.backward()
+        self._trainer._write_metrics(loss_dict, 0.0)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("amp", [False, True])
+@pytest.mark.parametrize("trainer_class", [InnerStepTrainer, SuperStepTrainer, OwnStepTrainer])
+def test_overridden_run_step_is_called_in_each_iteration(trainer_class, amp, cfg, tmp_path):
+    trainer = trainer_class(cfg.with_values({"SOLVER.AMP.ENABLED": amp, "SOLVER.MAX_EPOCH": 1}))
+    weights = [parameter.clone() for parameter in trainer.model.parameters()]
+    assert "mAP" in trainer.train()
+    assert trainer.own_steps == trainer.max_iter == trainer.steps_taken
+    assert len(trainer.storage.history("total_loss").values()) == trainer.max_iter
+    assert not all(map(torch.equal, weights, trainer.model.parameters()))
+    assert "total_loss" in (tmp_path / "run" / "metrics.json").read_text()
+
+
+def test_hooks_have_the_default_trainer_as_trainer(cfg):
+    class Images(HookBase):
+        def after_step(self):
+            self.trainer.found.append((self.trainer.cfg, self.trainer.model, self.trainer.optimizer))
+            self.trainer.storage.put_image("batch", torch.rand(3, 8, 4))
+            self.trainer.storage.put_image("mask", torch.zeros(1, 8, 4, dtype=torch.uint8))
+
+    class Scaled(DefaultTrainer):
+        @staticmethod
+        def auto_scale_hyperparams(config, num_classes):
+            config = config.clone()
+            config.defrost()
+            config.MODEL.HEADS.NUM_CLASSES = num_classes
+            config.SOLVER.BASE_LR = 0.125
+            config.freeze()
+            return config
+
+        def __init__(self, config):
+            super().__init__(config)
+            self.found = []
+            self.register_hooks([None, Images()])
+
+    trainer = Scaled(cfg.with_values({"SOLVER.MAX_EPOCH": 1}))
+    shown = []
+
+    class ImageWriter:
+        def write(self, iteration, metrics):
+            pass
+
+        def write_image(self, iteration, tag, image):
+            shown.append((iteration, tag, image.size, image.mode))
+
+        def close(self):
+            pass
+
+    trainer.writers.append(ImageWriter())
+    trainer.train()
+    assert trainer.found == [(trainer.cfg, trainer.model, trainer.optimizer)] * trainer.max_iter
+    assert trainer.cfg.SOLVER.BASE_LR == 0.125
+    assert shown[:2] == [(0, "batch", (4, 8), "RGB"), (0, "mask", (4, 8), "RGB")]
+
+
+def test_overridden_evaluation_of_eval_hook_is_called():
+    class Report(hooks.EvalHook):
+        def _do_eval(self):
+            self.trainer.reported.append(hooks.flatten_results_dict(self._func()))
+
+    class Loop(TrainerBase):
+        reported = ()
+
+        def run_step(self):
+            self.storage.put_scalar("x", self.iter)
+
+    loop = Loop()
+    loop.reported = []
+    loop.register_hooks([Report(2, lambda: {"A": {"mAP": 1.0}})])
+    loop.train(0, 3, 2)
+    assert loop.reported == [{"A/mAP": 1.0}] * 2
+
+
+def test_methods_that_are_never_called_give_a_warning(subtests):
+    cases = [
+        (DefaultTrainer, "build_test_loaders", "build_test_loader"),
+        (DefaultTrainer, "before_iter", "before_step"),
+        (DefaultTrainer, "_detect_anomaly", "SOLVER.AMP"),
+        (HookBase, "after_iter", "after_step"),
+        (hooks.EvalHook, "after_epochs", "after_epoch"),
+    ]
+    for base, name, fix in cases:
+        with subtests.test(name), pytest.warns(UserWarning, match=rf"Own\.{name}(.|\n)*fix:.*{fix}"):
+            type("Own", (base,), {name: lambda self: None})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+
+        class Called(DefaultTrainer):
+            def before_step(self):
+                self.after_loading()
+
+            def after_loading(self):
+                pass
+
+            def build_center_loss(self):
+                pass
+
+        class CalledHook(HookBase):
+            def after_step(self):
+                pass

@@ -18,7 +18,6 @@ from fastamp.data.datasets.items import Column, ImageItem, PackedItems, PackedTe
 from fastamp.data.samplers import ColumnBalancedSampler
 from fastamp.data.training_images import training_parts
 from fastamp.engine import DefaultTrainer
-from fastamp.engine.evaluation import loader_and_evaluator
 from fastamp.modeling.losses.compute import with_columns
 from fastamp.utils.errors import ConfigError, DataError
 
@@ -296,18 +295,18 @@ def test_losses_receive_the_columns_that_they_name():
 def test_evaluation_groups_queries_by_a_column_of_the_csv_file(csv_set):
     cfg = config(csv_set, "TEST.GROUP_BY", "clothes", "TEST.BOOTSTRAP", 0)
     loader, num_query = build_reid_test_loader(cfg, csv_set)
-    _, evaluator = loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))
+    _, evaluator = DefaultTrainer.build_test(cfg, csv_set, (loader, num_query))
     for batch in loader:
         evaluator.process(batch, batch["images"].float().flatten(1))
     groups = evaluator.evaluate()["groups"]
     assert list(groups) == [f"{pid}_0" for pid in range(4, 8)] and groups["4_0"]["num_query"] == 1
     cfg = config(csv_set, "TEST.GROUP_BY", "species")
     with pytest.raises(DataError, match=r"'species'.*\n.*available columns: camera, age, clothes, code, modality"):
-        loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, (loader, num_query))
+        DefaultTrainer.build_test(cfg, csv_set, (loader, num_query))
 
 
 def test_cameras_that_the_protocol_cannot_evaluate_are_an_error_before_training(csv_set):
     cfg = config(csv_set, "TEST.PROTOCOL", "sysu_all_single")
     test = build_reid_test_loader(cfg, csv_set)
     with pytest.raises(DataError, match=r"cameras of SYSU-MM01(.|\n)*query cameras 0; gallery cameras 0, 1"):
-        loader_and_evaluator(DefaultTrainer.build_evaluator, cfg, csv_set, test)
+        DefaultTrainer.build_test(cfg, csv_set, test)

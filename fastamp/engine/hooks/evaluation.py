@@ -97,10 +97,9 @@ class EvalHook(HookBase):
     Args:
         period: period in epochs.
         evaluate: returns dataset name -> metrics on rank 0 and an empty dict on other ranks.
-        checkpointer: saves ``model_best`` when ``metric`` improves. Default: saves nothing, and puts the results into
-            the storage of the trainer, as FastReID's hook does.
+        checkpointer: saves ``model_best`` when ``metric`` improves.
         writers: receive the metrics as ``<dataset>/<metric>``.
-        metric: selects the best model. Default: saves no ``model_best``.
+        metric: selects the best model.
         weights: returns a context manager in which the model holds the weights to evaluate and to save as
             ``model_best``. Default: the current weights.
         at_start: also evaluate before the first step. Default False.
@@ -110,9 +109,9 @@ class EvalHook(HookBase):
         self,
         period: int,
         evaluate: Callable[[], dict[str, dict[str, Any]]],
-        checkpointer: Checkpointer | None = None,
-        writers: Sequence[Any] = (),
-        metric: BestMetric | None = None,
+        checkpointer: Checkpointer,
+        writers: Sequence[Any],
+        metric: BestMetric,
         weights: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         at_start: bool = False,
@@ -146,13 +145,8 @@ class EvalHook(HookBase):
         try:
             with self.weights():
                 self.results = self.evaluate()
-                if self.checkpointer is not None and self.metric is not None:
-                    self._save_if_best(self.trainer.iter, self.trainer.epoch)
-                elif self.results:  # FastReID's EvalHook(period, function)
-                    self.trainer.storage.put_scalars(smoothing_hint=False, **dict(_flatten_results(self.results)))
+                self._save_if_best(self.trainer.iter, self.trainer.epoch)
         except Exception:
-            if self.checkpointer is None:
-                raise
             # Keep the trained weights. Other ranks hold the same weights and may not reach this point.
             with comm.as_single_process():
                 logger.warning(
@@ -167,7 +161,6 @@ class EvalHook(HookBase):
             iteration: last completed iteration, from 0.
             epoch: its epoch, from 0.
         """
-        assert self.checkpointer is not None and self.metric is not None
         if not comm.any_across_ranks(bool(self.results)):
             return
         row = {key: value for name, metrics in self.results.items() for key, value in _flatten_metrics(name, metrics)}
@@ -207,15 +200,6 @@ class EvalHook(HookBase):
                 self.metric,
             )
             self.best = self.first = None
-
-
-def _flatten_results(results: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers in nested results as ``(name, value)``, e.g. ``("Market1501/mAP", 85.9)``."""
-    for name, value in results.items():
-        if isinstance(value, Mapping):
-            yield from _flatten_results(value, f"{prefix}{name}/")
-        elif isinstance(value, (int, float)) or hasattr(value, "item"):
-            yield f"{prefix}{name}", float(value)
 
 
 def _flatten_metrics(prefix: str, metrics: dict[str, Any]) -> Iterator[tuple[str, float]]:

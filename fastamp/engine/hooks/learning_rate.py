@@ -1,7 +1,5 @@
 """Learning rate schedule."""
 
-from typing import Any
-
 from fastamp.engine.hooks.base import HookBase
 from fastamp.solver import LearningRateSchedule
 
@@ -13,16 +11,7 @@ class LRScheduler(HookBase):
 
     Args:
         schedule: computes the learning rate from the base learning rate, the epoch, and the number of applied steps.
-
-    ``LRScheduler(optimizer, schedulers)`` returns FastReID's hook; see ``fastamp.fastreid.hooks.SchedulerHook``.
     """
-
-    def __new__(cls, schedule: Any, schedulers: Any = None) -> Any:
-        if schedulers is None:
-            return super().__new__(cls)
-        from fastamp.fastreid.hooks import SchedulerHook  # fastamp.fastreid.hooks imports fastamp.engine.hooks
-
-        return SchedulerHook(schedule, schedulers)
 
     def __init__(self, schedule: LearningRateSchedule) -> None:
         self.schedule = schedule

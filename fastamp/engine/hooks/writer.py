@@ -22,16 +22,7 @@ class PeriodicWriter(HookBase):
         writers: objects with ``write(iteration, metrics)`` and ``close()``.
         images_per_iteration: mean number of images per iteration, used to compute the throughput.
         device: device of the model, whose peak memory use is logged.
-
-    ``PeriodicWriter(writers, period)`` returns FastReID's hook; see ``fastamp.fastreid.hooks.EventWriterHook``.
     """
-
-    def __new__(cls, period: Any, *arguments: Any, **options: Any) -> Any:
-        if isinstance(period, int):
-            return super().__new__(cls)
-        from fastamp.fastreid.hooks import EventWriterHook  # fastamp.fastreid.hooks imports fastamp.engine.hooks
-
-        return EventWriterHook(period, *arguments, **options)
 
     def __init__(self, period: int, writers: list[Any], *, images_per_iteration: int, device: torch.device) -> None:
         self.period = period
@@ -58,7 +49,7 @@ class PeriodicWriter(HookBase):
         self._written = done
         metrics["eta_seconds"] = self._busy / steps * (trainer.max_iter - done)
         metrics["peak_memory_mb"] = peak_memory_mb(self.device)
-        metrics["epoch"] = trainer.epoch  # from 0, as in FastReID; so is the iteration
+        metrics["epoch"] = trainer.epoch  # from 0; so is the iteration
         for writer in self.writers:
             writer.write(trainer.iter, metrics)
         self._bar.note_line()

@@ -122,9 +122,12 @@ class _StageHook(HookBase):
         self._steps += 1
         for name, value in self.trainer.losses.items():
             self._sums[name] = self._sums.get(name, 0) + value
-        number = max((hook.received or 0 for hook in self.outer.stop_hooks()), default=0)
+        stop = self.outer.stop_hook()
+        if stop is None:
+            return
+        number = stop.received or 0
         if number := int(comm.max_over_ranks(number)) if comm.is_distributed() else number:
-            path = self.outer.checkpointer.save("model_interrupted")
+            path = stop.checkpointer.save("model_interrupted")
             comm.synchronize()
             raise TrainingInterrupted(number, str(path))
 
@@ -133,17 +136,9 @@ class _StageHook(HookBase):
         losses = ", ".join(f"{name} {float(value) / self._steps:.4f}" for name, value in self._sums.items())
         rate = trainer.optimizers[0].param_groups[0]["lr"]
         logger.info("prompts: epoch %d of %d: %s, lr %.3g", trainer.epoch + 1, trainer.max_epoch, losses, rate)
-        if (trainer.epoch + 1) % self.period == 0 and trainer.epoch + 1 < trainer.max_epoch:
-            logger.info("saved %s", self.outer.checkpointer.save(CHECKPOINT))
-
-
-class _PromptTrainer(AMPTrainer):
-    """Training loop of the first stage."""
-
-    @property
-    def losses(self) -> dict[str, torch.Tensor]:
-        """Detached losses of the last batch, name -> scalar."""
-        return self._losses
+        stop = self.outer.stop_hook()
+        if stop is not None and (trainer.epoch + 1) % self.period == 0 and trainer.epoch + 1 < trainer.max_epoch:
+            logger.info("saved %s", stop.checkpointer.save(CHECKPOINT))
 
 
 @TRAINER_REGISTRY.register()
@@ -158,7 +153,7 @@ class CLIPReIDTrainer(AMPTrainer):
         super().__init__(*args, **options)
         self.config: Any = None
         self.prompts_done = False
-        self._stage: tuple[_PromptTrainer, OptimizerState] | None = None
+        self._stage: tuple[AMPTrainer, OptimizerState] | None = None
         self._saved: dict[str, Any] = {}
 
     @classmethod
@@ -191,9 +186,9 @@ class CLIPReIDTrainer(AMPTrainer):
         enabled = cfg.SOLVER.AMP.ENABLED
         return PrecisionPolicy.from_config(cfg, device) if enabled else PrecisionPolicy.float32(cfg, device)
 
-    def stop_hooks(self) -> list[StopOnSignal]:
-        """Return the hooks that receive stop signals."""
-        return [hook for hook in self._hooks if isinstance(hook, StopOnSignal)]
+    def stop_hook(self) -> StopOnSignal | None:
+        """Return the hook that receives stop signals and has the checkpointer of the run; None in a dry run."""
+        return next((hook for hook in self._hooks if isinstance(hook, StopOnSignal)), None)
 
     def train(self, start_iter: int, max_epoch: int, iters_per_epoch: int) -> None:
         """Train the prompts, unless that is done, and run the training loop of the image encoder."""
@@ -227,7 +222,7 @@ class CLIPReIDTrainer(AMPTrainer):
         vectors = model.prompt_learner.cls_ctx.requires_grad_(True)
         group = {"params": [vectors], "base_lr": options.BASE_LR, "role": "prompts"}
         optimizer = Adam([group], lr=options.BASE_LR, weight_decay=options.WEIGHT_DECAY)
-        stage = _PromptTrainer(
+        stage = AMPTrainer(
             module,
             loader,
             [optimizer],

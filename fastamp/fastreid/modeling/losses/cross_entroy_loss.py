@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fastamp.fastreid.events import get_event_storage
+from fastamp.fastreid.utils.events import get_event_storage
 from fastamp.modeling.losses import cross_entropy
 
 

@@ -1,20 +1,23 @@
-"""FastReID's event storage: metrics that hooks, models and custom training loops record and read."""
+"""FastReID's event storage, the metrics that hooks, models and training loops record and read, and its writers."""
 
 import functools
 import logging
 import statistics
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 
+from fastamp.engine.hooks.base import HookBase, Priority
+from fastamp.engine.train_loop import TrainerBase
+from fastamp.utils import events
 from fastamp.utils.env import peak_memory_mb
 from fastamp.utils.progress import format_duration
-
-if TYPE_CHECKING:
-    from fastamp.utils.events import MetricStore
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +66,8 @@ class HistoryBuffer:
 class EventStorage:
     """Metrics of a training run, by name.
 
-    In a run of ``DefaultTrainer``, ``trainer.storage`` and ``get_event_storage()`` return the storage of the run.
-    Values that are put into it appear in the console, in ``metrics.json`` and in TensorBoard. A custom training loop
-    creates its own storage:
+    In a run of ``DefaultTrainer``, ``trainer.storage`` and ``get_event_storage()`` return the storage of the run, see
+    ``RunStorage``. A custom training loop creates its own storage:
 
         with EventStorage(start_iter) as storage:
             for storage.iter in range(start_iter, max_iter):
@@ -74,12 +76,12 @@ class EventStorage:
 
     Args:
         start_iter: first iteration. Default 0.
-        metrics: metrics of a trainer, to which the values are passed on. Default None.
     """
 
-    def __init__(self, start_iter: int = 0, *, metrics: "MetricStore | None" = None) -> None:
+    def __init__(self, start_iter: int = 0) -> None:
         self.iter, self.epoch = start_iter, 0
-        self._metrics, self._prefix = metrics, ""
+        self._prefix = ""
+        self._images: list[tuple[str, Any, int]] = []
         self._history: dict[str, HistoryBuffer] = defaultdict(HistoryBuffer)
         self._hints: dict[str, bool] = {}
 
@@ -94,18 +96,42 @@ class EventStorage:
         Args:
             name: name of the metric.
             value: number, or a tensor with one element, which is not copied to the host here.
-            smoothing_hint: if True, the trainer writes the mean over the log period, else the last value. Default True.
+            smoothing_hint: if True, writers write the median of the last values, and a trainer the mean over the log
+                period; if False, the last value. Default True.
         """
         name = self._prefix + name
         self.record(name, value)
         self._hints[name] = smoothing_hint
-        if self._metrics is not None:
-            (self._metrics.average if smoothing_hint else self._metrics.latest)(**{name: value})
 
     def put_scalars(self, *, smoothing_hint: bool = True, **kwargs: Any) -> None:
         """Record several values; see ``put_scalar``."""
         for name, value in kwargs.items():
             self.put_scalar(name, value, smoothing_hint=smoothing_hint)
+
+    def put_losses(self, losses: dict[str, torch.Tensor], data_time: float, prefix: str = "") -> None:
+        """Record the losses of a step, their sum and the loading time of the batch, as ``_write_metrics`` does."""
+        values = {name: loss.detach() for name, loss in losses.items()}
+        self.put_scalars(data_time=data_time)
+        self.put_scalars(**{f"{prefix}{name}": value for name, value in values.items()})
+        self.put_scalar(f"{prefix}total_loss", sum(values.values()))
+
+    def put_image(self, img_name: str, img_tensor: Any) -> None:
+        """Record an image for ``TensorboardXWriter``.
+
+        Args:
+            img_name: name of the image.
+            img_tensor: (C, H, W) uint8 in 0..255, or float in 0..1; one or three channels.
+        """
+        self._images.append((self._prefix + img_name, img_tensor, self.iter))
+
+    @property
+    def vis_data(self) -> list[tuple[str, Any, int]]:
+        """Recorded images: ``(name, image, iteration)``."""
+        return self._images
+
+    def clear_images(self) -> None:
+        """Discard the recorded images."""
+        self._images = []
 
     def record(self, name: str, value: Any) -> None:
         """Add a value to the history of a metric, without passing it on to the trainer."""
@@ -165,17 +191,64 @@ class EventStorage:
 
 
 def get_event_storage() -> EventStorage:
-    """Return the storage of the innermost ``with EventStorage(...)`` block, else that of the running trainer.
+    """Return the storage of the innermost ``with EventStorage(...)`` block; a trainer trains in such a block.
 
     Raises:
-        AssertionError: if there is neither.
+        AssertionError: if there is none.
     """
-    from fastamp.engine.train_loop import running_trainers
+    assert _STORAGES, "get_event_storage() was called outside a training run and `with EventStorage(...)`"
+    return _STORAGES[-1]
 
-    if _STORAGES:
-        return _STORAGES[-1]
-    assert running_trainers, "get_event_storage() was called outside a training run and `with EventStorage(...)`"
-    return running_trainers[-1].storage
+
+class RunStorage(EventStorage):
+    """Storage of a run: what is put into it appears in the console, ``metrics.json`` and TensorBoard.
+
+    Args:
+        loop: training loop, whose losses are recorded.
+        writers: those with a method ``write_image`` receive the images. Default: none.
+    """
+
+    def __init__(self, loop: TrainerBase, writers: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._metrics, self._writers = loop.metrics, writers
+        loop.register_hooks([_RunRecorder(self)])
+
+    def put_scalar(self, name: str, value: Any, smoothing_hint: bool = True) -> None:
+        """Record a value; see ``EventStorage.put_scalar``."""
+        super().put_scalar(name, value, smoothing_hint)
+        (self._metrics.average if smoothing_hint else self._metrics.latest)(**{self._prefix + name: value})
+
+    def put_image(self, img_name: str, img_tensor: Any) -> None:
+        """Write an image to TensorBoard; see ``EventStorage.put_image``."""
+        for writer in self._writers:
+            if hasattr(writer, "write_image"):
+                writer.write_image(self.iter, self._prefix + img_name, _to_image(img_tensor))
+
+
+class _RunRecorder(HookBase):
+    """Set the iteration of a storage, and record the losses of each step, before other hooks are called."""
+
+    priority = Priority.VERY_HIGH
+
+    def __init__(self, storage: RunStorage) -> None:
+        self.storage = storage
+
+    def before_train(self) -> None:
+        self.storage.iter, self.storage.epoch = self.trainer.iter, self.trainer.epoch
+
+    before_epoch = before_step = before_train
+
+    def after_step(self) -> None:
+        for name, loss in getattr(self.trainer, "losses", {}).items():
+            self.storage.record(name, loss)
+
+
+def _to_image(array: Any) -> Image.Image:
+    """Convert an image (C, H, W), uint8 in 0..255 or float in 0..1, to an RGB image."""
+    values = np.asarray(array.detach().cpu() if isinstance(array, torch.Tensor) else array)
+    if values.dtype != np.uint8:
+        values = (values.clip(0, 1) * 255).round().astype(np.uint8)
+    return Image.fromarray(np.broadcast_to(values, (3, *values.shape[1:])).transpose(1, 2, 0).copy())
 
 
 class EventWriter:
@@ -234,3 +307,58 @@ class CommonMetricPrinter(EventWriter):
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
         parts.append(f"mem {peak_memory_mb(device):.0f} MiB")
         logger.info("%s", "  ".join(parts))
+
+
+class _StorageWriter:
+    """Mixin of writers: ``write()`` without arguments writes the new metrics of ``get_event_storage()``."""
+
+    _window_size, _last = 20, -1
+
+    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
+        """Write the metrics of an iteration; without arguments, those recorded since the last call, by iteration."""
+        if iteration is not None and metrics is not None:
+            super().write(iteration, metrics)  # type: ignore[misc]
+            return
+        rows: dict[int, dict[str, float]] = {}
+        for name, (value, number) in get_event_storage().latest_with_smoothing_hint(self._window_size).items():
+            if number > self._last:
+                rows.setdefault(number, {})[name] = value
+        for number in sorted(rows):
+            super().write(number, rows[number])  # type: ignore[misc]
+        self._last = max(rows, default=self._last)
+
+
+class JSONWriter(_StorageWriter, events.JSONWriter):
+    """Writer of ``metrics.json``; see ``fastamp.utils.events.JSONWriter``.
+
+    Args:
+        json_file: path of the file.
+        window_size: number of values whose median is written, for metrics that are smoothed. Default 20.
+        start_iter: first iteration. Default 0.
+    """
+
+    def __init__(self, json_file: str | Path, window_size: int = 20, *, start_iter: int = 0) -> None:
+        super().__init__(json_file, start_iter=start_iter)
+        self._window_size = window_size
+
+
+class TensorboardXWriter(_StorageWriter, events.TensorboardXWriter):
+    """Writer of TensorBoard events; see ``fastamp.utils.events.TensorboardXWriter``.
+
+    Args:
+        log_dir: folder of the event files.
+        window_size: see ``JSONWriter``. Default 20.
+        options: see ``fastamp.utils.events.TensorboardXWriter``.
+    """
+
+    def __init__(self, log_dir: str | Path, window_size: int = 20, **options: Any) -> None:
+        super().__init__(log_dir, **options)
+        self._window_size = window_size
+
+    def write(self, iteration: int | None = None, metrics: dict[str, Any] | None = None) -> None:
+        """Write metrics; see ``JSONWriter``. Without arguments, also write the images in the storage."""
+        super().write(iteration, metrics)
+        if metrics is None:
+            for name, image, number in get_event_storage().vis_data:
+                self.write_image(number, name, _to_image(image))
+            get_event_storage().clear_images()

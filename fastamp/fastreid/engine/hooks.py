@@ -6,10 +6,23 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from fastamp.engine.hooks.base import HookBase
-from fastamp.engine.hooks.freeze import FreezeLayers
+from fastamp.engine import hooks
 from fastamp.evaluation.precise_bn import update_bn_statistics
+from fastamp.fastreid.engine.train_loop import POINTS, HookBase
+from fastamp.fastreid.evaluation.testing import flatten_results_dict
 from fastamp.fastreid.utils.precision_bn import get_bn_modules
+from fastamp.utils import comm
+
+__all__ = [
+    "CallbackHook",
+    "EvalHook",
+    "IterationTimer",
+    "LRScheduler",
+    "LayerFreeze",
+    "PeriodicCheckpointer",
+    "PeriodicWriter",
+    "PreciseBN",
+]
 
 
 class CallbackHook(HookBase):
@@ -22,7 +35,7 @@ class CallbackHook(HookBase):
 
     def __init__(self, **functions: Callable[[Any], None] | None) -> None:
         for name, function in functions.items():
-            if not hasattr(HookBase, name):
+            if name not in POINTS:
                 raise TypeError(f"CallbackHook: unknown argument {name!r}")
             if function is not None:
                 vars(self)[name] = lambda function=function: function(self.trainer)
@@ -39,7 +52,7 @@ class IterationTimer(HookBase):
         pass
 
 
-class LayerFreeze(FreezeLayers):
+class LayerFreeze(HookBase, hooks.FreezeLayers):
     """Freeze layers of the model in the first iterations, with FastReID's arguments; see ``FreezeLayers``."""
 
     def __init__(self, model: nn.Module, freeze_layers: Sequence[str] | str, freeze_iters: int) -> None:
@@ -72,8 +85,8 @@ class PreciseBN(HookBase):
             update_bn_statistics(self.model, self.data_loader, self.num_iter, policy=self.trainer.policy)
 
 
-class SchedulerHook(HookBase):
-    """Step the schedulers of ``build_lr_scheduler``, as FastReID's ``LRScheduler`` does.
+class LRScheduler(HookBase):
+    """Step the schedulers of ``build_lr_scheduler``.
 
     ``warmup_sched`` is stepped after each of the first ``SOLVER.WARMUP_ITERS`` iterations, and ``lr_sched`` after each
     later epoch, from ``SOLVER.DELAY_EPOCHS`` on.
@@ -123,8 +136,8 @@ class SchedulerHook(HookBase):
                 scheduler.load_state_dict(state[name])
 
 
-class EventWriterHook(HookBase):
-    """Call ``write()`` of FastReID's writers periodically; see ``fastamp.fastreid.events.EventWriter``.
+class PeriodicWriter(HookBase):
+    """Call ``write()`` of writers periodically; see ``fastamp.fastreid.utils.events.EventWriter``.
 
     Args:
         writers: writers with ``write()`` and ``close()``.
@@ -134,9 +147,6 @@ class EventWriterHook(HookBase):
     def __init__(self, writers: Sequence[Any], period: int = 20) -> None:
         self.writers, self.period = list(writers), int(period)
 
-    def before_train(self) -> None:
-        _ = self.trainer.storage  # from now on, losses are recorded
-
     def after_step(self) -> None:
         if (self.trainer.iter + 1) % self.period == 0 or self.trainer.iter + 1 == self.trainer.max_iter:
             for writer in self.writers:
@@ -145,3 +155,42 @@ class EventWriterHook(HookBase):
     def after_train(self) -> None:
         for writer in self.writers:
             writer.close()
+
+
+class EvalHook(HookBase):
+    """Evaluate every ``eval_period`` epochs and after the last one, and put the numbers into the storage.
+
+    Args:
+        eval_period: period in epochs; 0: only after the last one.
+        eval_function: returns nested metrics, e.g. ``{"Market1501": {"mAP": 85.9}}``.
+    """
+
+    def __init__(self, eval_period: int, eval_function: Callable[[], Mapping[str, Any] | None]) -> None:
+        self._period, self._func = eval_period, eval_function
+
+    def _do_eval(self) -> None:
+        results = flatten_results_dict(self._func() or {})
+        numbers = {k: float(v) for k, v in results.items() if isinstance(v, int | float) or hasattr(v, "item")}
+        self.trainer.storage.put_scalars(smoothing_hint=False, **numbers)
+        comm.synchronize()
+
+    def after_epoch(self) -> None:
+        done = self.trainer.epoch + 1
+        if (self._period and done % self._period == 0) or done == self.trainer.max_epoch:
+            self._do_eval()
+
+
+class PeriodicCheckpointer(HookBase, hooks.PeriodicCheckpointer):
+    """Save checkpoints; see ``fastamp.engine.hooks.PeriodicCheckpointer``.
+
+    Args:
+        checkpointer: writes the files.
+        period: period in epochs.
+        max_epoch: ignored; it is that of the trainer.
+        options: see ``fastamp.engine.hooks.PeriodicCheckpointer``.
+    """
+
+    priority = hooks.PeriodicCheckpointer.priority
+
+    def __init__(self, checkpointer: Any, period: int, max_epoch: int | None = None, **options: Any) -> None:
+        super().__init__(checkpointer, period, **options)

@@ -1,0 +1,277 @@
+"""FastReID's default trainer and predictor."""
+
+import inspect
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from fastamp.amp import PrecisionPolicy
+from fastamp.checkpoint.checkpointer import Checkpointer
+from fastamp.config import CfgNode
+from fastamp.data.build import with_num_categories, with_num_classes
+from fastamp.engine import defaults
+from fastamp.engine.evaluation import EvaluationOutput, check_test_set
+from fastamp.engine.hooks import BestMetric
+from fastamp.engine.hooks import LRScheduler as ScheduleHook
+from fastamp.engine.setup import default_setup
+from fastamp.engine.train_loop import HookBase as CoreHook
+from fastamp.fastreid.engine import hooks
+from fastamp.fastreid.engine.train_loop import (
+    AMPTrainer,
+    HookBase,
+    MethodsHook,
+    Points,
+    SimpleTrainer,
+    TrainerBase,
+)
+from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
+from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
+from fastamp.fastreid.solver import build_lr_scheduler
+from fastamp.fastreid.utils.events import EventStorage, RunStorage
+from fastamp.modeling import adapt_to_training_set, build_model
+from fastamp.utils import comm
+from fastamp.utils.arguments import default_argument_parser
+
+__all__ = [
+    "AMPTrainer",
+    "DefaultPredictor",
+    "DefaultTrainer",
+    "SimpleTrainer",
+    "TrainerBase",
+    "default_argument_parser",
+    "default_setup",
+]
+
+_NEVER = {
+    "_write_metrics": "override record_metrics of a trainer registered in TRAINER_REGISTRY",
+    "_detect_anomaly": "losses and gradients that are not finite are skipped; see SOLVER.AMP",
+}
+"""Method of FastReID's trainers that is not called -> what to do instead."""
+
+
+class DefaultTrainer(Points, defaults.DefaultTrainer):
+    """Trainer with the methods, signatures and attributes of FastReID's, which a subclass may override.
+
+    Hooks that derive from FastReID's ``HookBase`` have this trainer as ``trainer``. Attributes that are not found here
+    are those of the training loop, e.g. ``iter``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        warn_of_uncalled_methods(cls, DefaultTrainer, _NEVER)
+
+    def __init__(self, cfg: CfgNode) -> None:
+        super().__init__(cfg)
+        self.storage: EventStorage = RunStorage(self.trainer, self.writers)
+        self.register_hooks([MethodsHook(self, Points)])
+        if overrides(type(self), "run_step", DefaultTrainer):
+            vars(self.trainer)["run_step"] = self._run_own_step
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trainer":  # not built yet
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.trainer, name)
+
+    @cached_property
+    def _trainer(self) -> "_Loop":
+        return _Loop(self.trainer, self.storage)
+
+    @property
+    def start_epoch(self) -> int:
+        """First epoch of the run; above 0 after a resume."""
+        return self.trainer.start_iter // self.trainer.iters_per_epoch
+
+    @property
+    def max_epoch(self) -> int:
+        """Number of epochs."""
+        return self.cfg.SOLVER.MAX_EPOCH
+
+    @property
+    def max_iter(self) -> int:
+        """Number of iterations."""
+        return self.max_epoch * self.trainer.iters_per_epoch
+
+    def register_hooks(self, hooks_: Iterable[CoreHook | None]) -> None:
+        """Register hooks; None is ignored."""
+        added = [hook for hook in hooks_ if hook is not None]
+        super().register_hooks(added)
+        for hook in added:
+            if isinstance(hook, HookBase):
+                hook.trainer = self
+
+    def train(self) -> dict[str, Any]:
+        """Train and return the metrics of the last evaluation; see ``fastamp.engine.DefaultTrainer.train``."""
+        with self.storage:
+            return super().train()
+
+    def run_step(self) -> None:
+        """Run one iteration. An override may call it, or ``self._trainer.run_step()``, or compute the step itself."""
+        self._trainer.run_step()
+
+    def _run_own_step(self) -> None:
+        """Call ``run_step`` of a subclass; record what the loop would have recorded if it has not been used."""
+        loop, began = self.trainer, time.perf_counter()
+        self._trainer.used = False
+        self.run_step()
+        if not self._trainer.used:
+            vars(loop)["steps_taken"] += 1
+            loop.metrics.average(time=time.perf_counter() - began, data_time=0.0)
+            loop.metrics.latest(loss_scale=1.0, skipped_total=0, skipped_in_a_row=0)
+
+    def build_hooks(self) -> list[CoreHook]:
+        """Build the hooks; ``build_lr_scheduler`` of a subclass replaces the learning rate schedule."""
+        built = super().build_hooks()
+        if not overrides(type(self), "build_lr_scheduler", DefaultTrainer):
+            return built
+        scheduler = hooks.LRScheduler(self.optimizer, self.scheduler)
+        return [scheduler if isinstance(hook, ScheduleHook) else hook for hook in built]
+
+    @cached_property
+    def scheduler(self) -> Any:
+        """Result of ``build_lr_scheduler``."""
+        arguments = (self.cfg, self.optimizer, self.trainer.iters_per_epoch)
+        accepted = len(inspect.signature(self.build_lr_scheduler).parameters)  # 2 up to FastReID v1.0
+        return self.build_lr_scheduler(*arguments[:accepted])
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer, iters_per_epoch: int) -> Any:
+        """Build the schedulers; only used if a subclass overrides this method or reads ``scheduler``."""
+        return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
+
+    def build_optimizers(self) -> dict[str, Optimizer]:
+        """Build the optimizers; ``build_optimizer`` may return a tuple, whose first value is used."""
+        built = super().build_optimizers().items()
+        return {name: value[0] if isinstance(value, tuple) else value for name, value in built}
+
+    @classmethod
+    def auto_scale_hyperparams(cls, cfg: CfgNode, num_classes: int) -> CfgNode:
+        """Return a frozen copy of ``cfg`` with ``MODEL.HEADS.NUM_CLASSES`` set to ``num_classes``.
+
+        Raises:
+            ConfigError: if ``MODEL.HEADS.NUM_CLASSES`` is set to a different number.
+        """
+        return with_num_classes(cfg, num_classes)
+
+    @classmethod
+    def build_run_config(cls, cfg: CfgNode, dataset: Any) -> CfgNode:
+        """Return a copy of ``cfg`` with the keys that depend on the training set; see ``auto_scale_hyperparams``."""
+        return with_num_categories(cls.auto_scale_hyperparams(*adapt_to_training_set(cfg, dataset)), dataset)
+
+    @classmethod
+    def _build_test_loaders(cls, cfg: CfgNode) -> dict[str, tuple[Any, int]]:
+        loaders = super()._build_test_loaders(cfg).items()
+        return {name: test if isinstance(test, tuple) else (test, 0) for name, test in loaders}
+
+    @classmethod
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str, output_dir: str | None = None) -> Any:  # type: ignore[override]
+        """Build the test loader and the evaluator of a test set.
+
+        Returns:
+            ``(loader, evaluator)``.
+        """
+        loader, num_query = cls.build_test_loader(cfg, dataset_name)
+        return loader, build_evaluator(cfg, num_query, output_dir)
+
+    @classmethod
+    def build_test(
+        cls, cfg: CfgNode, name: str, test: tuple[Any, int], output_dir: str | None = None
+    ) -> tuple[Any, Any]:
+        """Return the loader and the evaluator of a test set; by ``build_evaluator`` if it is overridden."""
+        if overrides(cls, "build_evaluator", DefaultTrainer):
+            loader, evaluator = cls.build_evaluator(cfg, name, output_dir)
+        else:
+            loader, evaluator = test[0], build_evaluator(cfg, test[1], output_dir)
+        check_test_set(cfg, name, loader, evaluator)
+        return loader, evaluator
+
+    def build_best_metric(self) -> BestMetric:
+        """Parse ``SOLVER.BEST_METRIC``; the metrics of a ``test`` of a subclass are not known."""
+        if overrides(type(self), "test", DefaultTrainer):
+            return BestMetric.by_name(self.cfg.SOLVER.BEST_METRIC, dict.fromkeys(self.test_loaders))
+        return super().build_best_metric()
+
+    def evaluate_loaders(self, policy: PrecisionPolicy, loaders: dict[str, tuple[Any, int]]) -> EvaluationOutput:
+        """Evaluate the model on the test sets in ``loaders``; by ``test`` if a subclass overrides it."""
+        if loaders is not self.test_loaders or not overrides(type(self), "test", DefaultTrainer):
+            return super().evaluate_loaders(policy, loaders)
+        results = _results_by_dataset(self.test(self.cfg, self.model), self.test_loaders)
+        return EvaluationOutput(results if comm.is_main_process() else {})
+
+
+class _Loop:
+    """FastReID's ``DefaultTrainer._trainer``: the training loop, with the attributes that steps of FastReID use.
+
+    Args:
+        loop: the training loop, whose attributes are those of this object.
+        storage: storage of the run.
+
+    Attributes:
+        used: set to True by ``run_step``.
+    """
+
+    def __init__(self, loop: Any, storage: EventStorage) -> None:
+        self._loop, self._storage, self.used = loop, storage, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loop, name)
+
+    def run_step(self) -> None:
+        """Run one iteration of the training loop."""
+        self.used = True
+        type(self._loop).run_step(self._loop)
+
+    @property
+    def _data_loader_iter(self) -> Iterator[dict[str, Any]]:
+        return iter(self._loop.next_batch, None)
+
+    def _write_metrics(self, loss_dict: dict[str, torch.Tensor], data_time: float, prefix: str = "") -> None:
+        self._storage.put_losses(loss_dict, data_time, prefix)
+
+
+def _results_by_dataset(results: Any, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Convert the return value of FastReID's ``test``: dataset name -> metrics; empty if there are no results."""
+    if not results:
+        return {}
+    if not all(isinstance(metrics, Mapping) for metrics in results.values()):
+        results = {next(iter(names)): results}
+    numbers = (int, float)
+    return {
+        name: {
+            metric: value.item() if hasattr(value, "item") else value
+            for metric, value in metrics.items()
+            if isinstance(value, numbers) or hasattr(value, "item") or isinstance(value, Mapping)
+        }
+        for name, metrics in results.items()
+    }
+
+
+class DefaultPredictor:
+    """Model of a config with its weights, for features of preprocessed images.
+
+    ``fastamp.Predictor`` reads image files, and has the same preprocessing and precision as an evaluation.
+
+    Args:
+        cfg: config with ``MODEL.WEIGHTS``.
+
+    Attributes:
+        cfg: config without pretraining.
+        model: model in evaluation mode.
+    """
+
+    def __init__(self, cfg: Any) -> None:
+        self.cfg = cfg.with_values({"MODEL.BACKBONE.PRETRAIN": False})
+        self.model = build_model(self.cfg).eval()
+        Checkpointer(
+            self.model,
+            min_match=self.cfg.MODEL.WEIGHTS_MIN_MATCH,
+            allow_missing=self.cfg.MODEL.WEIGHTS_ALLOW_MISSING,
+        ).load(self.cfg.MODEL.WEIGHTS)
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        """Compute the features of images (B, C, H, W) in 0..255, resized to ``INPUT.SIZE_TEST``: (B, D) float32."""
+        with torch.no_grad():
+            return self.model({"images": image.to(self.model.device)})

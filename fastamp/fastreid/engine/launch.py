@@ -1,0 +1,5 @@
+"""FastReID's launcher."""
+
+from fastamp.engine.launch import launch
+
+__all__ = ["launch"]
