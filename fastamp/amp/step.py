@@ -45,6 +45,7 @@ Clip = Callable[..., torch.Tensor]
 with parameters in ``row_shards``, it is also called with ``sharded``, the indices of their gradients."""
 
 
+@dataclass(kw_only=True, eq=False)
 class LossScaler:
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
@@ -61,22 +62,15 @@ class LossScaler:
         min_scale, max_scale: bounds of the scale. Default 1 and 2^24.
     """
 
-    def __init__(
-        self,
-        *,
-        init_scale: float = 65536.0,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**24,
-    ) -> None:
-        self.scale = min(max(float(init_scale), min_scale), max_scale)
-        self.growth_factor = growth_factor
-        self.backoff_factor = backoff_factor
-        self.growth_interval = growth_interval
-        self.min_scale = min_scale
-        self.max_scale = max_scale
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        self.scale = min(max(float(self.init_scale), self.min_scale), self.max_scale)
         self._good_steps = 0
 
     @classmethod

@@ -336,6 +336,7 @@ def _find_invalid_lines(dataset: ImageDataset) -> Iterable[Finding]:
 Row = tuple[str, int]
 
 
+@dataclass
 class _CheckedDataset:
     """Dataset whose images were read.
 
@@ -346,14 +347,10 @@ class _CheckedDataset:
         protocol: see ``check_dataset``.
     """
 
-    def __init__(
-        self,
-        dataset: ImageDataset,
-        splits: dict[str, Sequence[ImageItem]],
-        summaries: dict[tuple, ImageSummary],
-        protocol: Any = None,
-    ) -> None:
-        self.dataset, self.splits, self.summaries, self.protocol = dataset, splits, summaries, protocol
+    dataset: ImageDataset
+    splits: dict[str, Sequence[ImageItem]]
+    summaries: dict[tuple, ImageSummary]
+    protocol: Any = None
 
     def rows(self, *splits: str) -> Iterator[tuple[Row, ImageItem, ImageSummary]]:
         """Yield ``((split, row), image, summary)`` for all images of these splits."""

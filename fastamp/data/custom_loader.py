@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from fastamp.utils import comm
 from fastamp.utils.errors import ConfigError
 
 
+@dataclass(eq=False)
 class CustomTrainLoader:
     """Infinite training loader over a map-style dataset.
 
@@ -38,26 +40,22 @@ class CustomTrainLoader:
         ConfigError: if ``iters_per_epoch`` is 0.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        batches: Callable[[int], Iterable[list[int]]],
-        *,
-        iters_per_epoch: int,
-        num_workers: int = 0,
-        collate: Callable[[list[Any]], Any] = default_collate,
-        pin_memory: bool = False,
-        seed: int = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-    ) -> None:
-        if iters_per_epoch < 1:
+    dataset: Dataset
+    batches: Callable[[int], Iterable[list[int]]]
+    _: KW_ONLY
+    iters_per_epoch: int
+    num_workers: int = 0
+    collate: Callable[[list[Any]], Any] = default_collate
+    pin_memory: bool = False
+    seed: int = 0
+    worker_init_fn: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.iters_per_epoch < 1:
             raise ConfigError(
-                f"the training set is smaller than one batch: {len(dataset)} images.\n"  # type: ignore[arg-type]
+                f"the training set is smaller than one batch: {len(self.dataset)} images.\n"  # type: ignore[arg-type]
                 "  fix: reduce SOLVER.IMS_PER_BATCH, or add images"
             )
-        self.dataset, self.batches, self.iters_per_epoch = dataset, batches, iters_per_epoch
-        self.num_workers, self.collate, self.pin_memory = num_workers, collate, pin_memory
-        self.seed, self.worker_init_fn = seed, worker_init_fn
         self._start = 0
 
     @classmethod

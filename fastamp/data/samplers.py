@@ -4,6 +4,7 @@ import inspect
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -411,6 +412,7 @@ class SetReWeightSampler(BalancedIdentitySampler):
                 yield from self._draw(rng, self.images_of(number))
 
 
+@dataclass(eq=False)
 class EpochBatchSampler:
     """Split the index stream of each epoch into batches, and each batch among the ranks.
 
@@ -427,22 +429,17 @@ class EpochBatchSampler:
         ConfigError: if ``batch_size`` is not a multiple of ``world_size``.
     """
 
-    def __init__(
-        self,
-        sampler: EpochSampler,
-        *,
-        batch_size: int,
-        iters_per_epoch: int,
-        rank: int = 0,
-        world_size: int = 1,
-        start_iter: int = 0,
-    ) -> None:
-        self.sampler = sampler
-        self.batch_size = batch_size
-        self.iters_per_epoch = iters_per_epoch
-        self.start_iter = start_iter
-        per_rank = batch_size_per_rank(batch_size, world_size)
-        self._slice = slice(rank * per_rank, (rank + 1) * per_rank)
+    sampler: EpochSampler
+    _: KW_ONLY
+    batch_size: int
+    iters_per_epoch: int
+    rank: int = 0
+    world_size: int = 1
+    start_iter: int = 0
+
+    def __post_init__(self) -> None:
+        per_rank = batch_size_per_rank(self.batch_size, self.world_size)
+        self._slice = slice(self.rank * per_rank, (self.rank + 1) * per_rank)
 
     def start_at(self, start_iter: int) -> None:
         """Let the next iterator start at batch ``start_iter``, counted from the start of training."""

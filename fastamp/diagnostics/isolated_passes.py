@@ -5,7 +5,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ class TrainPass:
         return not self.bad_losses and not self.bad_gradients
 
 
+@dataclass(eq=False)
 class IsolatedPasses:
     """Context manager for passes over one batch that all start from the same model state and random state.
 
@@ -64,23 +65,16 @@ class IsolatedPasses:
         frozen: names of frozen modules, see ``OptimizationStep``.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batch: dict[str, Any],
-        *,
-        random: dict[str, Any] | None = None,
-        frozen: tuple[str, ...] = (),
-    ) -> None:
-        self.model = model
-        self.batch = batch
-        self.frozen = frozen
-        self._start = random
+    model: nn.Module
+    batch: dict[str, Any]
+    _: KW_ONLY
+    random: dict[str, Any] | None = None
+    frozen: tuple[str, ...] = ()
 
     def __enter__(self) -> "IsolatedPasses":
         modules = list(self.model.modules())
         self._random = random_state()
-        self._start = self._start or self._random
+        self._start = self.random or self._random
         self._buffers = [
             (module, name, buffer, None if buffer is None else buffer.clone())
             for module in modules

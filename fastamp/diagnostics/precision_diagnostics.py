@@ -2,6 +2,7 @@
 
 import logging
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fastamp.utils.errors import TrainingError, WriteError, summarize_error
 logger = logging.getLogger(__name__)
 
 
+@dataclass(kw_only=True, eq=False)
 class PrecisionDiagnostics:
     """Run the pre-flight before the first step; locate the first non-finite value and write a crash dump on failure.
 
@@ -34,20 +36,13 @@ class PrecisionDiagnostics:
         config: YAML text of the config, for the crash dump.
     """
 
-    def __init__(
-        self,
-        *,
-        preflight: str = "off",
-        eval_dtype: str = "same",
-        trace_nonfinite: bool = False,
-        folder: Path | None = None,
-        config: str = "",
-    ) -> None:
-        self.preflight = preflight
-        self.eval_dtype = eval_dtype
-        self.trace_nonfinite = trace_nonfinite
-        self.folder = folder
-        self.config = config
+    preflight: str = "off"
+    eval_dtype: str = "same"
+    trace_nonfinite: bool = False
+    folder: Path | None = None
+    config: str = ""
+
+    def __post_init__(self) -> None:
         self._micro_batches: list[MicroBatch] = []
         self._versions: list[int] = []
         self._copy = False

@@ -1,5 +1,6 @@
 """Geometric transforms: resizing, cropping, flipping and padding."""
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -67,6 +68,7 @@ _MODES = {
 }
 
 
+@dataclass(kw_only=True, eq=False)
 class Resize:
     """Resize an image, then crop its center if ``crop`` is given.
 
@@ -79,12 +81,9 @@ class Resize:
         interpolation: ``bicubic`` or ``bilinear``, both antialiased, or ``nearest``. Default "bicubic".
     """
 
-    def __init__(
-        self, *, size: tuple[int, ...], crop: tuple[int, int] | None = None, interpolation: str = "bicubic"
-    ) -> None:
-        self.size = size
-        self.crop = crop
-        self.interpolation = interpolation
+    size: tuple[int, ...]
+    crop: tuple[int, int] | None = None
+    interpolation: str = "bicubic"
 
     @property
     def output_size(self) -> tuple[int, int] | None:
@@ -108,9 +107,6 @@ class Resize:
             # The same operator as in torchvision, whose checks take 0.1 ms for a single image between other work.
             return F.interpolate(image[None], size=self.size, mode=self.interpolation, antialias=True)[0]
         return functional.resize(image, list(self.size), interpolation=_MODES[self.interpolation], antialias=True)
-
-    def __repr__(self) -> str:
-        return f"Resize(size={self.size}, crop={self.crop}, interpolation={self.interpolation!r})"
 
 
 @cache
@@ -242,6 +238,7 @@ class PadAndRandomCrop(BatchTransform):
 
 
 @TRANSFORM_REGISTRY.register("CROP")
+@dataclass(kw_only=True, eq=False)
 class RandomResizedCrop(BatchTransform):
     """Crop a random region of an image, and resize the crop to a fixed size.
 
@@ -258,19 +255,10 @@ class RandomResizedCrop(BatchTransform):
     """
 
     draws = 2 + 2 * _ATTEMPTS
-
-    def __init__(
-        self,
-        *,
-        size: tuple[int, int],
-        scale: tuple[float, float],
-        ratio: tuple[float, float],
-        interpolation: str = "bicubic",
-    ) -> None:
-        self.size = size
-        self.scale = scale
-        self.ratio = ratio
-        self.interpolation = interpolation
+    size: tuple[int, int]
+    scale: tuple[float, float]
+    ratio: tuple[float, float]
+    interpolation: str = "bicubic"
 
     @classmethod
     def from_config(cls, cfg: Any) -> "RandomResizedCrop":

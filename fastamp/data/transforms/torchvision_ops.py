@@ -179,6 +179,28 @@ class _TorchvisionOperations(TorchvisionTransform):
     steps: int
     interpolation = "nearest"
 
+    @classmethod
+    def from_config(cls, cfg: Any) -> BatchTransform:
+        """Build the transform from its config section.
+
+        Raises:
+            ConfigError: if INPUT.CHANNELS is 4.
+        """
+        name = cls.section
+        if cfg.INPUT.CHANNELS == 4:
+            raise ConfigError(
+                f"INPUT.{name} supports only grayscale and RGB images, but INPUT.CHANNELS is 4.\n"
+                f"  fix: set INPUT.{name}.ENABLED False, or INPUT.CHANNELS to 1 or 3"
+            )
+        if cfg.INPUT[name].PROB == 0:
+            logger.warning(
+                "INPUT.%s is enabled but has no effect because INPUT.%s.PROB is 0.\n"
+                "  fix: set PROB to a value above 0, or ENABLED to False",
+                name,
+                name,
+            )
+        return super().from_config(cfg)
+
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Compute the parameters of ``TorchvisionTransform``, and draw the operations of each selected image.
 
@@ -241,39 +263,23 @@ class _TorchvisionOperations(TorchvisionTransform):
 class AutoAugment(_TorchvisionOperations):
     """AutoAugment with the ImageNet policy (Cubuk et al. 2019, arXiv:1805.09501), for 1 or 3 channels."""
 
+    section = "AUTOAUG"
     steps = 2
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=_AutoAugment(v2.AutoAugmentPolicy.IMAGENET), prob=prob)
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "AutoAugment":
-        """Build the transform from the config section ``INPUT.AUTOAUG``.
-
-        Raises:
-            ConfigError: if INPUT.CHANNELS is 4.
-        """
-        return cls(prob=_section(cfg, "AUTOAUG").PROB)
 
 
 @TRANSFORM_REGISTRY.register("AUGMIX")
 class AugMix(_TorchvisionOperations):
     """AugMix: mix an image with augmented copies (Hendrycks et al. 2020, arXiv:1912.02781), for 1 or 3 channels."""
 
+    section = "AUGMIX"
     steps = 9  # up to 3 for each of 3 augmented copies
     interpolation = "bilinear"
 
     def __init__(self, *, prob: float) -> None:
         super().__init__(transform=_AugMix(), prob=prob)
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "AugMix":
-        """Build the transform from the config section ``INPUT.AUGMIX``.
-
-        Raises:
-            ConfigError: if INPUT.CHANNELS is 4.
-        """
-        return cls(prob=_section(cfg, "AUGMIX").PROB)
 
     def parameters(self, uniforms: np.ndarray, size: tuple[int, int]) -> Parameters:
         """Draw the operations and ``weights``, (B, 4) float32: mixing weights of an image and its augmented copies."""
@@ -303,19 +309,11 @@ class RandAugment(_TorchvisionOperations):
         magnitude: magnitude in 0..30.
     """
 
+    section = "RANDAUG"
+
     def __init__(self, *, prob: float, num_ops: int, magnitude: int) -> None:
         super().__init__(transform=_RandAugment(num_ops=num_ops, magnitude=magnitude), prob=prob)
         self.steps = num_ops
-
-    @classmethod
-    def from_config(cls, cfg: Any) -> "RandAugment":
-        """Build the transform from the config section ``INPUT.RANDAUG``.
-
-        Raises:
-            ConfigError: if INPUT.CHANNELS is 4.
-        """
-        section = _section(cfg, "RANDAUG")
-        return cls(prob=section.PROB, num_ops=section.NUM_OPS, magnitude=section.MAGNITUDE)
 
 
 @TRANSFORM_REGISTRY.register("AFFINE")
@@ -352,24 +350,6 @@ class RandomAffine(TorchvisionTransform):
         for part in chosen.split(1 if images.device.type == "cpu" else len(images)):
             changed[part] = _warp(images[part], copies["matrix"][part], "nearest")
         return changed
-
-
-def _section(cfg: Any, name: str) -> Any:
-    """Return the config section INPUT.<name> after checking that images are grayscale or RGB."""
-    section = cfg.INPUT[name]
-    if cfg.INPUT.CHANNELS == 4:
-        raise ConfigError(
-            f"INPUT.{name} supports only grayscale and RGB images, but INPUT.CHANNELS is 4.\n"
-            f"  fix: set INPUT.{name}.ENABLED False, or INPUT.CHANNELS to 1 or 3"
-        )
-    if section.PROB == 0:
-        logger.warning(
-            "INPUT.%s is enabled but has no effect because INPUT.%s.PROB is 0.\n"
-            "  fix: set PROB to a value above 0, or ENABLED to False",
-            name,
-            name,
-        )
-    return section
 
 
 def _inverse_matrix(

@@ -22,7 +22,7 @@ from fastamp.modeling.backbones.position_grid import PositionGrid
 from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
     run_block,
-    size_of_training_images,
+    transformer_options,
 )
 from fastamp.modeling.backbones.vit import infer_embedding_keys, resize_positions
 from fastamp.utils.errors import ConfigError
@@ -457,18 +457,8 @@ def build_clip_vit_backbone(cfg: Any) -> ClipVisionTransformer:
     depth = choose_depth(cfg, DEPTHS)
     model = ClipVisionTransformer(
         depth=depth,
-        image_size=size_of_training_images(cfg, (PATCH, PATCH)),
-        in_channels=cfg.INPUT.CHANNELS,
-        stride=tuple(backbone.STRIDE_SIZE),
         projection=backbone.PROJECTION,
         quick_gelu=backbone.QUICK_GELU,
-        dropout=backbone.DROP_RATIO,
-        attention_dropout=backbone.ATT_DROP_RATE,
-        drop_path=backbone.DROP_PATH_RATIO,
-        cameras=backbone.SIE_CAMERAS,
-        views=backbone.SIE_VIEWS,
-        side_weight=backbone.SIE_COE,
-        checkpointing=backbone.CHECKPOINTING,
-        weights_grid=tuple(backbone.WEIGHTS_GRID),
+        **transformer_options(cfg),
     )
     return with_pretrained_weights(model, cfg, None, without=("sie_embed",))

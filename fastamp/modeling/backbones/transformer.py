@@ -106,6 +106,28 @@ def size_of_training_images(cfg: Any, patch: tuple[int, int]) -> tuple[int, int]
     return image_size
 
 
+def transformer_options(cfg: Any) -> dict[str, Any]:
+    """Return the arguments of a Vision Transformer with patches of 16 x 16 pixels that the config sets.
+
+    Raises:
+        ConfigError: see ``size_of_training_images``.
+    """
+    backbone = cfg.MODEL.BACKBONE
+    return {
+        "image_size": size_of_training_images(cfg, TokenBackbone.patch),
+        "in_channels": cfg.INPUT.CHANNELS,
+        "stride": tuple(backbone.STRIDE_SIZE),
+        "dropout": backbone.DROP_RATIO,
+        "attention_dropout": backbone.ATT_DROP_RATE,
+        "drop_path": backbone.DROP_PATH_RATIO,
+        "cameras": backbone.SIE_CAMERAS,
+        "views": backbone.SIE_VIEWS,
+        "side_weight": backbone.SIE_COE,
+        "checkpointing": backbone.CHECKPOINTING,
+        "weights_grid": tuple(backbone.WEIGHTS_GRID),
+    }
+
+
 class SideInformation(nn.Module):
     """Base class of backbones with camera and view embeddings (SIE, He et al. 2021, arXiv:2102.04378).
 

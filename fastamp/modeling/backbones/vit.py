@@ -26,7 +26,7 @@ from fastamp.modeling.backbones.transformer import (
     TokenBackbone,
     patch_grid,
     run_block,
-    size_of_training_images,
+    transformer_options,
 )
 from fastamp.utils.errors import ConfigError
 
@@ -467,19 +467,9 @@ def build_vit_backbone(cfg: Any) -> VisionTransformer:
         )
     model = VisionTransformer(
         depth=depth,
-        image_size=size_of_training_images(cfg, (PATCH, PATCH)),
-        in_channels=cfg.INPUT.CHANNELS,
-        stride=tuple(backbone.STRIDE_SIZE),
-        dropout=backbone.DROP_RATIO,
-        attention_dropout=backbone.ATT_DROP_RATE,
-        drop_path=backbone.DROP_PATH_RATIO,
-        cameras=backbone.SIE_CAMERAS,
-        views=backbone.SIE_VIEWS,
-        side_weight=backbone.SIE_COE,
         part_tokens=backbone.PART_TOKENS,
         stem_norm=backbone.NORM if backbone.STEM_CONV else "",
-        checkpointing=backbone.CHECKPOINTING,
-        weights_grid=tuple(backbone.WEIGHTS_GRID),
+        **transformer_options(cfg),
     )
     # ImageNet weights do not contain embeddings of cameras and parts.
     return with_pretrained_weights(model, cfg, depth.pretrained, without=("sie_embed", "part_token"))
