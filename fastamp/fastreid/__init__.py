@@ -28,7 +28,7 @@ _PROVIDERS = {
     ),
     "fastreid.data.transforms": "data.transforms.transforms",
     "fastreid.layers": (
-        "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.norm layers.pooling "
+        "layers.activation layers.batch_norm layers.drop layers.helpers layers.non_local layers.pooling "
         "layers.se_layer layers.weight_init"
     ),
     "modeling.backbones.mobilenet": "modeling.backbones.mobilenetv3",
