@@ -388,10 +388,11 @@ def test_distiller_with_fastreids_attributes_is_trained(cfg, kind):
     assert torch.equal(model.jsdiv_loss(torch.ones(2, 3), torch.ones(2, 3)), torch.tensor(0.0))
 
 
-def test_optimizer_is_also_the_pair_of_later_releases(cfg):
+@pytest.mark.parametrize("build", [build_optimizer, DefaultTrainer.build_optimizer])
+def test_optimizer_is_also_the_pair_of_later_releases(cfg, build):
     model = nn.Linear(2, 2)
-    optimizer = build_optimizer(cfg, model)
-    unpacked, params = build_optimizer(cfg, model, contiguous=False)
+    optimizer = build_optimizer(cfg, model, contiguous=False)
+    unpacked, params = build(cfg, model)
     assert type(unpacked).__name__ == type(optimizer).__name__ and params is None
     model(torch.ones(1, 2)).sum().backward()
     before = model.weight.clone()

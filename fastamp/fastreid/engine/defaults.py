@@ -30,7 +30,7 @@ from fastamp.fastreid.engine.train_loop import (
 )
 from fastamp.fastreid.evaluation.reid_evaluation import build_evaluator
 from fastamp.fastreid.overrides import overrides, warn_of_uncalled_methods
-from fastamp.fastreid.solver import build_lr_scheduler
+from fastamp.fastreid.solver import build_lr_scheduler, build_optimizer
 from fastamp.fastreid.utils.events import EventStorage, RunStorage
 from fastamp.modeling import adapt_to_training_set, build_model
 from fastamp.utils import comm
@@ -141,6 +141,11 @@ class DefaultTrainer(Points, defaults.DefaultTrainer):
     def build_lr_scheduler(cls, cfg: CfgNode, optimizer: Optimizer, iters_per_epoch: int) -> Any:
         """Build the schedulers; only used if a subclass overrides this method or reads ``scheduler``."""
         return build_lr_scheduler(cfg, optimizer, iters_per_epoch)
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: torch.nn.Module) -> Optimizer:
+        """Build the optimizer, which can be unpacked as a pair; see ``fastamp.fastreid.solver.build_optimizer``."""
+        return build_optimizer(cfg, model)
 
     def build_optimizers(self) -> dict[str, Optimizer]:
         """Build the optimizers; ``build_optimizer`` may return a tuple, whose first value is used."""
